@@ -1,0 +1,95 @@
+# Each lane has an environment of its own, made on first use and refreshed when a file it was made from changes:
+#   .venv         the demo: core, llama plugin and JAX backend, as a user installs them; no torch
+#   .venv-test    the pinned test lane, with torch and libtpu, and the lint tools
+#   .venv-newest  the newest releases on a newer Python, without torch
+# Override on the command line, e.g. `make test PYTHON=python3.12 PYTEST_ARGS="-k rope"`.
+
+PYTHON         ?= python3
+PYTEST_ARGS    ?=
+PYTEST_WORKERS ?= 2
+CHECKPOINT     ?= examples/checkpoints/pydoc-llama
+PROMPT         ?= The with statement
+MAX_NEW_TOKENS ?= 64
+
+VENV        := .venv
+VENV_TEST   := .venv-test
+VENV_NEWEST := .venv-newest
+
+DISTRIBUTIONS := . plugins/ttpu-jax plugins/ttpu-llama
+PYPROJECTS    := $(DISTRIBUTIONS:%=%/pyproject.toml)
+EDITABLE      := $(DISTRIBUTIONS:%=-e %)
+PACKAGES      := ttpu.py ttpu_core plugins/ttpu-jax/ttpu_jax plugins/ttpu-llama/ttpu_llama
+NEWEST_TESTS   = $(wildcard plugins/ttpu-jax/tests plugins/ttpu-llama/tests tests)
+
+PIP := -m pip install --quiet --disable-pip-version-check
+
+# Everything runs on the CPU unless asked otherwise. Programs that take long to compile are kept, for the next run
+# and for the other test worker.
+export JAX_PLATFORMS ?= cpu
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
+# One thread per test worker for torch, and no test may reach a model hub.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint newest bench clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed  ## Generate text from the checkpoint in this repository, and print tokens per second
+	$(VENV)/bin/ttpu generate $(CHECKPOINT) --prompt "$(PROMPT)" --max-new-tokens $(MAX_NEW_TOKENS)
+
+test: $(VENV_TEST)/.installed  ## Run every test with the pinned versions (PYTEST_ARGS="-k rope" for some)
+	$(TEST_ENV) $(VENV_TEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+lint: $(VENV_TEST)/.installed  ## Check style (ruff), types (mypy) and who imports whom (import-linter)
+	$(VENV_TEST)/bin/ruff check --output-format concise .
+	$(VENV_TEST)/bin/mypy $(PACKAGES)
+	$(VENV_TEST)/bin/lint-imports
+
+newest:  ## Run the quick tests with the newest jax on a newer Python, if this machine has one
+	@newer=$$(scripts/find-newer-python $(PYTHON)) || exit 1; \
+	if [ -z "$$newer" ]; then \
+	    echo "newest: no Python newer than $$($(PYTHON) --version) with pip found here; nothing to run."; \
+	else \
+	    $(MAKE) --no-print-directory test-newest NEWER_PYTHON="$$newer"; \
+	fi
+
+.PHONY: test-newest
+test-newest: $(VENV_NEWEST)/.installed
+	@$(VENV_NEWEST)/bin/python -c 'import jax, platform; print("Python", platform.python_version(), "jax", jax.__version__)'
+	$(TEST_ENV) $(VENV_NEWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal \
+	    -m "not torch and not tpu_compile and not slow" $(PYTEST_ARGS) $(NEWEST_TESTS)
+
+bench: $(VENV_TEST)/.installed  ## Run every script in benchmarks/
+	@set -e; for script in benchmarks/*.py; do \
+	    test -e "$$script" || { echo "bench: benchmarks/ holds no script yet."; break; }; \
+	    echo "== $$script"; $(VENV_TEST)/bin/python "$$script"; \
+	done
+
+clean:  ## Remove the environments, caches and build outputs
+	rm -rf $(VENV) $(VENV_TEST) $(VENV_NEWEST) .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache \
+	    .hypothesis build dist
+	find . -name .git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# -- environments ------------------------------------------------------------------------------------------
+
+$(VENV)/.installed: $(PYPROJECTS)
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP) $(EDITABLE)
+	@$(VENV)/bin/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") and \
+	    "torch is in $(VENV), where no dependency may bring it: run `pip show torch` there to see which one did.")'
+	@touch $@
+
+$(VENV_TEST)/.installed: $(PYPROJECTS) requirements/torch.txt requirements/test.txt requirements/lint.txt
+	test -x $(VENV_TEST)/bin/python || $(PYTHON) -m venv $(VENV_TEST)
+	$(VENV_TEST)/bin/python $(PIP) -r requirements/torch.txt
+	$(VENV_TEST)/bin/python $(PIP) $(EDITABLE) -r requirements/test.txt -r requirements/lint.txt
+	@touch $@
+
+$(VENV_NEWEST)/.installed: $(PYPROJECTS) requirements/newest.txt
+	test -x $(VENV_NEWEST)/bin/python || $(NEWER_PYTHON) -m venv $(VENV_NEWEST)
+	$(VENV_NEWEST)/bin/python $(PIP) --upgrade --upgrade-strategy eager $(EDITABLE) -r requirements/newest.txt
+	@touch $@

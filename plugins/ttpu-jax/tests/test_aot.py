@@ -1,0 +1,366 @@
+"""Ahead-of-time compilation: the HLO parser on small texts, and libtpu on small programs. No TPU is needed."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ttpu_core.errors import MissingDependencyError, UnsupportedError
+from ttpu_jax.aot import hlo, schedule, topology
+from ttpu_jax.aot.compile import OVERLAP_COLLECTIVES, CompiledProgram, compile_for
+from ttpu_jax.aot.topology import CHIPS, GIB, TpuTopology, make_mesh, tpu_topology
+
+GROUP = "replica_groups={{0,1,2,3}}"
+
+# A loop of 6 whose body holds a product of 1500 cycles and an all-reduce of 1 MiB over 4 devices; then a copy of 8 MiB
+# that overlaps with a product of 3000 cycles.
+LOOP = f"""HloModule jit_f, is_scheduled=true, num_partitions=4
+
+%add (x: f32[], y: f32[]) -> f32[] {{
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}}
+
+%body (arg: (s32[], f32[512,512])) -> (s32[], f32[512,512]) {{
+  %arg = (s32[]{{:T(128)}}, f32[512,512]{{1,0:T(8,128)}}) parameter(0)
+  %i = s32[]{{:T(128)}} get-tuple-element(%arg), index=0
+  %x.1 = f32[512,512]{{1,0:T(8,128)}} get-tuple-element(%arg), index=1
+  %product = f32[512,512]{{1,0:T(8,128)S(1)}} fusion(%x.1), kind=kOutput, calls=%f, backend_config={{"estimated_cycles":"1500"}}
+  %all-reduce.1 = f32[512,512]{{1,0:T(8,128)}} all-reduce(%product), channel_id=1, {GROUP}, to_apply=%add
+  ROOT %out = (s32[]{{:T(128)}}, f32[512,512]{{1,0:T(8,128)}}) tuple(%i, %all-reduce.1)
+}}
+
+%condition (arg: (s32[], f32[512,512])) -> pred[] {{
+  %limit = s32[]{{:T(128)}} constant(6)
+  %arg.1 = (s32[]{{:T(128)}}, f32[512,512]{{1,0:T(8,128)}}) parameter(0)
+  %i.1 = s32[]{{:T(128)}} get-tuple-element(%arg.1), index=0
+  ROOT %less = pred[]{{:T(512)}} compare(%i.1, %limit), direction=LT
+}}
+
+ENTRY %main (p: f32[512,512], big: bf16[2048,2048]) -> f32[512,512] {{
+  %p = f32[512,512]{{1,0:T(8,128)}} parameter(0)
+  %big = bf16[2048,2048]{{1,0:T(8,128)(2,1)}} parameter(1)
+  %zero = s32[]{{:T(128)}} constant(0)
+  %start = (s32[]{{:T(128)}}, f32[512,512]{{1,0:T(8,128)}}) tuple(%zero, %p)
+  %while.1 = (s32[]{{:T(128)}}, /*index=1*/f32[512,512]{{1,0:T(8,128)}}) while(%start), condition=%condition, body=%body
+  %result = f32[512,512]{{1,0:T(8,128)}} get-tuple-element(%while.1), index=1
+  %copy-start.1 = (bf16[2048,2048]{{1,0:T(8,128)(2,1)S(1)}}, bf16[2048,2048]{{1,0:T(8,128)(2,1)}}, u32[]{{:S(2)}}) copy-start(%big)
+  %other = f32[512,512]{{1,0:T(8,128)}} fusion(%result), kind=kLoop, calls=%g, backend_config={{"estimated_cycles":"3000"}}
+  %copy-done.1 = bf16[2048,2048]{{1,0:T(8,128)(2,1)S(1)}} copy-done(%copy-start.1)
+  ROOT %kernel = f32[512,512]{{1,0:T(8,128)}} custom-call(%other, %copy-done.1), custom_call_target="tpu_custom_call"
+}}
+"""  # noqa: E501  # as long as the compiler writes them
+
+
+def entry(*lines: str) -> str:
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"HloModule m, is_scheduled=true, num_partitions=8\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+
+
+def only_collective(*lines: str) -> hlo.Collective:
+    (collective,) = hlo.collectives(entry(*lines))
+    return collective
+
+
+class TestParser:
+    def test_array_bytes_follow_the_type_and_ignore_layouts(self) -> None:
+        shape = "(bf16[64,1024]{1,0:T(8,128)(2,1)S(1)}, s32[]{:T(128)}, s4[5], pred[3], token[], f8e4m3fn[<=7])"
+        assert hlo.array_bytes(shape) == (64 * 1024 * 2, 4, 3, 3, 7)
+
+    def test_an_instruction_is_split_into_name_shape_op_operands_and_attributes(self) -> None:
+        module = hlo.parse(LOOP)
+        loop = module.body(module.entry)[4]
+        assert (loop.name, loop.op, loop.operands) == ("while.1", "while", "%start")
+        assert loop.arrays == (4, 512 * 512 * 4)
+        assert loop.attribute("body") == "body"
+        assert module.body("body")[3].estimated_cycles == 1500
+        assert module.num_devices == 4
+
+    def test_the_trip_count_comes_from_the_condition(self) -> None:
+        module = hlo.parse(LOOP)
+        assert module.trip_count(module.body("main")[4]) == 6
+
+    def test_the_compilers_own_trip_count_comes_first(self) -> None:
+        text = LOOP.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}')
+        assert hlo.collectives(text)[0].count == 9
+
+    def test_a_trip_count_that_depends_on_data_is_unknown(self) -> None:
+        text = LOOP.replace("s32[]{:T(128)} constant(6)", "s32[]{:T(128)} get-tuple-element(%arg.1), index=0")
+        assert hlo.collectives(text)[0].count == 1
+        assert schedule.estimate(text, "v5e").loops_without_trip_count == ("while.1",)
+
+    def test_a_collective_counts_once_for_each_iteration_around_it(self) -> None:
+        assert hlo.collectives(LOOP) == (
+            hlo.Collective(
+                op="all-reduce", result_bytes=2**20, group_size=4, count=6, is_async=False, name="all-reduce.1"
+            ),
+        )
+
+    @pytest.mark.parametrize(
+        ("groups", "size"),
+        [
+            ("replica_groups={{0,2},{1,3}}", 2),
+            ("replica_groups=[2,4]<=[4,2]T(1,0)", 4),
+            ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", 4),
+            ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}", 8),
+            ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1':(2)2}", 2),
+            ("replica_groups={}", 8),  # none named: all of the program's devices
+        ],
+    )
+    def test_group_size_is_read_from_every_way_to_write_groups(self, groups: str, size: int) -> None:
+        line = f"ROOT %r = f32[8]{{0}} all-reduce(%p), channel_id=1, {groups}, to_apply=%add"
+        assert only_collective(line).group_size == size
+
+    def test_an_asynchronous_start_counts_its_result_and_not_its_operand(self) -> None:
+        gather = only_collective(
+            "%s = ((f32[8], f32[2]), (f32[64], f32[16]), u32[]) all-gather-start(%p, %q), dimensions={0}",
+            "ROOT %d = (f32[64], f32[16]) all-gather-done(%s)",
+        )
+        assert (gather.op, gather.result_bytes, gather.is_async) == ("all-gather", 80 * 4, True)
+
+    def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter(self) -> None:
+        inner = f"  ROOT %a = f32[64]{{0}} all-reduce(%i), {GROUP}, to_apply=%add\n"
+        fused = f"%all-reduce-scatter (i: f32[64]) -> f32[16] {{\n{inner}}}\n\n"
+        header, _, rest = entry(
+            "ROOT %f = f32[16]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter"
+        ).partition("\n\n")
+        (scatter,) = hlo.collectives(f"{header}\n\n{fused}{rest}")
+        assert (scatter.op, scatter.result_bytes, scatter.group_size) == ("reduce-scatter", 64, 4)
+
+    def test_text_without_an_entry_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="no ENTRY computation"):
+            hlo.parse("HloModule empty\n")
+
+
+class TestEstimate:
+    def test_a_loop_costs_its_body_times_its_trip_count(self) -> None:
+        result, chip = schedule.estimate(LOOP, "v5e"), CHIPS["v5e"]
+        # 2 * 3/4 of 1 MiB over both directions of a link, and 3 hops
+        reduce = 1.5 * 2**20 / (2 * chip.ici_bytes_per_second) + 3 * schedule.HOP_SECONDS
+        product, other = 1500 / chip.clock_hz, 3000 / chip.clock_hz
+        copy = 2048 * 2048 * 2 / chip.hbm_bytes_per_second
+        assert copy > other
+        assert result.breakdown.compute == pytest.approx(6 * product + other)
+        assert result.breakdown.collective == pytest.approx(6 * reduce)
+        assert result.breakdown.copy_wait == pytest.approx(copy - other)
+        assert result.seconds == pytest.approx(6 * (product + reduce) + copy)
+
+    def test_the_costliest_instructions_are_named_first(self) -> None:
+        top = schedule.estimate(LOOP, "v5e").top
+        assert [cost.name for cost in top] == ["all-reduce.1", "copy-done.1", "product", "other"]
+        assert (top[2].kind, top[2].seconds) == ("compute", pytest.approx(6 * 1500 / 1.5e9))
+
+    def test_a_kernel_without_an_estimate_is_reported(self) -> None:
+        assert schedule.estimate(LOOP, "v5e").unmodelled == (schedule.Unmodelled("kernel", "custom-call", 1),)
+
+    def test_an_asynchronous_collective_costs_only_what_is_waited_for(self) -> None:
+        text = entry(
+            f"%s = (f32[2097152], f32[8388608], u32[]) all-gather-start(%p), {GROUP}",
+            '%w = f32[8] fusion(%p), kind=kLoop, calls=%g, backend_config={"estimated_cycles":"75000"}',
+            "ROOT %d = f32[8388608] all-gather-done(%s)",
+        )
+        result = schedule.estimate(text, "v5e")
+        gather = 0.75 * 2**25 / 90e9 + 3 * schedule.HOP_SECONDS
+        assert result.seconds == pytest.approx(gather)
+        assert result.breakdown.collective_wait == pytest.approx(gather - 75000 / 1.5e9)
+        assert result.breakdown.collective_in_background == pytest.approx(gather)
+
+    def test_an_unknown_chip_is_refused(self) -> None:
+        with pytest.raises(UnsupportedError, match="the chips are v4, v5e, v5p, v6e, tpu7x; write 'tpu7x'"):
+            schedule.estimate(LOOP, "v7x")
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("name", "advice"),
+        [
+            ("h100:8", "the chips are v4, v5e, v5p, v6e, tpu7x; write one of them with its size, as in 'v5e:2x4'"),
+            ("v7x:2x2x1", "write 'tpu7x', as in 'tpu7x:2x2x1'"),
+            ("v5litepod:2x4", "write 'v5e', as in 'v5e:2x4'"),
+            ("v5litepod-8", "write 'v5e', as in 'v5e:2x4'"),
+            ("v5e", "write 2 of them, as in 'v5e:2x4'"),
+            ("v5e:2xfour", "is not numbers of chips joined by 'x'"),
+            ("v5p:2x4", "the interconnect of v5p has 3: write 3 sizes, as in 'v5p:2x2x2'"),
+            ("v5e:32x32", "which is 1024 chips, but a v5e pod has 256"),
+            ("v5e:0x4", "write a size of 1 to 256 chips"),
+        ],
+    )
+    def test_a_name_that_does_not_exist_is_refused_with_one_that_does(self, name: str, advice: str) -> None:
+        with pytest.raises(UnsupportedError) as refusal:
+            tpu_topology(name)
+        assert advice in str(refusal.value)
+
+    def test_without_libtpu_the_message_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(MissingDependencyError, match=r'pip install "ttpu-jax\[tpu\]"'):
+            tpu_topology("v5e:2x4")
+
+
+@pytest.fixture(scope="module")
+def v5e() -> TpuTopology:
+    pytest.importorskip("libtpu")
+    return tpu_topology("v5e:2x4")
+
+
+@pytest.fixture(scope="module")
+def mesh(v5e: TpuTopology) -> Mesh:
+    return make_mesh(v5e, {"tensor": 8})
+
+
+def array(mesh: Mesh, shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def layers(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return jax.lax.with_sharding_constraint(jax.nn.relu(x @ weights[0]) @ weights[1], P()), None
+
+    return jax.lax.scan(layer, x, (up, down))[0]
+
+
+@pytest.fixture(scope="module")
+def program(v5e: TpuTopology, mesh: Mesh) -> CompiledProgram:
+    up, down = array(mesh, (5, 1024, 4096), None, None, "tensor"), array(mesh, (5, 4096, 1024), None, "tensor")
+    return compile_for(v5e, layers, array(mesh, (64, 1024)), up, down, donate_argnums=0)
+
+
+@pytest.mark.tpu_compile
+class TestTopology:
+    @pytest.mark.parametrize(
+        ("name", "devices", "hosts"),
+        [
+            ("v5e:1x1", 1, 1),
+            ("v5e:2x4", 8, 1),  # one host of eight chips, where libtpu alone would say two
+            ("v6e:4x4", 16, 4),
+            ("v5p:2x2x2", 8, 2),
+            ("tpu7x:2x2x1", 8, 1),  # two devices a chip
+            ("v4:2x2x1", 4, 1),  # megacore: one device a chip
+        ],
+    )
+    def test_a_slice_has_its_devices_and_hosts(self, name: str, devices: int, hosts: int) -> None:
+        pytest.importorskip("libtpu")
+        found = tpu_topology(name)
+        assert len(found.devices) == devices
+        assert len({device.process_index for device in found.devices}) == hosts
+        assert {device.device_kind for device in found.devices} == {found.chip.device_kind}
+        assert devices == math.prod(int(n) for n in name.partition(":")[2].split("x")) * found.chip.devices_per_chip
+
+    def test_a_size_that_libtpu_refuses_is_explained(self) -> None:
+        pytest.importorskip("libtpu")
+        with pytest.raises(UnsupportedError, match="not divisible"):
+            tpu_topology("v5e:3x5")
+
+    def test_mesh_axes_keep_their_names_order_and_sizes(self, v5e: TpuTopology) -> None:
+        mesh = make_mesh(v5e, {"data": 2, "tensor": 4})
+        assert dict(mesh.shape) == {"data": 2, "tensor": 4}
+        assert mesh.axis_names == ("data", "tensor")
+
+    def test_an_axis_may_split_a_dimension_of_the_interconnect(self) -> None:
+        pytest.importorskip("libtpu")
+        assert dict(make_mesh(tpu_topology("v5p:4x4x4"), {"data": 2, "tensor": 32}).shape)["tensor"] == 32
+
+    @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {}, {"data": -2, "tensor": -4}])
+    def test_a_mesh_of_another_size_is_refused(self, v5e: TpuTopology, axes: dict[str, int]) -> None:
+        with pytest.raises(UnsupportedError, match="'v5e:2x4' has 8: give axes of at least 1 whose product is 8"):
+            make_mesh(v5e, axes)
+
+
+@pytest.mark.tpu_compile
+class TestCompile:
+    def test_the_all_reduce_in_a_scan_counts_once_a_layer(self, program: CompiledProgram) -> None:
+        (reduce,) = program.collectives
+        assert (reduce.op, reduce.count, reduce.group_size) == ("all-reduce", 5, 8)
+        assert reduce.result_bytes == 64 * 1024 * 2
+        assert program.estimate.loops_without_trip_count == ()
+
+    def test_each_device_holds_its_shard_of_the_weights(self, program: CompiledProgram) -> None:
+        activations, weights = 64 * 1024 * 2, 2 * 5 * 1024 * 4096 * 2
+        assert program.argument_bytes == activations + weights // 8
+        assert program.output_bytes == activations
+        assert program.argument_bytes <= program.peak_bytes < CHIPS["v5e"].hbm_bytes
+
+    def test_a_donated_argument_is_where_the_result_goes(self, program: CompiledProgram) -> None:
+        assert program.alias_bytes == program.output_bytes
+
+    def test_without_donation_nothing_is_aliased(self, v5e: TpuTopology, mesh: Mesh) -> None:
+        assert compile_for(v5e, lambda x: x @ x, array(mesh, (256, 256))).alias_bytes == 0
+
+    def test_a_jitted_function_keeps_its_own_donation(self, v5e: TpuTopology, mesh: Mesh) -> None:
+        jitted = jax.jit(lambda x: x @ x, donate_argnums=0)
+        assert compile_for(v5e, jitted, array(mesh, (256, 256))).alias_bytes == 256 * 256 * 2
+        with pytest.raises(UnsupportedError, match=r"already under jax\.jit"):
+            compile_for(v5e, jitted, array(mesh, (256, 256)), donate_argnums=0)
+
+    def test_the_estimate_is_at_least_the_roofline(self, program: CompiledProgram) -> None:
+        weights_read = 2 * 5 * 1024 * 4096 * 2 / 8 / CHIPS["v5e"].hbm_bytes_per_second
+        assert weights_read < program.estimate.seconds < 10 * weights_read
+        parts = program.estimate.breakdown
+        assert parts.compute + parts.collective == pytest.approx(program.estimate.seconds)
+        assert program.estimate.unmodelled == ()
+
+    def test_twice_the_layers_take_twice_the_time(
+        self, v5e: TpuTopology, mesh: Mesh, program: CompiledProgram
+    ) -> None:
+        up, down = array(mesh, (10, 1024, 4096), None, None, "tensor"), array(mesh, (10, 4096, 1024), None, "tensor")
+        longer = compile_for(v5e, layers, array(mesh, (64, 1024)), up, down, donate_argnums=0)
+        assert longer.estimate.seconds == pytest.approx(2 * program.estimate.seconds, rel=0.05)
+
+    def test_compiler_options_reach_the_compiler(self, mesh: Mesh) -> None:
+        v6e = tpu_topology("v6e:2x4")
+        x = array(make_mesh(v6e, {"tensor": 8}), (256, 256))
+        assert compile_for(v6e, lambda x: x @ x, x, compiler_options=OVERLAP_COLLECTIVES).collectives == ()
+        with pytest.raises(UnsupportedError, match="No such compile option: 'xla_of_no_kind'"):
+            compile_for(v6e, lambda x: x @ x, x, compiler_options={"xla_of_no_kind": True})
+
+    def test_a_program_that_does_not_fit_is_refused_with_both_sizes(self, v5e: TpuTopology, mesh: Mesh) -> None:
+        side = 98 * 1024  # whole tiles: what padding adds is not in the sum below
+        with pytest.raises(UnsupportedError) as refusal:
+            compile_for(v5e, lambda x: x @ x, array(mesh, (side, side)))
+        needed = 2 * 2 * side * side / GIB  # the operand and the product
+        assert f"needs {needed:.2f} GiB" in str(refusal.value)
+        assert "where 15.75 GiB are available" in str(refusal.value)
+
+    def test_an_argument_without_the_topologys_devices_is_refused(self, v5e: TpuTopology) -> None:
+        with pytest.raises(UnsupportedError, match=r"argument \[0\]\['x'\] of shape \(8,\) has no sharding"):
+            compile_for(v5e, lambda tree: tree["x"] + 1, {"x": jax.ShapeDtypeStruct((8,), jnp.float32)})
+        with pytest.raises(UnsupportedError, match="over other devices"):
+            compile_for(v5e, lambda x: x + 1, jnp.ones(8))
+
+    def test_what_is_computed_while_tracing_stays_on_this_machine(self, v5e: TpuTopology, mesh: Mesh) -> None:
+        def function(x: jax.Array) -> jax.Array:
+            with jax.ensure_compile_time_eval():
+                return x * float(jnp.arange(4.0).sum())
+
+        assert compile_for(v5e, function, array(mesh, (8, 128))).output_bytes > 0
+
+    @pytest.fixture
+    def cache(self, tmp_path: Path) -> Iterator[Path]:
+        settings = {
+            "jax_compilation_cache_dir": str(tmp_path),
+            "jax_persistent_cache_min_compile_time_secs": 0,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+        }
+        before = {name: getattr(jax.config, name) for name in settings}
+        compilation_cache.reset_cache()
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        yield tmp_path
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+    def test_the_persistent_cache_is_left_alone(self, v5e: TpuTopology, mesh: Mesh, cache: Path) -> None:
+        jax.jit(lambda x: x * 3 + 1)(jnp.ones(5)).block_until_ready()
+        used = set(cache.iterdir())
+        assert used
+        compile_for(v5e, lambda x: x @ x + 3, array(mesh, (256, 256)))
+        assert set(cache.iterdir()) == used
+        jax.jit(lambda x: x * 5 + 2)(jnp.ones(7)).block_until_ready()
+        assert set(cache.iterdir()) > used

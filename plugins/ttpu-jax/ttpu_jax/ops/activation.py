@@ -1,0 +1,31 @@
+"""Elementwise activations by the names of `ttpu_core.spec.ActivationSpec`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from ttpu_core.errors import UnsupportedError
+from ttpu_core.spec import ActivationSpec
+
+_FUNCTIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "identity": lambda x: x,
+}
+
+
+def activate(x: jax.Array, spec: ActivationSpec) -> jax.Array:
+    """The activation of x, any shape, in x's dtype.
+
+    Raises:
+        UnsupportedError: an activation that needs parameters or both halves of a gate, which this function lacks.
+    """
+    if spec.name not in _FUNCTIONS:
+        raise UnsupportedError(
+            f"activation {spec.name!r} was asked for, but the JAX backend has {', '.join(_FUNCTIONS)}: use one of those, "
+            "or a custom block."
+        )
+    return _FUNCTIONS[spec.name](x)

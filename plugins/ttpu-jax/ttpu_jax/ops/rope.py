@@ -1,0 +1,49 @@
+"""Rotary position embedding on device. In: positions and a `RopeSpec`; out: cos and sin, and rotated heads."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from ttpu_core.rope import RopeSpec, dynamic_base, inverse_frequencies
+
+
+def rope_angles(spec: RopeSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [batch, seq, rotary_dim / 2] in float32 for positions [batch, seq].
+
+    Where frequencies depend on the length (dynamic, longrope), each sequence has its own: its largest position here
+    plus one. So a prompt's result does not depend on what else is in the batch.
+    """
+    frequencies, scale = _frequencies(spec, positions)
+    angles = positions[..., None].astype(jnp.float32) * frequencies * spec.sign
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, spec: RopeSpec) -> jax.Array:
+    """Rotate the first `rotary_dim` features of x [batch, seq, ..., head_dim]; cos, sin [batch, seq, rotary_dim / 2]."""
+    between = (1,) * (x.ndim - 3)
+    cos, sin = (t.reshape(*t.shape[:2], *between, t.shape[-1]) for t in (cos, sin))
+    turned, kept = x[..., : spec.rotary_dim].astype(jnp.float32), x[..., spec.rotary_dim :]
+    if spec.layout == "half":
+        first, second = jnp.split(turned, 2, axis=-1)
+        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    else:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+        pairs = [first * cos - second * sin, second * cos + first * sin]
+        turned = jnp.stack(pairs, axis=-1).reshape(turned.shape)
+    turned = turned.astype(x.dtype)
+    return turned if kept.shape[-1] == 0 else jnp.concatenate([turned, kept], axis=-1)
+
+
+def _frequencies(spec: RopeSpec, positions: jax.Array) -> tuple[jax.Array, float]:
+    within, scale = inverse_frequencies(spec)
+    if not spec.depends_on_length:
+        return jnp.asarray(within), scale
+    length = positions.max(axis=1, keepdims=True) + 1  # [batch, 1]
+    if spec.type == "longrope":
+        original = spec.original_max_position_embeddings or spec.max_position_embeddings
+        beyond, _ = inverse_frequencies(spec, original + 1)
+        return jnp.where((length > original)[..., None], jnp.asarray(beyond), jnp.asarray(within)), scale
+    length = jnp.maximum(length, spec.max_position_embeddings).astype(jnp.float32)
+    base = dynamic_base(spec, length)[..., None]
+    exponent = jnp.arange(0, spec.rotary_dim, 2, dtype=jnp.float32) / spec.rotary_dim
+    return 1.0 / base**exponent, scale

@@ -1,0 +1,88 @@
+"""From a config and the hooks that answer for it to an `Architecture`: the spec, the mapping, and who said so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ttpu_core.config import ModelConfig
+from ttpu_core.errors import ConfigError
+from ttpu_core.mapping import FlaxMapping
+from ttpu_core.spec import ArchitectureSpec, KernelChoice, LayerSpec
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A described model: what it is (`spec`), how its checkpoint is laid out (`mapping`), the normalised config, and
+    the plugins that described it (`family`, then patch packs in the order in which they were applied)."""
+
+    spec: ArchitectureSpec
+    mapping: FlaxMapping
+    config: ModelConfig
+    family: str
+    patch_packs: tuple[str, ...] = ()
+
+
+def describe(hook: Any, config: ModelConfig, *, family: str, patch_packs: tuple[str, ...] = ()) -> Architecture:
+    """Ask every hook once and join the answers.
+
+    `hook` is a pluggy hook caller that holds the core's defaults, the family and the patch packs.
+
+    Raises:
+        ConfigError: the config lacks a key, or holds a value that the family cannot honour.
+        MappingError: the mapping does not account for every parameter.
+    """
+    source_config = config
+    config = hook.ttpu_config(config=config)
+    spec = ArchitectureSpec(
+        model_type=source_config.model_type,
+        embedding=hook.ttpu_embedding(config=config),
+        layers=tuple(_layer(hook, config, index) for index in range(config.positive_int("num_hidden_layers"))),
+        final_norm=hook.ttpu_norm(config=config),
+        head=hook.ttpu_head(config=config),
+        max_position_embeddings=config.positive_int("max_position_embeddings", default=2048),
+        parameter_axes=tuple((pattern, tuple(axes)) for pattern, axes in _all(hook.ttpu_sharding_rules(config=config))),
+        kernels=_last_wins(_all(hook.ttpu_kernels(config=config)), _kernel_key),
+        torch_patches=_last_wins(_all(hook.ttpu_torch_patches(config=config)), lambda patch: patch.target),
+    )
+    try:
+        hash(spec)
+    except TypeError as error:
+        raise ConfigError(
+            f"the plugin for {spec.model_type!r} put a value into its spec that cannot be hashed ({error}): hooks must "
+            "return frozen values, with tuples instead of lists."
+        ) from error
+    mapping = hook.ttpu_flax_mapping(config=config, spec=spec)
+    mapping.check_parameters(spec.parameters)
+    return Architecture(spec, mapping, config, family, patch_packs)
+
+
+def _layer(hook: Any, config: ModelConfig, index: int) -> LayerSpec:
+    mixer = hook.ttpu_mixer(config=config, layer=index)
+    if mixer is None:
+        mixer = hook.ttpu_attention(config=config, layer=index)
+        if mixer.rope is None:
+            mixer = replace(mixer, rope=hook.ttpu_rope(config=config, layer=index, attention=mixer))
+    return LayerSpec(
+        mixer=mixer,
+        mlp=hook.ttpu_mlp(config=config, layer=index),
+        norm=hook.ttpu_norm(config=config),
+        block=hook.ttpu_block(config=config, layer=index),
+    )
+
+
+def _all(answers: Iterable[Iterable[Any] | None]) -> list[Any]:
+    """Every plugin's list, the first registered plugin's first (pluggy asks the last registered first)."""
+    return [item for answer in reversed(list(answers)) for item in answer or ()]
+
+
+def _last_wins(items: Iterable[Any], key: Any) -> tuple[Any, ...]:
+    return tuple({key(item): item for item in items}.values())
+
+
+def _kernel_key(choice: KernelChoice) -> tuple[str, str]:
+    return choice.operation, choice.backend
+
+
+

@@ -1,0 +1,352 @@
+"""What comes in is a model's config.json, as a file or as a mapping. What goes out is a `ModelConfig`, a
+frozen and hashable view whose typed readers refuse a value that no plugin could honour."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from ttpu_core.errors import ConfigError
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+_REQUIRED: Any = object()
+_LARGEST_REPR = 60  # characters of a refused value that an error message shows
+
+
+def parse_json_object(raw: bytes) -> dict[str, Any]:
+    """Parse UTF-8 `raw` as one JSON object; ValueError holds a phrase that completes "the file ...".
+
+    A key that is written twice is refused, because Python would drop the first one in silence.
+    """
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    except _DuplicateKey:
+        raise
+    except RecursionError:
+        raise ValueError("is nested too deeply to be read") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise ValueError(f"is not valid JSON ({where}: {error.msg})") from None
+    except ValueError:  # an integer with thousands of digits
+        raise ValueError("is not valid JSON (a number has too many digits)") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"holds {_describe(value)} where a JSON object is needed")
+    return value
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ModelConfig:
+    """A read-only config.json; make one with `from_dict` or `from_file`, never with the constructor.
+
+    A null counts as absent everywhere. Lists come back as tuples and objects as `ModelConfig`, so that every
+    value is hashable. Two configs are equal if their JSON content is, whatever its file and whichever keys
+    were read.
+    """
+
+    _values: dict[str, Any]
+    _content: str  # canonical JSON; unlike Python's == it tells true from 1
+    _source: str
+    _family: str | None  # the model_type that messages name; a section inherits its parent's
+    _prefix: str  # "" for the whole config, "text_config." for a section
+    _read: set[str]  # dotted keys, shared by a config, its sections and what `with_defaults` derives from it
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
+        """A config of JSON values: None, booleans, numbers, strings, lists or tuples, mappings of them."""
+        try:
+            return _freeze_mapping(mapping, source, None, "", set())
+        except RecursionError:
+            raise ConfigError(
+                f"{source} was asked for as a model config, but it is nested too deeply to be read: "
+                "take the config.json that the checkpoint was published with."
+            ) from None
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "ModelConfig":
+        """The config in a JSON file; ConfigError if it is missing or is not one JSON object."""
+        path = Path(path)
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"{path} was asked for as a model config, but it cannot be read ({error.strerror}): "
+                "pass a readable config.json file."
+            ) from None
+        try:
+            return cls.from_dict(parse_json_object(raw), source=str(path))
+        except ValueError as problem:
+            raise ConfigError(
+                f"{path} was asked for as a model config, but it {problem}: correct the file, "
+                "or take the config.json that the checkpoint was published with."
+            ) from None
+
+    @property
+    def source(self) -> str:
+        """The file that messages name."""
+        return self._source
+
+    @property
+    def model_type(self) -> str:
+        """The architecture's name, by which its plugin is found."""
+        name = self.text("model_type")
+        if not name:
+            raise self._refused("model_type", name, "an architecture's name such as 'llama'")
+        return name
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key`, or `default` where it is absent or null."""
+        self._read.add(self._prefix + key)
+        value = self._values.get(key)
+        return default if value is None else value
+
+    @overload
+    def require(self, key: str) -> Any: ...
+    @overload
+    def require(self, key: str, kind: type[T]) -> T: ...
+    def require(self, key: str, kind: Any = None) -> Any:
+        """The value of `key`, which must be there; `kind` is int, float, bool, str, tuple or ModelConfig.
+
+        A bool is not an int, an int serves as a float, and a float must be finite; else ConfigError.
+        """
+        wanted, convert = _KINDS[kind]
+        return self._typed(key, wanted, convert, _REQUIRED)
+
+    @overload
+    def positive_int(self, key: str) -> int: ...
+    @overload
+    def positive_int(self, key: str, default: D) -> int | D: ...
+    def positive_int(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A size: an integer above zero."""
+        return self._typed(key, "a positive integer", _positive, default)
+
+    @overload
+    def number(self, key: str) -> float: ...
+    @overload
+    def number(self, key: str, default: D) -> float | D: ...
+    def number(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A finite number, as a float."""
+        return self._typed(key, *_KINDS[float], default)
+
+    @overload
+    def flag(self, key: str) -> bool: ...
+    @overload
+    def flag(self, key: str, default: D) -> bool | D: ...
+    def flag(self, key: str, default: Any = _REQUIRED) -> Any:
+        """true or false, and not 0, 1 or "true"."""
+        return self._typed(key, *_KINDS[bool], default)
+
+    @overload
+    def text(self, key: str) -> str: ...
+    @overload
+    def text(self, key: str, default: D) -> str | D: ...
+    def text(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A string."""
+        return self._typed(key, *_KINDS[str], default)
+
+    @overload
+    def items(self, key: str) -> tuple[Any, ...]: ...
+    @overload
+    def items(self, key: str, default: D) -> tuple[Any, ...] | D: ...
+    def items(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A list of anything, as a tuple."""
+        return self._typed(key, *_KINDS[tuple], default)
+
+    @overload
+    def int_list(self, key: str) -> tuple[int, ...]: ...
+    @overload
+    def int_list(self, key: str, default: D) -> tuple[int, ...] | D: ...
+    def int_list(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A list of integers, as a tuple."""
+        return self._typed(key, "a list of integers", _integers, default)
+
+    def section(self, key: str) -> "ModelConfig | None":
+        """The object under `key` (text_config, rope_parameters), or None where it is absent or null."""
+        return self._typed(key, *_KINDS[ModelConfig], None)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "ModelConfig":
+        """This config with a class's `defaults` for the keys that it does not write; reads count for both.
+
+        A key that is written as null stays null, as in transformers: `"sliding_window": null` means no window
+        although the class's default is one.
+        """
+        absent = {key: value for key, value in defaults.items() if key not in self._values}
+        filled = _freeze_mapping(absent, self._source, self._family, self._prefix, self._read)
+        values = self._values | filled._values
+        return _assemble(values, self._source, filled._family, self._prefix, self._read)
+
+    @property
+    def keys_read(self) -> frozenset[str]:
+        """The keys that anyone has looked at; a section's keys are dotted (`rope_parameters.rope_theta`)."""
+        start = len(self._prefix)
+        return frozenset(key[start:] for key in self._read if key.startswith(self._prefix))
+
+    def keys_unread(self) -> tuple[str, ...]:
+        """The keys with a value at which nobody has looked, sorted; dotted inside a section that was read.
+
+        Ask the checkpoint's own config, which shares its reads with everything derived from it; the result
+        of `with_defaults` also counts the keys that were filled in.
+        """
+        return tuple(sorted(key.removeprefix(self._prefix) for key in _unread(self)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A fresh dict of plain JSON values, nulls included; counts as reading nothing."""
+        return dict(json.loads(self._content))
+
+    def __contains__(self, key: str) -> bool:
+        return self.get(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return self._content == other._content if isinstance(other, ModelConfig) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
+    def __repr__(self) -> str:
+        named = sorted(self._values.items(), key=lambda item: item[0] != "model_type")
+        shown = [f"{key}={value!r}" for key, value in named if isinstance(value, str | int | float)][:8]
+        if len(self._values) > len(shown):
+            shown.append(f"and {len(self._values) - len(shown)} more")
+        return f"ModelConfig({', '.join(shown)}; from {self._source})"
+
+    def _typed(self, key: str, wanted: str, convert: Callable[[Any], Any], default: Any) -> Any:
+        value = self.get(key)
+        if value is None and default is not _REQUIRED:
+            return default
+        try:
+            if value is not None:
+                return convert(value)
+        except (ValueError, OverflowError):
+            pass
+        raise self._refused(key, value, wanted)
+
+    def _refused(self, key: str, value: Any, wanted: str) -> ConfigError:
+        of = f" of model_type {self._family!r}" if self._family else ""
+        found = f"sets {self._prefix + key!r} to {_describe(value)}"
+        if key not in self._values:
+            found = f"has no {self._prefix + key!r}"
+        return ConfigError(
+            f"{self._source}{of} {found}, but {wanted} is needed there: write one into the file, "
+            "or take the config.json that the checkpoint was published with."
+        )
+
+
+class _DuplicateKey(ValueError):
+    pass
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _DuplicateKey(f"writes the key {_short(twice)} twice in one object")
+    return values
+
+
+def _freeze_mapping(
+    mapping: Mapping[Any, Any], source: str, family: str | None, prefix: str, read: set[str]
+) -> ModelConfig:
+    own = mapping.get("model_type")
+    family = own if isinstance(own, str) and own else family
+
+    def freeze(value: Any, path: str) -> Any:
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list | tuple):
+            return tuple(freeze(item, f"{path}.{index}") for index, item in enumerate(value))
+        if isinstance(value, ModelConfig):
+            value = value.to_dict()
+        if isinstance(value, Mapping):
+            return _freeze_mapping(value, source, family, path + ".", read)
+        raise ConfigError(
+            f"{source} sets {path!r} to {_describe(value)}, but a config holds only null, booleans, numbers, "
+            "strings, lists and objects: pass the value as config.json would write it."
+        )
+
+    # JSON writes the integer keys of an id2label as strings; a mapping made in Python may hold integers.
+    values = {str(key): freeze(value, f"{prefix}{key}") for key, value in mapping.items()}
+    return _assemble(values, source, family, prefix, read)
+
+
+def _assemble(
+    values: dict[str, Any], source: str, family: str | None, prefix: str, read: set[str]
+) -> ModelConfig:
+    content = json.dumps(values, sort_keys=True, default=ModelConfig.to_dict)
+    return ModelConfig(values, content, source, family, prefix, read)
+
+
+def _unread(value: Any) -> Iterator[str]:
+    """Full dotted keys below a section, or below a list of sections, that hold a value nobody looked at."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _unread(item)
+    elif isinstance(value, ModelConfig):
+        for key, child in value._values.items():
+            if value._prefix + key in value._read:
+                yield from _unread(child)
+            elif child is not None:
+                yield value._prefix + key
+
+
+def _integer(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else _no()
+
+
+def _positive(value: Any) -> int:
+    return value if _integer(value) > 0 else _no()
+
+
+def _finite(value: Any) -> float:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if real and math.isfinite(value) else _no()
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    return tuple(map(_integer, _instance(tuple)(value)))
+
+
+def _instance(kind: type[T]) -> Callable[[Any], T]:
+    return lambda value: value if isinstance(value, kind) else _no()
+
+
+def _no() -> Any:
+    raise ValueError
+
+
+_KINDS: dict[type | None, tuple[str, Callable[[Any], Any]]] = {
+    None: ("a value", lambda value: value),
+    int: ("an integer", _integer),
+    float: ("a finite number", _finite),
+    bool: ("true or false", _instance(bool)),
+    str: ("a string", _instance(str)),
+    tuple: ("a list", _instance(tuple)),
+    ModelConfig: ("an object", _instance(ModelConfig)),
+}
+
+
+def _describe(value: Any) -> str:
+    """The value as config.json writes it, with its kind: the string "4096", the number 0, null, true."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    kinds = ((str, "string"), (int | float, "number"), (list | tuple, "list"), (dict | ModelConfig, "object"))
+    kind = next((noun for types, noun in kinds if isinstance(value, types)), None)
+    if kind is None:
+        return f"a {type(value).__module__}.{type(value).__qualname__}"
+    return f"the {kind} {_short(value)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=ModelConfig.to_dict)
+    return text if len(text) <= _LARGEST_REPR else text[: _LARGEST_REPR - 3] + "..."

@@ -1,0 +1,284 @@
+"""Finds plugins by entry points and turns a config into an `Architecture`. Finding reads distribution metadata and
+imports nothing; a plugin is imported when its model type is asked for, and one that is broken, built for another core,
+or claims a taken name is shown with its reason and never stops the others."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import metadata
+from types import ModuleType
+from typing import Any, Literal
+
+import pluggy
+
+from ttpu_core import defaults, hookspecs
+from ttpu_core.architecture import Architecture, describe
+from ttpu_core.backend import Backend
+from ttpu_core.config import ModelConfig
+from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError
+
+ARCHITECTURES = "ttpu.architectures"
+BACKENDS = "ttpu.backends"
+PATCH_PACKS = "ttpu.patch_packs"
+COMMANDS = "ttpu.commands"
+GROUPS = (ARCHITECTURES, BACKENDS, PATCH_PACKS, COMMANDS)
+
+ALLOW_VARIABLE = "TTPU_PLUGINS"
+DENY_VARIABLE = "TTPU_DISABLE_PLUGINS"
+PACKS_VARIABLE = "TTPU_PATCH_PACKS"
+
+State = Literal["available", "loaded", "disabled", "conflict", "incompatible", "broken"]
+
+# Where a missing model type would come from, were its plugin installed.
+FAMILY_DISTRIBUTIONS = {
+    "llama": "ttpu-llama",
+    "gemma": "ttpu-gemma",
+    "vaultgemma": "ttpu-gemma",
+    "qwen": "ttpu-qwen",
+    "mistral": "ttpu-mistral",
+    "ministral": "ttpu-mistral",
+    "mixtral": "ttpu-mistral",
+}
+
+
+@dataclass(frozen=True)
+class PluginRecord:
+    """One entry point: what it claims, which distribution brings it, and whether it can be used."""
+
+    group: str
+    name: str
+    value: str
+    distribution: str
+    version: str
+    state: State = "available"
+    reason: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether asking for this name will try to import it."""
+        return self.state in ("available", "loaded")
+
+
+class Registry:
+    """The plugins of one environment."""
+
+    def __init__(self, entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
+        """Scan `entry_points`, or all installed distributions."""
+        found = _installed_entry_points() if entry_points is None else entry_points
+        self._entry_points: dict[tuple[str, str, str], metadata.EntryPoint] = {}
+        self._records: dict[tuple[str, str, str], PluginRecord] = {}
+        for entry_point in found:
+            record = _record(entry_point)
+            key = (record.group, record.name, record.distribution)
+            self._entry_points[key] = entry_point
+            self._records[key] = record
+        self._apply_environment()
+        self._mark_conflicts()
+
+    def plugins(self, group: str | None = None, *, check: bool = False) -> tuple[PluginRecord, ...]:
+        """Every plugin that was found, sorted by group, distribution and name; `check` imports each one first."""
+        if check:
+            for record in list(self._records.values()):
+                if record.usable:
+                    try:
+                        self._load(record)
+                    except TTPUError:
+                        continue  # the reason is in the record
+        records = [record for record in self._records.values() if group in (None, record.group)]
+        return tuple(sorted(records, key=lambda r: (GROUPS.index(r.group), r.distribution, r.name)))
+
+    def model_types(self) -> tuple[str, ...]:
+        """Model types that a usable plugin describes."""
+        return tuple(sorted({r.name for r in self._records.values() if r.group == ARCHITECTURES and r.usable}))
+
+    def architecture(self, config: ModelConfig, patch_packs: Sequence[str] | None = None) -> Architecture:
+        """Describe a model.
+
+        `patch_packs` are names of installed packs, applied in order, the last one winning; None takes those of the
+        environment variable TTPU_PATCH_PACKS.
+
+        Raises:
+            PluginError: no usable plugin for `config.model_type`, or no such pack.
+            ConfigError, MappingError: see `ttpu_core.architecture.describe`.
+        """
+        names = _names(os.environ.get(PACKS_VARIABLE, "")) if patch_packs is None else list(patch_packs)
+        family = self._find(ARCHITECTURES, config.model_type, "model type")
+        packs = [self._find(PATCH_PACKS, name, "patch pack") for name in names]
+        manager = pluggy.PluginManager(hookspecs.PROJECT)
+        manager.add_hookspecs(hookspecs)
+        manager.register(defaults, "ttpu-core")
+        for record in (family, *packs):
+            self._register(manager, record, self._load(record))
+        return describe(
+            manager.hook,
+            config,
+            family=f"{family.distribution} {family.version}",
+            patch_packs=tuple(f"{record.name} ({record.distribution} {record.version})" for record in packs),
+        )
+
+    def backend(self, name: str = "jax") -> Backend:
+        """An instance of a backend.
+
+        Raises:
+            MissingDependencyError: the backend's distribution is not installed.
+            PluginError: it is there but cannot be used.
+        """
+        candidates = [record for record in self._records.values() if (record.group, record.name) == (BACKENDS, name)]
+        if not candidates:
+            known = sorted({record.name for record in self._records.values() if record.group == BACKENDS})
+            extra = name.replace("_", "-")
+            hint = f'`pip install "ttpu-core[{extra}]"`' if name in ("jax", "torch_xla") else "one of those"
+            raise MissingDependencyError(
+                f"backend {name!r} was asked for, but the installed backends are: {', '.join(known) or 'none'}; "
+                f"use {hint}."
+            )
+        return self._load(self._find(BACKENDS, name, "backend"))()
+
+    def command(self, name: str) -> Any:
+        """The Typer app of a command that a plugin adds."""
+        return self._load(self._find(COMMANDS, name, "command"))
+
+    def _find(self, group: str, name: str, what: str) -> PluginRecord:
+        candidates = [record for record in self._records.values() if (record.group, record.name) == (group, name)]
+        usable = [record for record in candidates if record.usable]
+        if len(usable) == 1:
+            return usable[0]
+        if candidates:
+            record = candidates[0]
+            raise PluginError(
+                f"{what} {name!r} is claimed by {record.distribution}, which cannot be used: {record.reason}"
+            )
+        known = sorted({record.name for record in self._records.values() if record.group == group and record.usable})
+        raise PluginError(
+            f"{what} {name!r} was asked for, but no installed plugin serves it; the ones that exist are: "
+            f"{', '.join(known) or 'none'}; {_advice(group, name)}"
+        )
+
+    def _load(self, record: PluginRecord) -> Any:
+        """Import an entry point, noting what came of it."""
+        key = (record.group, record.name, record.distribution)
+        try:
+            loaded = self._entry_points[key].load()
+        except Exception as error:  # a plugin may fail in any way, and must not take the others along
+            reason = f"importing {record.value!r} failed with {type(error).__name__}: {error}"
+            self._records[key] = replace(record, state="broken", reason=_sentence(reason))
+            raise PluginError(
+                f"{record.name!r} needs the plugin {record.distribution} {record.version}, but {_sentence(reason)} "
+                f"Reinstall or update {record.distribution}, or exclude it with {DENY_VARIABLE}={record.distribution}."
+            ) from error
+        if record.group in (ARCHITECTURES, PATCH_PACKS):
+            manager = pluggy.PluginManager(hookspecs.PROJECT)
+            manager.add_hookspecs(hookspecs)
+            self._register(manager, record, loaded)
+        self._records[key] = replace(record, state="loaded", reason="")
+        return loaded
+
+    def _register(self, manager: pluggy.PluginManager, record: PluginRecord, plugin: ModuleType) -> None:
+        """Register hooks, refusing ones that this core does not know or that ask for other arguments."""
+        key = (record.group, record.name, record.distribution)
+        try:
+            manager.register(plugin, f"{record.distribution}:{record.name}")
+            manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            reason = f"its hooks do not fit ttpu-core {metadata.version('ttpu-core')}: {error}"
+            self._records[key] = replace(record, state="incompatible", reason=_sentence(reason))
+            raise PluginError(
+                f"the plugin {record.distribution} {record.version} for {record.name!r} cannot be used: "
+                f"{_sentence(reason)} Update {record.distribution} or ttpu-core."
+            ) from error
+
+    def _apply_environment(self) -> None:
+        allowed, denied = _names(os.environ.get(ALLOW_VARIABLE, "")), _names(os.environ.get(DENY_VARIABLE, ""))
+        for key, record in self._records.items():
+            if _matches(record, denied):
+                self._records[key] = replace(record, state="disabled", reason=f"excluded by {DENY_VARIABLE}.")
+            elif allowed and not _matches(record, allowed):
+                self._records[key] = replace(record, state="disabled", reason=f"not among those in {ALLOW_VARIABLE}.")
+
+    def _mark_conflicts(self) -> None:
+        claims: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
+        for key, record in self._records.items():
+            if record.usable:
+                claims[record.group, record.name].append(key)
+        for (_, name), keys in claims.items():
+            if len(keys) > 1:
+                owners = " and ".join(sorted(key[2] for key in keys))
+                reason = (
+                    f"{name!r} is claimed by {owners}; choose one by excluding the other, for example "
+                    f"{DENY_VARIABLE}={keys[-1][2]}, or uninstall it."
+                )
+                for key in keys:
+                    self._records[key] = replace(self._records[key], state="conflict", reason=reason)
+
+
+@lru_cache(maxsize=1)
+def default_registry() -> Registry:
+    """The registry of this process's environment, scanned once."""
+    return Registry()
+
+
+def _installed_entry_points() -> list[metadata.EntryPoint]:
+    """Entry points of our groups, each distribution once (an editable install may be found twice on sys.path)."""
+    points = metadata.entry_points()
+    return [point for group in GROUPS for point in points.select(group=group)]
+
+
+def _record(entry_point: metadata.EntryPoint) -> PluginRecord:
+    distribution = entry_point.dist
+    name = _canonical(distribution.metadata["Name"]) if distribution else "unknown"
+    version = distribution.version if distribution else "unknown"
+    record = PluginRecord(entry_point.group, entry_point.name, entry_point.value, name, version)
+    needed = _unmet_core_requirement(distribution)
+    if needed:
+        reason = f"it was built for {needed}, but ttpu-core {metadata.version('ttpu-core')} is installed; update one of them."
+        return replace(record, state="incompatible", reason=reason)
+    return record
+
+
+def _unmet_core_requirement(distribution: metadata.Distribution | None) -> str:
+    """The distribution's requirement on ttpu-core, where the installed core does not meet it."""
+    for text in (distribution.requires if distribution else None) or ():
+        if re.match(r"ttpu[-_.]core\b", text, re.IGNORECASE):
+            from packaging.requirements import Requirement
+
+            requirement = Requirement(text)
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if applies and not requirement.specifier.contains(metadata.version("ttpu-core"), prereleases=True):
+                return str(requirement)
+    return ""
+
+
+def _advice(group: str, name: str) -> str:
+    if group == ARCHITECTURES:
+        for prefix, distribution in FAMILY_DISTRIBUTIONS.items():
+            if name.startswith(prefix):
+                return f"`pip install {distribution}`, or update it, if it describes this type."
+        return "install the plugin that describes this type (`ttpu list-plugins` shows what is installed)."
+    return "`ttpu list-plugins` shows what is installed."
+
+
+def _matches(record: PluginRecord, patterns: Iterable[str]) -> bool:
+    """Whether a pattern names the record's distribution or its entry point."""
+    return any(
+        fnmatch.fnmatchcase(record.distribution, _canonical(pattern)) or fnmatch.fnmatchcase(record.name, pattern)
+        for pattern in patterns
+    )
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _sentence(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if flat.endswith(".") else f"{flat}."
