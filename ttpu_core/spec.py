@@ -247,11 +247,13 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter's shape, the logical axis of each dimension (None: never sharded), and how a fresh one is filled."""
+    """A parameter's shape, the logical axis of each dimension (None: never sharded), how a fresh one is filled, and the
+    dtype that it keeps whatever the model's is (router biases, decay rates)."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: Literal["normal", "ones", "zeros"] = "normal"
+    dtype: str | None = None
 
     @property
     def size(self) -> int:

@@ -10,11 +10,11 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from ttpu_core.errors import MissingDependencyError, UnsupportedError
 from ttpu_jax.aot import hlo, schedule, topology
 from ttpu_jax.aot.compile import OVERLAP_COLLECTIVES, CompiledProgram, compile_for
 from ttpu_jax.aot.topology import CHIPS, GIB, TpuTopology, make_mesh, tpu_topology
+
+from ttpu_core.errors import MissingDependencyError, UnsupportedError
 
 GROUP = "replica_groups={{0,1,2,3}}"
 
@@ -311,6 +311,14 @@ class TestCompile:
         up, down = array(mesh, (10, 1024, 4096), None, None, "tensor"), array(mesh, (10, 4096, 1024), None, "tensor")
         longer = compile_for(v5e, layers, array(mesh, (64, 1024)), up, down, donate_argnums=0)
         assert longer.estimate.seconds == pytest.approx(2 * program.estimate.seconds, rel=0.05)
+
+    def test_slices_of_whole_cubes_close_into_rings(self) -> None:
+        v5p = tpu_topology("v5p:4x4x4")
+        mesh = make_mesh(v5p, {"data": 64})
+        x, weights = array(mesh, (8192, 4096)), array(mesh, (4096, 4096), "data")
+        gathered = compile_for(v5p, lambda x, w: x @ jax.lax.with_sharding_constraint(w, P()), x, weights)
+        # without the closing links libtpu sums padded shards instead
+        assert [collective.op for collective in gathered.collectives] == ["all-gather"]
 
     def test_compiler_options_reach_the_compiler(self, mesh: Mesh) -> None:
         v6e = tpu_topology("v6e:2x4")

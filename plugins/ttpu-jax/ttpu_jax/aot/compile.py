@@ -147,7 +147,8 @@ def _without_persistent_cache() -> Iterator[None]:
 
     The flag alone does not do it, since JAX looks at it once in a process; hence the resets, which forget only that.
     """
-    if not (jax.config.read("jax_compilation_cache_dir") and jax.config.read("jax_enable_compilation_cache")):
+    config: Any = jax.config  # its options are not in its type
+    if not (config.jax_compilation_cache_dir and config.jax_enable_compilation_cache):
         yield
         return
     with _CACHE_LOCK:

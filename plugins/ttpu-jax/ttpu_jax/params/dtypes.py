@@ -1,0 +1,68 @@
+"""Names of dtypes: as users write them, as safetensors files write them, as numpy knows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.errors import CheckpointError, RequestError
+
+_STORED: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+_MODEL: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+_ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+
+def stored_dtype(name: str, tensor: str) -> np.dtype[Any]:
+    """The numpy dtype of a tensor in a safetensors file.
+
+    Raises:
+        CheckpointError: a storage format that is not plain numbers.
+    """
+    if name not in _STORED:
+        raise CheckpointError(
+            f"tensor {tensor!r} is stored as {name}, but this backend reads {', '.join(_STORED)}: convert the checkpoint."
+        )
+    return np.dtype(_STORED[name])
+
+
+def model_dtype(name: Any, checkpoint: Checkpoint | None = None) -> np.dtype[Any]:
+    """The dtype that parameters are held in: a name, "auto" (as the checkpoint says), or a numpy, jax or torch dtype.
+
+    Raises:
+        RequestError: a dtype that models do not run in.
+    """
+    if name is None or name == "auto":
+        name = "float32" if checkpoint is None else _checkpoint_dtype(checkpoint)
+    if isinstance(name, str):
+        text = name.removeprefix("torch.").removeprefix("jnp.")
+    elif type(name).__module__.startswith("torch"):
+        text = str(name).removeprefix("torch.")
+    else:
+        text = np.dtype(name).name
+    text = _ALIASES.get(text, text)
+    if text not in _MODEL:
+        raise RequestError(f"dtype {name!r} was asked for, but models run in {', '.join(_MODEL)}: use one, or 'auto'.")
+    return np.dtype(_MODEL[text])
+
+
+def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
+    written = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    if isinstance(written, str) and _ALIASES.get(written, written) in _MODEL:
+        return written
+    stored = {info.dtype for info in checkpoint.tensors.values()}
+    return "float32" if "F32" in stored else "float16" if stored == {"F16"} else "bfloat16"

@@ -1,0 +1,115 @@
+"""Writes parameters back as a Hugging Face checkpoint. In: parameters and the mapping they were read through; out:
+safetensors files that `transformers` loads, with the checkpoint's own names, shapes and values."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+from ttpu_core.checkpoint import INDEX, WEIGHTS
+from ttpu_core.mapping import FlaxMapping, Tensor, scatter
+
+MAX_SHARD_BYTES = 5 * 10**9
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
+
+
+def export_tensors(mapping: FlaxMapping, parameters: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Every checkpoint tensor by name, on the host."""
+    tensors: dict[str, np.ndarray] = {}
+    for path, rule in mapping.rules:
+        value = np.asarray(jax.device_get(parameters[path]))
+
+        def buffer(leaf: Tensor, dtype: np.dtype[Any] = value.dtype) -> np.ndarray:
+            if leaf.name not in tensors:
+                tensors[leaf.name] = np.empty(leaf.shape, dtype)
+            return tensors[leaf.name]
+
+        scatter(rule, value, buffer)
+    return tensors
+
+
+def save_checkpoint(
+    directory: str | Path,
+    mapping: FlaxMapping,
+    parameters: Mapping[str, jax.Array],
+    config: dict[str, Any],
+    source: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Write config, weights, and the other small files of `source` (tokenizer, generation config).
+
+    Everything is written beside its place and renamed into it, the index last, so that an interrupted save leaves an
+    earlier checkpoint readable. One shard's tensors are on the host at a time.
+    """
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    shards = _shards(mapping, parameters, max_shard_bytes)
+    names = [WEIGHTS] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as staging_name:
+        staging = Path(staging_name)
+        placed: dict[str, str] = {}
+        total = 0
+        for file, paths in zip(names, shards, strict=True):
+            part = FlaxMapping(tuple((path, mapping[path]) for path in paths))
+            tensors = export_tensors(part, parameters)
+            save_file(tensors, staging / file, metadata={"format": "pt"})
+            placed |= dict.fromkeys(tensors, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+        (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if len(names) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+            (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        _copy_small_files(source, staging)
+        for file in sorted(path.name for path in staging.iterdir()):
+            os.replace(staging / file, target / file)
+        _remove_stale_weights(target, {*names, INDEX} if len(names) > 1 else set(names))
+    return target
+
+
+def _shards(mapping: FlaxMapping, parameters: Mapping[str, jax.Array], limit: int) -> list[list[str]]:
+    """Paths per file: parameters that share a checkpoint tensor stay together, files stay below the limit."""
+    together: dict[str, list[str]] = defaultdict(list)
+    first_owner: dict[str, str] = {}
+    for path, rule in mapping.rules:
+        owners = {first_owner[leaf.name] for leaf in rule.leaves() if leaf.name in first_owner}
+        owner = min(owners) if owners else path
+        for leaf in rule.leaves():
+            first_owner.setdefault(leaf.name, owner)
+        together[owner].append(path)
+    shards: list[list[str]] = [[]]
+    used = 0
+    for paths in together.values():
+        nbytes = sum(parameters[path].nbytes for path in paths)
+        if shards[-1] and used + nbytes > limit:
+            shards.append([])
+            used = 0
+        shards[-1].extend(paths)
+        used += nbytes
+    return shards
+
+
+def _copy_small_files(source: Path | None, staging: Path) -> None:
+    if source is None:
+        return
+    for file in sorted(source.iterdir()):
+        is_weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+        if file.is_file() and not is_weights and not file.name.startswith(".") and not (staging / file.name).exists():
+            shutil.copyfile(file, staging / file.name)
+
+
+def _remove_stale_weights(target: Path, current: set[str]) -> None:
+    """Files of an earlier save that the new one does not name, which a reader would mix up with it."""
+    for file in target.glob("model*.safetensors*"):
+        if file.name not in current:
+            file.unlink()
+
+

@@ -1,0 +1,50 @@
+"""Parameters without a checkpoint: abstract ones for compiling ahead of time, random ones for training from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ttpu_core.spec import Parameter
+
+from ttpu_jax.params.placement import Placement
+
+
+def abstract_parameters(
+    parameters: Mapping[str, Parameter], placement: Placement, dtype: np.dtype[Any]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings, without memory."""
+    return {
+        path: jax.ShapeDtypeStruct(
+            p.shape, np.dtype(p.dtype) if p.dtype else dtype, sharding=placement.parameter(path, p)
+        )
+        for path, p in parameters.items()
+    }
+
+
+def random_parameters(
+    parameters: Mapping[str, Parameter],
+    placement: Placement,
+    dtype: np.dtype[Any],
+    seed: int = 0,
+    standard_deviation: float = 0.02,
+) -> dict[str, jax.Array]:
+    """Fresh parameters, each made where it lives: normal with `standard_deviation`, or ones, or zeros, as the table says.
+
+    A parameter's values follow from the seed and its place in the table, not from the mesh."""
+    key = jax.random.key(seed)
+    result = {}
+    for index, (path, parameter) in enumerate(parameters.items()):
+        kind = np.dtype(parameter.dtype) if parameter.dtype else dtype
+
+        def make(key: jax.Array, parameter: Parameter = parameter, kind: np.dtype[Any] = kind) -> jax.Array:
+            if parameter.init == "normal":
+                return (jax.random.normal(key, parameter.shape, jnp.float32) * standard_deviation).astype(kind)
+            return jnp.full(parameter.shape, 1 if parameter.init == "ones" else 0, kind)
+
+        sharding = placement.parameter(path, parameter)
+        result[path] = jax.jit(make, out_shardings=sharding)(jax.random.fold_in(key, index))
+    return result
