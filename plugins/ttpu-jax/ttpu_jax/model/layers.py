@@ -27,10 +27,12 @@ RESIDUAL = (axes.BATCH, axes.SEQUENCE, None)
 
 @dataclass(frozen=True)
 class Runtime:
-    """What is the same in every layer and never changes: where arrays live, and which attention runs. Static."""
+    """What is the same in every layer and never changes: where arrays live, which attention runs, and the different ropes
+    of the model. Static."""
 
     placement: Placement = Placement()
     attention: str = "eager"
+    ropes: tuple[RopeSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,11 @@ class Parameters:
 @dataclass(frozen=True)
 class Step:
     """What the tokens of one forward pass have in common: positions [batch, seq] of queries and [batch, keys] of keys,
-    cos and sin per kind of rope, and the cache slot where the first token goes."""
+    cos and sin for each of the runtime's ropes, and the cache slot where the first token goes."""
 
     query_positions: jax.Array
     key_positions: jax.Array
-    angles: dict[int, tuple[jax.Array, jax.Array]]
+    angles: tuple[tuple[jax.Array, jax.Array], ...]
     slot: jax.Array | None = None
 
 
@@ -76,7 +78,7 @@ class Norm(nnx.Module):
 
     def __init__(self, spec: NormSpec, values: Parameters, over: int = 1) -> None:
         self.spec, self.over = spec, over
-        self.scale, self.bias = nnx.data(values.get("scale")), nnx.data(values.get("bias"))
+        self.scale, self.bias = values.get("scale"), values.get("bias")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., features]: the same shape."""
@@ -87,7 +89,7 @@ class Linear(nnx.Module):
     """x @ kernel.T + bias."""
 
     def __init__(self, values: Parameters) -> None:
-        self.kernel, self.bias = values["kernel"], nnx.data(values.get("bias"))
+        self.kernel, self.bias = values["kernel"], values.get("bias")
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in]: [..., *out]."""
@@ -100,8 +102,8 @@ class Embedding(nnx.Module):
     def __init__(self, spec: EmbeddingSpec, values: Parameters) -> None:
         self.spec = spec
         self.embedding = values["embedding"]
-        self.positions = nnx.data(values.get("positions"))
-        self.norm = nnx.data(Norm(spec.norm, values.at("norm")) if spec.norm else None)
+        self.positions = values.get("positions")
+        self.norm = Norm(spec.norm, values.at("norm")) if spec.norm else None
 
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """tokens, positions [batch, seq]: [batch, seq, hidden]."""
@@ -119,7 +121,7 @@ class Head(nnx.Module):
 
     def __init__(self, spec: HeadSpec, values: Parameters) -> None:
         self.spec = spec
-        self.kernel, self.bias = nnx.data(values.get("kernel")), nnx.data(values.get("bias"))
+        self.kernel, self.bias = values.get("kernel"), values.get("bias")
 
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """x [..., hidden], table [vocab, hidden] of the embedding: [..., vocab]."""
@@ -136,7 +138,7 @@ class MLP(nnx.Module):
     def __init__(self, spec: MLPSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
         self.up = Linear(values.at("gate_up" if spec.gated else "up"))
-        self.inner_norm = nnx.data(Norm(spec.inner_norm, values.at("inner_norm")) if spec.inner_norm else None)
+        self.inner_norm = Norm(spec.inner_norm, values.at("inner_norm")) if spec.inner_norm else None
         self.down = Linear(values.at("down"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -160,15 +162,15 @@ class Attention(nnx.Module):
         self.spec, self.runtime = spec, runtime
         self.qkv = Linear(values.at("qkv"))
         separate = not spec.value_is_key and spec.value_dim != spec.head_dim
-        self.value = nnx.data(Linear(values.at("value")) if separate else None)
-        self.gate = nnx.data(Linear(values.at("gate")) if spec.output_gate else None)
+        self.value = Linear(values.at("value")) if separate else None
+        self.gate = Linear(values.at("gate")) if spec.output_gate else None
         shared = spec.qk_norm_scope == "head"
         over_q, over_k = (2 + 1, 2) if spec.qk_norm_scope == "full" else (1, 1)
-        self.q_norm = nnx.data(Norm(spec.q_norm, values.at("q_norm"), 1 if shared else over_q) if spec.q_norm else None)
-        self.k_norm = nnx.data(Norm(spec.k_norm, values.at("k_norm"), 1 if shared else over_k) if spec.k_norm else None)
-        self.v_norm = nnx.data(Norm(spec.v_norm, values.at("v_norm")) if spec.v_norm else None)
-        self.sinks = nnx.data(values.get("sinks"))
-        self.output_norm = nnx.data(Norm(spec.output_norm, values.at("output_norm"), 3) if spec.output_norm else None)
+        self.q_norm = Norm(spec.q_norm, values.at("q_norm"), 1 if shared else over_q) if spec.q_norm else None
+        self.k_norm = Norm(spec.k_norm, values.at("k_norm"), 1 if shared else over_k) if spec.k_norm else None
+        self.v_norm = Norm(spec.v_norm, values.at("v_norm")) if spec.v_norm else None
+        self.sinks = values.get("sinks")
+        self.output_norm = Norm(spec.output_norm, values.at("output_norm"), 3) if spec.output_norm else None
         self.output = Linear(values.at("output"))
 
     def __call__(
@@ -221,8 +223,8 @@ class Attention(nnx.Module):
         if not spec.qk_norm_after_rope:
             query, key = norms(query, key)
         rope = spec.rope
-        if rope is not None and rope.type != "none":
-            cos, sin = step.angles[hash(rope)]
+        if rope is not None and rope in self.runtime.ropes:
+            cos, sin = step.angles[self.runtime.ropes.index(rope)]
             query, key = rotate(query, cos, sin, rope), rotate(key, cos, sin, rope)
         if spec.qk_norm_after_rope:
             query, key = norms(query, key)
@@ -252,10 +254,10 @@ class DecoderLayer(nnx.Module):
         assert isinstance(spec.mixer, AttentionSpec) and isinstance(spec.mlp, MLPSpec | None)
         for name in ("input_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"):
             norm = Norm(spec.norm, values.at(name)) if name in norm_names(spec) else None
-            setattr(self, name, nnx.data(norm))
+            setattr(self, name, norm)
         self.attention = Attention(spec.mixer, values.at("attention"), runtime)
-        self.mlp = nnx.data(MLP(spec.mlp, values.at("mlp"), runtime) if spec.mlp else None)
-        self.layer_scalar = nnx.data(values.get("layer_scalar"))
+        self.mlp = MLP(spec.mlp, values.at("mlp"), runtime) if spec.mlp else None
+        self.layer_scalar = values.get("layer_scalar")
 
     def __call__(
         self, x: jax.Array, step: Step, cache: LayerCache | None = None, turn: jax.Array | None = None
@@ -280,10 +282,10 @@ class DecoderLayer(nnx.Module):
         return self.runtime.placement.constrain(x, *RESIDUAL)
 
 
-def rope_kinds(layers: tuple[LayerSpec, ...]) -> dict[int, RopeSpec]:
-    """The different ropes of a model's layers, by hash."""
+def different_ropes(layers: tuple[LayerSpec, ...]) -> tuple[RopeSpec, ...]:
+    """The different ropes of a model's layers, in order of appearance."""
     ropes = (layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionSpec))
-    return {hash(rope): rope for rope in ropes if rope is not None and rope.type != "none"}
+    return tuple(dict.fromkeys(rope for rope in ropes if rope is not None and rope.type != "none"))
 
 
 def _maybe(norm: Norm | None, x: jax.Array) -> jax.Array:
