@@ -44,28 +44,39 @@ class Decoder(nnx.Module):
         self.head = Head(spec.head, values.at("head"))
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, cache: KVCache | None = None, *, last_only: bool = False
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None,
+        cache: KVCache | None = None,
+        *,
+        last_only: bool = False,
+        fresh: bool = False,
     ) -> tuple[jax.Array, KVCache | None]:
         """Logits of the next token.
 
         Args:
             tokens: [batch, seq].
-            positions: [batch, seq], negative for padding; ignored where there is a cache, which knows them.
+            positions: [batch, seq], negative for padding; None where there is a cache, which knows them.
             cache: where earlier keys and values are, and where these go.
+            fresh: the cache is empty, so that attention reads these tokens' own keys and values instead of it.
             last_only: logits of the last token only, [batch, 1, vocab].
 
         Returns:
             float32 logits [batch, seq, vocab], and the cache with these tokens in it.
         """
         seq = tokens.shape[1]
-        key_positions = positions
-        if cache is not None:
+        if cache is None:
+            assert positions is not None
+            key_positions = positions
+        else:
             positions, key_positions = cache.positions(seq)
+            key_positions = positions if fresh else key_positions
         step = Step(
             positions,
             key_positions,
             tuple(rope_angles(rope, positions) for rope in self.runtime.ropes),
             None if cache is None else cache.length,
+            fresh,
         )
         constrain = self.runtime.placement.constrain
         x = constrain(self.embed(tokens, positions), *RESIDUAL)

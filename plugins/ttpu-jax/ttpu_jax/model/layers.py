@@ -4,7 +4,7 @@ it carries; none knows a model type."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -65,12 +65,14 @@ class Parameters:
 @dataclass(frozen=True)
 class Step:
     """What the tokens of one forward pass have in common: positions [batch, seq] of queries and [batch, keys] of keys,
-    cos and sin for each of the runtime's ropes, and the cache slot where the first token goes."""
+    cos and sin for each of the runtime's ropes, and the cache slot where the first token goes; `fresh` says that nothing
+    is in the cache before it."""
 
     query_positions: jax.Array
     key_positions: jax.Array
     angles: tuple[tuple[jax.Array, jax.Array], ...]
     slot: jax.Array | None = None
+    fresh: bool = field(default=False, metadata={"static": True})
 
 
 class Norm(nnx.Module):
@@ -181,6 +183,7 @@ class Attention(nnx.Module):
         query, key = self._position(query, key, step)
         if cache is not None:
             cache = cache.write(_heads_first(key), _heads_first(value), _slot(step), turn)
+        if cache is not None and not step.fresh:
             keys, values = cache.layer(turn)
         else:
             keys, values = _heads_first(key), _heads_first(value)

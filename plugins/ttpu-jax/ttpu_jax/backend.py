@@ -1,0 +1,135 @@
+"""The JAX backend as the core sees it: from an architecture and a checkpoint to a model on this process's devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata, util
+from typing import Any
+
+import jax
+import numpy as np
+from ttpu_core.architecture import Architecture
+from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.errors import CheckpointError, RequestError
+from ttpu_core.spec import AttentionSpec
+
+from ttpu_jax.causal_lm import JaxCausalLM
+from ttpu_jax.generation.programs import Programs
+from ttpu_jax.model.layers import Runtime, different_ropes
+from ttpu_jax.model.support import check_supported
+from ttpu_jax.ops.attention import IMPLEMENTATIONS, implementation
+from ttpu_jax.params.dtypes import model_dtype
+from ttpu_jax.params.load import load_parameters
+from ttpu_jax.params.placement import local_placement
+
+ProgressCallback = Callable[[str, float, float], None]
+
+
+class JaxBackend:
+    """Runs models with JAX on TPU, CPU or GPU."""
+
+    name = "jax"
+
+    def load(
+        self,
+        architecture: Architecture,
+        checkpoint: Checkpoint,
+        *,
+        dtype: Any = "auto",
+        mesh: Any = None,
+        attn_implementation: str = "auto",
+        progress: ProgressCallback | None = None,
+        **unknown: Any,
+    ) -> JaxCausalLM:
+        """Read the weights onto the devices.
+
+        Args:
+            dtype: "auto" (as stored), "float32", "bfloat16", "float16", or a numpy, jax or torch dtype.
+            mesh: devices to cut the model over: "tensor=4", a jax Mesh, or None for one device.
+            attn_implementation: "auto", "eager", or an import string `package.module:function`.
+            progress: called as progress("load", bytes done, bytes in all) and progress("compile", 0 or 1, 1).
+
+        Raises:
+            CheckpointError, MappingError, UnsupportedError, RequestError: what cannot be loaded, and why.
+        """
+        if unknown:
+            raise RequestError(
+                f"from_pretrained() was given {', '.join(sorted(unknown))}, but the JAX backend takes dtype, mesh, "
+                "attn_implementation and progress: leave it out."
+            )
+        began = time.perf_counter()
+        spec = architecture.spec
+        check_supported(spec)
+        held = model_dtype(dtype, checkpoint)
+        placement = local_placement(mesh)
+        attention, _ = attention_choice(architecture, attn_implementation)
+        runtime = Runtime(placement, attention, different_ropes(spec.layers))
+        on_load = None if progress is None else (lambda done, total: progress("load", done, total))
+        params = load_parameters(checkpoint, architecture.mapping, spec.parameters, placement, held, on_load)
+        # XLA:CPU computes attention in float32 (ops/attention.py), so a bfloat16 cache would be converted at every step.
+        cache_dtype = np.dtype(np.float32) if placement.platform == "cpu" else held
+        on_compile = None if progress is None else (lambda _, seconds: progress("compile", float(seconds > 0), 1.0))
+        programs = Programs(spec, spec.parameters, runtime, params, cache_dtype, on_compile=on_compile)
+        tokenizer = load_tokenizer(checkpoint)
+        seconds = time.perf_counter() - began
+        return JaxCausalLM(architecture, checkpoint, programs, params, held, tokenizer, seconds)
+
+    def kernels(self, architecture: Architecture) -> Mapping[str, str]:
+        """Operation → implementation and why."""
+        name, reason = attention_choice(architecture, "auto")
+        kinds = dict.fromkeys(
+            layer.mixer.kind for layer in architecture.spec.layers if isinstance(layer.mixer, AttentionSpec)
+        )
+        return {f"attention ({', '.join(kinds)})": f"{name}: {reason}", "norm, rope, MLP": "XLA: fused by the compiler"}
+
+    def doctor(self) -> Mapping[str, Any]:
+        """Devices, versions, and whether TPU programs can be compiled here."""
+        names = ("jax", "jaxlib", "flax", "transformers", "safetensors", "libtpu")
+        versions = {name: _version(name) for name in names}
+        return {
+            "platform": jax.default_backend(),
+            "devices": [f"{device.id}: {device.device_kind}" for device in jax.devices()],
+            "versions": versions,
+            "compiles_for_tpu": util.find_spec("libtpu") is not None,
+            "missing": {} if versions["libtpu"] else {"libtpu": 'pip install "ttpu-jax[tpu]"'},
+        }
+
+
+def attention_choice(architecture: Architecture, asked: str) -> tuple[str, str]:
+    """The attention implementation and the reason: the caller's, else a plugin's or patch pack's, else the reference."""
+    if asked != "auto":
+        implementation(asked)
+        return asked, "asked for"
+    for choice in architecture.spec.kernels:
+        if choice.backend == "jax" and choice.operation == "attention":
+            implementation(choice.implementation)
+            return choice.implementation, choice.reason or f"chosen by {choice.source or 'a plugin'}"
+    return "eager", f"the reference; built in: {', '.join(IMPLEMENTATIONS)}"
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's tokenizer, or None where it has no tokenizer files.
+
+    Raises:
+        CheckpointError: files that transformers cannot read.
+    """
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((checkpoint.path / name).is_file() for name in names):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(checkpoint.path))
+    except Exception as error:  # transformers raises many kinds for damaged files
+        raise CheckpointError(
+            f"the tokenizer of {checkpoint.source} cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]}): "
+            "copy its tokenizer files again."
+        ) from error
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,193 @@
+"""A loaded model on JAX: call it for logits, `generate` or `stream` for text, `save_pretrained` for a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ttpu_core.architecture import Architecture
+from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.errors import RequestError
+from ttpu_core.spec import ArchitectureSpec
+
+from ttpu_jax.generation import loop
+from ttpu_jax.generation.options import GenerationOptions, options_from
+from ttpu_jax.generation.programs import Programs
+from ttpu_jax.generation.prompts import Prompts, left_pad, read_prompts
+from ttpu_jax.generation.results import CausalLMOutput, Completion, GenerateOutput, StreamEvent, Timings
+from ttpu_jax.model.decoder import Decoder
+from ttpu_jax.params.export import save_checkpoint
+
+
+class JaxCausalLM:
+    """A causal language model whose parameters are on this backend's devices; made by `AutoModelForTPU.from_pretrained`.
+
+    Attributes:
+        architecture: what the family plugin says of it; `spec` is its data.
+        params: Flax path → `jax.Array`.
+        tokenizer: the checkpoint's transformers tokenizer, or None.
+        timings: of loading, and of the last call of `generate` or `stream`.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        checkpoint: Checkpoint | None,
+        programs: Programs,
+        params: dict[str, Any],
+        dtype: np.dtype[Any],
+        tokenizer: Any = None,
+        load_seconds: float = 0.0,
+    ) -> None:
+        self.architecture, self.params, self.dtype, self.tokenizer = architecture, params, dtype, tokenizer
+        self.timings = Timings(load_seconds=load_seconds)
+        self.programs = programs
+        self._checkpoint = checkpoint
+
+    @property
+    def spec(self) -> ArchitectureSpec:
+        """The architecture as data."""
+        return self.architecture.spec
+
+    @property
+    def module(self) -> Decoder:
+        """The decoder as a Flax NNX module over these parameters."""
+        programs = self.programs
+        return Decoder(self.spec, self.params, self.spec.parameters, programs.runtime, stacked=programs.stacked)
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a sequence may have: the config's, stretched where rope scales with the length."""
+        ropes = self.programs.runtime.ropes
+        stretch = max((rope.factor or 1.0 for rope in ropes if rope.type == "dynamic"), default=1.0)
+        return int(self.spec.max_position_embeddings * stretch)
+
+    def __call__(self, input_ids: Any, attention_mask: Any = None) -> CausalLMOutput:
+        """Logits float32 [batch, seq, vocab] of input_ids [batch, seq] (or [seq], or lists of one length).
+
+        Positions follow the mask, so that a padded row's real tokens have the logits of the row alone; logits at padding
+        mean nothing.
+        """
+        prompts = read_prompts(input_ids, attention_mask, self.tokenizer, self.spec.vocab_size)
+        if prompts.form == "text":
+            raise RequestError("a model was called with text, but logits are computed for ids: call generate(), or tokenize.")
+        ids = np.atleast_2d(np.asarray(input_ids if prompts.form == "array" else _rectangle(prompts)))
+        mask = np.ones_like(ids) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask))
+        positions = np.where(mask.astype(bool), np.cumsum(mask, axis=1) - 1, -1)
+        if positions.max() >= self.context:
+            raise RequestError(
+                f"the input has {positions.max() + 1:,} tokens, but this model's context holds {self.context:,}: shorten it."
+            )
+        return CausalLMOutput(self.programs.logits(ids.astype(np.int32), positions.astype(np.int32)))
+
+    def generate(
+        self, inputs: Any, generation_config: Any = None, *, attention_mask: Any = None, streamer: Any = None, **arguments: Any
+    ) -> Any:
+        """Continue one or more prompts; argument names and meanings are transformers'.
+
+        Args:
+            inputs: a string, a list of strings, chat messages, a list of ids, or an array [batch, seq] of ids.
+            generation_config: a transformers GenerationConfig, or a dict of its fields.
+            attention_mask: [batch, seq], marks the real tokens of an array, padded on either side.
+            streamer: an object with `put(ids)` and `end()`, such as transformers' TextStreamer; one prompt only.
+            **arguments: `GenerationOptions`: max_new_tokens (128), max_length, do_sample, temperature, top_k, top_p, min_p,
+                repetition_penalty, presence_penalty, frequency_penalty, seed, stop_strings, eos_token_id, stop_token_ids,
+                ignore_eos, logprobs. `return_dict_in_generate=True` returns a `GenerateOutput`.
+
+        Returns:
+            For text the continuation as text; for ids an int array [batch, prompt + new], padded as the prompt was given:
+            what transformers returns. Sampling is on if `do_sample` is, or if it is left out and a temperature is given.
+
+        Raises:
+            RequestError: an argument that is out of range or not supported, or a prompt longer than the context.
+        """
+        prompts, options = self._request(inputs, generation_config, attention_mask, arguments)
+        if streamer is not None and len(prompts.ids) != 1:
+            raise RequestError(f"a streamer follows one prompt, but {len(prompts.ids)} were given: pass one, or no streamer.")
+        if streamer is not None:
+            streamer.put(np.asarray(prompts.ids))
+        completions: dict[int, Completion] = {}
+        for event, completion in self._run(prompts, options):
+            completions[event.index] = completion
+            if streamer is not None:
+                streamer.put(np.asarray([event.token_id]))
+        if streamer is not None:
+            streamer.end()
+        done = [completions[index] for index in range(len(prompts.ids))]
+        if arguments.get("return_dict_in_generate"):
+            return GenerateOutput(self._sequences(inputs, prompts, done, options), done, self.timings)
+        if prompts.form == "text":
+            texts = [completion.text for completion in done]
+            return texts[0] if prompts.single else texts
+        return self._sequences(inputs, prompts, done, options)
+
+    def stream(self, prompt: Any, generation_config: Any = None, **arguments: Any) -> Iterator[StreamEvent]:
+        """Yield one `StreamEvent` per token of one prompt as it is generated; arguments are those of `generate`."""
+        prompts, options = self._request(prompt, generation_config, None, arguments)
+        if len(prompts.ids) != 1:
+            raise RequestError(f"stream() follows one prompt, but {len(prompts.ids)} were given: call generate().")
+        return (event for event, _ in self._run(prompts, options))
+
+    def save_pretrained(self, directory: str | Path) -> Path:
+        """Write a checkpoint that transformers loads with identical tensors; returns its directory."""
+        source = self._checkpoint.path if self._checkpoint else None
+        raw = source / "config.json" if source else None
+        config = json.loads(raw.read_text()) if raw and raw.is_file() else self.architecture.config.to_dict()
+        config.pop("torch_dtype", None)
+        config["dtype"] = self.dtype.name
+        return save_checkpoint(directory, self.architecture.mapping, self.params, config, source)
+
+    def _request(
+        self, inputs: Any, config: Any, mask: Any, arguments: dict[str, Any]
+    ) -> tuple[Prompts, GenerationOptions]:
+        defaults = self._checkpoint.generation_config if self._checkpoint else {}
+        options = options_from(arguments, config, defaults)
+        return read_prompts(inputs, mask, self.tokenizer, self.spec.vocab_size), options
+
+    def _run(self, prompts: Prompts, options: GenerationOptions) -> Iterator[tuple[StreamEvent, Completion]]:
+        self.timings = Timings(load_seconds=self.timings.load_seconds)
+        return loop.run(
+            self.programs,
+            prompts.ids,
+            options,
+            stop_ids=self._stop_ids(options),
+            tokenizer=self.tokenizer,
+            context=self.context,
+            timings=self.timings,
+        )
+
+    def _stop_ids(self, options: GenerationOptions) -> frozenset[int]:
+        ends: Any = options.eos_token_id
+        if ends is None:
+            ends = self.architecture.config.get("eos_token_id", getattr(self.tokenizer, "eos_token_id", None))
+        ends = () if ends is None or options.ignore_eos else ends if isinstance(ends, tuple) else (ends,)
+        return frozenset((*ends, *options.stop_token_ids))
+
+    def _sequences(
+        self, inputs: Any, prompts: Prompts, done: list[Completion], options: GenerationOptions
+    ) -> np.ndarray:
+        """Prompt and new ids [batch, length]; a sequence that ended early ends with its stop id and then padding."""
+        ends = sorted(self._stop_ids(options))
+        pad = options.pad_token_id
+        if pad is None:
+            pad = self.architecture.config.get("pad_token_id", getattr(self.tokenizer, "pad_token_id", None))
+        pad = (ends[0] if ends else 0) if pad is None else pad
+        if prompts.form == "array":
+            array = inputs["input_ids"] if isinstance(inputs, dict) or hasattr(inputs, "input_ids") else inputs
+            head = np.atleast_2d(np.asarray(array)).astype(np.int64)
+        else:
+            head = left_pad(prompts.ids, max(map(len, prompts.ids)), pad)[0].astype(np.int64)
+        tails = [completion.all_ids for completion in done]
+        tail = np.full((len(done), max(map(len, tails))), pad, np.int64)
+        for row, ids in enumerate(tails):
+            tail[row, : len(ids)] = ids
+        return np.concatenate([head, tail], axis=1)
+
+
+def _rectangle(prompts: Prompts) -> list[list[int]]:
+    if len({len(ids) for ids in prompts.ids}) > 1:
+        raise RequestError("the rows of input_ids differ in length: pad them and pass attention_mask.")
+    return prompts.ids

@@ -1,0 +1,162 @@
+"""The generation loop. In: prompts and options; out: events, token by token, and completions. The device runs one step
+ahead of the host, which meanwhile decodes text and looks for the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from ttpu_core.errors import RequestError, TTPUError
+
+from ttpu_jax.generation.options import GenerationOptions
+from ttpu_jax.generation.programs import PREFILL_CHUNK, Programs, cache_bucket, prompt_bucket, prompt_counts
+from ttpu_jax.generation.prompts import left_pad
+from ttpu_jax.generation.results import Completion, StreamEvent, Timings
+from ttpu_jax.generation.text import TextStream
+from ttpu_jax.ops.sampling import Sampled, SamplingParams, features_of, sampling_inputs
+
+
+@dataclass
+class _Row:
+    """One sequence while it grows."""
+
+    completion: Completion
+    text: TextStream | None
+    limit: int
+    done: bool = False
+
+
+def run(
+    programs: Programs,
+    prompts: list[list[int]],
+    options: GenerationOptions,
+    *,
+    stop_ids: frozenset[int],
+    tokenizer: Any,
+    context: int,
+    timings: Timings,
+) -> Iterator[tuple[StreamEvent, Completion]]:
+    """Generate for a batch of prompts; each event comes with the completion that it belongs to.
+
+    `context` is the most tokens that a sequence may have. `stop_ids` end a sequence and are not part of it.
+
+    Raises:
+        RequestError: a prompt that leaves no room in the context.
+        TTPUError: the model gave logits that are not numbers.
+    """
+    rows = [_row(prompt, options, tokenizer, context) for prompt in prompts]
+    steps = max(row.limit for row in rows)
+    sampling = [_row_seed(options.sampling(), index) for index in range(len(rows))]
+    features, inputs = features_of(sampling), sampling_inputs(sampling)
+    counts = prompt_counts(prompts, programs.spec.vocab_size) if features.penalties else None
+
+    width = prompt_bucket(max(map(len, prompts)))
+    tokens, starts = left_pad(prompts, width)
+    slots = cache_bucket(width + steps)
+    compiled_before = programs.compile_seconds
+    began = time.perf_counter()
+    state = programs.start(starts, slots, counts)
+    chunk = min(width, PREFILL_CHUNK)
+    for at in range(0, width, chunk):
+        part = tokens[:, at : at + chunk]
+        state, sampled = programs.prefill(state, part, inputs, features, fresh=at == 0)
+    jax.block_until_ready(sampled.token)
+    compiled = programs.compile_seconds - compiled_before
+    timings.prefill_seconds += time.perf_counter() - began - compiled
+    timings.prefill_tokens += sum(map(len, prompts))
+    timings.compile_seconds += compiled
+
+    began, compiled_before = time.perf_counter(), programs.compile_seconds
+    decoded = 0
+    try:
+        for step in range(steps):
+            current = sampled
+            if step + 1 < steps:  # dispatched before the host looks at the current token
+                state, sampled = programs.decode(state, inputs, features)
+            host = _to_host(current)
+            active = [index for index, row in enumerate(rows) if not row.done]
+            decoded += len(active) if step else 0
+            for index in active:
+                yield from _advance(rows[index], index, host, stop_ids)
+            if all(row.done for row in rows):
+                break
+    finally:
+        compiled = programs.compile_seconds - compiled_before
+        timings.decode_seconds += time.perf_counter() - began - compiled
+        timings.compile_seconds += compiled
+        timings.decode_tokens += decoded
+
+
+def _row(prompt: list[int], options: GenerationOptions, tokenizer: Any, context: int) -> _Row:
+    room = context - len(prompt)
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {len(prompt):,} tokens, but this model's context holds {context:,} and one must be left for "
+            "the answer: shorten the prompt."
+        )
+    wanted = options.new_tokens(len(prompt))
+    if wanted > room and options.max_new_tokens is not None:
+        raise RequestError(
+            f"{wanted:,} new tokens were asked for after a prompt of {len(prompt):,}, but this model's context holds "
+            f"{context:,}: ask for at most {room:,}."
+        )
+    if options.stop_strings and tokenizer is None:
+        raise RequestError("stop_strings were given, but the checkpoint has no tokenizer: use stop_token_ids instead.")
+    text = None if tokenizer is None else TextStream(tokenizer, prompt, options.stop_strings)
+    completion = Completion(len(prompt), logprobs=None if options.logprobs is None else [])
+    completion.top_logprobs = [] if options.logprobs else None
+    return _Row(completion, text, min(wanted, room))
+
+
+def _row_seed(params: SamplingParams, index: int) -> SamplingParams:
+    """Prompts of one call draw differently, though they share a seed; the first one draws as if it were alone."""
+    return replace(params, seed=((params.seed or 0) + index) % 2**32)
+
+
+def _advance(
+    row: _Row, index: int, host: dict[str, np.ndarray], stop_ids: frozenset[int]
+) -> Iterator[tuple[StreamEvent, Completion]]:
+    """Give one sequence its new token."""
+    done, token = row.completion, int(host["token"][index])
+    if token < 0:
+        raise TTPUError(
+            "the model's output is not a number (NaN or infinity): the checkpoint is damaged, or it overflows in this dtype; "
+            "try dtype='float32'."
+        )
+    if token in stop_ids:
+        row.done, done.finish_reason, done.stop_id = True, "stop", token
+        text = row.text.finish() if row.text else ""
+        done.text = row.text.text if row.text else None
+        yield StreamEvent(text, token, finish_reason="stop", index=index), done
+        return
+    done.token_ids.append(token)
+    logprob = float(host["logprob"][index]) if "logprob" in host else None
+    top = None
+    if done.logprobs is not None and logprob is not None:
+        done.logprobs.append(logprob)
+    if done.top_logprobs is not None and "top_tokens" in host:
+        pairs = zip(host["top_tokens"][index].tolist(), host["top_logprobs"][index].tolist(), strict=True)
+        top = dict(pairs)
+        done.top_logprobs.append(top)
+    text = row.text.push(token) if row.text else ""
+    reason = None
+    if row.text is not None and row.text.stopped:
+        reason = "stop"
+    elif len(done.token_ids) >= row.limit:
+        reason = "length"
+        text += row.text.finish() if row.text else ""
+    if reason is not None:
+        row.done, done.finish_reason = True, reason  # type: ignore[assignment]
+    done.text = row.text.text if row.text else None
+    yield StreamEvent(text, token, logprob, top, reason, index), done  # type: ignore[arg-type]
+
+
+def _to_host(sampled: Sampled) -> dict[str, np.ndarray]:
+    """The arrays that were asked for, by name."""
+    names = ("token", "logprob", "top_tokens", "top_logprobs")
+    present = {name: getattr(sampled, name) for name in names if getattr(sampled, name) is not None}
+    return {name: np.asarray(value) for name, value in present.items()}

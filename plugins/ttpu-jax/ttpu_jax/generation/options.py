@@ -1,0 +1,171 @@
+"""What a caller asks of `generate`, by transformers' argument names. In: keyword arguments, a `GenerationConfig`, and the
+checkpoint's own defaults; out: frozen `GenerationOptions`, or one clear refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ttpu_core.errors import RequestError
+
+from ttpu_jax.ops.sampling import SamplingParams
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """One call's options. `max_length` counts prompt and new tokens; `max_new_tokens` wins over it. `logprobs` n reports
+    the n likeliest tokens beside each chosen one."""
+
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    eos_token_id: tuple[int, ...] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def new_tokens(self, prompt_length: int) -> int:
+        """How many tokens may follow a prompt of this length."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if self.max_length is not None:
+            if self.max_length <= prompt_length:
+                raise RequestError(
+                    f"max_length={self.max_length} counts the prompt, which has {prompt_length} tokens already: raise it, "
+                    "or pass max_new_tokens."
+                )
+            return self.max_length - prompt_length
+        return DEFAULT_MAX_NEW_TOKENS
+
+    def sampling(self) -> SamplingParams:
+        """The values that the sampler needs; greedy unless sampling was asked for.
+
+        Sampling is on if `do_sample` is true, or if it is not given and a temperature above 0 or a filter is.
+        """
+        chosen = self.do_sample
+        if chosen is None:
+            filters = (self.top_k, self.top_p, self.min_p)
+            chosen = self.temperature != 0 and (self.temperature is not None or any(f is not None for f in filters))
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return SamplingParams(
+            temperature=temperature if chosen or temperature != temperature else 0.0,  # NaN is refused either way
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=0.0 if self.min_p is None else self.min_p,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=0.0 if self.presence_penalty is None else self.presence_penalty,
+            frequency_penalty=0.0 if self.frequency_penalty is None else self.frequency_penalty,
+            seed=self.seed,
+            logprobs=self.logprobs,
+        ).with_seed()
+
+
+NAMES = tuple(field.name for field in fields(GenerationOptions))
+
+# Arguments of transformers that change nothing here, and the values of others that ask for nothing.
+_WITHOUT_EFFECT = {
+    "use_cache", "return_dict_in_generate", "bos_token_id", "transformers_version", "_from_model_config",
+    "cache_implementation", "disable_compile", "compile_config", "low_memory", "is_assistant", "use_mtp",
+}  # fmt: skip
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "length_penalty": (1.0,),
+    "diversity_penalty": (0.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "guidance_scale": (1.0,),
+}
+
+
+def options_from(
+    arguments: Mapping[str, Any], config: Any = None, checkpoint_defaults: Mapping[str, Any] | None = None
+) -> GenerationOptions:
+    """Join the three sources; `arguments` win over `config` (a GenerationConfig or dict), which wins over the checkpoint.
+
+    Raises:
+        RequestError: an unknown argument, a value of the wrong type or range, or one that asks for something that this
+            backend does not do. A checkpoint's own unsupported default is left out, as it asks for quality, not meaning.
+    """
+    values: dict[str, Any] = {}
+    for name, value in (checkpoint_defaults or {}).items():
+        if name in NAMES and value is not None:
+            values[name] = value
+    given: dict[str, Any] = {}
+    if config is not None:
+        given |= {k: v for k, v in _as_dict(config).items() if v is not None}
+    given |= {name: value for name, value in arguments.items() if value is not None}
+    for name, value in given.items():
+        if name in NAMES:
+            values[name] = value
+        elif name not in _WITHOUT_EFFECT and not _asks_for_nothing(name, value):
+            raise RequestError(
+                f"generate() was given {name}={value!r}, which this backend does not do; it takes {', '.join(NAMES)}: "
+                "leave it out."
+            )
+    if "max_length" in given and "max_new_tokens" not in given:
+        values.pop("max_new_tokens", None)
+    if given.get("do_sample") is None and given.get("temperature") == 0:
+        values["do_sample"] = False
+    values["stop_strings"] = _strings(values.get("stop_strings"))
+    for name in ("eos_token_id", "stop_token_ids"):
+        if name in values:
+            values[name] = _ids(name, values[name])
+    for name in ("max_new_tokens", "max_length"):
+        if name in values:
+            values[name] = _count(name, values[name], at_least=1)
+    options = GenerationOptions(**values)
+    options.sampling()  # refuse bad values now, before anything is loaded or compiled
+    return options
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    return value is False or value in _NEUTRAL.get(name, ()) or (isinstance(value, dict | list | tuple) and not value)
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    if hasattr(config, "to_dict"):
+        return dict(config.to_dict())
+    raise RequestError(
+        f"generation_config is a {type(config).__name__}, but a transformers GenerationConfig or a dict is needed."
+    )
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else tuple(value or ())
+    if not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"stop_strings is {value!r}, but non-empty strings are needed: correct it.")
+    return texts
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = tuple(value) if isinstance(value, list | tuple | set) else (value,)
+    return tuple(_count(name, token, at_least=0) for token in ids)
+
+
+def _count(name: str, value: Any, *, at_least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise RequestError(f"{name} is {value!r}, but an integer of at least {at_least} is needed: correct it.")
+    return value

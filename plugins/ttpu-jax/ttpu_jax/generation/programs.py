@@ -1,0 +1,184 @@
+"""The two compiled programs of generation, per shape: prefill of a padded bucket, and one decode step. In: shapes; out:
+executables whose cache is donated and written in place. Values never cause a compile, only shapes and features do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ttpu_core.spec import ArchitectureSpec, Parameter
+
+from ttpu_jax.model.cache import KVCache, empty_cache
+from ttpu_jax.model.decoder import Decoder
+from ttpu_jax.model.layers import Runtime
+from ttpu_jax.ops.sampling import (
+    Sampled,
+    SamplingFeatures,
+    SamplingInputs,
+    TokenCounts,
+    empty_counts,
+    sample,
+    update,
+)
+
+PREFILL_CHUNK = 1024  # tokens per prefill call; longer prompts take several, which bounds the score matrix
+SMALLEST_BUCKET = 16
+SMALLEST_CACHE = 64
+
+Compiled = Callable[..., Any]
+OnCompile = Callable[[str, float], None]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """What one step hands to the next, all on device: the cache, the last token [batch], how many tokens were generated
+    [batch], and token statistics where penalties need them."""
+
+    cache: KVCache
+    token: jax.Array
+    step: jax.Array
+    counts: TokenCounts | None
+
+
+def prompt_bucket(length: int) -> int:
+    """Padded prompt length: a power of two up to a chunk, then whole chunks."""
+    if length > PREFILL_CHUNK:
+        return -(-length // PREFILL_CHUNK) * PREFILL_CHUNK
+    return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+
+
+def cache_bucket(slots: int) -> int:
+    """Cache length: a power of two or one and a half of one, so that few lengths are ever compiled."""
+    power = max(SMALLEST_CACHE, 1 << (slots - 1).bit_length())
+    return power * 3 // 4 if power * 3 // 4 >= slots and power > SMALLEST_CACHE else power
+
+
+class Programs:
+    """Compiles and keeps the programs of one model.
+
+    `compiles` counts compilations; `on_compile(name, seconds)` is called before each (seconds 0) and after."""
+
+    def __init__(
+        self,
+        spec: ArchitectureSpec,
+        table: Mapping[str, Parameter],
+        runtime: Runtime,
+        params: dict[str, Any],
+        cache_dtype: np.dtype[Any],
+        *,
+        stacked: bool = False,
+        on_compile: OnCompile | None = None,
+    ) -> None:
+        self.spec, self.runtime, self.stacked, self.cache_dtype = spec, runtime, stacked, cache_dtype
+        self.on_compile = on_compile
+        self.compiles = 0
+        self.compile_seconds = 0.0
+        self._table, self._params = table, params
+        self._programs: dict[tuple[Any, ...], Compiled] = {}
+
+    def start(self, starts: np.ndarray, slots: int, counts: TokenCounts | None) -> DecodeState:
+        """A fresh state for a batch: an empty cache, `starts` [batch] the first slot of each row that is no padding."""
+        batch = len(starts)
+        cache = empty_cache(
+            self.spec, batch, slots, self.runtime.placement, self.cache_dtype, stacked=self.stacked
+        )
+        put = partial(jax.device_put, device=cache.start.sharding)
+        cache = replace(cache, start=put(starts.astype(np.int32)))
+        zeros = np.zeros(batch, np.int32)
+        return DecodeState(cache, put(zeros), put(zeros), counts)
+
+    def prefill(
+        self, state: DecodeState, tokens: np.ndarray, inputs: SamplingInputs, features: SamplingFeatures, *, fresh: bool
+    ) -> tuple[DecodeState, Sampled]:
+        """Run tokens [batch, chunk] through the model and sample what follows the last; `state` is consumed.
+
+        `fresh` says that the cache is empty, so that attention need not read it.
+        """
+        key = ("prefill", *tokens.shape, state.cache.slots, fresh, features)
+        program = self._get(key, partial(self._prefill, fresh=fresh, features=features), state, tokens, inputs)
+        return program(self._params, state, tokens, inputs)  # type: ignore[no-any-return]
+
+    def decode(
+        self, state: DecodeState, inputs: SamplingInputs, features: SamplingFeatures
+    ) -> tuple[DecodeState, Sampled]:
+        """One token for every row; `state` is consumed."""
+        key = ("decode", state.token.shape[0], state.cache.slots, features)
+        program = self._get(key, partial(self._decode, features=features), state, inputs)
+        return program(self._params, state, inputs)  # type: ignore[no-any-return]
+
+    def logits(self, tokens: np.ndarray, positions: np.ndarray) -> jax.Array:
+        """Logits [batch, seq, vocab] of whole sequences, without a cache."""
+        key = ("logits", *tokens.shape)
+        program = self._get(key, self._logits, tokens, positions)
+        return program(self._params, tokens, positions)  # type: ignore[no-any-return]
+
+    def _get(self, key: tuple[Any, ...], function: Callable[..., Any], *arguments: Any) -> Compiled:
+        program = self._programs.get(key)
+        if program is None:
+            if self.on_compile is not None:
+                self.on_compile(str(key[0]), 0.0)
+            began = time.perf_counter()
+            donate = (1,) if isinstance(arguments[0], DecodeState) else ()
+            program = jax.jit(function, donate_argnums=donate).lower(self._params, *arguments).compile()
+            seconds = time.perf_counter() - began
+            self._programs[key] = program
+            self.compiles += 1
+            self.compile_seconds += seconds
+            if self.on_compile is not None:
+                self.on_compile(str(key[0]), seconds)
+        return program
+
+    def _decoder(self, params: dict[str, jax.Array]) -> Decoder:
+        return Decoder(self.spec, params, self._table, self.runtime, stacked=self.stacked)
+
+    def _prefill(
+        self,
+        params: dict[str, jax.Array],
+        state: DecodeState,
+        tokens: jax.Array,
+        inputs: SamplingInputs,
+        *,
+        fresh: bool,
+        features: SamplingFeatures,
+    ) -> tuple[DecodeState, Sampled]:
+        logits, cache = self._decoder(params)(tokens, None, state.cache, last_only=True, fresh=fresh)
+        assert cache is not None
+        return self._sample(logits, replace(state, cache=cache), inputs, features)
+
+    def _decode(
+        self,
+        params: dict[str, jax.Array],
+        state: DecodeState,
+        inputs: SamplingInputs,
+        *,
+        features: SamplingFeatures,
+    ) -> tuple[DecodeState, Sampled]:
+        counts = None if state.counts is None else update(state.counts, state.token)
+        state = replace(state, counts=counts, step=state.step + 1)
+        logits, cache = self._decoder(params)(state.token[:, None], None, state.cache, last_only=True)
+        assert cache is not None
+        return self._sample(logits, replace(state, cache=cache), inputs, features)
+
+    def _sample(
+        self, logits: jax.Array, state: DecodeState, inputs: SamplingInputs, features: SamplingFeatures
+    ) -> tuple[DecodeState, Sampled]:
+        sampled = sample(logits[:, -1], inputs, state.counts, state.step, features)
+        return replace(state, token=sampled.token), sampled
+
+    def _logits(self, params: dict[str, jax.Array], tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        return self._decoder(params)(tokens, positions)[0]
+
+
+def prompt_counts(prompts: list[list[int]], vocab: int) -> TokenCounts:
+    """Token statistics of fresh requests."""
+    seen = np.zeros((len(prompts), vocab), np.bool_)
+    for row, prompt in enumerate(prompts):
+        seen[row, np.asarray(prompt, np.int64)] = True
+    return replace(empty_counts(len(prompts), vocab), prompt_seen=jnp.asarray(seen))

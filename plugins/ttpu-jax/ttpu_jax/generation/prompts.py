@@ -1,0 +1,117 @@
+"""Prompts in every form that callers have them: text, chat messages, ids, padded arrays. Out: one list of ids per prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from ttpu_core.errors import MissingDependencyError, RequestError
+
+Form = Literal["text", "ids", "array"]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """`ids` without padding, one list per prompt; `form` and `single` say what the caller passed, and so gets back."""
+
+    ids: list[list[int]]
+    form: Form
+    single: bool
+
+
+def read_prompts(inputs: Any, attention_mask: Any, tokenizer: Any, vocab_size: int) -> Prompts:
+    """Tokenize or unpad `inputs`.
+
+    `inputs` is a string, a list of strings, chat messages ({"role", "content"} dicts) or a list of such chats, a list of
+    ids, a list of lists of ids, an array [seq] or [batch, seq] of any framework, or a tokenizer's mapping with
+    `input_ids`. `attention_mask` [batch, seq] marks real tokens of an array, wherever the padding is.
+
+    Raises:
+        RequestError: an empty prompt, an id outside the vocabulary, or a form that is none of these.
+        MissingDependencyError: text for a checkpoint without a tokenizer.
+    """
+    if isinstance(inputs, Mapping) and "input_ids" in inputs:
+        attention_mask = inputs.get("attention_mask") if attention_mask is None else attention_mask
+        inputs = inputs["input_ids"]
+    if isinstance(inputs, str) or _is_chat(inputs):
+        prompts = Prompts([_encode(inputs, tokenizer)], "text", True)
+    elif isinstance(inputs, Sequence) and inputs and all(isinstance(i, str) or _is_chat(i) for i in inputs):
+        prompts = Prompts([_encode(item, tokenizer) for item in inputs], "text", False)
+    elif _is_ragged(inputs):
+        prompts = Prompts([[_token(token) for token in row] for row in inputs], "ids", False)
+    else:
+        prompts = _from_array(inputs, attention_mask)
+    for index, ids in enumerate(prompts.ids):
+        if not ids:
+            raise RequestError(f"prompt {index} is empty, but generation continues at least one token: pass some text.")
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise RequestError(
+                f"prompt {index} has the token id {min(ids) if min(ids) < 0 else max(ids)}, but ids of this model run from 0 to "
+                f"{vocab_size - 1}: use the checkpoint's own tokenizer."
+            )
+    if not prompts.ids:
+        raise RequestError("generate() was given no prompts: pass at least one.")
+    return prompts
+
+
+def left_pad(ids: list[list[int]], width: int, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [batch, width] in int32 with each prompt at the right end, and where it starts [batch]."""
+    tokens = np.full((len(ids), width), fill, np.int32)
+    for row, prompt in enumerate(ids):
+        tokens[row, width - len(prompt) :] = prompt
+    return tokens, np.array([width - len(prompt) for prompt in ids], np.int32)
+
+
+def _encode(item: Any, tokenizer: Any) -> list[int]:
+    if tokenizer is None:
+        raise MissingDependencyError(
+            "the prompt is text, but the checkpoint has no tokenizer files: copy tokenizer.json into it, or pass token ids."
+        )
+    if isinstance(item, str):
+        return [int(token) for token in tokenizer(item)["input_ids"]]
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise RequestError(
+            "the prompt is a chat, but the checkpoint's tokenizer has no chat template: pass plain text, or use an "
+            "instruction-tuned checkpoint."
+        )
+    encoded = tokenizer.apply_chat_template(item, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return [int(token) for token in encoded["input_ids"]]
+
+
+def _is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and len(value) > 0
+        and all(isinstance(turn, Mapping) and "role" in turn and "content" in turn for turn in value)
+    )
+
+
+def _is_ragged(value: Any) -> bool:
+    """A list of lists of ids: each is a prompt of its own length."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(row, list | tuple) for row in value)
+
+
+def _token(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise RequestError(f"a prompt holds {value!r} where a token id is needed: pass integers.")
+    return int(value)
+
+
+def _from_array(inputs: Any, attention_mask: Any) -> Prompts:
+    try:
+        array = np.asarray(inputs)
+    except (TypeError, ValueError):
+        array = np.empty(0, object)
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or array.size == 0:
+        raise RequestError(
+            f"generate() was given {type(inputs).__name__} {str(inputs)[:60]!r}, but it takes text, chat messages, or "
+            "integer ids of shape [seq] or [batch, seq]: pass one of those."
+        )
+    single = array.ndim == 1
+    array = np.atleast_2d(array)
+    mask = np.ones_like(array, bool) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask)).astype(bool)
+    if mask.shape != array.shape:
+        raise RequestError(f"attention_mask has shape {mask.shape}, but input_ids has {array.shape}: make them equal.")
+    return Prompts([row[keep].astype(int).tolist() for row, keep in zip(array, mask, strict=True)], "array", single)

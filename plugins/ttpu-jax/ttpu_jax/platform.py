@@ -1,0 +1,31 @@
+"""Prepares the environment for JAX before it is imported: a machine with libtpu installed but no TPU runs on its CPU, and
+says nothing about it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+QUIET_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def has_tpu() -> bool:
+    """Whether this machine exposes TPU chips (PCI accelerators, or VFIO devices on newer generations)."""
+    return any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+
+
+def prepare() -> None:
+    """Choose the CPU where there is no accelerator to find; the user's own JAX_PLATFORMS always wins."""
+    if has_tpu():
+        return
+    for name, value in QUIET_LIBTPU.items():
+        os.environ.setdefault(name, value)
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    if not has_gpu:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")

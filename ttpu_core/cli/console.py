@@ -1,0 +1,123 @@
+"""What the commands share for writing: consoles for tables, one-line errors, sizes in words, and the progress of a load.
+In: values and progress events; out: text on stdout (results) or stderr (everything else)."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+WIDTH_WITHOUT_TERMINAL = 160
+"""Columns of a table in a file or a pipe, where rich would otherwise wrap at 80."""
+
+
+def stdout_console() -> Console:
+    """A console on stdout as it is now (a test may have replaced it)."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, highlight=False)
+
+
+def stderr_console() -> Console:
+    """A console on stderr, for progress and for tables that are not the result."""
+    from rich.console import Console
+
+    return Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH_WITHOUT_TERMINAL, highlight=False)
+
+
+def print_json(value: object) -> None:
+    """One JSON document on stdout, and nothing else."""
+    import json
+
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def note(text: str) -> None:
+    """One line on stderr, unwrapped and uncoloured, so that it can be searched and copied."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 file`, `2 files`, `1,024 tensors`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def in_bytes(number: float) -> str:
+    """A size in binary units: `16.1 GiB`."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:,.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:,.1f} TiB"
+
+
+class LoadProgress:
+    """A progress bar for bytes loaded and a spinner while programs compile, on stderr and only if it is a terminal.
+
+    Call it with the backend's progress events; `close` before the first text is written, because a line that is redrawn
+    would erase text beside it. Whatever comes after `close` is not shown.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._shown = sys.stderr.isatty() and not quiet
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, event: str, done: float, total: float) -> None:
+        """`event` is "load" (bytes) or "compile" (0 of 1 at the start, 1 of 1 at the end); others are not shown."""
+        if not self._shown or event not in ("load", "compile"):
+            return
+        if done >= total:
+            self._finish(event)
+            return
+        progress = self._started()
+        if event not in self._tasks:
+            self._tasks[event] = progress.add_task(
+                {"load": "loading weights", "compile": "compiling"}[event],
+                total=total if event == "load" else None,
+                sizes="",
+            )
+        if event == "load":
+            progress.update(self._tasks[event], completed=done, sizes=f"{in_bytes(done)} of {in_bytes(total)}")
+
+    def close(self) -> None:
+        """Remove what is shown, for good."""
+        self._shown = False
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def __enter__(self) -> LoadProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _started(self) -> Progress:
+        if self._progress is None:
+            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[sizes]}"),
+                TimeElapsedColumn(),
+                console=stderr_console(),
+                transient=True,
+            )
+            self._progress.start()
+        return self._progress
+
+    def _finish(self, event: str) -> None:
+        if self._progress is not None and event in self._tasks:
+            self._progress.remove_task(self._tasks.pop(event))
+        if self._progress is not None and not self._tasks:
+            self._progress.stop()
+            self._progress = None

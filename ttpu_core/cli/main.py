@@ -1,0 +1,61 @@
+"""The entry point of the console script `ttpu`. In: command line arguments; out: a command that runs, and an exit status:
+0, 1 if a check found something, 2 for a usage error or an error that the user can put right, 130 for Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ttpu_core.cli.chat import chat
+from ttpu_core.cli.commands import CONTEXT_SETTINGS, CommandGroup
+from ttpu_core.cli.generate import generate
+from ttpu_core.cli.info import info
+from ttpu_core.cli.plugins import doctor, list_plugins
+
+app = typer.Typer(
+    cls=CommandGroup,
+    context_settings=CONTEXT_SETTINGS,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # a bug shows an ordinary traceback
+    rich_markup_mode="rich",
+)
+app.command("list-plugins")(list_plugins)
+app.command("info")(info)
+app.command("generate")(generate)
+app.command("chat")(chat)
+app.command("doctor")(doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"ttpu {version('ttpu-core')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Hugging Face transformers models on TPUs.
+
+    Each command has examples: [bold]ttpu COMMAND --help[/bold]
+    """
+
+
+def main() -> None:
+    """Run the command line; ends by SystemExit with the status."""
+    # Generated text may hold characters that a terminal's encoding lacks; they are better escaped than fatal.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    app(prog_name="ttpu")
+
+
+if __name__ == "__main__":
+    main()
