@@ -9,7 +9,7 @@ from typing import Any
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import FlaxMapping
-from ttpu_core.spec import ArchitectureSpec, KernelChoice, LayerSpec
+from ttpu_core.spec import ArchitectureSpec, KernelChoice, LayerSpec, NormSpec
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ def describe(hook: Any, config: ModelConfig, *, family: str, patch_packs: tuple[
     """
     source_config = config
     config = hook.ttpu_config(config=config)
+    norm = hook.ttpu_norm(config=config)
+    layers = range(config.positive_int("num_hidden_layers"))
     spec = ArchitectureSpec(
         model_type=source_config.model_type,
         embedding=hook.ttpu_embedding(config=config),
-        layers=tuple(_layer(hook, config, index) for index in range(config.positive_int("num_hidden_layers"))),
-        final_norm=hook.ttpu_norm(config=config),
+        layers=tuple(_layer(hook, config, index, norm) for index in layers),
+        final_norm=norm,
         head=hook.ttpu_head(config=config),
         max_position_embeddings=config.positive_int("max_position_embeddings", default=2048),
         parameter_axes=tuple((pattern, tuple(axes)) for pattern, axes in _all(hook.ttpu_sharding_rules(config=config))),
@@ -58,7 +60,7 @@ def describe(hook: Any, config: ModelConfig, *, family: str, patch_packs: tuple[
     return Architecture(spec, mapping, config, family, patch_packs)
 
 
-def _layer(hook: Any, config: ModelConfig, index: int) -> LayerSpec:
+def _layer(hook: Any, config: ModelConfig, index: int, norm: NormSpec) -> LayerSpec:
     mixer = hook.ttpu_mixer(config=config, layer=index)
     if mixer is None:
         mixer = hook.ttpu_attention(config=config, layer=index)
@@ -67,7 +69,7 @@ def _layer(hook: Any, config: ModelConfig, index: int) -> LayerSpec:
     return LayerSpec(
         mixer=mixer,
         mlp=hook.ttpu_mlp(config=config, layer=index),
-        norm=hook.ttpu_norm(config=config),
+        norm=norm,
         block=hook.ttpu_block(config=config, layer=index),
     )
 
@@ -83,6 +85,3 @@ def _last_wins(items: Iterable[Any], key: Any) -> tuple[Any, ...]:
 
 def _kernel_key(choice: KernelChoice) -> tuple[str, str]:
     return choice.operation, choice.backend
-
-
-

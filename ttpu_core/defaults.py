@@ -169,7 +169,7 @@ def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
 
 
 def standard_mapping(spec: ArchitectureSpec, names: CheckpointNames | None = None) -> FlaxMapping:
-    """The mapping of a checkpoint in the usual layout; a family passes other `names`, or replaces rules of the result."""
+    """The mapping of a checkpoint in the usual layout; a family passes other `names`, or replaces rules of it."""
     names = names or CheckpointNames()
     hidden, vocab = spec.hidden_size, spec.vocab_size
     rules: list[tuple[str, Expression]] = [("embed.embedding", Tensor(names.embedding, (vocab, hidden)))]
@@ -197,7 +197,8 @@ def _layer_rules(
         yield from mlp_rules("mlp", layer.mlp, hidden, (prefix + names.gate, prefix + names.up, prefix + names.down))
     elif layer.mlp is not None:
         raise UnsupportedError(
-            "the standard mapping has no rules for a mixture of experts: answer `ttpu_flax_mapping` in the family plugin."
+            "the standard mapping has no rules for a mixture of experts: answer `ttpu_flax_mapping` in the family "
+            "plugin."
         )
 
 
@@ -216,9 +217,16 @@ def attention_rules(
     if spec.qkv_bias:
         biases = [Tensor(f"{prefix}{n}.bias", (kv * c * dim,)).reshape(kv, c, dim) for n, c in slots]
         yield "attention.qkv.bias", Concat(tuple(biases), axis=1)
+    own_keys = spec.kv_from_layer is None
+    if own_keys and not spec.value_is_key and value_dim != dim:
+        value = f"{prefix}{names.value}"
+        kernel = Tensor(f"{value}.weight", (kv * value_dim, hidden))
+        yield "attention.value.kernel", kernel.reshape(kv, value_dim, hidden)
+        if spec.qkv_bias:
+            yield "attention.value.bias", Tensor(f"{value}.bias", (kv * value_dim,)).reshape(kv, value_dim)
     for role, name, norm, heads in (
         ("q_norm", names.q_norm, spec.q_norm, (kv, spec.q_per_kv, dim)),
-        ("k_norm", names.k_norm, spec.k_norm, (kv, dim)),
+        ("k_norm", names.k_norm, spec.k_norm if own_keys else None, (kv, dim)),
     ):
         if norm is not None and norm.scale:
             if spec.qk_norm_scope == "head":

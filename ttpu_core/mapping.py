@@ -11,13 +11,15 @@ for bit.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ttpu_core.errors import MappingError
+from ttpu_core.strides import Layout, covers_once
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,20 +40,41 @@ class Tensor:
 
     def reshape(self, *shape: int) -> Tensor:
         """Split or merge neighbouring dimensions."""
-        if prod(shape) != prod(self.result_shape):
+        if prod(shape) != prod(self.result_shape) or min(shape, default=0) < 0:
             raise MappingError(
                 f"the mapping reshapes {self.name!r} from {self.result_shape} to {shape}, which hold different numbers "
                 "of elements: correct `ttpu_flax_mapping` or the sizes in the config."
+            )
+        if self.views and self.layout.reshape(shape) is None:
+            raise MappingError(
+                f"the mapping reshapes a view of {self.name!r} from {self.result_shape} to {shape}, which merges "
+                "dimensions that are not neighbours on disk and so could not be written back: reshape before the "
+                "transpose or slice, or give the parameter these dimensions apart."
             )
         return self._then("reshape", shape, shape)
 
     def transpose(self, *order: int) -> Tensor:
         """Permute the dimensions."""
+        rank = len(self.result_shape)
+        if sorted(order) != list(range(rank)):
+            raise MappingError(
+                f"the mapping transposes {self.name!r} of shape {self.result_shape} by {order}, but each of the "
+                f"dimensions {', '.join(map(str, range(rank)))} is needed once: correct `ttpu_flax_mapping`."
+            )
         return self._then("transpose", order, tuple(self.result_shape[axis] for axis in order))
 
     def __getitem__(self, index: slice | int | tuple[slice | int, ...]) -> Tensor:
         """Take a part; the other parts must be taken by other rules or by other leaves of this one."""
         parts = index if isinstance(index, tuple) else (index,)
+        outside = any(
+            isinstance(part, int) and not -dim <= part < dim
+            for part, dim in zip(parts, self.result_shape, strict=False)
+        )
+        if outside or len(parts) > len(self.result_shape):
+            raise MappingError(
+                f"the mapping takes the part {index} of {self.name!r}, whose shape there is {self.result_shape}: "
+                "correct `ttpu_flax_mapping` or the sizes in the config."
+            )
         frozen = tuple(part if isinstance(part, int) else (part.start, part.stop, part.step) for part in parts)
         shape: list[int] = []
         for part, dim in zip(parts, self.result_shape, strict=False):
@@ -65,6 +88,26 @@ class Tensor:
         """Shape after the views."""
         return self.shape if self.result is None else self.result
 
+    @property
+    def layout(self) -> Layout:
+        """Where the view's elements lie in the tensor on disk."""
+        layout: Layout | None = Layout.contiguous(self.shape)
+        for operation, argument in self.views:
+            assert layout is not None  # `reshape` has refused what has no layout
+            if operation == "reshape":
+                layout = layout.reshape(argument)
+            elif operation == "transpose":
+                layout = layout.transpose(argument)
+            else:
+                layout = layout.take(_parts(argument))
+        assert layout is not None
+        return layout
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the views may leave some elements out."""
+        return any(operation == "take" for operation, _ in self.views)
+
     def view(self, array: np.ndarray) -> np.ndarray:
         """The views applied to an array of `shape`; always shares memory with it."""
         for operation, argument in self.views:
@@ -73,7 +116,7 @@ class Tensor:
             elif operation == "transpose":
                 array = array.transpose(argument)
             else:
-                array = array[tuple(part if isinstance(part, int) else slice(*part) for part in argument)]
+                array = array[(*_parts(argument), ...)]  # the ellipsis keeps a single element a view
         return array
 
     def leaves(self) -> Iterator[Tensor]:
@@ -91,7 +134,10 @@ class Concat:
     parts: tuple[Expression, ...]
     axis: int = 0
 
-    @property
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axis", _axis("joins", self.parts, self.axis, new=0))
+
+    @cached_property
     def result_shape(self) -> Shape:
         """Shape of the whole."""
         shapes = [part.result_shape for part in self.parts]
@@ -109,7 +155,7 @@ class Concat:
         start = 0
         for part in self.parts:
             stop = start + part.result_shape[self.axis]
-            yield part, array[(slice(None),) * self.axis + (slice(start, stop),)]
+            yield part, array[(*(slice(None),) * self.axis, slice(start, stop))]
             start = stop
 
     def leaves(self) -> Iterator[Tensor]:
@@ -125,14 +171,17 @@ class Stack:
     parts: tuple[Expression, ...]
     axis: int = 0
 
-    @property
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axis", _axis("stacks", self.parts, self.axis, new=1))
+
+    @cached_property
     def result_shape(self) -> Shape:
         """Shape of the whole."""
         shapes = {part.result_shape for part in self.parts}
         if len(shapes) != 1:
             raise MappingError(
-                f"the mapping stacks tensors of the shapes {', '.join(map(str, sorted(shapes)))}, but stacked parts must "
-                "be equal: correct `ttpu_flax_mapping` or the sizes in the config."
+                f"the mapping stacks tensors of the shapes {', '.join(map(str, sorted(shapes)))}, but stacked parts "
+                "must be equal: correct `ttpu_flax_mapping` or the sizes in the config."
             )
         first = shapes.pop()
         return (*first[: self.axis], len(self.parts), *first[self.axis :])
@@ -140,7 +189,8 @@ class Stack:
     def split(self, array: np.ndarray) -> Iterator[tuple[Expression, np.ndarray]]:
         """Each part with its region of `array`."""
         for index, part in enumerate(self.parts):
-            yield part, array[(slice(None),) * self.axis + (index,)]
+            region: tuple[Any, ...] = (*(slice(None),) * self.axis, index, ...)
+            yield part, array[region]
 
     def leaves(self) -> Iterator[Tensor]:
         """Every checkpoint tensor below."""
@@ -187,6 +237,12 @@ class FlaxMapping:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_path", dict(self.rules))
+        if len(self._by_path) != len(self.rules):
+            twice = [path for path, count in Counter(path for path, _ in self.rules).items() if count > 1]
+            raise MappingError(
+                f"the mapping has more than one rule for {_some(twice)}, but a parameter is made by one: remove the "
+                "others from `ttpu_flax_mapping`."
+            )
 
     def __getitem__(self, path: str) -> Expression:
         return self._by_path[path]
@@ -211,24 +267,16 @@ class FlaxMapping:
         unknown = [path for path in self._by_path if path not in parameters]
         if unknown:
             raise MappingError(
-                f"the mapping has a rule for {_some(unknown)}, but the architecture has no such parameter{_s(unknown)}: "
-                "remove it from `ttpu_flax_mapping`, or describe what uses it."
+                f"the mapping has a rule for {_some(unknown)}, but the architecture has no such "
+                f"parameter{_s(unknown)}: remove it from `ttpu_flax_mapping`, or describe what uses it."
             )
-        used: dict[str, int] = defaultdict(int)
         for path, rule in self.rules:
             if rule.result_shape != parameters[path].shape:
                 raise MappingError(
                     f"the mapping makes {path} of shape {rule.result_shape}, but the architecture needs "
                     f"{parameters[path].shape}: correct the rule for it in `ttpu_flax_mapping`."
                 )
-            for leaf in rule.leaves():
-                used[leaf.name] += prod(leaf.result_shape)
-        for name, shape in self.tensors.items():
-            if used[name] != prod(shape):
-                raise MappingError(
-                    f"the mapping uses {used[name]:,} of the {prod(shape):,} elements of {name!r}, but every element must "
-                    "be used once: complete the rules that slice it in `ttpu_flax_mapping`."
-                )
+        self._check_tensors()
 
     def resolve(self, available: Mapping[str, Shape], source: str = "the checkpoint") -> dict[str, str]:
         """From the names that the rules use to the names in a checkpoint.
@@ -242,11 +290,16 @@ class FlaxMapping:
         ignored = [re.compile(pattern) for pattern in self.ignored]
         for actual, shape in available.items():
             name = self._canonical(actual, wanted)
+            if name in found:
+                raise MappingError(
+                    f"{source} holds both {found[name]!r} and {actual!r} for the tensor {name!r}, but one is needed: "
+                    "remove the other from the checkpoint."
+                )
             if name in wanted:
                 if tuple(shape) != wanted[name]:
                     raise MappingError(
-                        f"tensor {actual!r} in {source} has shape {tuple(shape)}, but the config asks for {wanted[name]}: "
-                        "config.json and the weights belong to different models, or one of them is damaged."
+                        f"tensor {actual!r} in {source} has shape {tuple(shape)}, but the config asks for "
+                        f"{wanted[name]}: config.json and the weights belong to different models, or one is damaged."
                     )
                 found[name] = actual
             elif name not in self.tied and not any(pattern.fullmatch(actual) for pattern in ignored):
@@ -263,6 +316,32 @@ class FlaxMapping:
                 "the family plugin must map or ignore it."
             )
         return found
+
+    def _check_tensors(self) -> None:
+        """Every checkpoint tensor has one shape, and each of its elements is used once."""
+        users: dict[str, list[Tensor]] = defaultdict(list)
+        for _, rule in self.rules:
+            for leaf in rule.leaves():
+                users[leaf.name].append(leaf)
+        for name, leaves in users.items():
+            shape, size = leaves[0].shape, prod(leaves[0].shape)
+            others = [leaf.shape for leaf in leaves if leaf.shape != shape]
+            if others:
+                raise MappingError(
+                    f"the mapping gives {name!r} the shape {shape} in one rule and {others[0]} in another, but a "
+                    "tensor has one shape on disk: correct `ttpu_flax_mapping`."
+                )
+            used = sum(prod(leaf.result_shape) for leaf in leaves)
+            if used != size:
+                raise MappingError(
+                    f"the mapping uses {used:,} of the {size:,} elements of {name!r}, but every element must be used "
+                    "once: complete the rules that slice it in `ttpu_flax_mapping`."
+                )
+            if any(leaf.is_part for leaf in leaves) and not covers_once(size, [leaf.layout for leaf in leaves]):
+                raise MappingError(
+                    f"the mapping uses some elements of {name!r} more than once and leaves as many out, but every "
+                    "element must be used once: correct the rules that slice it in `ttpu_flax_mapping`."
+                )
 
     def _canonical(self, name: str, wanted: Mapping[str, Shape]) -> str:
         if name in wanted or name in self.tied:
@@ -289,6 +368,26 @@ def stack_layers(mapping: FlaxMapping, spec: ArchitectureSpec) -> FlaxMapping:
             for rest in copies[0]:
                 rules.append((f"groups.{number}.{position}.{rest}", Stack(tuple(copy[rest] for copy in copies))))
     return replace(mapping, rules=tuple(rules))
+
+
+def _parts(frozen: tuple[Any, ...]) -> tuple[int | slice, ...]:
+    """Indices as they were written; slices are kept as triples because they could not be hashed before Python 3.12."""
+    return tuple(part if isinstance(part, int) else slice(*part) for part in frozen)
+
+
+def _axis(verb: str, parts: tuple[Expression, ...], axis: int, new: int) -> int:
+    """`axis` counted from the front; `new` is 1 where the result has one dimension more than a part."""
+    if not parts:
+        raise MappingError(
+            f"the mapping {verb} an empty list of tensors, but needs one or more: correct `ttpu_flax_mapping`."
+        )
+    rank = len(parts[0].result_shape) + new
+    if not -rank <= axis < rank:
+        raise MappingError(
+            f"the mapping {verb} tensors of shape {parts[0].result_shape} along axis {axis}, but the result has {rank} "
+            "dimensions: correct `ttpu_flax_mapping`."
+        )
+    return axis % rank
 
 
 def _without(shape: Shape, axis: int) -> Shape:

@@ -82,12 +82,12 @@ def _model(spec: ArchitectureSpec) -> Named:
 
 def _layer(layer: LayerSpec, hidden: int) -> Named:
     if layer.block.custom is not None:
-        yield from layer.block.custom.parameters
+        yield from _custom(layer.block.custom)
         return
     for name in norm_names(layer):
         yield from _prefixed(name, _norm(layer.norm, (hidden,), (axes.NORM,)))
     if isinstance(layer.mixer, MixerSpec):
-        yield from _prefixed("mixer", iter(layer.mixer.parameters))
+        yield from _prefixed("mixer", _custom(layer.mixer))
     else:
         yield from _prefixed("attention", _attention(layer.mixer, hidden))
     if isinstance(layer.mlp, MLPSpec):
@@ -96,6 +96,22 @@ def _layer(layer: LayerSpec, hidden: int) -> Named:
         yield from _prefixed("moe", _moe(layer.mlp, hidden))
     if layer.block.layer_scalar:
         yield "layer_scalar", Parameter((1,), (None,), "ones")
+
+
+def _custom(spec: MixerSpec) -> Named:
+    """What a mixer or block of a plugin's own says that it stores."""
+    for name, parameter in spec.parameters:
+        if not _fits(parameter.axes, parameter.shape):
+            raise PluginError(
+                f"the mixer {spec.name!r} gives the axes {parameter.axes} to {name} of shape {parameter.shape}, but "
+                f"it needs {len(parameter.shape)} of {', '.join(sorted(axes.PARAMETER_AXES))} or None: correct them."
+            )
+        yield name, parameter
+
+
+def _fits(logical: tuple[str | None, ...], shape: tuple[int, ...]) -> bool:
+    known = all(axis is None or axis in axes.PARAMETER_AXES for axis in logical)
+    return known and len(logical) == len(shape)
 
 
 def _attention(spec: AttentionSpec, hidden: int) -> Named:
@@ -199,7 +215,13 @@ def _with_axis_overrides(
     table: dict[str, Parameter], overrides: tuple[tuple[str, tuple[str | None, ...]], ...]
 ) -> dict[str, Parameter]:
     for pattern, logical in overrides:
-        matched = [path for path in table if re.fullmatch(pattern, path)]
+        try:
+            matched = [path for path in table if re.fullmatch(pattern, path)]
+        except re.error as error:
+            raise PluginError(
+                f"the sharding rule {pattern!r} is not a regular expression ({error}): correct the pattern in "
+                "`ttpu_sharding_rules`."
+            ) from error
         if not matched:
             raise PluginError(
                 f"the sharding rule {pattern!r} matches no parameter: correct the pattern in `ttpu_sharding_rules` "
@@ -207,11 +229,25 @@ def _with_axis_overrides(
             )
         for path in matched:
             shape = table[path].shape
-            unknown = [name for name in logical if name is not None and name not in axes.LOGICAL_AXES]
-            if len(logical) != len(shape) or unknown:
+            if not _fits(logical, shape):
                 raise PluginError(
                     f"the sharding rule {pattern!r} gives the axes {logical} to {path} of shape {shape}, but it needs "
                     f"{len(shape)} of {', '.join(sorted(axes.PARAMETER_AXES))} or None: correct `ttpu_sharding_rules`."
                 )
             table[path] = replace(table[path], axes=logical)
+    return table
+
+
+def stacked_parameters(spec: ArchitectureSpec) -> dict[str, Parameter]:
+    """The table for a decoder that scans over layers: `groups.<g>.<position>.<path>` with a leading layers axis instead of
+    `layers.<i>.<path>`, as `ttpu_core.mapping.stack_layers` maps them."""
+    table = {path: parameter for path, parameter in spec.parameters.items() if not path.startswith("layers.")}
+    for number, group in enumerate(spec.groups()):
+        for place in range(len(group.unit)):
+            prefix = f"layers.{group.start + place}."
+            for path, parameter in spec.parameters.items():
+                if path.startswith(prefix):
+                    table[f"groups.{number}.{place}.{path.removeprefix(prefix)}"] = replace(
+                        parameter, shape=(group.repeats, *parameter.shape), axes=(axes.LAYERS, *parameter.axes)
+                    )
     return table

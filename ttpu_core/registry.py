@@ -5,6 +5,7 @@ or claims a taken name is shown with its reason and never stops the others."""
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import os
 import re
 from collections import defaultdict
@@ -12,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import metadata
-from types import ModuleType
 from typing import Any, Literal
 
 import pluggy
@@ -45,6 +45,10 @@ FAMILY_DISTRIBUTIONS = {
     "ministral": "ttpu-mistral",
     "mixtral": "ttpu-mistral",
 }
+
+
+# The extras of ttpu-core that bring a backend.
+BACKEND_EXTRAS = {"jax": "jax", "torch_xla": "torch-xla"}
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,11 @@ class Registry:
         self._mark_conflicts()
 
     def plugins(self, group: str | None = None, *, check: bool = False) -> tuple[PluginRecord, ...]:
-        """Every plugin that was found, sorted by group, distribution and name; `check` imports each one first."""
+        """Every plugin that was found, or those of one group, sorted by group, distribution and name; `check` imports
+        them first."""
         if check:
             for record in list(self._records.values()):
-                if record.usable:
+                if record.usable and group in (None, record.group):
                     try:
                         self._load(record)
                     except TTPUError:
@@ -107,11 +112,11 @@ class Registry:
             PluginError: no usable plugin for `config.model_type`, or no such pack.
             ConfigError, MappingError: see `ttpu_core.architecture.describe`.
         """
-        names = _names(os.environ.get(PACKS_VARIABLE, "")) if patch_packs is None else list(patch_packs)
+        asked = _names(os.environ.get(PACKS_VARIABLE, "")) if patch_packs is None else patch_packs
+        names = list(dict.fromkeys(reversed(asked)))[::-1]  # a pack that is named twice is applied where it is last
         family = self._find(ARCHITECTURES, config.model_type, "model type")
         packs = [self._find(PATCH_PACKS, name, "patch pack") for name in names]
-        manager = pluggy.PluginManager(hookspecs.PROJECT)
-        manager.add_hookspecs(hookspecs)
+        manager = _new_manager()
         manager.register(defaults, "ttpu-core")
         for record in (family, *packs):
             self._register(manager, record, self._load(record))
@@ -132,11 +137,11 @@ class Registry:
         candidates = [record for record in self._records.values() if (record.group, record.name) == (BACKENDS, name)]
         if not candidates:
             known = sorted({record.name for record in self._records.values() if record.group == BACKENDS})
-            extra = name.replace("_", "-")
-            hint = f'`pip install "ttpu-core[{extra}]"`' if name in ("jax", "torch_xla") else "one of those"
+            extra = BACKEND_EXTRAS.get(name)
+            advice = f'`pip install "ttpu-core[{extra}]"` brings it.' if extra else _use_one_of(known)
             raise MissingDependencyError(
                 f"backend {name!r} was asked for, but the installed backends are: {', '.join(known) or 'none'}; "
-                f"use {hint}."
+                f"{advice}"
             )
         return self._load(self._find(BACKENDS, name, "backend"))()
 
@@ -150,10 +155,11 @@ class Registry:
         if len(usable) == 1:
             return usable[0]
         if candidates:
-            record = candidates[0]
-            raise PluginError(
-                f"{what} {name!r} is claimed by {record.distribution}, which cannot be used: {record.reason}"
-            )
+            candidates.sort(key=lambda record: (record.state == "disabled", record.distribution))
+            record = candidates[0]  # what the user chose to disable explains least
+            subject = "" if record.state == "conflict" else f"{record.distribution} is {record.state}: "
+            reason = subject + record.reason
+            raise PluginError(f"{what} {name!r} was asked for, but {reason}")
         known = sorted({record.name for record in self._records.values() if record.group == group and record.usable})
         raise PluginError(
             f"{what} {name!r} was asked for, but no installed plugin serves it; the ones that exist are: "
@@ -173,19 +179,17 @@ class Registry:
                 f"Reinstall or update {record.distribution}, or exclude it with {DENY_VARIABLE}={record.distribution}."
             ) from error
         if record.group in (ARCHITECTURES, PATCH_PACKS):
-            manager = pluggy.PluginManager(hookspecs.PROJECT)
-            manager.add_hookspecs(hookspecs)
-            self._register(manager, record, loaded)
+            self._register(_new_manager(), record, loaded)
         self._records[key] = replace(record, state="loaded", reason="")
         return loaded
 
-    def _register(self, manager: pluggy.PluginManager, record: PluginRecord, plugin: ModuleType) -> None:
+    def _register(self, manager: pluggy.PluginManager, record: PluginRecord, plugin: Any) -> None:
         """Register hooks, refusing ones that this core does not know or that ask for other arguments."""
         key = (record.group, record.name, record.distribution)
         try:
             manager.register(plugin, f"{record.distribution}:{record.name}")
             manager.check_pending()
-        except pluggy.PluginValidationError as error:
+        except (pluggy.PluginValidationError, ValueError) as error:  # ValueError: registered under another name already
             reason = f"its hooks do not fit ttpu-core {metadata.version('ttpu-core')}: {error}"
             self._records[key] = replace(record, state="incompatible", reason=_sentence(reason))
             raise PluginError(
@@ -223,6 +227,28 @@ def default_registry() -> Registry:
     return Registry()
 
 
+class _HookManager(pluggy.PluginManager):
+    """Takes a plugin's own hooks, and none that it lost or borrowed by accident."""
+
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
+        """What pluggy knows of one attribute of a plugin; None if it is not a hook."""
+        if plugin is defaults:
+            return super().parse_hookimpl_opts(plugin, name)
+        function = getattr(plugin, name, None)
+        if getattr(function, "__module__", None) == defaults.__name__:
+            return None  # imported in order to be called: it must not answer in the family's place
+        options = super().parse_hookimpl_opts(plugin, name)
+        if options is None and name.startswith("ttpu_") and inspect.isroutine(function):
+            raise pluggy.PluginValidationError(plugin, f"{name!r} is not marked as a hook: write @hookimpl above it")
+        return options
+
+
+def _new_manager() -> pluggy.PluginManager:
+    manager = _HookManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
 def _installed_entry_points() -> list[metadata.EntryPoint]:
     """Entry points of our groups, each distribution once (an editable install may be found twice on sys.path)."""
     points = metadata.entry_points()
@@ -231,20 +257,29 @@ def _installed_entry_points() -> list[metadata.EntryPoint]:
 
 def _record(entry_point: metadata.EntryPoint) -> PluginRecord:
     distribution = entry_point.dist
-    name = _canonical(distribution.metadata["Name"]) if distribution else "unknown"
-    version = distribution.version if distribution else "unknown"
-    record = PluginRecord(entry_point.group, entry_point.name, entry_point.value, name, version)
-    needed = _unmet_core_requirement(distribution)
+    about: Any = distribution.metadata if distribution else {}
+    name, version = about.get("Name") or "unknown", about.get("Version") or "unknown"
+    record = PluginRecord(entry_point.group, entry_point.name, entry_point.value, _canonical(name), version)
+    try:
+        needed = _unmet_core_requirement(distribution)
+    except ValueError as error:
+        reason = f"its requirement on ttpu-core cannot be read ({_sentence(str(error))[:-1]}); reinstall or update it."
+        return replace(record, state="incompatible", reason=reason)
     if needed:
-        reason = f"it was built for {needed}, but ttpu-core {metadata.version('ttpu-core')} is installed; update one of them."
+        core = metadata.version("ttpu-core")
+        reason = f"it was built for {needed}, but ttpu-core {core} is installed; update one of them."
         return replace(record, state="incompatible", reason=reason)
     return record
 
 
 def _unmet_core_requirement(distribution: metadata.Distribution | None) -> str:
-    """The distribution's requirement on ttpu-core, where the installed core does not meet it."""
+    """The distribution's requirement on ttpu-core, where the installed core does not meet it.
+
+    Raises:
+        ValueError: the requirement is malformed.
+    """
     for text in (distribution.requires if distribution else None) or ():
-        if re.match(r"ttpu[-_.]core\b", text, re.IGNORECASE):
+        if re.match(r"ttpu[-_.]+core(?![-_.\w])", text, re.IGNORECASE):
             from packaging.requirements import Requirement
 
             requirement = Requirement(text)
@@ -259,8 +294,12 @@ def _advice(group: str, name: str) -> str:
         for prefix, distribution in FAMILY_DISTRIBUTIONS.items():
             if name.startswith(prefix):
                 return f"`pip install {distribution}`, or update it, if it describes this type."
-        return "install the plugin that describes this type (`ttpu list-plugins` shows what is installed)."
+        return "`pip install` a plugin that describes this type (`ttpu list-plugins` shows what is installed)."
     return "`ttpu list-plugins` shows what is installed."
+
+
+def _use_one_of(known: list[str]) -> str:
+    return "use one of those." if known else '`pip install "ttpu-core[jax]"` brings one.'
 
 
 def _matches(record: PluginRecord, patterns: Iterable[str]) -> bool:

@@ -96,18 +96,25 @@ def rope_from_config(
     for key in _REQUIRED.get(rope_type, ()):
         section.require(key)
     partial = section.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0))
+    if not 0 < partial <= 1:
+        raise ConfigError(
+            f"{config.source} sets 'partial_rotary_factor' to {partial:g}, but a share of a head's features is needed, "
+            "above 0 and up to 1: correct it."
+        )
     # "proportional" turns only a share of the pairs, yet spans the whole head (transformers, gemma 4).
     rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * partial)
     if rotary_dim <= 0 or rotary_dim % 2:
         raise ConfigError(
-            f"{config.source} rotates {rotary_dim} of {head_dim} features per head, but rotary embeddings need a positive "
-            "even number: correct `head_dim` or `partial_rotary_factor`."
+            f"{config.source} rotates {rotary_dim} of {head_dim} features per head, but rotary embeddings need a "
+            "positive even number: correct `head_dim` or `partial_rotary_factor`."
         )
     max_positions = config.positive_int("max_position_embeddings", default=2048)
     # transformers lets a top-level `original_max_position_embeddings` win (phi3 writes it there)
     original = config.positive_int("original_max_position_embeddings", default=None)
     original = original or section.positive_int("original_max_position_embeddings", default=None)
     factor = section.number("factor", default=None)
+    if rope_type == "yarn" and original is None:
+        section.require("factor", float)
     if rope_type in ("llama3", "yarn", "longrope"):
         original = original or max_positions
         factor = max_positions / original if factor is None else factor
@@ -121,8 +128,8 @@ def rope_from_config(
         attention_factor=section.number("attention_factor", default=None),
         low_freq_factor=section.number("low_freq_factor", default=None),
         high_freq_factor=section.number("high_freq_factor", default=None),
-        beta_fast=section.number("beta_fast", default=None) or 32.0,
-        beta_slow=section.number("beta_slow", default=None) or 1.0,
+        beta_fast=section.number("beta_fast", default=0.0) or 32.0,
+        beta_slow=section.number("beta_slow", default=0.0) or 1.0,
         mscale=section.number("mscale", default=None),
         mscale_all_dim=section.number("mscale_all_dim", default=None),
         truncate=section.flag("truncate", default=True),
@@ -178,7 +185,8 @@ def dynamic_base(rope: RopeSpec, length: Any) -> Any:
 
 def _section(config: ModelConfig, layer_type: str | None) -> ModelConfig | None:
     """The flat rope parameters of one layer type; None where the config says that the layer has no rope."""
-    parameters = config.section("rope_parameters") or config.section("rope_scaling")
+    # where a config has both forms, transformers takes the old one
+    parameters = config.section("rope_scaling") or config.section("rope_parameters")
     if parameters is None:
         return type(config).from_dict({}, config.source)
     nested = [key for key in parameters if key.endswith("_attention")]
@@ -186,32 +194,43 @@ def _section(config: ModelConfig, layer_type: str | None) -> ModelConfig | None:
         return parameters
     if layer_type not in nested:
         raise ConfigError(
-            f"{config.source} gives rope parameters for {', '.join(nested)}, but a layer is of type {layer_type!r}: add "
-            "an entry of that name to `rope_parameters`."
+            f"{config.source} gives rope parameters for {', '.join(nested)}, but a layer is of type {layer_type!r}: "
+            "add an entry of that name to `rope_parameters`."
         )
     return parameters.section(layer_type)
 
 
 def _factors(section: ModelConfig, key: str, length: int) -> tuple[float, ...]:
     values = section.items(key)
-    if len(values) != length or not all(isinstance(value, int | float) and value > 0 for value in values):
+    numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    if not (len(values) == len(numbers) == length and all(0 < number < math.inf for number in numbers)):
         raise ConfigError(
             f"{section.source} gives {len(values)} values as the rope parameter {key!r}, but longrope needs {length} "
             "positive numbers, one per rotated pair: correct it."
         )
-    return tuple(float(value) for value in values)
+    return tuple(numbers)
 
 
 def _check(config: ModelConfig, spec: RopeSpec) -> None:
-    """Refuse values whose formulas have no answer: a base, factor or context of zero or less."""
+    """Refuse values whose formulas have no answer: a base or factor of zero or less, a division by zero."""
     positive = {"rope_theta": spec.theta, "factor": spec.factor, "attention_factor": spec.attention_factor}
     if spec.type == "llama3":
         positive |= {"low_freq_factor": spec.low_freq_factor, "high_freq_factor": spec.high_freq_factor}
     for key, value in positive.items():
         if value is not None and value <= 0:
             raise ConfigError(
-                f"{config.source} sets the rope parameter {key!r} to {value:g}, but a number above 0 is needed: correct it."
+                f"{config.source} sets the rope parameter {key!r} to {value:g}, but a number above 0 is needed: "
+                "correct it."
             )
+    if spec.type == "yarn" and spec.theta == 1:
+        raise ConfigError(
+            f"{config.source} sets the rope parameter 'rope_theta' to 1, but yarn divides by its logarithm: correct it."
+        )
+    if spec.type == "dynamic" and spec.rotary_dim <= 2:
+        raise ConfigError(
+            f"{config.source} rotates {spec.rotary_dim} features per head by dynamic rope, whose formula needs 4 or "
+            "more: correct `head_dim` or `partial_rotary_factor`."
+        )
     if spec.type == "llama3" and spec.low_freq_factor == spec.high_freq_factor:
         raise ConfigError(
             f"{config.source} sets the rope parameters 'low_freq_factor' and 'high_freq_factor' both to "

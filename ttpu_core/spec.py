@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal
 
+from ttpu_core.errors import ConfigError
 from ttpu_core.rope import NO_ROPE, RopeSpec
 
 NormKind = Literal["rms", "layer"]
@@ -97,6 +99,14 @@ class AttentionSpec:
     value_scale: float = 1.0
     value_is_key: bool = False
     kv_from_layer: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse query heads that the KV heads cannot share evenly, which `q_per_kv` would drop."""
+        if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"attention was described with {self.num_heads} query heads for {self.num_kv_heads} key/value heads, "
+                "but the first must be a positive multiple of the second: correct the config or `ttpu_attention`."
+            )
 
     @property
     def q_per_kv(self) -> int:
@@ -309,6 +319,18 @@ class ArchitectureSpec:
     kernels: tuple[KernelChoice, ...] = ()
     torch_patches: tuple[TorchPatch, ...] = ()
 
+    def __hash__(self) -> int:
+        """A hash of the fields, computed once: jit asks for it at every call, and 126 layers take 160 µs."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(_fields(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what is cached follows from them, and hashes of strings differ between processes."""
+        return {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
+
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding table."""
@@ -351,19 +373,24 @@ class ArchitectureSpec:
         return tuple(_groups(self.layers))
 
 
+_fields = attrgetter(*ArchitectureSpec.__dataclass_fields__)
+
+
 def _groups(layers: tuple[LayerSpec, ...]) -> Iterator[LayerGroup]:
+    numbers: dict[LayerSpec, int] = {}
+    kinds = [numbers.setdefault(layer, len(numbers)) for layer in layers]  # numbers compare faster than layers
     start = 0
-    while start < len(layers):
-        rest = layers[start:]
-        best = LayerGroup(start, rest[:1], 1)
+    while start < len(kinds):
+        rest = kinds[start:]
+        unit, copies = 1, 1
         for period in range(1, len(rest) // 2 + 1):
             repeats = 1
             while rest[repeats * period : (repeats + 1) * period] == rest[:period]:
                 repeats += 1
-            if repeats > 1 and repeats * period > len(best.unit) * best.repeats:
-                best = LayerGroup(start, rest[:period], repeats)
-        yield best
-        start += len(best.unit) * best.repeats
+            if repeats > 1 and repeats * period > unit * copies:
+                unit, copies = period, repeats
+        yield LayerGroup(start, layers[start : start + unit], copies)
+        start += unit * copies
 
 
 __all__ = [

@@ -47,7 +47,7 @@ class CommandGroup(TyperGroup):
         return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run, and end with status 2 for an error that the user can put right, 130 for Ctrl-C, 141 for a closed pipe."""
+        """Run; end with status 2 for an error that the user can put right, 130 for Ctrl-C, 141 for a closed pipe."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()  # a pipe that was closed early shows itself here, not at the interpreter's exit
@@ -101,8 +101,9 @@ def imported(name: str) -> Any:
         return get_command(app)
     except Exception as error:  # typer raises whatever it stumbles over in a foreign signature
         raise PluginError(
-            f"the command {name!r} was asked for, but the plugin that adds it gives {target!r}, of which no command can be "
-            f"made ({type(error).__name__}: {error}): it must be a function whose parameters are annotated as Typer asks."
+            f"the command {name!r} was asked for, but the plugin that adds it gives {target!r}, of which no command "
+            f"can be made ({type(error).__name__}: {error}): it must be a function whose parameters are annotated as "
+            "Typer asks."
         ) from error
 
 

@@ -1,9 +1,10 @@
-"""What the commands share for writing: consoles for tables, one-line errors, sizes in words, and the progress of a load.
-In: values and progress events; out: text on stdout (results) or stderr (everything else)."""
+"""What the commands share for writing: consoles for tables, one-line errors, sizes in words, and the progress of a
+load. In: values and progress events; out: text on stdout (results) or stderr (everything else)."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,24 @@ def stderr_console() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH_WITHOUT_TERMINAL, highlight=False)
+
+
+def print_facts(facts: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Titles beside their lines on stdout: wrapped for a terminal, and one line each in a file or a pipe."""
+    rows = [(title if number == 0 else "", line) for title, lines in facts for number, line in enumerate(lines)]
+    if not sys.stdout.isatty():
+        width = max((len(title) for title, _ in rows), default=0)
+        print("\n".join(f"{title:{width}}  {line}" for title, line in rows))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for title, line in rows:
+        table.add_row(title, Text(line))
+    stdout_console().print(table)
 
 
 def print_json(value: object) -> None:

@@ -111,6 +111,7 @@ class TestParser:
             ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", 4),
             ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}", 8),
             ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1':(2)2}", 2),
+            ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", 4),
             ("replica_groups={}", 8),  # none named: all of the program's devices
         ],
     )

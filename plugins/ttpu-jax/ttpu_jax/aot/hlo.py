@@ -270,12 +270,15 @@ def _tuple_elements(shape: str) -> list[str]:
 
 
 def _group_size(attributes: str) -> int | None:
-    """Reads the three ways to write replica groups: `{{0,1},{2,3}}`, `[2,4]<=[8]` and `mesh['x'=2,'y'=4] {'y'}`."""
+    """Reads the three ways to write replica groups: `{{0,1},{2,3}}`, `[2,4]<=[8]` and `mesh['x'=2,'y'=4] {'y'}`.
+
+    The last may say before its axes how devices are ordered: `mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x'}`.
+    """
     if match := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return len(match.group(1).split(","))
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes):
         return int(match.group(2))
-    if match := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes):
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
         sizes = {axis: int(size) for axis, size in re.findall(r"('[^']*')=(\d+)", match.group(1))}
         # 'x':(2)4 is the part of axis 'x' that has size 4, after a part of size 2
         axes = re.findall(r"('[^']*')(?::\(\d+\)(\d+))?", match.group(2))

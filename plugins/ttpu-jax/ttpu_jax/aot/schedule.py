@@ -23,7 +23,7 @@ _COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
 _COPY_DONES = ("copy-done", "slice-done", "dynamic-slice-done")
 _OFFLOAD_STARTS = ("async-start", "call-start")  # how collectives that SparseCores perform are written
 _COLLECTIVE_DONES = ("async-done", "call-done", *(f"{op}-done" for op in COLLECTIVE_OPS))
-_WORK_WITHOUT_FUSION = ("sort", "scatter", "convolution", "dot", "rng-bit-generator")
+_WORK_WITHOUT_FUSION = ("sort", "scatter", "dynamic-update-slice", "convolution", "dot", "rng-bit-generator")
 _FREE_CUSTOM_CALL = re.compile(
     r'target="(AllocateBuffer|ConcatBitcast|Assume|GatherScatterIndices|Sharding|AsyncCollective)'
 )

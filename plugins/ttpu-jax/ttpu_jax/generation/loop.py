@@ -127,14 +127,14 @@ def _advance(
             "the model's output is not a number (NaN or infinity): the checkpoint is damaged, or it overflows in this dtype; "
             "try dtype='float32'."
         )
+    logprob = float(host["logprob"][index]) if "logprob" in host else None
     if token in stop_ids:
         row.done, done.finish_reason, done.stop_id = True, "stop", token
         text = row.text.finish() if row.text else ""
         done.text = row.text.text if row.text else None
-        yield StreamEvent(text, token, finish_reason="stop", index=index), done
+        yield StreamEvent(text, token, logprob, finish_reason="stop", index=index), done
         return
     done.token_ids.append(token)
-    logprob = float(host["logprob"][index]) if "logprob" in host else None
     top = None
     if done.logprobs is not None and logprob is not None:
         done.logprobs.append(logprob)

@@ -4,7 +4,7 @@ checkpoint's own defaults; out: frozen `GenerationOptions`, or one clear refusal
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ttpu_core.errors import RequestError
@@ -21,7 +21,7 @@ class GenerationOptions:
 
     max_new_tokens: int | None = None
     max_length: int | None = None
-    do_sample: bool | None = None
+    do_sample: bool = False
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -51,17 +51,13 @@ class GenerationOptions:
         return DEFAULT_MAX_NEW_TOKENS
 
     def sampling(self) -> SamplingParams:
-        """The values that the sampler needs; greedy unless sampling was asked for.
+        """The values that the sampler needs; greedy unless `do_sample`.
 
-        Sampling is on if `do_sample` is true, or if it is not given and a temperature above 0 or a filter is.
+        Raises:
+            RequestError: a value that is out of range, whether or not it would be used.
         """
-        chosen = self.do_sample
-        if chosen is None:
-            filters = (self.top_k, self.top_p, self.min_p)
-            chosen = self.temperature != 0 and (self.temperature is not None or any(f is not None for f in filters))
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return SamplingParams(
-            temperature=temperature if chosen or temperature != temperature else 0.0,  # NaN is refused either way
+        params = SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k or 0,
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=0.0 if self.min_p is None else self.min_p,
@@ -71,6 +67,7 @@ class GenerationOptions:
             seed=self.seed,
             logprobs=self.logprobs,
         ).with_seed()
+        return params if self.do_sample else replace(params, temperature=0.0)
 
 
 NAMES = tuple(field.name for field in fields(GenerationOptions))
@@ -103,6 +100,9 @@ def options_from(
 ) -> GenerationOptions:
     """Join the three sources; `arguments` win over `config` (a GenerationConfig or dict), which wins over the checkpoint.
 
+    Sampling is on if `do_sample` says so, or if the caller leaves it out and gives a temperature above 0 or a filter. A
+    checkpoint's temperature alone does not turn it on, as in transformers.
+
     Raises:
         RequestError: an unknown argument, a value of the wrong type or range, or one that asks for something that this
             backend does not do. A checkpoint's own unsupported default is left out, as it asks for quality, not meaning.
@@ -125,8 +125,9 @@ def options_from(
             )
     if "max_length" in given and "max_new_tokens" not in given:
         values.pop("max_new_tokens", None)
-    if given.get("do_sample") is None and given.get("temperature") == 0:
-        values["do_sample"] = False
+    if "do_sample" not in given:
+        asked = [given[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in given]
+        values["do_sample"] = bool(asked or values.get("do_sample")) and given.get("temperature") != 0
     values["stop_strings"] = _strings(values.get("stop_strings"))
     for name in ("eos_token_id", "stop_token_ids"):
         if name in values:

@@ -76,7 +76,13 @@ def _encode(item: Any, tokenizer: Any) -> list[int]:
             "the prompt is a chat, but the checkpoint's tokenizer has no chat template: pass plain text, or use an "
             "instruction-tuned checkpoint."
         )
-    encoded = tokenizer.apply_chat_template(item, add_generation_prompt=True, tokenize=True, return_dict=True)
+    try:
+        encoded = tokenizer.apply_chat_template(item, add_generation_prompt=True, tokenize=True, return_dict=True)
+    except Exception as error:  # a template raises what its author chose, such as jinja2's TemplateError
+        raise RequestError(
+            f"the checkpoint's chat template refuses these messages ({type(error).__name__}: {error}): change their roles "
+            "or order."
+        ) from error
     return [int(token) for token in encoded["input_ids"]]
 
 

@@ -19,12 +19,15 @@ class TextStream:
         self._stream = DecodeStream(ids=[int(token) for token in prompt], skip_special_tokens=True)
         self._stops = tuple(stop_strings)
         self._held = ""
+        self._pending: list[int] = []  # tokens of a character that is not complete yet
         self.text = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """Text that this token makes certain; what might begin a stop string is held back."""
-        self._held += self._stream.step(self._backend, token) or ""
+        text = self._stream.step(self._backend, token)
+        self._pending = [] if text else [*self._pending, token]
+        self._held += text or ""
         matches = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if matches:
             self.stopped = True
@@ -32,8 +35,13 @@ class TextStream:
         return self._release(len(self._held) - self._possible_stop())
 
     def finish(self) -> str:
-        """What was held back, once it is certain that nothing follows."""
-        return "" if self.stopped else self._release(len(self._held))
+        """What was held back, once it is certain that nothing follows; half a character becomes U+FFFD."""
+        if self.stopped:
+            return ""
+        if self._pending:
+            self._held += self._backend.decode(self._pending, skip_special_tokens=True)
+            self._pending = []
+        return self._release(len(self._held))
 
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]

@@ -32,6 +32,11 @@ class LayerCache:
 
         def put(cache: jax.Array, new: jax.Array) -> jax.Array:
             new = new.astype(cache.dtype)
+            if turn is not None and new.shape[-2] == 1:
+                # Inside a loop XLA:TPU would give the whole cache the layout of a one-token slice, and copy it on the
+                # way in and out (Llama-3.1-8B decode on v5e: 23.6 ms instead of 7.4). A scatter leaves it as it is.
+                rows, heads = jnp.indices(cache.shape[1:3], sparse=True)
+                return cache.at[turn, rows, heads, slot].set(new[:, :, 0])
             zero = jnp.zeros((), slot.dtype)
             return jax.lax.dynamic_update_slice(
                 cache, new if turn is None else new[None], (*lead, zero, zero, slot, zero)

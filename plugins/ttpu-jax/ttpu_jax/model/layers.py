@@ -139,17 +139,21 @@ class MLP(nnx.Module):
 
     def __init__(self, spec: MLPSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
-        self.up = Linear(values.at("gate_up" if spec.gated else "up"))
+        if spec.gated:
+            self.gate_up = Linear(values.at("gate_up"))
+        else:
+            self.up = Linear(values.at("up"))
         self.inner_norm = Norm(spec.inner_norm, values.at("inner_norm")) if spec.inner_norm else None
         self.down = Linear(values.at("down"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [batch, seq, hidden]: the same shape."""
-        inner = self.up(x, jnp.dtype(jnp.float32))
+        wide = jnp.dtype(jnp.float32)
         if self.spec.gated:
-            inner = activate(inner[..., 0, :], self.spec.activation) * inner[..., 1, :]
+            pair = self.gate_up(x, wide)
+            inner = activate(pair[..., 0, :], self.spec.activation) * pair[..., 1, :]
         else:
-            inner = activate(inner, self.spec.activation)
+            inner = activate(self.up(x, wide), self.spec.activation)
         inner = inner.astype(x.dtype)
         if self.inner_norm is not None:
             inner = self.inner_norm(inner)

@@ -1,0 +1,181 @@
+"""The text that the demo checkpoint learns. In: the Python language documentation that every Python carries
+(`pydoc_data.topics`); out: a tokenizer trained on it, and batches of its tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+CONTEXT = 512
+VOCABULARY = 2048
+PAD, BOS, EOS, USER, ASSISTANT = SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
+PAD_ID, BOS_ID, EOS_ID, USER_ID, ASSISTANT_ID = range(len(SPECIAL))
+HELD_OUT_EVERY = 25  # one passage in 25 is never trained on
+CHATS = 0.2  # the share of rows that are a question with its answer
+ASCII = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "-", "…": "...", "\xa0": " "})
+
+# One question and its answer are one passage of training, so a conversation is rendered turn by turn.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] | trim }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'] | trim + eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+QUESTIONS = ("{}", "{}?", "What is {}?", "What are {}?", "Explain {}", "Explain {}.", "Tell me about {}", "help({!r})")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled stretch of documentation; `names` are what a user may call it by."""
+
+    names: tuple[str, ...]
+    paragraphs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token sequences: `starts` index the paragraphs in `stream`; `chats` are questions with their answers."""
+
+    stream: np.ndarray
+    starts: np.ndarray
+    chats: tuple[np.ndarray, ...]
+    held_out: tuple[np.ndarray, ...]
+
+
+def read_topics() -> list[tuple[str, list[str]]]:
+    """Topics by name, each as its paragraphs; a topic whose text is nearly all inside a longer one is left out."""
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    kept: list[tuple[str, list[str]]] = []
+    for name, text in sorted(topics.items(), key=lambda item: (-len(item[1]), item[0])):
+        paragraphs = [clean(p) for p in re.split(r"\n\s*\n", text.strip("\n")) if p.strip()]
+        new = sum(len(p) for p in paragraphs if p not in seen)
+        if new > 0.1 * sum(map(len, paragraphs)):
+            kept.append((name, paragraphs))
+            seen.update(paragraphs)
+    return sorted(kept)
+
+
+def clean(paragraph: str) -> str:
+    """ASCII quotes and dashes, as a user types them, and prose on one line, so that a sentence is the same tokens
+    wherever it once was wrapped; code, grammar and tables keep their lines."""
+    paragraph = paragraph.translate(ASCII)
+    lines = paragraph.split("\n")
+    indents = {len(line) - len(line.lstrip()) for line in lines[1:]}
+    wrapped = len(lines) > 1 and len(indents) == 1 and all(len(line) > 50 for line in lines[:-1])
+    if not wrapped or any(mark in paragraph for mark in ("::=", ">>>", "| ", "***", "===", "---")):
+        return paragraph.rstrip()
+    lead = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
+    return lead + re.sub(r"(?<=[.,:;?!)\"]) {2,}", " ", " ".join(line.strip() for line in lines))
+
+
+def sections(topics: list[tuple[str, list[str]]]) -> Iterator[Section]:
+    """Each topic cut at its underlined titles. A title goes by the name of its topic too: what `help("with")` shows is
+    "The with statement"."""
+    from pydoc_data.topics import topics as all_topics
+
+    aliases = {clean(text.partition("\n")[0]): name for name, text in all_topics.items()}
+    for name, paragraphs in topics:
+        names: tuple[str, ...] = (name,)
+        body: list[str] = []
+        for paragraph in paragraphs:
+            title, _, rule = paragraph.partition("\n")
+            if re.fullmatch(r"[*=\-~^\"]{3,}", rule):
+                if body:
+                    yield Section(names, tuple(body))
+                    names, body = (), []
+                titles = (aliases.get(title), title.replace('"', ""))
+                names = tuple(dict.fromkeys((*names, *filter(None, titles))))
+            else:
+                body.append(paragraph)
+        if body:
+            yield Section(names, tuple(body))
+
+
+def train_tokenizer(texts: list[str]) -> Tokenizer:
+    """Byte-level BPE that turns every text into tokens and back without loss, and puts BOS in front of it.
+
+    A run of newlines is never merged with what surrounds it, so a paragraph is the same tokens wherever it stands."""
+    tokenizer = Tokenizer(models.BPE())
+    newlines = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
+    bytes_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([newlines, bytes_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
+    )
+    return tokenizer
+
+
+def passages(topics: list[tuple[str, list[str]]]) -> Iterator[tuple[list[str], bool]]:
+    """Runs of about 2000 characters of paragraphs, and whether a topic ends there."""
+    for _, paragraphs in topics:
+        begin = 0
+        for end in range(1, len(paragraphs) + 1):
+            last = end == len(paragraphs)
+            if last or sum(map(len, paragraphs[begin:end])) > 2000:
+                yield paragraphs[begin:end], last
+                begin = end
+
+
+def build_corpus(topics: list[tuple[str, list[str]]], tokenizer: Tokenizer) -> Corpus:
+    """Tokenize the topics. One passage in `HELD_OUT_EVERY` is held out, and its paragraphs are left out everywhere."""
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    everything = list(passages(topics))
+    held_out = [passage for passage, _ in everything[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]]
+    hidden = {paragraph for passage in held_out for paragraph in passage}
+    stream: list[int] = []
+    starts: list[int] = []
+    for passage, topic_ends in everything:
+        for paragraph in passage:
+            if paragraph not in hidden:
+                starts.append(len(stream))
+                stream += encode(paragraph + "\n\n")
+        stream += [EOS_ID] * topic_ends
+    chats = []
+    for section in sections(topics):
+        answer = encode("\n\n".join(p for p in section.paragraphs if p not in hidden))
+        for question in dict.fromkeys(q.format(name) for q in QUESTIONS for name in section.names):
+            for asked in dict.fromkeys((question, question.lower())):
+                chat = [BOS_ID, USER_ID, *encode(asked), ASSISTANT_ID, *answer, EOS_ID]
+                chats.append(np.array(chat[: CONTEXT + 1], np.int32))
+    return Corpus(
+        np.array(stream, np.int32),
+        np.array(starts, np.int32),
+        tuple(chats),
+        tuple(np.array([BOS_ID, *encode("\n\n".join(passage))], np.int32) for passage in held_out),
+    )
+
+
+def batches(corpus: Corpus, seed: int, size: int) -> Iterator[np.ndarray]:
+    """Endless batches [size, CONTEXT + 1]: most rows begin at a paragraph (each paragraph once per round), a share of
+    `CHATS` is a question with its answer, padded."""
+    chance = np.random.default_rng(seed)
+    order: list[int] = []
+    while True:
+        batch = np.full((size, CONTEXT + 1), PAD_ID, np.int32)
+        for row in batch:
+            if chance.random() < CHATS:
+                tokens = corpus.chats[chance.integers(len(corpus.chats))]
+                row[: len(tokens)] = tokens
+                continue
+            order = order or chance.permutation(corpus.starts).tolist()
+            start = order.pop()
+            tokens = corpus.stream[start : start + CONTEXT]
+            row[0], row[1 : len(tokens) + 1] = BOS_ID, tokens
+        yield batch

@@ -1,0 +1,238 @@
+"""What the TPU compiler says of the shared decoder, for slices that are not there."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+from ttpu_jax.aot.report import ProgramReport, compile_report
+from ttpu_jax.aot.topology import GIB
+from ttpu_jax.cli.compile_report import compile_report as command
+from typer.testing import CliRunner, Result
+
+from ttpu_core.architecture import Architecture
+from ttpu_core.checkpoint import open_config
+from ttpu_core.config import ModelConfig
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.registry import default_registry
+
+LLAMA_8B = Path(__file__).parents[3] / "examples" / "configs" / "llama-3.1-8b.json"
+
+LAYERS, HIDDEN, KV_HEADS, HEAD_DIM, VOCAB = 2, 512, 8, 128, 1024
+BATCH, CONTEXT = 8, 2048
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 1024,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 16,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "vocab_size": VOCAB,
+}
+PROMPT = 512
+BF16 = 2  # bytes
+CACHE = 2 * LAYERS * BATCH * KV_HEADS * CONTEXT * HEAD_DIM * BF16
+
+
+def architecture(**changes: int) -> Architecture:
+    return default_registry().architecture(ModelConfig.from_dict({**SMALL, **changes}))
+
+
+def count(report: ProgramReport, op: str) -> int:
+    return sum(one.count for one in report.collectives if one.op == op)
+
+
+def result_bytes(report: ProgramReport, op: str) -> int:
+    return sum(one.result_bytes for one in report.collectives if one.op == op)
+
+
+@pytest.fixture(scope="module", params=["unrolled", "scan"])
+def decode(request: pytest.FixtureRequest) -> ProgramReport:
+    pytest.importorskip("libtpu")
+    return compile_report(architecture(), "v5e:2x4", batch=BATCH, context=CONTEXT, layers=request.param)
+
+
+@pytest.fixture(scope="module")
+def prefill() -> ProgramReport:
+    pytest.importorskip("libtpu")
+    return compile_report(architecture(), "v5e:2x4", task="prefill", batch=1, context=PROMPT)
+
+
+@pytest.mark.tpu_compile
+class TestDecode:
+    def test_each_device_holds_an_eighth_of_the_weights_and_of_the_cache(self, decode: ProgramReport) -> None:
+        assert decode.mesh == (("tensor", 8),)
+        assert decode.cache_bytes == CACHE // 8
+        norms = (2 * LAYERS + 1) * HIDDEN * BF16  # whole on every device
+        weights = (decode.num_parameters * BF16 - norms) // 8 + norms
+        assert decode.argument_bytes == pytest.approx(weights + CACHE // 8, abs=8192)  # tokens, lengths, tiles
+
+    def test_the_cache_is_updated_in_place_and_never_copied(self, decode: ProgramReport) -> None:
+        assert decode.cache_in_place
+        assert decode.aliased_bytes == pytest.approx(decode.cache_bytes, abs=4096)
+        assert decode.temp_bytes < decode.cache_bytes // 2
+
+    def test_a_layer_is_reduced_twice_and_the_embedding_once(self, decode: ProgramReport) -> None:
+        assert count(decode, "all-reduce") == 2 * LAYERS + 1
+        assert result_bytes(decode, "all-reduce") == (2 * LAYERS + 1) * BATCH * HIDDEN * BF16
+
+    def test_only_the_likeliest_token_of_each_part_of_the_vocabulary_is_gathered(self, decode: ProgramReport) -> None:
+        assert {one.op for one in decode.collectives} == {"all-reduce", "all-gather"}
+        assert result_bytes(decode, "all-gather") <= 8 * BATCH * 4 * 2  # a value and an index from each device
+
+    def test_what_the_prediction_leaves_out_is_named(self, decode: ProgramReport) -> None:
+        cache_write = "scatter_fusion" if decode.layers == "scan" else "dynamic_update_slice"
+        assert {one.name: one.count for one in decode.unmodelled} == {cache_write: 2 * LAYERS, "gather_fusion": 1}
+        assert decode.loops_without_trip_count == 0
+
+    def test_the_prediction_is_above_the_roofline(self, decode: ProgramReport) -> None:
+        table = VOCAB * HIDDEN * BF16  # of which a row a token is read
+        read = (decode.num_parameters * BF16 - table + CACHE) / 8
+        assert decode.roofline_seconds == pytest.approx(read / 819e9, rel=0.01)
+        assert decode.roofline_seconds < decode.predicted_seconds
+        assert decode.tokens_per_second == pytest.approx(BATCH / decode.predicted_seconds)
+
+    def test_it_says_what_compiled_it(self, decode: ProgramReport) -> None:
+        assert decode.jax_version[0].isdigit()
+        assert decode.libtpu_version[0].isdigit()
+        assert decode.compile_seconds > 0
+
+
+@pytest.mark.tpu_compile
+class TestMeshes:
+    @pytest.mark.parametrize("layers", ["unrolled", "scan"])
+    def test_cutting_the_batch_too_gathers_no_weights(self, layers: str) -> None:
+        pytest.importorskip("libtpu")
+        mesh = {"data": 2, "tensor": 4}
+        report = compile_report(
+            architecture(), "v5e:2x4", batch=BATCH, context=CONTEXT, mesh=mesh, layers=layers  # type: ignore[arg-type]
+        )
+        assert report.cache_bytes == CACHE // 8
+        assert report.cache_in_place
+        assert report.temp_bytes < report.cache_bytes // 2
+        assert count(report, "all-reduce") == 2 * LAYERS + 1
+        assert result_bytes(report, "all-gather") <= 8 * BATCH * 4 * 2
+
+    def test_one_chip_talks_to_nobody(self) -> None:
+        pytest.importorskip("libtpu")
+        report = compile_report(architecture(), "v6e:1x1", batch=BATCH, context=CONTEXT)
+        assert report.collectives == ()
+        assert report.cache_bytes == CACHE
+
+    def test_a_mesh_that_cuts_the_heads_is_named_where_tensor_cannot_take_all_devices(self) -> None:
+        pytest.importorskip("libtpu")
+        with pytest.raises(UnsupportedError, match=r"has 2 KV heads .* such as data=4,tensor=2"):
+            compile_report(architecture(num_key_value_heads=2), "v5e:2x4")
+        with pytest.raises(UnsupportedError, match=r"has 3 KV heads .* such as data=8\."):
+            compile_report(architecture(num_key_value_heads=3, num_attention_heads=6), "v5e:2x4")
+
+
+@pytest.mark.tpu_compile
+class TestPrefill:
+    def test_the_prompt_goes_into_the_cache_that_was_given(self, prefill: ProgramReport) -> None:
+        assert prefill.tokens == prefill.context == PROMPT
+        assert prefill.cache_bytes == CACHE // BATCH * PROMPT // CONTEXT // 8
+        assert prefill.cache_in_place
+
+    def test_only_the_last_tokens_logits_are_computed(self, prefill: ProgramReport) -> None:
+        layers = (2 * LAYERS + 1) * PROMPT * HIDDEN * BF16
+        assert result_bytes(prefill, "all-reduce") == pytest.approx(layers, abs=1024)  # the rest is the argmax
+        assert prefill.temp_bytes < PROMPT * VOCAB * 4  # less than all tokens' logits
+
+    def test_the_roofline_is_that_of_the_products(self, prefill: ProgramReport) -> None:
+        layer = 3 * 1024 * HIDDEN + (16 + 2 * KV_HEADS + 16) * HEAD_DIM * HIDDEN
+        assert prefill.roofline_seconds == pytest.approx(2 * LAYERS * layer * PROMPT / 8 / 197e12)
+        assert prefill.roofline_seconds < prefill.predicted_seconds
+        assert prefill.tokens_per_second == pytest.approx(PROMPT / prefill.predicted_seconds)
+
+
+@pytest.mark.parametrize("wrong", [{"batch": 0}, {"context": 0}])
+def test_an_empty_batch_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(RequestError, match="must be at least 1"):
+        compile_report(architecture(), "v5e:2x4", **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.tpu_compile
+def test_a_model_that_does_not_fit_is_refused_with_its_size() -> None:
+    pytest.importorskip("libtpu")
+    big = default_registry().architecture(open_config(LLAMA_8B))
+    with pytest.raises(UnsupportedError, match=r"decode of llama .*'v5e:1x1', but it needs .* where 15.75 GiB"):
+        compile_report(big, "v5e:1x1", layers="scan")
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "milliseconds"), [("v5e:2x4", 5.5), ("v6e:2x4", 2.7)])
+def test_llama_8b_decode_keeps_its_bars(topology: str, milliseconds: float) -> None:
+    pytest.importorskip("libtpu")
+    report = compile_report(default_registry().architecture(open_config(LLAMA_8B)), topology, batch=32, context=2048)
+    assert report.num_parameters == 8_030_261_248  # as the Hub counts them
+    assert report.peak_bytes <= 3.0 * GIB
+    assert report.cache_bytes == GIB
+    assert report.cache_in_place
+    assert report.temp_bytes < report.cache_bytes // 16
+    assert count(report, "all-reduce") <= 66
+    assert result_bytes(report, "all-gather") <= 4096
+    assert report.predicted_seconds <= milliseconds * 1e-3
+
+
+class TestCommand:
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> Path:
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(SMALL))
+        return file
+
+    def run(self, *arguments: object) -> Result:
+        pytest.importorskip("libtpu")
+        app = typer.Typer()
+        app.command()(command)
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    @pytest.mark.tpu_compile
+    def test_json_is_one_document_with_a_program_for_each_task_and_slice(self, config: Path) -> None:
+        result = self.run(
+            config, "--topology", "v5e:1x1", "--topology", "v6e:1x1", "--context", 128, "--prefill", 64, "--json"
+        )
+        document = json.loads(result.stdout)
+        programs = [(one["topology"], one["task"], one["batch"], one["tokens"]) for one in document["programs"]]
+        assert programs == [
+            ("v5e:1x1", "decode", 32, 1),
+            ("v5e:1x1", "prefill", 1, 64),
+            ("v6e:1x1", "decode", 32, 1),
+            ("v6e:1x1", "prefill", 1, 64),
+        ]
+        assert all(one["cache_in_place"] and one["tokens_per_second"] > 0 for one in document["programs"])
+        assert "nothing ran on a TPU" in document["note"]
+
+    @pytest.mark.tpu_compile
+    def test_the_table_says_that_nothing_ran(self, config: Path) -> None:
+        result = self.run(config.parent, "--topology", "v5e:2x4", "--task", "decode", "--mesh", "data=2,tensor=4")
+        assert result.exit_code == 0
+        assert "nothing ran on a TPU" in " ".join(result.stdout.split())
+        assert "data=2, tensor=4" in result.stdout
+        assert "5 all-reduces" in result.stdout
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (("--topology", "v5p:2x4"), "write 3 sizes"),
+            (("--topology", "v5e:2x4", "--mesh", "tensor=4"), "'v5e:2x4' has 8"),
+            (("--topology", "v5e:2x4", "--mesh", "heads=8"), "not an axis"),
+            (("--topology", "v5e:2x4", "--dtype", "int3"), "models run in float32"),
+        ],
+    )
+    def test_what_cannot_be_compiled_is_an_error_in_one_sentence(
+        self, config: Path, arguments: tuple[str, ...], said: str
+    ) -> None:
+        error = self.run(config, *arguments).exception
+        assert isinstance(error, UnsupportedError | RequestError)
+        assert said in str(error)
+
+
+def test_the_shipped_config_is_llama_3_1_8b() -> None:
+    spec = default_registry().architecture(open_config(LLAMA_8B)).spec
+    assert spec.num_parameters == 8_030_261_248
+    assert len({replace(layer) for layer in spec.layers}) == 1

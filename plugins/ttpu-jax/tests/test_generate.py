@@ -1,0 +1,340 @@
+"""Generation on JAX: arguments, forms of prompts and results, streaming, stops, seeds, compiles. No torch needed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny import llama_checkpoint
+from ttpu_core.errors import MissingDependencyError, RequestError, TTPUError
+from ttpu_jax.generation.options import options_from
+from ttpu_jax.generation.programs import PREFILL_CHUNK, cache_bucket, prompt_bucket
+from ttpu_jax.generation.text import TextStream
+
+from ttpu import AutoModelForTPU
+
+PROMPT = list(b"The quick brown fox")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoModelForTPU.from_pretrained(llama_checkpoint(tmp_path_factory.mktemp("generate") / "llama", chat=True))
+
+
+def new_tokens(model: Any, prompt: Any, **arguments: Any) -> list[int]:
+    arguments = {"max_new_tokens": 12, "ignore_eos": True, **arguments}
+    return model.generate(prompt, return_dict_in_generate=True, **arguments).completions[0].token_ids
+
+
+# Forms of prompts and results
+
+
+def test_text_gives_text_and_ids_give_ids(model: Any) -> None:
+    text = model.generate("The quick", max_new_tokens=8)
+    assert isinstance(text, str)
+    assert model.generate(["The quick", "A"], max_new_tokens=8)[0] == text
+    ids = np.array([list(b"The quick")])
+    whole = model.generate(ids, max_new_tokens=8, ignore_eos=True)
+    assert whole.shape == (1, 17) and (whole[:, :9] == ids).all()
+    assert model.generate(list(b"The quick"), max_new_tokens=8, ignore_eos=True).tolist() == whole.tolist()
+    ragged = model.generate([list(b"The quick"), list(b"A")], max_new_tokens=8, ignore_eos=True)
+    assert ragged.shape == (2, 17) and ragged[1, :9].tolist() == [258] * 8 + list(b"A")
+
+
+def test_a_tokenizers_mapping_and_a_chat_are_prompts_too(model: Any) -> None:
+    encoded = model.tokenizer(["The quick"], return_tensors="np")
+    assert model.generate(encoded, max_new_tokens=4, ignore_eos=True).shape == (1, 13)
+    chat = [{"role": "user", "content": "hi"}]
+    templated = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert model.generate(chat, max_new_tokens=8) == model.generate(templated, max_new_tokens=8)
+
+
+def test_calling_the_model_gives_logits(model: Any) -> None:
+    logits = model(np.array([PROMPT, PROMPT])).logits
+    assert logits.shape == (2, len(PROMPT), 259) and logits.dtype == np.float32
+    greedy = int(np.asarray(logits)[0, -1].argmax())
+    assert new_tokens(model, PROMPT, max_new_tokens=1) == [greedy]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty"),
+        ([], "shape"),
+        ([[1], []], "empty"),
+        ([[300]], "token id 300, but ids of this model run from 0 to 258"),
+        ([[-1]], "token id -1"),
+        (np.array([[0.5]]), "integer ids"),
+        (3.0, "integer ids"),
+        ([["a"]], "token id is needed"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(model: Any, prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        model.generate(prompt)
+
+
+def test_text_without_a_tokenizer_and_a_chat_without_a_template_are_refused(tmp_path: Path) -> None:
+    bare = AutoModelForTPU.from_pretrained(llama_checkpoint(tmp_path / "bare", tokenizer=False))
+    with pytest.raises(MissingDependencyError, match="no tokenizer"):
+        bare.generate("text")
+    assert new_tokens(bare, PROMPT, max_new_tokens=3)
+    plain = AutoModelForTPU.from_pretrained(llama_checkpoint(tmp_path / "plain"))
+    with pytest.raises(RequestError, match="no chat template"):
+        plain.generate([{"role": "user", "content": "hi"}])
+
+
+def test_a_prompt_longer_than_the_context_is_refused(model: Any) -> None:
+    with pytest.raises(RequestError, match=r"prompt has 256 tokens, but this model's context holds 256"):
+        model.generate([[1] * 256])
+    with pytest.raises(RequestError, match=r"100 new tokens.*200.*ask for at most 56"):
+        model.generate([[1] * 200], max_new_tokens=100)
+    with pytest.raises(RequestError, match="257 tokens, but this model's context holds 256"):
+        model(np.ones((1, 257), int))
+    # without a number, the context is the end
+    assert model.generate([[1] * 250], ignore_eos=True).shape == (1, 256)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.nan, "do_sample": False}, "temperature"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0.0, "temperature": 1.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": 3.0}, "presence_penalty"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens"),
+        ({"max_length": 3}, "max_length=3 counts the prompt"),
+        ({"num_beams": 4}, "num_beams=4"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2"),
+        ({"no_such_option": 1}, "no_such_option=1"),
+        ({"stop_strings": [""]}, "stop_strings"),
+        ({"stop_strings": 3}, "stop_strings"),
+        ({"eos_token_id": "x"}, "eos_token_id"),
+        ({"seed": -1, "temperature": 1.0}, "seed"),
+        ({"logprobs": -2}, "logprobs"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_before_anything_runs(model: Any, arguments: dict[str, Any], message: str) -> None:
+    compiled = model.programs.compiles
+    with pytest.raises(RequestError, match=message):
+        model.generate(PROMPT, **arguments)
+    assert model.programs.compiles == compiled
+
+
+def test_options_that_ask_for_nothing_are_taken() -> None:
+    assert options_from({"num_beams": 1, "use_cache": True, "length_penalty": 1.0, "output_scores": False}) == options_from({})
+
+
+def test_arguments_win_over_the_config_which_wins_over_the_checkpoint() -> None:
+    from transformers import GenerationConfig
+
+    checkpoint = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": [1, 2], "num_beams": 4}
+    config = GenerationConfig(temperature=0.7, max_new_tokens=5)
+    options = options_from({"max_new_tokens": 9}, config, checkpoint)
+    assert (options.temperature, options.top_p, options.max_new_tokens, options.eos_token_id) == (0.7, 0.9, 9, (1, 2))
+    assert options_from({"max_length": 30}, {"max_new_tokens": 5}).max_length == 30
+
+
+def test_sampling_is_on_when_asked_for_in_any_way() -> None:
+    def temperature(**arguments: Any) -> float:
+        return options_from(arguments).sampling().temperature
+
+    assert temperature() == 0.0
+    assert temperature(do_sample=True) == 1.0
+    assert temperature(temperature=0.5) == 0.5
+    assert temperature(top_p=0.9) == 1.0
+    assert temperature(temperature=0.0, top_p=0.9) == 0.0
+    assert temperature(temperature=0.5, do_sample=False) == 0.0
+    checkpoint = {"do_sample": True, "temperature": 0.6}
+    assert options_from({}, None, checkpoint).sampling().temperature == 0.6
+    assert options_from({"temperature": 0}, None, checkpoint).sampling().temperature == 0.0
+    assert options_from({}, None, {"temperature": 0.6, "top_p": 0.9}).sampling().temperature == 0.0
+
+
+# Sampling
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(model: Any) -> None:
+    arguments = {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "seed": 7, "max_new_tokens": 20}
+    alone = new_tokens(model, PROMPT, **arguments)
+    assert new_tokens(model, PROMPT, **arguments) == alone
+    assert new_tokens(model, [PROMPT, PROMPT[:5], PROMPT[3:]], **arguments) == alone
+    assert new_tokens(model, PROMPT, **{**arguments, "seed": 8}) != alone
+
+
+def test_prompts_of_one_batch_draw_differently(model: Any) -> None:
+    first, second = model.generate([PROMPT, PROMPT], temperature=1.0, seed=1, max_new_tokens=20, ignore_eos=True)[:, 19:]
+    assert first.tolist() != second.tolist()
+
+
+def test_without_a_seed_two_runs_differ(model: Any) -> None:
+    runs = [new_tokens(model, PROMPT, temperature=1.5, max_new_tokens=20) for _ in range(2)]
+    assert runs[0] != runs[1]
+
+
+def test_a_repetition_penalty_changes_what_repeats(model: Any) -> None:
+    plain = new_tokens(model, PROMPT, max_new_tokens=40)
+    assert len(set(new_tokens(model, PROMPT, max_new_tokens=40, frequency_penalty=2.0))) > len(set(plain))
+
+
+def test_logprobs_are_those_of_the_logits(model: Any) -> None:
+    output = model.generate(PROMPT, max_new_tokens=4, ignore_eos=True, logprobs=3, return_dict_in_generate=True)
+    done = output.completions[0]
+    logits = np.asarray(model(output.sequences).logits, np.float64)[0]
+    for step, token in enumerate(done.token_ids):
+        row = logits[len(PROMPT) - 1 + step]
+        expected = row - np.log(np.exp(row - row.max()).sum()) - row.max()
+        assert done.logprobs[step] == pytest.approx(expected[token], abs=1e-4)
+        assert set(done.top_logprobs[step]) == set(np.argsort(-row)[:3].tolist())
+
+
+def test_logits_that_are_not_numbers_are_reported(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    path = llama_checkpoint(tmp_path / "broken")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"][0] = np.nan
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(TTPUError, match="not a number"):
+        AutoModelForTPU.from_pretrained(path).generate(PROMPT, max_new_tokens=2)
+
+
+# Ends
+
+
+def test_a_stop_id_ends_a_sequence_and_the_rest_is_padded(model: Any) -> None:
+    greedy = new_tokens(model, PROMPT, max_new_tokens=12)
+    end = greedy[5]
+    output = model.generate(
+        [PROMPT, PROMPT[:4]], max_new_tokens=12, eos_token_id=end, return_dict_in_generate=True, pad_token_id=0
+    )
+    done = output.completions[0]
+    at = greedy.index(end)
+    assert (done.finish_reason, done.token_ids, done.stop_id) == ("stop", greedy[:at], end)
+    assert output.sequences[0, len(PROMPT) :][: at + 1].tolist() == greedy[: at + 1]
+    assert (output.sequences[0, len(PROMPT) + at + 1 :] == 0).all()
+
+
+def test_a_stop_string_ends_the_text_before_it(model: Any) -> None:
+    text = model.generate("The quick", max_new_tokens=40)
+    stop = text[6:9]
+    events = list(model.stream("The quick", max_new_tokens=40, stop_strings=[stop]))
+    assert "".join(event.text for event in events) == text[: text.index(stop)]
+    assert events[-1].finish_reason == "stop" and all(event.finish_reason is None for event in events[:-1])
+
+
+class _Letters:
+    """A tokenizer of which each id is a piece of text."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        from tokenizers import Tokenizer, decoders, models
+
+        self.backend_tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="?"))
+        self.backend_tokenizer.decoder = decoders.Fuse()
+
+
+def test_a_stop_string_across_tokens_is_never_shown() -> None:
+    stream = TextStream(_Letters(["a", "<", "/e", "nd>", "?"]), [0], ["</end>"])
+    assert [stream.push(token) for token in (0, 1, 2, 3)] == ["a", "", "", ""]
+    assert stream.stopped and stream.text == "a"
+    stream = TextStream(_Letters(["a", "<", "/e", "nd>", "?"]), [0], ["</end>"])
+    assert [stream.push(token) for token in (0, 1, 2, 0)] == ["a", "", "", "</ea"]
+    assert stream.push(1) == "" and stream.finish() == "<"
+
+
+def test_the_stream_is_the_text(model: Any) -> None:
+    events = list(model.stream("The quick", max_new_tokens=30))
+    assert "".join(event.text for event in events) == model.generate("The quick", max_new_tokens=30)
+    assert events[-1].finish_reason in ("stop", "length")
+
+
+def test_a_transformers_streamer_is_fed(model: Any) -> None:
+    seen: list[Any] = []
+
+    class Streamer:
+        def put(self, ids: Any) -> None:
+            seen.append(np.asarray(ids).reshape(-1).tolist())
+
+        def end(self) -> None:
+            seen.append("end")
+
+    whole = model.generate(PROMPT, max_new_tokens=5, ignore_eos=True, streamer=Streamer())
+    assert seen == [PROMPT, *[[token] for token in whole[0, len(PROMPT) :].tolist()], "end"]
+
+
+# Compiled programs
+
+
+def test_decode_compiles_once_and_values_never_cause_a_compile(tmp_path: Path) -> None:
+    model = AutoModelForTPU.from_pretrained(llama_checkpoint(tmp_path / "llama"))
+    new_tokens(model, PROMPT, max_new_tokens=20)
+    assert model.programs.compiles == 2  # prefill and decode
+    for length in (17, 20, 30):
+        new_tokens(model, (PROMPT * 2)[:length])
+    assert model.programs.compiles == 2
+    new_tokens(model, PROMPT, temperature=0.5, seed=1)
+    new_tokens(model, PROMPT, temperature=1.5, seed=2)
+    assert model.programs.compiles == 4  # sampling is another program, its values are not
+
+
+def test_the_cache_is_donated(model: Any) -> None:
+    import jax
+    from ttpu_jax.ops.sampling import SamplingParams, features_of, sampling_inputs
+
+    params = [SamplingParams()]
+    state = model.programs.start(np.zeros(1, np.int32), 64, None)
+    before = state.cache.layers[0].key
+    model.programs.prefill(state, np.ones((1, 16), np.int32), sampling_inputs(params), features_of(params), fresh=True)
+    assert before.is_deleted()
+    assert isinstance(before, jax.Array)
+
+
+def test_buckets_hold_what_they_are_asked_to() -> None:
+    for length in range(1, 5000):
+        assert prompt_bucket(length) >= length and cache_bucket(length) >= length
+        assert prompt_bucket(length) <= max(16, 2 * length) and cache_bucket(length) <= max(64, 2 * length)
+    assert prompt_bucket(PREFILL_CHUNK + 1) == 2 * PREFILL_CHUNK
+
+
+def test_a_prompt_longer_than_a_chunk_is_prefilled_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttpu_jax.generation import loop, programs
+
+    path = llama_checkpoint(tmp_path / "llama")
+    prompt = (PROMPT * 8)[:100]
+    whole = new_tokens(AutoModelForTPU.from_pretrained(path), prompt)
+    monkeypatch.setattr(programs, "PREFILL_CHUNK", 32)
+    monkeypatch.setattr(loop, "PREFILL_CHUNK", 32)
+    model = AutoModelForTPU.from_pretrained(path)
+    assert new_tokens(model, prompt) == whole
+    assert new_tokens(model, [prompt, prompt[:40]]) == whole
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2", "fsdp=4", "data=2,tensor=2"])
+def test_a_mesh_generates_the_same_tokens(tmp_path: Path, mesh: str) -> None:
+    path = llama_checkpoint(tmp_path / "llama", vocab_size=260)
+    alone = AutoModelForTPU.from_pretrained(path)
+    cut = AutoModelForTPU.from_pretrained(path, mesh=mesh)
+    arguments = {"temperature": 0.9, "seed": 3, "max_new_tokens": 20}
+    for prompts in ([PROMPT], [PROMPT, PROMPT[:7], PROMPT[2:], PROMPT]):
+        assert new_tokens(cut, prompts) == new_tokens(alone, prompts)
+        assert new_tokens(cut, prompts, **arguments) == new_tokens(alone, prompts, **arguments)
+
+
+def test_unknown_loading_options_are_refused(tmp_path: Path) -> None:
+    path = llama_checkpoint(tmp_path / "llama")
+    with pytest.raises(RequestError, match="device_map"):
+        AutoModelForTPU.from_pretrained(path, device_map="auto")

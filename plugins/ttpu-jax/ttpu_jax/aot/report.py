@@ -1,0 +1,270 @@
+"""Takes an architecture and the name of a TPU slice. Gives what the TPU compiler says of the model's decode step or
+prefill there: memory, collectives, predicted time. Nothing runs, no weights are needed, and no TPU has to exist."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from math import gcd, prod
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttpu_core import axes
+from ttpu_core.architecture import Architecture
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, Parameter
+from ttpu_jax.aot.compile import CompiledProgram, compile_for
+from ttpu_jax.aot.schedule import Breakdown
+from ttpu_jax.aot.topology import TpuTopology, make_mesh, tpu_topology
+from ttpu_jax.model.cache import KVCache, empty_cache
+from ttpu_jax.model.decoder import Decoder
+from ttpu_jax.model.layers import Runtime, different_ropes
+from ttpu_jax.model.support import check_supported
+from ttpu_jax.params.dtypes import model_dtype
+from ttpu_jax.params.initialize import abstract_parameters
+from ttpu_jax.params.placement import Placement
+
+Task = Literal["decode", "prefill"]
+Layers = Literal["unrolled", "scan"]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTotal:
+    """All executions of one kind of collective in one run of the program."""
+
+    op: str
+    count: int
+    result_bytes: int  # on one device, summed over the executions
+    in_background: int  # how many of them run while the core computes
+
+
+@dataclass(frozen=True, slots=True)
+class UnmodelledTotal:
+    """Work that the predicted time counts as no time at all."""
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramReport:
+    """What the compiler says of one program. Sizes are bytes on one device, times are seconds of one run."""
+
+    model_type: str
+    num_parameters: int
+    task: Task
+    topology: str
+    num_devices: int
+    mesh: tuple[tuple[str, int], ...]
+    layers: Layers
+    dtype: str
+    batch: int
+    context: int  # cache slots of a row
+    tokens: int  # that a row is given: 1 for decode, the whole context for prefill
+
+    peak_bytes: int  # the most HBM in use at once
+    hbm_bytes: int  # what one program may use
+    argument_bytes: int
+    temp_bytes: int
+    cache_bytes: int  # keys and values
+    aliased_bytes: int  # results that are written where a donated argument was
+
+    collectives: tuple[CollectiveTotal, ...]
+    predicted_seconds: float
+    roofline_seconds: float  # what no program can beat: see `_roofline_seconds`
+    breakdown: Breakdown
+    unmodelled: tuple[UnmodelledTotal, ...]
+    loops_without_trip_count: int
+
+    compile_seconds: float
+    jax_version: str
+    libtpu_version: str
+
+    @property
+    def cache_in_place(self) -> bool:
+        """Whether the updated cache lies where the given one was, so that it is held once."""
+        return self.aliased_bytes >= self.cache_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all rows, generated (decode) or read (prefill), by the predicted time."""
+        return self.batch * self.tokens / self.predicted_seconds
+
+
+def compile_report(
+    architecture: Architecture,
+    topology_name: str,
+    *,
+    task: Task = "decode",
+    batch: int = 32,
+    context: int = 2048,
+    dtype: Any = "bfloat16",
+    mesh: Mapping[str, int] | None = None,
+    layers: Layers = "unrolled",
+) -> ProgramReport:
+    """Compiles one program of a model for a TPU slice and reads what the compiler decided.
+
+    Both programs take weights, tokens and a cache of `context` slots a row, which is donated; they give each row's
+    likeliest next token and the cache. `decode` takes one token a row, `prefill` `context` tokens into an empty cache.
+
+    Args:
+        topology_name: as in "v5e:2x4", see `ttpu_jax.aot.topology.tpu_topology`.
+        dtype: of weights and cache, see `ttpu_jax.params.dtypes.model_dtype`.
+        mesh: mesh axis → devices along it; None cuts every layer over all devices (`tensor`).
+        layers: "unrolled" compiles each layer, with a cache array of its own; "scan" compiles one and loops.
+
+    Raises:
+        UnsupportedError: no such slice or mesh, or the model cannot be cut so, does not fit, or is beyond this backend.
+        RequestError: a batch, context or dtype out of range.
+        MissingDependencyError: libtpu is not installed.
+    """
+    if batch < 1 or context < 1:
+        raise RequestError(
+            f"a {task} program for a batch of {batch} with {context} slots was asked for, but both must be at least 1: "
+            "raise them."
+        )
+    spec = architecture.spec
+    check_supported(spec)
+    kind = model_dtype(dtype)
+    topology = tpu_topology(topology_name)
+    placement = Placement(make_mesh(topology, mesh or _tensor_parallel(spec, topology)))
+    stacked, tokens = layers == "scan", 1 if task == "decode" else context
+    table = _stacked_table(spec) if stacked else spec.parameters
+    params = abstract_parameters(table, placement, kind)
+    cache = empty_cache(spec, batch, context, placement, kind, stacked=stacked, abstract=True)
+    step = _step(spec, table, placement, stacked=stacked, fresh=task == "prefill")
+    step.__name__ = f"{task} of {spec.model_type}"  # how an error names the program
+    program = compile_for(topology, step, params, _tokens(batch, tokens, placement), cache, donate_argnums=2)
+    return ProgramReport(
+        model_type=spec.model_type,
+        num_parameters=spec.num_parameters,
+        task=task,
+        topology=topology.name,
+        num_devices=len(topology.devices),
+        mesh=tuple(placement.mesh.shape.items()) if placement.mesh else (),
+        layers=layers,
+        dtype=kind.name,
+        batch=batch,
+        context=context,
+        tokens=tokens,
+        peak_bytes=program.peak_bytes,
+        hbm_bytes=topology.chip.hbm_bytes,
+        argument_bytes=program.argument_bytes,
+        temp_bytes=program.temp_bytes,
+        cache_bytes=_device_bytes(cache.layers),
+        aliased_bytes=program.alias_bytes,
+        collectives=_collective_totals(program),
+        predicted_seconds=program.estimate.seconds,
+        roofline_seconds=_roofline_seconds(spec, topology, params, cache, batch, tokens),
+        breakdown=program.estimate.breakdown,
+        unmodelled=_unmodelled_totals(program),
+        loops_without_trip_count=len(program.estimate.loops_without_trip_count),
+        compile_seconds=program.compile_seconds,
+        jax_version=jax.__version__,
+        libtpu_version=metadata.version("libtpu"),
+    )
+
+
+def _step(
+    spec: ArchitectureSpec, table: Mapping[str, Parameter], placement: Placement, *, stacked: bool, fresh: bool
+) -> Callable[..., tuple[jax.Array, KVCache | None]]:
+    runtime = Runtime(placement, ropes=different_ropes(spec.layers))
+
+    def step(
+        params: dict[str, jax.Array], tokens: jax.Array, cache: KVCache
+    ) -> tuple[jax.Array, KVCache | None]:
+        decoder = Decoder(spec, params, table, runtime, stacked=stacked)
+        logits, updated = decoder(tokens, None, cache, last_only=True, fresh=fresh)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), updated
+
+    return step
+
+
+def _tokens(batch: int, tokens: int, placement: Placement) -> jax.ShapeDtypeStruct:
+    shape = (batch, tokens)
+    logical = placement.divisible((axes.BATCH, None), shape)
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.sharding(logical, shape, "the tokens"))
+
+
+def _tensor_parallel(spec: ArchitectureSpec, topology: TpuTopology) -> dict[str, int]:
+    """All devices on the `tensor` axis.
+
+    Raises:
+        UnsupportedError: they do not divide the KV heads; it names a mesh that does.
+    """
+    devices = len(topology.devices)
+    kv_heads = gcd(*(layer.mixer.num_kv_heads for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)))
+    if kv_heads % devices == 0:
+        return {"tensor": devices}
+    fits = gcd(kv_heads, devices)
+    raise UnsupportedError(
+        f"{topology.name!r} was asked for without a mesh, which means tensor={devices}, but {spec.model_type} has "
+        f"{kv_heads} KV heads and tensor must divide them: give a mesh, such as "
+        f"{f'data={devices // fits},tensor={fits}' if fits > 1 else f'data={devices}'}."
+    )
+
+
+def _stacked_table(spec: ArchitectureSpec) -> dict[str, Parameter]:
+    """The parameter table as a scanning decoder wants it: what `ttpu_core.mapping.stack_layers` does to a mapping."""
+    table = {path: parameter for path, parameter in spec.parameters.items() if not path.startswith("layers.")}
+    for number, group in enumerate(spec.groups()):
+        for place in range(len(group.unit)):
+            layer = f"layers.{group.start + place}."
+            for path, one in spec.parameters.items():
+                if path.startswith(layer):
+                    copies = replace(one, shape=(group.repeats, *one.shape), axes=(axes.LAYERS, *one.axes))
+                    table[f"groups.{number}.{place}.{path.removeprefix(layer)}"] = copies
+    return table
+
+
+def _roofline_seconds(
+    spec: ArchitectureSpec,
+    topology: TpuTopology,
+    params: Mapping[str, jax.ShapeDtypeStruct],
+    cache: KVCache,
+    batch: int,
+    tokens: int,
+) -> float:
+    """What the chip's peak rates allow: the larger of the time to read the weights (and for decode the cache) from HBM
+    once, and the time of the layers' matrix products in bfloat16. Attention's products and collectives come on top."""
+    layers = {path: array for path, array in params.items() if path.startswith(("layers.", "groups."))}
+    head = params["embed.embedding" if spec.head.tied else "head.kernel"]
+    read = _device_bytes(layers) + _device_bytes(head) + (_device_bytes(cache.layers) if tokens == 1 else 0)
+    multiplied = sum(array.size for path, array in layers.items() if path.endswith("kernel")) * batch * tokens
+    return max(
+        read / topology.chip.hbm_bytes_per_second,
+        2 * multiplied / len(topology.devices) / topology.chip.bf16_flops,
+    )
+
+
+def _device_bytes(arrays: Any) -> int:
+    """Bytes of abstract arrays on one device, without the padding of tiles."""
+    leaves = jax.tree.leaves(arrays)
+    return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+
+def _collective_totals(program: CompiledProgram) -> tuple[CollectiveTotal, ...]:
+    totals: dict[str, CollectiveTotal] = {}
+    for one in program.collectives:
+        so_far = totals.get(one.op, CollectiveTotal(one.op, 0, 0, 0))
+        totals[one.op] = CollectiveTotal(
+            one.op,
+            so_far.count + one.count,
+            so_far.result_bytes + one.count * one.result_bytes,
+            so_far.in_background + one.count * one.is_async,
+        )
+    return tuple(totals.values())
+
+
+def _unmodelled_totals(program: CompiledProgram) -> tuple[UnmodelledTotal, ...]:
+    """By what the compiler calls them, without what makes its names unique: `scatter_fusion.3` → `scatter_fusion`."""
+    counts: Counter[str] = Counter()
+    for one in program.estimate.unmodelled:
+        counts[re.sub(r"(\.\d+|\.clone)+$", "", one.name).replace("-", "_")] += one.count
+    return tuple(UnmodelledTotal(name, count) for name, count in counts.most_common())

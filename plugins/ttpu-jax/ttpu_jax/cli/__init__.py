@@ -1,0 +1,1 @@
+"""Commands that this backend adds to `ttpu`, by entry points of the group `ttpu.commands`."""

@@ -1,0 +1,180 @@
+"""`ttpu compile-report`: a checkpoint or only its config.json, and TPU slices, come in; what the TPU compiler says of
+the model's decode step and prefill there goes out, as a table or as JSON. Needs no TPU and no weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ttpu_core.cli.console import counted, in_bytes, print_json, stderr_console, stdout_console
+
+if TYPE_CHECKING:
+    from ttpu_core.config import ModelConfig
+    from ttpu_jax.aot.report import ProgramReport
+
+NOTE = (
+    "Figures of the TPU compiler (libtpu) for a slice that was not there: nothing ran on a TPU. Memory is what the "
+    "compiled program will take; times are a walk through the compiler's own schedule, good for comparing programs."
+)
+
+
+class TaskChoice(StrEnum):
+    """Which programs are compiled."""
+
+    decode = "decode"
+    prefill = "prefill"
+    both = "both"
+
+
+class LayersChoice(StrEnum):
+    """How layers are compiled."""
+
+    unrolled = "unrolled"
+    scan = "scan"
+
+
+def compile_report(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint's directory, a config.json, or a Hub id org/name."),
+    ],
+    topology: Annotated[
+        list[str], typer.Option("--topology", metavar="NAME", help="A TPU slice, as in v5e:2x4; repeat for more.")
+    ],
+    task: Annotated[TaskChoice, typer.Option(help="One token a row, a whole prompt, or both.")] = TaskChoice.both,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of the decode step.")] = 32,
+    context: Annotated[int, typer.Option(min=1, help="Cache slots of each row of the decode step.")] = 2048,
+    prefill: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that prefill reads, in one row.")] = 2048,
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16, float32.")] = "bfloat16",
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="AXES", help="As in data=2,tensor=4. Without it, tensor takes all devices of the slice."),
+    ] = None,
+    layers: Annotated[
+        LayersChoice, typer.Option(help="Compile every layer, or one in a loop: compiles sooner, runs slower.")
+    ] = LayersChoice.unrolled,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compile a model for TPUs that are not there: memory, collectives and predicted time of a step.
+
+    Nothing runs on a TPU. Needs a config.json only. A model that does not fit is refused, with its size.
+
+    Examples:
+
+    \b
+      ttpu compile-report ./llama/config.json --topology v5e:2x4
+      ttpu compile-report ./llama --topology v5e:2x4 --topology v6e:2x4 --task decode --batch 64
+      ttpu compile-report ./llama --topology v5e:4x4 --mesh data=2,tensor=8 --json
+    """
+    from ttpu_core.plan.strategy import parse_mesh
+    from ttpu_core.registry import default_registry
+    from ttpu_jax.aot.report import compile_report as report
+
+    axes = parse_mesh(mesh) if mesh else None
+    architecture = default_registry().architecture(_config(checkpoint))
+    wanted: list[tuple[Any, int, int]] = []
+    if task in (TaskChoice.decode, TaskChoice.both):
+        wanted.append(("decode", batch, context))
+    if task in (TaskChoice.prefill, TaskChoice.both):
+        wanted.append(("prefill", 1, prefill))
+    reports = []
+    for name in topology:
+        for program, rows, slots in wanted:
+            with stderr_console().status(f"compiling {program} of {checkpoint} for {name}"):
+                reports.append(
+                    report(
+                        architecture,
+                        name,
+                        task=program,
+                        batch=rows,
+                        context=slots,
+                        dtype=dtype,
+                        mesh=axes,
+                        layers=layers.value,
+                    )
+                )
+    if as_json:
+        print_json({"checkpoint": checkpoint, "note": NOTE, "programs": [_as_json(one) for one in reports]})
+    else:
+        _print(checkpoint, reports)
+
+
+def _config(name: str) -> ModelConfig:
+    """The config alone where `name` is a local path, so that no weights have to lie beside it."""
+    from ttpu_core.checkpoint import open_checkpoint, open_config
+
+    return open_config(name) if Path(name).expanduser().exists() else open_checkpoint(name).config
+
+
+def _as_json(report: ProgramReport) -> dict[str, Any]:
+    return {
+        **asdict(report),
+        "mesh": dict(report.mesh),
+        "cache_in_place": report.cache_in_place,
+        "tokens_per_second": report.tokens_per_second,
+    }
+
+
+def _print(checkpoint: str, reports: list[ProgramReport]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    first = reports[0]
+    console = stdout_console()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False, title=checkpoint, title_justify="left")
+    table.add_column(style="bold")
+    columns = [dict(_rows(report)) for report in reports]
+    for _ in columns:
+        table.add_column(justify="right")
+    for label in columns[0]:
+        table.add_row(label, *(column[label] for column in columns))
+    console.print(table)
+    console.print(
+        f"{first.model_type}, {first.num_parameters:,} parameters in {first.dtype}, layers {first.layers}; jax "
+        f"{first.jax_version}, libtpu {first.libtpu_version}. Sizes are of one device. {NOTE}"
+    )
+
+
+def _rows(report: ProgramReport) -> list[tuple[str, str]]:
+    """Label and value of each line of one program's column."""
+    parts = report.breakdown
+    waits = parts.copy_wait + parts.collective_wait
+    return [
+        ("program", f"{report.task} {report.batch} × {report.tokens if report.task == 'prefill' else report.context}"),
+        ("slice", report.topology),
+        ("mesh", ", ".join(f"{axis}={size}" for axis, size in report.mesh)),
+        ("peak memory", f"{in_bytes(report.peak_bytes)} of {in_bytes(report.hbm_bytes)}"),
+        ("  arguments", in_bytes(report.argument_bytes)),
+        ("  temporaries", in_bytes(report.temp_bytes)),
+        ("  KV cache", in_bytes(report.cache_bytes)),
+        ("cache updated in place", "yes" if report.cache_in_place else f"no: {in_bytes(report.aliased_bytes)} of it"),
+        ("predicted time", _milliseconds(report.predicted_seconds)),
+        ("  compute", _milliseconds(parts.compute)),
+        ("  collectives", _milliseconds(parts.collective)),
+        ("  waiting", _milliseconds(waits)),
+        ("  in the background", _milliseconds(parts.collective_in_background)),
+        ("  roofline", _milliseconds(report.roofline_seconds)),
+        ("tokens per second", f"{report.tokens_per_second:,.0f}"),
+        ("collectives", "\n".join(_collectives(report)) or "none"),
+        ("counted as no time", "\n".join(_uncounted(report)) or "nothing"),
+        ("compiled in", f"{report.compile_seconds:.1f} s"),
+    ]
+
+
+def _collectives(report: ProgramReport) -> list[str]:
+    return [f"{counted(one.count, one.op)}, {in_bytes(one.result_bytes)}" for one in report.collectives]
+
+
+def _uncounted(report: ProgramReport) -> list[str]:
+    lines = [f"{one.count:,} × {one.name}" for one in report.unmodelled]
+    if report.loops_without_trip_count:
+        lines.append(f"all but one turn of {counted(report.loops_without_trip_count, 'loop')}")
+    return lines
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

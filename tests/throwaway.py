@@ -1,0 +1,116 @@
+"""Distributions made for one test: in goes a few lines of Python and some metadata, out comes a wheel that pip installs
+into a folder of the test's own, and a Python process that sees that folder beside the environment it runs in."""
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PRELUDE = """
+import json, sys
+from ttpu_core import ModelConfig, default_registry
+from ttpu_core.errors import TTPUError
+
+def records(**options):
+    return [[r.group, r.name, r.distribution, r.state, r.reason] for r in default_registry().plugins(**options)]
+
+def error(function):
+    try:
+        function()
+    except TTPUError as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "no error"
+
+def report(value):
+    print(json.dumps(value))
+"""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What a wheel holds: modules by file path, entry points by group, and the metadata that the registry reads."""
+
+    name: str
+    modules: Mapping[str, str]
+    entry_points: Mapping[str, Mapping[str, str]]
+    version: str = "1.0"
+    requires: tuple[str, ...] = ("ttpu-core>=0.1",)
+
+    def wheel(self, folder: Path) -> Path:
+        """Write the wheel, by the binary distribution format of PEP 427."""
+        stem = f"{self.name.replace('-', '_')}-{self.version}"
+        info = f"{stem}.dist-info"
+        requires = "".join(f"Requires-Dist: {text}\n" for text in self.requires)
+        points = "".join(
+            f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in names.items())
+            for group, names in self.entry_points.items()
+        )
+        files = {path: textwrap.dedent(text) for path, text in self.modules.items()} | {
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {self.name}\nVersion: {self.version}\n{requires}",
+            f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: throwaway\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            f"{info}/entry_points.txt": points,
+        }
+        files[f"{info}/RECORD"] = "".join(_record(path, text) for path, text in files.items()) + f"{info}/RECORD,,\n"
+        path = folder / f"{stem}-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, text in files.items():
+                archive.writestr(name, text)
+        return path
+
+
+def family(name: str, source: str = "", *, model_type: str | None = None, **metadata: Any) -> Distribution:
+    """A distribution of one module that describes one model type."""
+    module = name.replace("-", "_")
+    points = {"ttpu.architectures": {model_type or module: module}}
+    return Distribution(name, {f"{module}.py": source}, points, **metadata)
+
+
+def patch_pack(name: str, source: str, **metadata: Any) -> Distribution:
+    """A distribution of one module that is a patch pack of the same name."""
+    module = name.replace("-", "_")
+    return Distribution(name, {f"{module}.py": source}, {"ttpu.patch_packs": {name: module}}, **metadata)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A folder of installed distributions, seen by the Python processes that it starts."""
+
+    site: Path
+
+    @classmethod
+    def install(cls, folder: Path, *distributions: Distribution) -> "Environment":
+        """Build the distributions and have pip install them, from their wheels and from nowhere else."""
+        site = folder / "site"
+        wheels = [str(distribution.wheel(folder)) for distribution in distributions]
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input", "install"]
+        options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(site)]
+        subprocess.run([*pip, *options, *wheels], check=True, capture_output=True, text=True, timeout=120)
+        return cls(site)
+
+    def run(self, code: str, **variables: str) -> Any:
+        """What `code` passes to `report`; `variables` are added to the environment."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TTPU_")}
+        environment |= {"PYTHONPATH": str(self.site), "PYTHONDONTWRITEBYTECODE": "1"} | variables
+        finished = subprocess.run(
+            [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+            env=environment,
+            cwd=self.site,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert finished.returncode == 0, finished.stderr
+        return json.loads(finished.stdout)
+
+
+def _record(path: str, text: str) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+    return f"{path},sha256={digest},{len(text.encode())}\n"

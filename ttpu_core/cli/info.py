@@ -1,0 +1,209 @@
+"""`ttpu info`: a checkpoint, or only its config.json, comes in; what the model is, what it needs and what runs it goes
+out, in words or as JSON. No weight is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ttpu_core.cli.console import counted, in_bytes, print_facts, print_json
+
+if TYPE_CHECKING:
+    from ttpu_core.architecture import Architecture
+    from ttpu_core.checkpoint import Checkpoint
+    from ttpu_core.config import ModelConfig
+    from ttpu_core.spec import ArchitectureSpec
+
+WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+BITS_OF_OWN_DTYPE = {"float32": 32, "bfloat16": 16, "float16": 16}
+
+
+def info(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint's directory, a config.json, or a Hub id org/name."),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    backend: Annotated[str, typer.Option(help="The backend whose kernels are named.")] = "jax",
+    patch_pack: Annotated[
+        list[str] | None,
+        typer.Option("--patch-pack", metavar="NAME", help="An installed patch pack to apply; repeat for more."),
+    ] = None,
+) -> None:
+    """Explain a model: its architecture, its size, its files, and which plugins and kernels serve it.
+
+    Needs a config.json only; if weights lie beside it their headers are checked against the architecture.
+
+    Examples:
+
+      ttpu info ./llama
+      ttpu info ./llama/config.json
+      ttpu info ./llama --json | jq .parameters.total
+    """
+    from ttpu_core.registry import default_registry
+
+    config, opened = _open(checkpoint)
+    architecture = default_registry().architecture(config, patch_pack)
+    facts = {
+        "checkpoint": checkpoint,
+        "model_type": config.model_type,
+        **_model_facts(architecture.spec),
+        "files": _file_facts(opened, architecture) if opened else None,
+        "plugin": architecture.family,
+        "patch_packs": list(architecture.patch_packs),
+        "kernels": _kernels(architecture, backend),
+    }
+    # Last, because a backend may read the config too.
+    from ttpu_core.cli.config_keys import keys_ignored
+
+    facts["config_keys_ignored"] = list(keys_ignored(config))
+    if as_json:
+        print_json(facts)
+    else:
+        print_facts(_sections(facts))
+
+
+def _open(name: str) -> tuple[ModelConfig, Checkpoint | None]:
+    """The config, and the checkpoint unless `name` is a config.json file or its directory holds no weights."""
+    from ttpu_core.checkpoint import open_checkpoint, open_config
+
+    if Path(name).expanduser().is_file():
+        return open_config(name), None
+    checkpoint = open_checkpoint(name)
+    has_weights = any(file.endswith((".safetensors", ".safetensors.index.json")) for file in checkpoint.files)
+    return checkpoint.config, checkpoint if has_weights else None
+
+
+def _model_facts(spec: ArchitectureSpec) -> dict[str, Any]:
+    from ttpu_core.cli.prose import architecture_lines
+
+    return {
+        "architecture": architecture_lines(spec),
+        "num_layers": spec.num_layers,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "parameters": _parameter_facts(spec),
+        "weight_bytes": {dtype: _weight_bytes(spec, bits) for dtype, bits in WEIGHT_BITS.items()},
+        "kv_cache": _cache_facts(spec),
+    }
+
+
+def _cache_facts(spec: ArchitectureSpec) -> dict[str, Any]:
+    """What one sequence keeps between tokens, in bfloat16 unless a mixer's state has a dtype of its own."""
+    from ttpu_core.spec import AttentionSpec, MixerSpec
+
+    mixers = [layer.mixer for layer in spec.layers]
+    states = [state for mixer in mixers if isinstance(mixer, MixerSpec) for state in mixer.state]
+    bounded = sum(isinstance(mixer, AttentionSpec) and bool(mixer.window or mixer.chunk) for mixer in mixers)
+    per_token = spec.kv_bytes_per_token(2)
+    return {
+        "dtype": "bfloat16",
+        "bytes_per_token": per_token,
+        "bytes_at_full_context": per_token * spec.max_position_embeddings,
+        "layers_that_forget": bounded,
+        "state_bytes_per_sequence": sum(
+            prod(state.shape) * BITS_OF_OWN_DTYPE.get(state.dtype or "bfloat16", 32) // 8 for state in states
+        ),
+    }
+
+
+def _parameter_facts(spec: ArchitectureSpec) -> dict[str, Any]:
+    from ttpu_core.parameters import layer_parameters
+
+    layers = [
+        sum(parameter.size for parameter in layer_parameters(layer, spec.hidden_size).values()) for layer in spec.layers
+    ]
+    embedding = sum(parameter.size for path, parameter in spec.parameters.items() if path.startswith("embed."))
+    head = sum(parameter.size for path, parameter in spec.parameters.items() if path.startswith("head."))
+    return {"total": spec.num_parameters, "embedding": embedding, "head": head, "per_layer": layers}
+
+
+def _weight_bytes(spec: ArchitectureSpec, bits: int) -> int:
+    """Bytes of all weights at so many bits each; a parameter that keeps a dtype of its own keeps it."""
+    total = sum(
+        parameter.size * (BITS_OF_OWN_DTYPE.get(parameter.dtype, 32) if parameter.dtype else bits)
+        for parameter in spec.parameters.values()
+    )
+    return -(-total // 8)
+
+
+def _file_facts(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, Any]:
+    """What lies on disk.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or malformed.
+        MappingError: the tensors are not those of the architecture.
+    """
+    tensors = checkpoint.tensors
+    architecture.mapping.resolve({name: tensor.shape for name, tensor in tensors.items()}, checkpoint.source)
+    return {
+        "path": str(checkpoint.path),
+        "weight_files": len(checkpoint.weight_files),
+        "tensors": len(tensors),
+        "bytes": checkpoint.total_bytes,
+        "dtypes": dict(Counter(tensor.dtype for tensor in tensors.values()).most_common()),
+    }
+
+
+def _kernels(architecture: Architecture, backend: str) -> dict[str, Any]:
+    """What the backend answers, or the sentence that says which `pip install` brings it; info needs no backend."""
+    from ttpu_core.errors import TTPUError
+    from ttpu_core.registry import default_registry
+
+    try:
+        return {"backend": backend, "operations": dict(default_registry().backend(backend).kernels(architecture))}
+    except TTPUError as error:
+        return {"backend": backend, "missing": str(error)}
+
+
+def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    parameters, cache, context = facts["parameters"], facts["kv_cache"], facts["max_position_embeddings"]
+    memory = ", ".join(f"{dtype} {in_bytes(size)}" for dtype, size in facts["weight_bytes"].items())
+    ignored = [f"nothing reads {key!r} in the config, so it has no effect" for key in facts["config_keys_ignored"]]
+    return [
+        ("model", [f"{facts['model_type']} ({facts['checkpoint']})"]),
+        ("architecture", facts["architecture"]),
+        ("parameters", [_parameter_words(parameters)]),
+        ("memory", [f"{memory} (weights only, without quantization scales, KV cache and activations)"]),
+        ("KV cache", [_cache_words(cache)]),
+        ("context", [f"{context:,} tokens"]),
+        ("files", [_file_words(facts["files"])]),
+        ("plugin", [facts["plugin"]]),
+        ("patch packs", [", ".join(facts["patch_packs"]) or "none"]),
+        ("kernels", _kernel_lines(facts["kernels"])),
+        ("note", ignored),
+    ]
+
+
+def _parameter_words(parameters: dict[str, Any]) -> str:
+    sizes = sorted(set(parameters["per_layer"]))
+    per_layer = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    head = f", head {parameters['head']:,}" if parameters["head"] else ""
+    return f"{parameters['total']:,}: embedding {parameters['embedding']:,}, each layer {per_layer}{head}"
+
+
+def _cache_words(cache: dict[str, Any]) -> str:
+    words = f"{cache['bytes_per_token']:,} bytes per token in {cache['dtype']}"
+    words += f"; {in_bytes(cache['bytes_at_full_context'])} for a full context"
+    if cache["layers_that_forget"]:
+        words += f" (with {counted(cache['layers_that_forget'], 'layer')} of bounded reach counted like the rest)"
+    if cache["state_bytes_per_sequence"]:
+        words += f"; {in_bytes(cache['state_bytes_per_sequence'])} of state per sequence"
+    return words
+
+
+def _file_words(files: dict[str, Any] | None) -> str:
+    if files is None:
+        return "no weights here, only a config"
+    dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in files["dtypes"].items())
+    where = counted(files["weight_files"], "file")
+    return f"{counted(files['tensors'], 'tensor')} ({dtypes}), {in_bytes(files['bytes'])} in {where} in {files['path']}"
+
+
+def _kernel_lines(kernels: dict[str, Any]) -> list[str]:
+    if "missing" in kernels:
+        return [f"not known: {kernels['missing']}"]
+    return [f"{operation}: {served}" for operation, served in kernels["operations"].items()] or ["none named"]

@@ -1,0 +1,131 @@
+"""From a checkpoint named on the command line to a loaded model. In: path, backend, dtype, mesh, patch packs; out: a
+`Session` that streams answers, with progress shown meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ttpu_core.cli.console import LoadProgress
+from ttpu_core.cli.options import Decoding
+from ttpu_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from ttpu_core.checkpoint import Checkpoint
+
+Message = dict[str, str]
+Prompt = str | list[Message]
+
+
+class StreamEvent(Protocol):
+    """One generated token; the last one of an answer has a finish reason, "stop" or "length"."""
+
+    text: str
+    token_id: int
+    logprob: float | None
+    top_logprobs: Mapping[int, float] | None
+    finish_reason: str | None
+
+
+class Timings(Protocol):
+    """Seconds and tokens of loading and of the last answer."""
+
+    load_seconds: float
+    compile_seconds: float
+    prefill_seconds: float
+    prefill_tokens: int
+    decode_seconds: float
+    decode_tokens: int
+    prefill_tokens_per_second: float | None
+    decode_tokens_per_second: float | None
+
+
+class Model(Protocol):
+    """What the command line needs of a backend's model."""
+
+    tokenizer: Any
+    timings: Timings
+
+    def stream(self, prompt: Prompt, **arguments: Any) -> Iterator[StreamEvent]:
+        """Yield one event per new token."""
+        ...
+
+
+@dataclass(frozen=True)
+class Session:
+    """A loaded model and what belongs to it."""
+
+    model: Model
+    checkpoint: Checkpoint
+    progress: LoadProgress
+
+    def stream(self, prompt: Prompt, decoding: Decoding, **more: Any) -> Iterator[StreamEvent]:
+        """Events of one answer; the progress disappears with the first text, which shares the terminal with it.
+
+        `more` are arguments of the model's `stream` that win over those of `decoding`."""
+        arguments = decoding.arguments(self.checkpoint.generation_config) | more
+        for event in self.model.stream(prompt, **arguments):
+            if event.text:
+                self.progress.close()
+            yield event
+        self.progress.close()
+
+
+def checkpoint_name(checkpoint: str | None, weights_dir: str | None) -> str:
+    """The one checkpoint that was named, as CHECKPOINT or as --weights-dir."""
+    named = [name for name in (checkpoint, weights_dir) if name]
+    if len(named) != 1:
+        found = f"both {named[0]} and --weights-dir {named[1]} were" if named else "none was"
+        raise RequestError(f"one checkpoint is needed, but {found} given: pass a directory or a Hub id as CHECKPOINT.")
+    return named[0]
+
+
+def open_session(
+    name: str,
+    *,
+    backend: str,
+    dtype: str,
+    mesh: str | None,
+    patch_packs: Sequence[str] | None,
+    chat: bool,
+    quiet: bool,
+) -> Session:
+    """Load a model; `chat` asks for a chat template, which is looked for before the weights are read.
+
+    Raises:
+        TTPUError: the checkpoint, its plugin or the backend cannot be used, and why.
+    """
+    from ttpu_core.checkpoint import open_checkpoint
+    from ttpu_core.registry import default_registry
+
+    checkpoint = open_checkpoint(name)
+    if chat and not has_chat_template(checkpoint):
+        raise RequestError(
+            f"a chat with {name} was asked for, but the checkpoint has no chat template (chat_template.jinja, or "
+            f"`chat_template` in tokenizer_config.json), so it does not know turns: use `ttpu generate {name}` without "
+            "--chat, or an instruction-tuned checkpoint."
+        )
+    registry = default_registry()
+    architecture = registry.architecture(checkpoint.config, patch_packs)
+    runner = registry.backend(backend)
+    progress = LoadProgress(quiet=quiet)
+    try:
+        model = runner.load(architecture, checkpoint, dtype=dtype, mesh=mesh, progress=progress)
+    except BaseException:  # also Ctrl-C: a bar that is left running would overwrite the error
+        progress.close()
+        raise
+    return Session(model, checkpoint, progress)
+
+
+def has_chat_template(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint's files hold a chat template, in any of the places where transformers looks."""
+    import json
+
+    if {"chat_template.jinja", "chat_template.json"} & set(checkpoint.files):
+        return True
+    file = checkpoint.path / "tokenizer_config.json"
+    try:
+        return bool(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):  # a damaged file is refused, with its reason, when it is loaded
+        return False
