@@ -171,7 +171,7 @@ class Registry:
         key = (record.group, record.name, record.distribution)
         try:
             loaded = self._entry_points[key].load()
-        except Exception as error:  # a plugin may fail in any way, and must not take the others along
+        except (Exception, SystemExit) as error:  # a plugin may fail in any way, and must not take the others along
             reason = f"importing {record.value!r} failed with {type(error).__name__}: {error}"
             self._records[key] = replace(record, state="broken", reason=_sentence(reason))
             raise PluginError(

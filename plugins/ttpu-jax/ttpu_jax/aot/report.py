@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from math import gcd, prod
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import numpy as np
 from ttpu_core import axes
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.parameters import stacked_parameters
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, Parameter
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.schedule import Breakdown
@@ -26,6 +27,7 @@ from ttpu_jax.model.cache import KVCache, empty_cache
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.layers import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
+from ttpu_jax.ops.sampling import SamplingFeatures, SamplingParams, sample, sampling_inputs
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.initialize import abstract_parameters
 from ttpu_jax.params.placement import Placement
@@ -135,7 +137,7 @@ def compile_report(
     topology = tpu_topology(topology_name)
     placement = Placement(make_mesh(topology, mesh or _tensor_parallel(spec, topology)))
     stacked, tokens = layers == "scan", 1 if task == "decode" else context
-    table = _stacked_table(spec) if stacked else spec.parameters
+    table = stacked_parameters(spec) if stacked else spec.parameters
     params = abstract_parameters(table, placement, kind)
     cache = empty_cache(spec, batch, context, placement, kind, stacked=stacked, abstract=True)
     step = _step(spec, table, placement, stacked=stacked, fresh=task == "prefill")
@@ -181,7 +183,9 @@ def _step(
     ) -> tuple[jax.Array, KVCache | None]:
         decoder = Decoder(spec, params, table, runtime, stacked=stacked)
         logits, updated = decoder(tokens, None, cache, last_only=True, fresh=fresh)
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), updated
+        batch = len(tokens)
+        greedy = sampling_inputs([SamplingParams(seed=0)] * batch)
+        return sample(logits[:, -1], greedy, None, jnp.zeros(batch, jnp.int32), SamplingFeatures()).token, updated
 
     return step
 
@@ -208,19 +212,6 @@ def _tensor_parallel(spec: ArchitectureSpec, topology: TpuTopology) -> dict[str,
         f"{kv_heads} KV heads and tensor must divide them: give a mesh, such as "
         f"{f'data={devices // fits},tensor={fits}' if fits > 1 else f'data={devices}'}."
     )
-
-
-def _stacked_table(spec: ArchitectureSpec) -> dict[str, Parameter]:
-    """The parameter table as a scanning decoder wants it: what `ttpu_core.mapping.stack_layers` does to a mapping."""
-    table = {path: parameter for path, parameter in spec.parameters.items() if not path.startswith("layers.")}
-    for number, group in enumerate(spec.groups()):
-        for place in range(len(group.unit)):
-            layer = f"layers.{group.start + place}."
-            for path, one in spec.parameters.items():
-                if path.startswith(layer):
-                    copies = replace(one, shape=(group.repeats, *one.shape), axes=(axes.LAYERS, *one.axes))
-                    table[f"groups.{number}.{place}.{path.removeprefix(layer)}"] = copies
-    return table
 
 
 def _roofline_seconds(

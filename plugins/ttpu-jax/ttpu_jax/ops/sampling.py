@@ -230,13 +230,14 @@ def sample(
             raise ValueError("penalties are on, but counts is None: pass empty_counts(batch, vocab)")
         scores = _penalised(raw, inputs, counts)
 
-    broken = jnp.any(jnp.isnan(scores), axis=-1) | ~jnp.isfinite(jnp.max(scores, axis=-1))
-    scores = jnp.where(broken[:, None], jnp.float32(0), scores)  # no NaN below this line
+    highest, token = _first_highest(scores)
+    broken = ~jnp.isfinite(highest)  # NaN is higher than every number
     if features.sample:
+        scores = jnp.where(broken[:, None], jnp.float32(0), scores)  # no NaN in what follows
         greedy = inputs.temperature < MIN_TEMPERATURE
         drawn = _filtered(scores, inputs, greedy, features) + _gumbel(inputs.seed, step, vocab)
-        scores = jnp.where(greedy[:, None], scores, drawn)
-    token = jnp.where(broken, -1, _first_argmax(scores))
+        token = jnp.where(greedy, token, _first_highest(drawn)[1])
+    token = jnp.where(broken, -1, token)
     if features.logprobs < 0:
         return Sampled(token)
 
@@ -297,13 +298,22 @@ def _gumbel(seed: jax.Array, step: jax.Array, vocab: int) -> jax.Array:
     return -jnp.log(-jnp.log1p(-uniform))
 
 
-def _first_argmax(scores: jax.Array) -> jax.Array:
-    """The lowest index of each row's maximum, `[batch]` int32; twice as fast as jnp.argmax on CPU (0.4 ms for
-    [8, 32000], against 1.0)."""
-    vocab = scores.shape[-1]
+def _first_highest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Each row's maximum `[batch]` and its lowest index `[batch]` int32; NaN counts as the maximum.
+
+    One reduction gives both: over a vocabulary that is cut across devices, that is one exchange of a value and an index
+    per row, where a maximum and a search for it are several all-reduces.
+    """
     index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    highest = jnp.max(scores, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(scores == highest, index, vocab), axis=-1)
+
+    def higher(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (x, i), (y, j) = a, b
+        first = (x > y) | (x != x) | ((x == y) & (i < j))
+        return jnp.where(first, x, y), jnp.where(first, i, j)
+
+    empty = (jnp.float32(-jnp.inf), jnp.int32(0))
+    highest, token = jax.lax.reduce((scores, index), empty, higher, (1,))
+    return highest, token
 
 
 def _inside(tokens: jax.Array, vocab: int) -> jax.Array:
