@@ -59,8 +59,12 @@ def compare(arguments: argparse.Namespace) -> None:
             for engine, worker in workers.items():
                 row = {"figure": "load", "dtype": dtype, "engine": engine, "weights_bytes": weights, **worker.loaded}
                 report["results"].append(row)
-                print(f"{dtype:9} load            {engine:13} {row['seconds']:.2f} s, peak RSS {row['peak_rss'] / 1e6:.0f} MB "
-                      f"(weights {weights / 1e6:.0f} MB, before loading {row['base_rss'] / 1e6:.0f} MB)", flush=True)
+                peak, base = row["peak_rss"] / 1e6, row["base_rss"] / 1e6
+                print(
+                    f"{dtype:9} load            {engine:13} {row['seconds']:.2f} s, peak RSS {peak:.0f} MB "
+                    f"(weights {weights / 1e6:.0f} MB, before loading {base:.0f} MB)",
+                    flush=True,
+                )
             for figure in ("prefill", "decode 1", "decode 8"):
                 rates: dict[str, list[float]] = {engine: [] for engine in workers}
                 for worker in workers.values():
@@ -86,9 +90,12 @@ def row_of(figure: str, dtype: str, rates: dict[str, list[float]]) -> dict[str, 
         "ratio": statistics.median(ratios),
         "ratio_spread": [min(ratios), max(ratios)],
     }
-    print(f"{dtype:9} {figure:15} transformers {row['tokens_per_second']['transformers']:8.1f}  "
-          f"ttpu {row['tokens_per_second']['ttpu']:8.1f} tokens/s   ratio {row['ratio']:.2f} "
-          f"({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
+    print(
+        f"{dtype:9} {figure:15} transformers {row['tokens_per_second']['transformers']:8.1f}  "
+        f"ttpu {row['tokens_per_second']['ttpu']:8.1f} tokens/s   ratio {row['ratio']:.2f} "
+        f"({min(ratios):.2f} to {max(ratios):.2f})",
+        flush=True,
+    )
     return row
 
 
@@ -129,7 +136,8 @@ def work(engine: str, checkpoint: str, dtype: str) -> None:
 
 
 def transformers_engine(checkpoint: str, dtype: str) -> Any:
-    """torch eager with scaled-dot-product attention and a dynamic cache; a bare greedy loop, without generate()'s cost."""
+    """torch eager with scaled-dot-product attention and a dynamic cache; a bare greedy loop, without generate()'s
+    cost."""
     import torch
     from transformers import DynamicCache, LlamaForCausalLM
 
@@ -157,8 +165,8 @@ def transformers_engine(checkpoint: str, dtype: str) -> Any:
 def ttpu_engine(checkpoint: str, dtype: str) -> Any:
     """This backend, through the public interface."""
     import numpy as np
-    import ttpu_jax.backend  # noqa: F401  (imports count towards the baseline)
 
+    import ttpu_jax.backend  # noqa: F401  (imports count towards the baseline)
     from ttpu import AutoModelForTPU
 
     base, began = rss(), time.perf_counter()
@@ -203,9 +211,18 @@ def peak_rss() -> int:
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "torch", "transformers", "ttpu-jax")}
-    return {"cpu": cpu, "cores": os.cpu_count(), "threads": THREADS, "python": platform.python_version(), "versions": versions}
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": THREADS,
+        "python": platform.python_version(),
+        "versions": versions,
+    }
 
 
 if __name__ == "__main__":

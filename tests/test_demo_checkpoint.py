@@ -50,6 +50,7 @@ def greedy_by_the_decoder(tokens: list[int], new: int) -> list[int]:
     """Greedy tokens by the backend's decoder, in float32 and without a cache."""
     import jax
     import jax.numpy as jnp
+
     from ttpu_jax.model.decoder import Decoder
     from ttpu_jax.model.layers import Runtime, different_ropes
     from ttpu_jax.params.load import load_parameters

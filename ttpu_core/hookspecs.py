@@ -83,15 +83,15 @@ def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMappin
 
 
 @hookspec
-def ttpu_sharding_rules(config: ModelConfig) -> Iterable[tuple[str, tuple[str | None, ...]]]:
+def ttpu_sharding_rules(config: ModelConfig) -> Iterable[tuple[str, tuple[str | None, ...]]] | None:
     """Logical axes for parameters (a regular expression over Flax paths) where the usual ones do not serve."""
 
 
 @hookspec
-def ttpu_torch_patches(config: ModelConfig) -> Iterable[TorchPatch]:
+def ttpu_torch_patches(config: ModelConfig) -> Iterable[TorchPatch] | None:
     """Replacements in the stock PyTorch model; a later plugin's patch of the same target wins."""
 
 
 @hookspec
-def ttpu_kernels(config: ModelConfig) -> Iterable[KernelChoice]:
+def ttpu_kernels(config: ModelConfig) -> Iterable[KernelChoice] | None:
     """Implementations of operations, by backend; a later plugin's choice for the same operation wins."""

@@ -239,8 +239,8 @@ def _with_axis_overrides(
 
 
 def stacked_parameters(spec: ArchitectureSpec) -> dict[str, Parameter]:
-    """The table for a decoder that scans over layers: `groups.<g>.<position>.<path>` with a leading layers axis instead of
-    `layers.<i>.<path>`, as `ttpu_core.mapping.stack_layers` maps them."""
+    """The table for a decoder that scans over layers: `groups.<g>.<position>.<path>` with a leading layers axis
+    instead of `layers.<i>.<path>`, as `ttpu_core.mapping.stack_layers` maps them."""
     table = {path: parameter for path, parameter in spec.parameters.items() if not path.startswith("layers.")}
     for number, group in enumerate(spec.groups()):
         for place in range(len(group.unit)):

@@ -1,5 +1,5 @@
-"""From logical axes to mesh axes. In: the axes and shape of a parameter or an activation, and a mesh; out: the mesh axes
-that cut each dimension. One table serves every backend."""
+"""From logical axes to mesh axes. In: the axes and shape of a parameter or an activation, and a mesh; out: the mesh
+axes that cut each dimension. One table serves every backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class Strategy:
 
     rules: tuple[tuple[str, MeshAxes], ...]
 
-    def mesh_axes(self, logical: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mapping[str, int], name: str) -> tuple[MeshAxes, ...]:
+    def mesh_axes(
+        self, logical: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mapping[str, int], name: str
+    ) -> tuple[MeshAxes, ...]:
         """The mesh axes for each dimension; () where it is whole on every device. Mesh axes of size 1 cut nothing.
 
         Args:

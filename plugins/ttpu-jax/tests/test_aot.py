@@ -10,11 +10,11 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from ttpu_core.errors import MissingDependencyError, UnsupportedError
 from ttpu_jax.aot import hlo, schedule, topology
 from ttpu_jax.aot.compile import OVERLAP_COLLECTIVES, CompiledProgram, compile_for
 from ttpu_jax.aot.topology import CHIPS, GIB, TpuTopology, make_mesh, tpu_topology
-
-from ttpu_core.errors import MissingDependencyError, UnsupportedError
 
 GROUP = "replica_groups={{0,1,2,3}}"
 

@@ -5,9 +5,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from ttpu_jax.aot.report import ProgramReport, compile_report
-from ttpu_jax.aot.topology import GIB
-from ttpu_jax.cli.compile_report import compile_report as command
 from typer.testing import CliRunner, Result
 
 from ttpu_core.architecture import Architecture
@@ -16,6 +13,9 @@ from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.registry import default_registry
 from ttpu_core.spec import AttentionSpec
+from ttpu_jax.aot.report import ProgramReport, compile_report
+from ttpu_jax.aot.topology import GIB
+from ttpu_jax.cli.compile_report import compile_report as command
 
 LLAMA_8B = Path(__file__).parents[3] / "examples" / "configs" / "llama-3.1-8b.json"
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import llama_checkpoint
+
 from ttpu_core import default_registry, open_checkpoint
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
@@ -55,7 +56,8 @@ class Model:
         """Logits of TOKENS when they come in parts, each written into the cache after the one before."""
         cache = empty_cache(self.spec, len(TOKENS), 32, self.placement, FLOAT32, stacked=self.stacked)
         run = jax.jit(
-            lambda params, tokens, cache, fresh: self.decoder(params)(tokens, None, cache, fresh=fresh), static_argnums=3
+            lambda params, tokens, cache, fresh: self.decoder(params)(tokens, None, cache, fresh=fresh),
+            static_argnums=3,
         )
         parts, begin = [], 0
         for length in lengths:

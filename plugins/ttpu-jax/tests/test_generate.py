@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny import llama_checkpoint
+
+from ttpu import AutoModelForTPU
 from ttpu_core.errors import MissingDependencyError, RequestError, TTPUError
 from ttpu_jax.generation.options import options_from
 from ttpu_jax.generation.programs import PREFILL_CHUNK, cache_bucket, prompt_bucket
 from ttpu_jax.generation.text import TextStream
-
-from ttpu import AutoModelForTPU
 
 PROMPT = list(b"The quick brown fox")
 
@@ -136,7 +136,9 @@ def test_bad_options_are_refused_before_anything_runs(model: Any, arguments: dic
 
 
 def test_options_that_ask_for_nothing_are_taken() -> None:
-    assert options_from({"num_beams": 1, "use_cache": True, "length_penalty": 1.0, "output_scores": False}) == options_from({})
+    assert options_from(
+        {"num_beams": 1, "use_cache": True, "length_penalty": 1.0, "output_scores": False}
+    ) == options_from({})
 
 
 def test_arguments_win_over_the_config_which_wins_over_the_checkpoint() -> None:
@@ -177,7 +179,9 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(model: Any) -> None:
 
 
 def test_prompts_of_one_batch_draw_differently(model: Any) -> None:
-    first, second = model.generate([PROMPT, PROMPT], temperature=1.0, seed=1, max_new_tokens=20, ignore_eos=True)[:, 19:]
+    first, second = model.generate([PROMPT, PROMPT], temperature=1.0, seed=1, max_new_tokens=20, ignore_eos=True)[
+        :, 19:
+    ]
     assert first.tolist() != second.tolist()
 
 
@@ -243,7 +247,9 @@ class _Letters:
     def __init__(self, pieces: list[str]) -> None:
         from tokenizers import Tokenizer, decoders, models
 
-        self.backend_tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="?"))
+        self.backend_tokenizer = Tokenizer(
+            models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="?")
+        )
         self.backend_tokenizer.decoder = decoders.Fuse()
 
 
@@ -293,6 +299,7 @@ def test_decode_compiles_once_and_values_never_cause_a_compile(tmp_path: Path) -
 
 def test_the_cache_is_donated(model: Any) -> None:
     import jax
+
     from ttpu_jax.ops.sampling import SamplingParams, features_of, sampling_inputs
 
     params = [SamplingParams()]

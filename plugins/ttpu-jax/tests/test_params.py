@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tiny import llama_checkpoint
+
+from ttpu import AutoModelForTPU
 from ttpu_core import default_registry, open_checkpoint
 from ttpu_core.errors import CheckpointError, MappingError, RequestError
 from ttpu_jax.params.dtypes import model_dtype
@@ -19,14 +21,12 @@ from ttpu_jax.params.initialize import abstract_parameters, random_parameters
 from ttpu_jax.params.load import load_parameters
 from ttpu_jax.params.placement import local_placement
 
-from ttpu import AutoModelForTPU
-
 FLOAT32 = np.dtype(np.float32)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return llama_checkpoint(tmp_path / "llama")
+    return llama_checkpoint(tmp_path / "llama", vocab_size=260)
 
 
 def load(path: Path, mesh: str | None = None, dtype: np.dtype = FLOAT32, **options: object) -> dict[str, jax.Array]:
@@ -41,11 +41,15 @@ def load(path: Path, mesh: str | None = None, dtype: np.dtype = FLOAT32, **optio
 def test_saving_what_was_loaded_gives_the_same_bytes(tmp_path: Path, mesh: str | None, dtype: str) -> None:
     source = llama_checkpoint(tmp_path / "source", dtype=dtype, vocab_size=260)
     kind = model_dtype(dtype)
-    save_file({k: v.astype(kind) for k, v in load_file(source / "model.safetensors").items()}, source / "model.safetensors")
+    save_file(
+        {k: v.astype(kind) for k, v in load_file(source / "model.safetensors").items()}, source / "model.safetensors"
+    )
     AutoModelForTPU.from_pretrained(source, mesh=mesh).save_pretrained(tmp_path / "saved")
     before, after = (load_file(p / "model.safetensors") for p in (source, tmp_path / "saved"))
     assert before.keys() == after.keys()
-    assert all(before[name].tobytes() == after[name].tobytes() and before[name].dtype == after[name].dtype for name in before)
+    assert all(
+        before[name].tobytes() == after[name].tobytes() and before[name].dtype == after[name].dtype for name in before
+    )
 
 
 def test_a_saved_checkpoint_keeps_config_and_tokenizer_and_says_its_dtype(path: Path, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from ttpu_core.errors import RequestError
 from ttpu_jax.ops import sampling
 from ttpu_jax.ops.sampling import Sampled, SamplingFeatures, SamplingParams
 from ttpu_jax.ops.threshold import (
@@ -21,8 +23,6 @@ from ttpu_jax.ops.threshold import (
     keep_top_p_by_sort,
     ordered_bits,
 )
-
-from ttpu_core.errors import RequestError
 
 INF = math.inf
 jitted = jax.jit(sampling.sample, static_argnames="features")

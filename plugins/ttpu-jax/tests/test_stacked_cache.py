@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from ttpu_jax.model.cache import LayerCache
 
 LAYERS, BATCH, HEADS, SLOTS, DIM = 3, 2, 4, 8, 5

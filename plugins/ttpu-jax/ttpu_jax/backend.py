@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
+
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import CheckpointError, RequestError
 from ttpu_core.spec import AttentionSpec
-
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.generation.programs import Programs
 from ttpu_jax.model.layers import Runtime, different_ropes
@@ -67,7 +67,8 @@ class JaxBackend:
         runtime = Runtime(placement, attention, different_ropes(spec.layers))
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))
         params = load_parameters(checkpoint, architecture.mapping, spec.parameters, placement, held, on_load)
-        # XLA:CPU computes attention in float32 (ops/attention.py), so a bfloat16 cache would be converted at every step.
+        # XLA:CPU computes attention in float32 (ops/attention.py), so a bfloat16 cache would be converted at every
+        # step.
         cache_dtype = np.dtype(np.float32) if placement.platform == "cpu" else held
         on_compile = None if progress is None else (lambda _, seconds: progress("compile", float(seconds > 0), 1.0))
         programs = Programs(spec, spec.parameters, runtime, params, cache_dtype, on_compile=on_compile)
@@ -97,7 +98,8 @@ class JaxBackend:
 
 
 def attention_choice(architecture: Architecture, asked: str) -> tuple[str, str]:
-    """The attention implementation and the reason: the caller's, else a plugin's or patch pack's, else the reference."""
+    """The attention implementation and the reason: the caller's, else a plugin's or patch pack's, else the
+    reference."""
     if asked != "auto":
         implementation(asked)
         return asked, "asked for"
@@ -122,9 +124,10 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(checkpoint.path))
     except Exception as error:  # transformers raises many kinds for damaged files
+        reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"the tokenizer of {checkpoint.source} cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]}): "
-            "copy its tokenizer files again."
+            f"the tokenizer of {checkpoint.source} cannot be read ({type(error).__name__}: {reason}): copy its "
+            "tokenizer files again."
         ) from error
 
 

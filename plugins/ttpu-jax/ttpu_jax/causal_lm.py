@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import RequestError
 from ttpu_core.spec import ArchitectureSpec
-
 from ttpu_jax.generation import loop
 from ttpu_jax.generation.options import GenerationOptions, options_from
 from ttpu_jax.generation.programs import Programs
@@ -23,7 +23,8 @@ from ttpu_jax.params.export import save_checkpoint
 
 
 class JaxCausalLM:
-    """A causal language model whose parameters are on this backend's devices; made by `AutoModelForTPU.from_pretrained`.
+    """A causal language model whose parameters are on this backend's devices; made by
+    `AutoModelForTPU.from_pretrained`.
 
     Attributes:
         architecture: what the family plugin says of it; `spec` is its data.
@@ -68,23 +69,32 @@ class JaxCausalLM:
     def __call__(self, input_ids: Any, attention_mask: Any = None) -> CausalLMOutput:
         """Logits float32 [batch, seq, vocab] of input_ids [batch, seq] (or [seq], or lists of one length).
 
-        Positions follow the mask, so that a padded row's real tokens have the logits of the row alone; logits at padding
-        mean nothing.
+        Positions follow the mask, so that a padded row's real tokens have the logits of the row alone; logits at
+        padding mean nothing.
         """
         prompts = read_prompts(input_ids, attention_mask, self.tokenizer, self.spec.vocab_size)
         if prompts.form == "text":
-            raise RequestError("a model was called with text, but logits are computed for ids: call generate(), or tokenize.")
+            raise RequestError(
+                "a model was called with text, but logits are computed for ids: call generate(), or tokenize."
+            )
         ids = np.atleast_2d(np.asarray(input_ids if prompts.form == "array" else _rectangle(prompts)))
         mask = np.ones_like(ids) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask))
         positions = np.where(mask.astype(bool), np.cumsum(mask, axis=1) - 1, -1)
         if positions.max() >= self.context:
             raise RequestError(
-                f"the input has {positions.max() + 1:,} tokens, but this model's context holds {self.context:,}: shorten it."
+                f"the input has {positions.max() + 1:,} tokens, but this model's context holds {self.context:,}: "
+                "shorten it."
             )
         return CausalLMOutput(self.programs.logits(ids.astype(np.int32), positions.astype(np.int32)))
 
     def generate(
-        self, inputs: Any, generation_config: Any = None, *, attention_mask: Any = None, streamer: Any = None, **arguments: Any
+        self,
+        inputs: Any,
+        generation_config: Any = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Any = None,
+        **arguments: Any,
     ) -> Any:
         """Continue one or more prompts; argument names and meanings are transformers'.
 
@@ -93,20 +103,25 @@ class JaxCausalLM:
             generation_config: a transformers GenerationConfig, or a dict of its fields.
             attention_mask: [batch, seq], marks the real tokens of an array, padded on either side.
             streamer: an object with `put(ids)` and `end()`, such as transformers' TextStreamer; one prompt only.
-            **arguments: `GenerationOptions`: max_new_tokens (128), max_length, do_sample, temperature, top_k, top_p, min_p,
-                repetition_penalty, presence_penalty, frequency_penalty, seed, stop_strings, eos_token_id, stop_token_ids,
-                ignore_eos, logprobs. `return_dict_in_generate=True` returns a `GenerateOutput`.
+            **arguments: `GenerationOptions`: max_new_tokens (128), max_length, do_sample, temperature, top_k, top_p,
+            min_p,
+                repetition_penalty, presence_penalty, frequency_penalty, seed, stop_strings, eos_token_id,
+                stop_token_ids, ignore_eos, logprobs. `return_dict_in_generate=True` returns a `GenerateOutput`.
 
         Returns:
-            For text the continuation as text; for ids an int array [batch, prompt + new], padded as the prompt was given:
-            what transformers returns. Sampling is on if `do_sample` is, or if it is left out and a temperature is given.
+            For text the continuation as text; for ids an int array [batch, prompt + new], padded as the prompt was
+            given:
+            what transformers returns. Sampling is on if `do_sample` is, or if it is left out and a temperature is
+            given.
 
         Raises:
             RequestError: an argument that is out of range or not supported, or a prompt longer than the context.
         """
         prompts, options = self._request(inputs, generation_config, attention_mask, arguments)
         if streamer is not None and len(prompts.ids) != 1:
-            raise RequestError(f"a streamer follows one prompt, but {len(prompts.ids)} were given: pass one, or no streamer.")
+            raise RequestError(
+                f"a streamer follows one prompt, but {len(prompts.ids)} were given: pass one, or no streamer."
+            )
         if streamer is not None:
             streamer.put(np.asarray(prompts.ids))
         completions: dict[int, Completion] = {}

@@ -1,5 +1,5 @@
-"""Prepares the environment for JAX before it is imported: a machine with libtpu installed but no TPU runs on its CPU, and
-says nothing about it."""
+"""Prepares the environment for JAX before it is imported: a machine with libtpu installed but no TPU runs on its CPU,
+and says nothing about it."""
 
 from __future__ import annotations
 

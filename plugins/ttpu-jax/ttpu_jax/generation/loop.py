@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from ttpu_core.errors import RequestError, TTPUError
 
+from ttpu_core.errors import RequestError, TTPUError
 from ttpu_jax.generation.options import GenerationOptions
 from ttpu_jax.generation.programs import PREFILL_CHUNK, Programs, cache_bucket, prompt_bucket, prompt_counts
 from ttpu_jax.generation.prompts import left_pad
@@ -95,7 +95,8 @@ def _row(prompt: list[int], options: GenerationOptions, tokenizer: Any, context:
     room = context - len(prompt)
     if room < 1:
         raise RequestError(
-            f"the prompt has {len(prompt):,} tokens, but this model's context holds {context:,} and one must be left for "
+            f"the prompt has {len(prompt):,} tokens, but this model's context holds {context:,} and one must be left "
+            "for "
             "the answer: shorten the prompt."
         )
     wanted = options.new_tokens(len(prompt))
@@ -124,7 +125,8 @@ def _advance(
     done, token = row.completion, int(host["token"][index])
     if token < 0:
         raise TTPUError(
-            "the model's output is not a number (NaN or infinity): the checkpoint is damaged, or it overflows in this dtype; "
+            "the model's output is not a number (NaN or infinity): the checkpoint is damaged, or it overflows in "
+            "this dtype; "
             "try dtype='float32'."
         )
     logprob = float(host["logprob"][index]) if "logprob" in host else None

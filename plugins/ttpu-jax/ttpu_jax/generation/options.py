@@ -1,5 +1,5 @@
-"""What a caller asks of `generate`, by transformers' argument names. In: keyword arguments, a `GenerationConfig`, and the
-checkpoint's own defaults; out: frozen `GenerationOptions`, or one clear refusal."""
+"""What a caller asks of `generate`, by transformers' argument names. In: keyword arguments, a `GenerationConfig`, and
+the checkpoint's own defaults; out: frozen `GenerationOptions`, or one clear refusal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ttpu_core.errors import RequestError
-
 from ttpu_jax.ops.sampling import SamplingParams
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -16,8 +15,8 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """One call's options. `max_length` counts prompt and new tokens; `max_new_tokens` wins over it. `logprobs` n reports
-    the n likeliest tokens beside each chosen one."""
+    """One call's options. `max_length` counts prompt and new tokens; `max_new_tokens` wins over it. `logprobs` n
+    reports the n likeliest tokens beside each chosen one."""
 
     max_new_tokens: int | None = None
     max_length: int | None = None
@@ -44,7 +43,8 @@ class GenerationOptions:
         if self.max_length is not None:
             if self.max_length <= prompt_length:
                 raise RequestError(
-                    f"max_length={self.max_length} counts the prompt, which has {prompt_length} tokens already: raise it, "
+                    f"max_length={self.max_length} counts the prompt, which has {prompt_length} tokens already: "
+                    "raise it, "
                     "or pass max_new_tokens."
                 )
             return self.max_length - prompt_length
@@ -98,14 +98,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def options_from(
     arguments: Mapping[str, Any], config: Any = None, checkpoint_defaults: Mapping[str, Any] | None = None
 ) -> GenerationOptions:
-    """Join the three sources; `arguments` win over `config` (a GenerationConfig or dict), which wins over the checkpoint.
+    """Join the three sources; `arguments` win over `config` (a GenerationConfig or dict), which wins over the
+    checkpoint.
 
     Sampling is on if `do_sample` says so, or if the caller leaves it out and gives a temperature above 0 or a filter. A
     checkpoint's temperature alone does not turn it on, as in transformers.
 
     Raises:
         RequestError: an unknown argument, a value of the wrong type or range, or one that asks for something that this
-            backend does not do. A checkpoint's own unsupported default is left out, as it asks for quality, not meaning.
+            backend does not do. A checkpoint's own unsupported default is left out, as it asks for quality, not
+            meaning.
     """
     values: dict[str, Any] = {}
     for name, value in (checkpoint_defaults or {}).items():
@@ -155,10 +157,10 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else tuple(value or ())
-    if not all(isinstance(text, str) and text for text in texts):
+    texts = (value,) if isinstance(value, str) else value or ()
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"stop_strings is {value!r}, but non-empty strings are needed: correct it.")
-    return texts
+    return tuple(texts)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:

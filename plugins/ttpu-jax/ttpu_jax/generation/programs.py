@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ttpu_core.spec import ArchitectureSpec, Parameter
 
+from ttpu_core.spec import ArchitectureSpec, Parameter
 from ttpu_jax.model.cache import KVCache, empty_cache
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.layers import Runtime
@@ -103,7 +103,7 @@ class Programs:
         """
         key = ("prefill", *tokens.shape, state.cache.slots, fresh, features)
         program = self._get(key, partial(self._prefill, fresh=fresh, features=features), state, tokens, inputs)
-        return program(self._params, state, tokens, inputs)  # type: ignore[no-any-return]
+        return program(self._params, state, tokens, inputs)
 
     def decode(
         self, state: DecodeState, inputs: SamplingInputs, features: SamplingFeatures
@@ -111,13 +111,13 @@ class Programs:
         """One token for every row; `state` is consumed."""
         key = ("decode", state.token.shape[0], state.cache.slots, features)
         program = self._get(key, partial(self._decode, features=features), state, inputs)
-        return program(self._params, state, inputs)  # type: ignore[no-any-return]
+        return program(self._params, state, inputs)
 
     def logits(self, tokens: np.ndarray, positions: np.ndarray) -> jax.Array:
         """Logits [batch, seq, vocab] of whole sequences, without a cache."""
         key = ("logits", *tokens.shape)
         program = self._get(key, self._logits, tokens, positions)
-        return program(self._params, tokens, positions)  # type: ignore[no-any-return]
+        return program(self._params, tokens, positions)
 
     def _get(self, key: tuple[Any, ...], function: Callable[..., Any], *arguments: Any) -> Compiled:
         program = self._programs.get(key)
@@ -125,8 +125,7 @@ class Programs:
             if self.on_compile is not None:
                 self.on_compile(str(key[0]), 0.0)
             began = time.perf_counter()
-            donate = (1,) if isinstance(arguments[0], DecodeState) else ()
-            program = jax.jit(function, donate_argnums=donate).lower(self._params, *arguments).compile()
+            program = self._jit(function, arguments[0]).lower(self._params, *arguments).compile()
             seconds = time.perf_counter() - began
             self._programs[key] = program
             self.compiles += 1
@@ -134,6 +133,13 @@ class Programs:
             if self.on_compile is not None:
                 self.on_compile(str(key[0]), seconds)
         return program
+
+    def _jit(self, function: Callable[..., Any], first: Any) -> Any:
+        """Jit, with the state donated and handed back in the shardings in which it came."""
+        if not isinstance(first, DecodeState):
+            return jax.jit(function)
+        shardings = jax.tree.map(lambda array: array.sharding, first)
+        return jax.jit(function, donate_argnums=1, out_shardings=(shardings, None))
 
     def _decoder(self, params: dict[str, jax.Array]) -> Decoder:
         return Decoder(self.spec, params, self._table, self.runtime, stacked=self.stacked)

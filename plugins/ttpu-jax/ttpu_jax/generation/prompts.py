@@ -1,4 +1,5 @@
-"""Prompts in every form that callers have them: text, chat messages, ids, padded arrays. Out: one list of ids per prompt."""
+"""Prompts in every form that callers have them: text, chat messages, ids, padded arrays. Out: one list of ids per
+prompt."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+
 from ttpu_core.errors import MissingDependencyError, RequestError
 
 Form = Literal["text", "ids", "array"]
@@ -24,8 +26,8 @@ class Prompts:
 def read_prompts(inputs: Any, attention_mask: Any, tokenizer: Any, vocab_size: int) -> Prompts:
     """Tokenize or unpad `inputs`.
 
-    `inputs` is a string, a list of strings, chat messages ({"role", "content"} dicts) or a list of such chats, a list of
-    ids, a list of lists of ids, an array [seq] or [batch, seq] of any framework, or a tokenizer's mapping with
+    `inputs` is a string, a list of strings, chat messages ({"role", "content"} dicts) or a list of such chats, a list
+    of ids, a list of lists of ids, an array [seq] or [batch, seq] of any framework, or a tokenizer's mapping with
     `input_ids`. `attention_mask` [batch, seq] marks real tokens of an array, wherever the padding is.
 
     Raises:
@@ -48,7 +50,8 @@ def read_prompts(inputs: Any, attention_mask: Any, tokenizer: Any, vocab_size: i
             raise RequestError(f"prompt {index} is empty, but generation continues at least one token: pass some text.")
         if min(ids) < 0 or max(ids) >= vocab_size:
             raise RequestError(
-                f"prompt {index} has the token id {min(ids) if min(ids) < 0 else max(ids)}, but ids of this model run from 0 to "
+                f"prompt {index} has the token id {min(ids) if min(ids) < 0 else max(ids)}, but ids of this model "
+                "run from 0 to "
                 f"{vocab_size - 1}: use the checkpoint's own tokenizer."
             )
     if not prompts.ids:
@@ -67,7 +70,8 @@ def left_pad(ids: list[list[int]], width: int, fill: int = 0) -> tuple[np.ndarra
 def _encode(item: Any, tokenizer: Any) -> list[int]:
     if tokenizer is None:
         raise MissingDependencyError(
-            "the prompt is text, but the checkpoint has no tokenizer files: copy tokenizer.json into it, or pass token ids."
+            "the prompt is text, but the checkpoint has no tokenizer files: copy tokenizer.json into it, or pass "
+            "token ids."
         )
     if isinstance(item, str):
         return [int(token) for token in tokenizer(item)["input_ids"]]
@@ -80,7 +84,8 @@ def _encode(item: Any, tokenizer: Any) -> list[int]:
         encoded = tokenizer.apply_chat_template(item, add_generation_prompt=True, tokenize=True, return_dict=True)
     except Exception as error:  # a template raises what its author chose, such as jinja2's TemplateError
         raise RequestError(
-            f"the checkpoint's chat template refuses these messages ({type(error).__name__}: {error}): change their roles "
+            f"the checkpoint's chat template refuses these messages ({type(error).__name__}: {error}): change their "
+            "roles "
             "or order."
         ) from error
     return [int(token) for token in encoded["input_ids"]]
@@ -117,7 +122,9 @@ def _from_array(inputs: Any, attention_mask: Any) -> Prompts:
         )
     single = array.ndim == 1
     array = np.atleast_2d(array)
-    mask = np.ones_like(array, bool) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask)).astype(bool)
+    mask = (
+        np.ones_like(array, bool) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask)).astype(bool)
+    )
     if mask.shape != array.shape:
         raise RequestError(f"attention_mask has shape {mask.shape}, but input_ids has {array.shape}: make them equal.")
     return Prompts([row[keep].astype(int).tolist() for row, keep in zip(array, mask, strict=True)], "array", single)

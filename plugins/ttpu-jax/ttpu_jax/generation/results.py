@@ -13,8 +13,8 @@ FinishReason = Literal["stop", "length"]
 @dataclass(frozen=True)
 class StreamEvent:
     """One new token of one sequence. `text` is what became certain with it, and may be empty. `logprob` and
-    `top_logprobs` (token id → value, natural logarithm) are of the model's raw distribution. The last event of a sequence
-    carries its `finish_reason`."""
+    `top_logprobs` (token id → value, natural logarithm) are of the model's raw distribution. The last event of a
+    sequence carries its `finish_reason`."""
 
     text: str
     token_id: int
@@ -26,8 +26,8 @@ class StreamEvent:
 
 @dataclass
 class Completion:
-    """One finished sequence. `token_ids` are the new ones, without the stop token, which is `stop_id` where one ended the
-    sequence; `text` is None where the checkpoint has no tokenizer."""
+    """One finished sequence. `token_ids` are the new ones, without the stop token, which is `stop_id` where one ended
+    the sequence; `text` is None where the checkpoint has no tokenizer."""
 
     prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
@@ -68,8 +68,8 @@ class Timings:
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """What `generate(..., return_dict_in_generate=True)` returns: `sequences` [batch, length] as transformers pads them,
-    one `Completion` per prompt, and the timings."""
+    """What `generate(..., return_dict_in_generate=True)` returns: `sequences` [batch, length] as transformers pads
+    them, one `Completion` per prompt, and the timings."""
 
     sequences: np.ndarray
     completions: list[Completion]

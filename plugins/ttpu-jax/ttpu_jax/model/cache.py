@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ttpu_core import axes
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec
 
+from ttpu_core import axes
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec
 from ttpu_jax.params.placement import Placement
 
 CACHE_AXES = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)
@@ -20,8 +20,8 @@ CACHE_AXES = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys [batch, kv_heads, slots, head_dim] and values [batch, kv_heads, slots, value_dim] of one layer; with a leading
-    layers axis where layers are stacked."""
+    """Keys [batch, kv_heads, slots, head_dim] and values [batch, kv_heads, slots, value_dim] of one layer; with a
+    leading layers axis where layers are stacked."""
 
     key: jax.Array
     value: jax.Array
@@ -68,24 +68,27 @@ class KVCache:
         return self.layers[0].key.shape[-2]
 
     def positions(self, seq: int) -> tuple[jax.Array, jax.Array]:
-        """Positions of the next `seq` tokens [batch, seq] and of every slot [batch, slots]; negative for padding. A slot
-        that is not yet written has a position after every query's, so causality hides it."""
+        """Positions of the next `seq` tokens [batch, seq] and of every slot [batch, slots]; negative for padding. A
+        slot that is not yet written has a position after every query's, so causality hides it."""
         begin = self.start[:, None]
         return self.length + jnp.arange(seq)[None] - begin, jnp.arange(self.slots)[None] - begin
 
 
-def cache_layout(
-    spec: ArchitectureSpec, batch: int, slots: int, *, stacked: bool
-) -> list[tuple[tuple[tuple[int, ...], tuple[str | None, ...]], tuple[tuple[int, ...], tuple[str | None, ...]]]]:
+Layout = tuple[tuple[int, ...], tuple[str | None, ...]]
+"""The shape of an array and the logical axis of each dimension."""
+
+
+def cache_layout(spec: ArchitectureSpec, batch: int, slots: int, *, stacked: bool) -> list[tuple[Layout, Layout]]:
     """(shape, axes) of keys and of values, for each `LayerCache` in order."""
+    units: list[tuple[LayerSpec, tuple[int, ...]]]
     if stacked:
         units = [(layer, (group.repeats,)) for group in spec.groups() for layer in group.unit]
     else:
         units = [(layer, ()) for layer in spec.layers]
-    layout = []
+    layout: list[tuple[Layout, Layout]] = []
     for layer, lead in units:
         assert isinstance(layer.mixer, AttentionSpec)
-        logical = ((axes.LAYERS,) * len(lead)) + CACHE_AXES
+        logical: tuple[str | None, ...] = (*(axes.LAYERS for _ in lead), *CACHE_AXES)
         rows = (*lead, batch, layer.mixer.num_kv_heads, slots)
         layout.append((((*rows, layer.mixer.head_dim), logical), ((*rows, layer.mixer.value_dim), logical)))
     return layout

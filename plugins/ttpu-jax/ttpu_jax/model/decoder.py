@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from ttpu_core.spec import ArchitectureSpec, Parameter
 
+from ttpu_core.spec import ArchitectureSpec, Parameter
 from ttpu_jax.model.cache import KVCache, LayerCache
 from ttpu_jax.model.layers import RESIDUAL, DecoderLayer, Embedding, Head, Norm, Parameters, Runtime, Step
 from ttpu_jax.ops.rope import rope_angles
@@ -22,8 +22,8 @@ from ttpu_jax.ops.rope import rope_angles
 class Decoder(nnx.Module):
     """Embedding, layers, final norm and head over a flat dict of parameters.
 
-    `stacked` parameters have paths `groups.<g>.<position>.…` and a leading layers axis (`ttpu_core.mapping.stack_layers`);
-    others have paths `layers.<i>.…`."""
+    `stacked` parameters have paths `groups.<g>.<position>.…` and a leading layers axis
+    (`ttpu_core.mapping.stack_layers`); others have paths `layers.<i>.…`."""
 
     def __init__(
         self,
@@ -97,19 +97,21 @@ class Decoder(nnx.Module):
         for index, layer in enumerate(self.layers):
             definition, state = nnx.split(layer)
             x, cache = _apply_layer(definition, state, x, step, caches[index] if caches else None)
-            updated.append(cache)
+            if cache is not None:
+                updated.append(cache)
         return x, tuple(updated)
 
     def _scan_layers(
         self, x: jax.Array, step: Step, caches: tuple[LayerCache, ...] | None
     ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
         """One scan per group of repeated layers, its caches carried whole and written a row at a time."""
-        updated: list[LayerCache | None] = []
+        updated: list[LayerCache] = []
         place = 0
         for group in self.spec.groups():
             places = range(place, place + len(group.unit))
             place += len(group.unit)
             split = [nnx.split(self.layers[i]) for i in places]
+            held: tuple[LayerCache | None, ...]
             held = tuple(caches[i] for i in places) if caches else (None,) * len(group.unit)
 
             def body(carry: Any, inputs: Any, split: Any = split) -> tuple[Any, None]:
@@ -123,8 +125,8 @@ class Decoder(nnx.Module):
 
             states = tuple(state for _, state in split)
             (x, held), _ = jax.lax.scan(body, (x, held), (jnp.arange(group.repeats), states))
-            updated.extend(held)
-        return x, tuple(updated)  # type: ignore[arg-type]
+            updated.extend(cache for cache in held if cache is not None)
+        return x, tuple(updated)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -132,7 +134,7 @@ def _apply_layer(
     definition: Any, state: Any, x: jax.Array, step: Step, cache: LayerCache | None
 ) -> tuple[jax.Array, LayerCache | None]:
     """One layer. Layers with equal definitions and shapes hit jit's cache and are traced once."""
-    return nnx.merge(definition, state)(x, step, cache)  # type: ignore[no-any-return]
+    return nnx.merge(definition, state)(x, step, cache)
 
 
 def _layer_paths(spec: ArchitectureSpec, *, stacked: bool) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,5 @@
-"""The parts of a decoder as Flax NNX modules. Each is built from its spec and a view on the parameters, whose logical axes
-it carries; none knows a model type."""
+"""The parts of a decoder as Flax NNX modules. Each is built from its spec and a view on the parameters, whose logical
+axes it carries; none knows a model type."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
 from ttpu_core import axes
 from ttpu_core.parameters import fused_slots, norm_names
 from ttpu_core.spec import AttentionSpec, EmbeddingSpec, HeadSpec, LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec
-
 from ttpu_jax.model.cache import LayerCache
 from ttpu_jax.ops import attention as attention_ops
 from ttpu_jax.ops.activation import activate
@@ -27,10 +27,10 @@ RESIDUAL = (axes.BATCH, axes.SEQUENCE, None)
 
 @dataclass(frozen=True)
 class Runtime:
-    """What is the same in every layer and never changes: where arrays live, which attention runs, and the different ropes
-    of the model. Static."""
+    """What is the same in every layer and never changes: where arrays live, which attention runs, and the different
+    ropes of the model. Static."""
 
-    placement: Placement = Placement()
+    placement: Placement
     attention: str = "eager"
     ropes: tuple[RopeSpec, ...] = ()
 
@@ -65,8 +65,8 @@ class Parameters:
 @dataclass(frozen=True)
 class Step:
     """What the tokens of one forward pass have in common: positions [batch, seq] of queries and [batch, keys] of keys,
-    cos and sin for each of the runtime's ropes, and the cache slot where the first token goes; `fresh` says that nothing
-    is in the cache before it."""
+    cos and sin for each of the runtime's ropes, and the cache slot where the first token goes; `fresh` says that
+    nothing is in the cache before it."""
 
     query_positions: jax.Array
     key_positions: jax.Array
@@ -212,10 +212,7 @@ class Attention(nnx.Module):
             fused = jnp.clip(fused, -spec.clip_qkv, spec.clip_qkv)
         group = fused_slots(spec)[0]
         query, key = fused[..., :group, :], fused[..., group, :]
-        if spec.value_is_key:
-            value = key
-        else:
-            value = fused[..., group + 1, :] if self.value is None else self.value(x)
+        value = key if spec.value_is_key else self.value(x) if self.value else fused[..., group + 1, :]
         if spec.value_scale != 1.0:
             value = value * spec.value_scale
         return query, key, value if self.v_norm is None else self.v_norm(value)
@@ -259,9 +256,13 @@ class DecoderLayer(nnx.Module):
     def __init__(self, spec: LayerSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
         assert isinstance(spec.mixer, AttentionSpec) and isinstance(spec.mlp, MLPSpec | None)
-        for name in ("input_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"):
-            norm = Norm(spec.norm, values.at(name)) if name in norm_names(spec) else None
-            setattr(self, name, norm)
+        present = norm_names(spec)
+
+        def norm(name: str) -> Norm | None:
+            return Norm(spec.norm, values.at(name)) if name in present else None
+
+        self.input_norm, self.post_attention_norm = norm("input_norm"), norm("post_attention_norm")
+        self.mlp_norm, self.post_mlp_norm = norm("mlp_norm"), norm("post_mlp_norm")
         self.attention = Attention(spec.mixer, values.at("attention"), runtime)
         self.mlp = MLP(spec.mlp, values.at("mlp"), runtime) if spec.mlp else None
         self.layer_scalar = values.get("layer_scalar")

@@ -17,7 +17,8 @@ def check_supported(spec: ArchitectureSpec) -> None:
     for index, layer in enumerate(spec.layers):
         for need in _unsupported(layer):
             raise UnsupportedError(
-                f"layer {index} of this {spec.model_type!r} model needs {need}, which this version of ttpu-jax cannot run: "
+                f"layer {index} of this {spec.model_type!r} model needs {need}, which this version of ttpu-jax "
+                "cannot run: "
                 "update ttpu-jax, or use another backend."
             )
 

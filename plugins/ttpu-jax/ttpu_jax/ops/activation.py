@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import ActivationSpec
 
@@ -25,7 +26,8 @@ def activate(x: jax.Array, spec: ActivationSpec) -> jax.Array:
     """
     if spec.name not in _FUNCTIONS:
         raise UnsupportedError(
-            f"activation {spec.name!r} was asked for, but the JAX backend has {', '.join(_FUNCTIONS)}: use one of those, "
+            f"activation {spec.name!r} was asked for, but the JAX backend has {', '.join(_FUNCTIONS)}: use one of "
+            "those, "
             "or a custom block."
         )
     return _FUNCTIONS[spec.name](x)

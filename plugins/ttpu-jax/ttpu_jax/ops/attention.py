@@ -11,6 +11,7 @@ from importlib import import_module
 
 import jax
 import jax.numpy as jnp
+
 from ttpu_core.errors import PluginError
 from ttpu_core.spec import AttentionSpec
 

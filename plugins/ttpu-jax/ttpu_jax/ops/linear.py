@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 
 
-def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def linear(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, *, out_dtype: jnp.dtype | None = None
+) -> jax.Array:
     """x [..., in] times kernel [*out, in], plus bias [*out]: [..., *out] in `out_dtype` (default: x's).
 
-    XLA:CPU multiplies bfloat16 by a naive loop, eight times slower, unless both operands contract their minor dimension,
+    XLA:CPU multiplies bfloat16 by a naive loop, eight times slower, unless both operands contract their minor
+    dimension,
     the result is float32 and there are at least two rows; so a single row is doubled. On a TPU a second row is free.
     """
     out_dtype = out_dtype or x.dtype

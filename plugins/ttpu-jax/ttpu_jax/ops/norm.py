@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+
 from ttpu_core.spec import NormSpec
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+
 from ttpu_core.rope import RopeSpec, dynamic_base, inverse_frequencies
 
 
@@ -19,7 +20,8 @@ def rope_angles(spec: RopeSpec, positions: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, spec: RopeSpec) -> jax.Array:
-    """Rotate the first `rotary_dim` features of x [batch, seq, ..., head_dim]; cos, sin [batch, seq, rotary_dim / 2]."""
+    """Rotate the first `rotary_dim` features of x [batch, seq, ..., head_dim]; cos, sin [batch, seq, rotary_dim /
+    2]."""
     between = (1,) * (x.ndim - 3)
     cos, sin = (t.reshape(*t.shape[:2], *between, t.shape[-1]) for t in (cos, sin))
     turned, kept = x[..., : spec.rotary_dim].astype(jnp.float32), x[..., spec.rotary_dim :]

@@ -6,6 +6,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import CheckpointError, RequestError
 
@@ -35,7 +36,8 @@ def stored_dtype(name: str, tensor: str) -> np.dtype[Any]:
     """
     if name not in _STORED:
         raise CheckpointError(
-            f"tensor {tensor!r} is stored as {name}, but this backend reads {', '.join(_STORED)}: convert the checkpoint."
+            f"tensor {tensor!r} is stored as {name}, but this backend reads {', '.join(_STORED)}: convert the "
+            "checkpoint."
         )
     return np.dtype(_STORED[name])
 

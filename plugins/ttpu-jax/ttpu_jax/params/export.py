@@ -4,7 +4,6 @@ safetensors files that `transformers` loads, with the checkpoint's own names, sh
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections import defaultdict
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from safetensors.numpy import save_file
+
 from ttpu_core.checkpoint import INDEX, WEIGHTS
 from ttpu_core.mapping import FlaxMapping, Tensor, scatter
 
@@ -53,7 +53,11 @@ def save_checkpoint(
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     shards = _shards(mapping, parameters, max_shard_bytes)
-    names = [WEIGHTS] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    names = (
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    )
     with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as staging_name:
         staging = Path(staging_name)
         placed: dict[str, str] = {}
@@ -70,7 +74,7 @@ def save_checkpoint(
             (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         _copy_small_files(source, staging)
         for file in sorted(path.name for path in staging.iterdir()):
-            os.replace(staging / file, target / file)
+            (staging / file).replace(target / file)
         _remove_stale_weights(target, {*names, INDEX} if len(names) > 1 else set(names))
     return target
 
@@ -111,5 +115,3 @@ def _remove_stale_weights(target: Path, current: set[str]) -> None:
     for file in target.glob("model*.safetensors*"):
         if file.name not in current:
             file.unlink()
-
-

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ttpu_core.spec import Parameter
 
+from ttpu_core.spec import Parameter
 from ttpu_jax.params.placement import Placement
 
 
@@ -32,7 +32,8 @@ def random_parameters(
     seed: int = 0,
     standard_deviation: float = 0.02,
 ) -> dict[str, jax.Array]:
-    """Fresh parameters, each made where it lives: normal with `standard_deviation`, or ones, or zeros, as the table says.
+    """Fresh parameters, each made where it lives: normal with `standard_deviation`, or ones, or zeros, as the table
+    says.
 
     A parameter's values follow from the seed and its place in the table, not from the mesh."""
     key = jax.random.key(seed)

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
+
 from ttpu_core.checkpoint import Checkpoint, read_tensor_into
 from ttpu_core.mapping import FlaxMapping, gather
 from ttpu_core.spec import Parameter
-
 from ttpu_jax.params.dtypes import stored_dtype
 from ttpu_jax.params.placement import Placement
 
@@ -44,7 +44,7 @@ def load_parameters(
         info = infos[names[name]]
         buffer = aligned_empty(info.shape, stored_dtype(info.dtype, name))
         if info.nbytes:
-            read_tensor_into(info, memoryview(buffer.reshape(-1).view(np.uint8)))
+            read_tensor_into(info, buffer.reshape(-1).view(np.uint8).data)
         return buffer
 
     total = sum(p.size * _dtype(p, dtype).itemsize for p in parameters.values())

@@ -1,4 +1,5 @@
-"""Where arrays live. In: a mesh and a strategy; out: the sharding of each parameter and the constraints on activations."""
+"""Where arrays live. In: a mesh and a strategy; out: the sharding of each parameter and the constraints on
+activations."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from math import prod
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.plan.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy, parse_mesh
 from ttpu_core.spec import Parameter
@@ -44,7 +46,9 @@ class Placement:
         if self.mesh is None:
             return x
         logical = self.divisible(axes, x.shape)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self._spec(logical, x.shape, "an activation")))
+        return jax.lax.with_sharding_constraint(
+            x, NamedSharding(self.mesh, self._spec(logical, x.shape, "an activation"))
+        )
 
     def divisible(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> tuple[str | None, ...]:
         """The axes, without those of dimensions that are too small to be cut: an activation may stay whole."""
@@ -52,7 +56,9 @@ class Placement:
             return axes
         table, mesh = dict(self.strategy.rules), dict(self.mesh.shape)
         devices = [prod(mesh.get(a, 1) for a in table.get(axis or "", ())) for axis in axes]
-        return tuple(axis if size % count == 0 else None for axis, size, count in zip(axes, shape, devices, strict=True))
+        return tuple(
+            axis if size % count == 0 else None for axis, size, count in zip(axes, shape, devices, strict=True)
+        )
 
     def _spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...], name: str) -> PartitionSpec:
         assert self.mesh is not None
@@ -73,7 +79,8 @@ def local_placement(mesh: str | Mesh | None = None, strategy: Strategy = DEFAULT
         needed, devices = prod(sizes.values()), jax.devices()
         if needed > len(devices):
             raise UnsupportedError(
-                f"the mesh {mesh!r} needs {needed} devices, but {len(devices)} {devices[0].platform} device(s) are here: "
+                f"the mesh {mesh!r} needs {needed} devices, but {len(devices)} {devices[0].platform} device(s) are "
+                "here: "
                 "make it smaller (on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 simulates 8 devices)."
             )
         names = [axis for axis in MESH_AXES if axis in sizes]
