@@ -18,6 +18,9 @@ HELD_OUT_EVERY = 25  # one passage in 25 is never trained on
 CHATS = 0.2  # the share of rows that are a question with its answer
 ASCII = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "-", "…": "...", "\xa0": " "})
 
+UNDERLINE = re.compile(r"[*=\-~^]{3,}")
+QUOTED = re.compile(r"\"([\w.@*/+<>=%-]+(?:\([\w, *.=]*\))?)\"")  # "with", "__exit__()", "collections.abc"
+
 # One question and its answer are one passage of training, so a conversation is rendered turn by turn.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -62,16 +65,22 @@ def read_topics() -> list[tuple[str, list[str]]]:
 
 
 def clean(paragraph: str) -> str:
-    """ASCII quotes and dashes, as a user types them, and prose on one line, so that a sentence is the same tokens
-    wherever it once was wrapped; code, grammar and tables keep their lines."""
-    paragraph = paragraph.translate(ASCII)
+    """Prose on one line, so that a sentence is the same tokens wherever it once was wrapped; prose and titles without
+    the quotes around keywords and names, as a user types them; code, grammar and tables as they are. Plain quotes and
+    dashes everywhere."""
+    paragraph = paragraph.translate(ASCII).rstrip()
     lines = paragraph.split("\n")
+    if len(lines) == 2 and UNDERLINE.fullmatch(lines[1]):
+        title = QUOTED.sub(r"\1", lines[0])
+        return f"{title}\n{lines[1][0] * len(title)}"
     indents = {len(line) - len(line.lstrip()) for line in lines[1:]}
     wrapped = len(lines) > 1 and len(indents) == 1 and all(len(line) > 50 for line in lines[:-1])
-    if not wrapped or any(mark in paragraph for mark in ("::=", ">>>", "| ", "***", "===", "---")):
-        return paragraph.rstrip()
+    sentence = len(lines) == 1 and re.fullmatch(r"[\s*\d.]*[A-Z].* .*[.:]", paragraph)
+    if not (wrapped or sentence) or any(mark in paragraph for mark in ("::=", ">>>", "| ", "***", "===", "---")):
+        return paragraph
     lead = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
-    return lead + re.sub(r"(?<=[.,:;?!)\"]) {2,}", " ", " ".join(line.strip() for line in lines))
+    prose = re.sub(r"(?<=[.,:;?!)\"]) {2,}", " ", " ".join(line.strip() for line in lines))
+    return lead + QUOTED.sub(r"\1", prose)
 
 
 def sections(topics: list[tuple[str, list[str]]]) -> Iterator[Section]:
@@ -79,13 +88,13 @@ def sections(topics: list[tuple[str, list[str]]]) -> Iterator[Section]:
     "The with statement"."""
     from pydoc_data.topics import topics as all_topics
 
-    aliases = {clean(text.partition("\n")[0]): name for name, text in all_topics.items()}
+    aliases = {QUOTED.sub(r"\1", text.partition("\n")[0].translate(ASCII)): name for name, text in all_topics.items()}
     for name, paragraphs in topics:
         names: tuple[str, ...] = (name,)
         body: list[str] = []
         for paragraph in paragraphs:
             title, _, rule = paragraph.partition("\n")
-            if re.fullmatch(r"[*=\-~^\"]{3,}", rule):
+            if UNDERLINE.fullmatch(rule):
                 if body:
                     yield Section(names, tuple(body))
                     names, body = (), []
@@ -150,6 +159,8 @@ def build_corpus(topics: list[tuple[str, list[str]]], tokenizer: Tokenizer) -> C
     chats = []
     for section in sections(topics):
         answer = encode("\n\n".join(p for p in section.paragraphs if p not in hidden))
+        if not answer:
+            continue
         for question in dict.fromkeys(q.format(name) for q in QUESTIONS for name in section.names):
             for asked in dict.fromkeys((question, question.lower())):
                 chat = [BOS_ID, USER_ID, *encode(asked), ASSISTANT_ID, *answer, EOS_ID]

@@ -219,7 +219,7 @@ def mean_loss(evaluate: LossFunction, parameters: Parameters, rows: np.ndarray) 
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder of the checkpoint; its files are replaced one by one.")] = OUTPUT,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 800,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1400,
     batch_size: Annotated[int, typer.Option(min=1, help=f"Windows of {CONTEXT} tokens in a step.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule, after the warm-up.")] = 2e-2,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between saves: an interrupted run leaves one.")] = 200,

@@ -769,8 +769,9 @@ def test_in_a_terminal_ctrl_c_stops_the_reply_and_an_error_spares_the_conversati
     terminal.write("too long\n")
     assert "error: the prompt is too long: shorten it." in terminal.read_until("> ")
     terminal.write("hi\n")
-    # Three turns are left: the first prompt, what was said before Ctrl-C, and this one.
-    terminal.read_until("3: hi")
+    # Three turns are left: the first prompt, what was said before Ctrl-C, and this one. The next prompt is awaited,
+    # because a Ctrl-D typed before the line editor is there would be lost.
+    assert "3: hi" in terminal.read_until("> ")
     terminal.write("\x04")  # Ctrl-D
     assert terminal.wait() == 0
 
@@ -802,14 +803,16 @@ class Terminal:
             shown += part
         return shown.decode()
 
-    def wait(self) -> int:
-        """The exit status; what is still shown is read, or the command could not end."""
-        while True:
+    def wait(self, seconds: float = 60.0) -> int:
+        """The exit status; what is still shown is read, or the command could not end. Killed if nothing comes."""
+        while select.select([self._terminal], [], [], seconds)[0]:
             try:
                 if not os.read(self._terminal, 4096):
                     break
-            except OSError:
+            except OSError:  # Linux, when the other side is closed
                 break
+        else:
+            os.kill(self._pid, signal.SIGKILL)
         os.close(self._terminal)
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 

@@ -210,11 +210,15 @@ def test_asking_for_a_misfit_names_the_distribution_the_reason_and_the_way_out(w
 
 
 def test_a_plugin_built_for_another_core_is_incompatible_without_an_import(tmp_path: Path) -> None:
-    unmet = ("ttpu-core>=99", "ttpu_core (<0.0.1)", "TTPU-Core==2.*; python_version>='3'", "ttpu-core = = 1")
+    unmet = ("ttpu-core>=99", "ttpu-core<0.0.1", "TTPU-Core==2.*; python_version>='3'", "ttpu-core==77")
+    malformed = "ttpu-core = = 1"  # newer pips refuse to install it, so it is written in afterwards
     met = ("ttpu-core-extras>=99", "ttpu-core>=99; extra == 'dev'", "ttpu-core>=99; python_version<'3'", "ttpu-core")
     other = [family(f"other{i}", LEAVES_A_TRACE, requires=("numpy", text)) for i, text in enumerate(unmet)]
     same = [family(f"same{i}", requires=("numpy", text)) for i, text in enumerate(met)]
     env = Environment.install(tmp_path, *other, *same)
+    metadata = env.site / "other3-1.0.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace(unmet[3], malformed))
+    assert malformed in metadata.read_text()
     check = "records(group='ttpu.architectures', check=True)"
     listed, layers = env.run(RESOLVE_LLAMA + f"report([{check}, llama(config).spec.num_layers])")
     rows = {row[2]: row for row in listed}
