@@ -232,7 +232,7 @@ def test_listing_plugins_imports_no_framework_and_no_plugin() -> None:
     assert "ttpu-llama" in finished.stdout
 
 
-@pytest.mark.parametrize("arguments", [["frobnicate"], ["info"], ["info", "--x"], ["chat", "x", "--temperature", "-1"]])
+@pytest.mark.parametrize("arguments", [["frobnicate"], ["info"], ["info", "--x"], ["chat", "x", "--top-p", "hot"]])
 def test_a_usage_error_exits_2(arguments: list[str]) -> None:
     assert "Usage: ttpu" in run(*arguments, status=2).stderr
 
@@ -359,10 +359,12 @@ def test_list_plugins_as_json_has_one_object_per_entry_point() -> None:
         "name": "llama",
         "distribution": "ttpu-llama",
         "version": metadata.version("ttpu-llama"),
+        "model_types": ["llama"],
         "object": "ttpu_llama.llama",
         "state": "available",
         "reason": "",
     }
+    assert plugins["backend", "fake"]["model_types"] == []
     assert plugins["backend", "fake"]["object"] == "fake_backend:Backend"
     assert plugins["command", "old"]["state"] == "incompatible"
 
@@ -439,6 +441,14 @@ def test_a_broken_command_breaks_only_itself() -> None:
     assert "must be a function" in error("number")
     assert "ttpu-core<0.0.1" in error("old")
     assert run("hello", "you").stdout == "hello you\n"
+
+
+def test_a_command_of_a_backend_that_is_not_installed_says_which_install_brings_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry_module, "default_registry", lambda: Registry([]))
+    assert 'pip install "ttpu-core[jax]"' in error("compile-report", "x", "--topology", "v5e:2x4")
+    assert 'pip install "ttpu-core[jax]"' in error("compile_report", "--help")
 
 
 def test_an_error_of_an_added_command_is_one_line_as_it_was_written() -> None:
@@ -644,6 +654,23 @@ def test_the_command_line_then_the_checkpoint_decides_whether_to_sample(
 def test_chat_sends_the_prompt_as_a_users_turn(checkpoint: Path, calls: list[Any]) -> None:
     generated(checkpoint, "-p", "hi", "--chat")
     assert calls[-1][0] == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--temperature=nan", "--temperature=inf", "--temperature=-1", "--top-p=nan", "--top-p=0", "--top-p=1.5",
+     "--min-p=nan", "--min-p=-0.1", "--top-k=-1", "--repetition-penalty=nan", "--repetition-penalty=0",
+     "--presence-penalty=inf", "--frequency-penalty=nan", "--seed=-1", "--max-new-tokens=0", "--max-length=0"],
+)  # fmt: skip
+def test_a_number_out_of_range_is_refused_in_one_sentence_before_loading(
+    option: str, checkpoint: Path, calls: list[Any]
+) -> None:
+    import fake_backend
+
+    name, value = option.split("=")
+    message = error("generate", checkpoint, "--backend", "fake", "-p", "hi", option)
+    assert name in message and value in message and "is needed" in message
+    assert fake_backend.LOADS == []
 
 
 @pytest.mark.parametrize(

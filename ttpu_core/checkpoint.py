@@ -223,7 +223,8 @@ def _download(hub_id: str, revision: str | None) -> Path:
             "check the network connection, or pass a local directory",
         )
         at = f" at revision {revision!r}" if revision else ""
-        reason = " ".join(str(error).split()).partition(". ")[0][:200].rstrip(" .:")
+        reason = next(iter(str(error).strip().splitlines()), "no reason given")  # more lines only advise
+        reason = " ".join(reason.split()).partition(". ")[0][:200].rstrip(" .:")
         raise CheckpointError(
             f"{hub_id}{at} was asked for as a checkpoint, but there is no such directory and its download "
             f"from the Hub failed ({type(error).__name__}: {reason}): {remedy}."

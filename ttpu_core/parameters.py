@@ -182,7 +182,8 @@ def _moe(spec: MoESpec, hidden: int) -> Named:
     if router.bias:
         yield "router.bias", Parameter((experts,), (axes.EXPERT,), "zeros")
     if router.correction_bias:
-        yield "router.correction_bias", Parameter((experts,), (axes.EXPERT,), "zeros")
+        # Tiny steps on scores near 1, lost in bfloat16: transformers keeps it in float32, and so do checkpoints.
+        yield "router.correction_bias", Parameter((experts,), (axes.EXPERT,), "zeros", "float32")
     if router.expert_scale:
         yield "router.expert_scale", Parameter((experts,), (axes.EXPERT,), "ones")
     if router.norm is not None:

@@ -147,7 +147,9 @@ class Conversation:
         if tokenizer is None:
             raise RequestError("the checkpoint has a chat template, but no tokenizer: copy its tokenizer files.")
         try:
-            encoded = tokenizer.apply_chat_template(self._messages, add_generation_prompt=True, return_dict=True)
+            encoded = tokenizer.apply_chat_template(
+                self._messages, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
+            )
             return len(encoded["input_ids"])
         except Exception as error:  # a template is a program of its own: "System role not supported", for example
             reason = " ".join(str(error).split())

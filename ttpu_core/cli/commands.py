@@ -15,9 +15,12 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from ttpu_core.cli.console import note
-from ttpu_core.errors import PluginError, TTPUError
+from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError
 
 TRACEBACK_VARIABLE = "TTPU_TRACEBACK"
+COMMAND_EXTRAS = {"compile-report": "jax"}
+"""The extras of ttpu-core that bring a command of our own backends."""
+
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as a shell reports them
 
 # Underscore spellings (`--max_new_tokens`) are accepted everywhere, as transformers' scripts write them.
@@ -41,6 +44,12 @@ class CommandGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that is going to run, so an added one is imported now."""
+        asked = args[0].replace("_", "-")
+        if asked in COMMAND_EXTRAS and self.get_command(ctx, asked) is None:
+            raise MissingDependencyError(
+                f"the command {asked!r} was asked for, but the plugin that adds it is not installed: "
+                f'`pip install "ttpu-core[{COMMAND_EXTRAS[asked]}]"` brings it.'
+            )
         name, command, rest = super().resolve_command(ctx, args)
         if isinstance(command, AddedCommand) and not ctx.resilient_parsing:
             command = imported(str(command.name))
@@ -78,7 +87,7 @@ def _added() -> dict[str, AddedCommand]:
     for record in default_registry().plugins(COMMANDS):
         origin = f"{record.distribution} {record.version}"
         state = "" if record.usable else f" ({record.state}: {record.reason})"
-        help_text = f"Added by {origin}{state}" + ("" if state else ".")
+        help_text = f"Added by {origin}{state}" + ("" if state else f"; `ttpu {record.name} --help` explains it.")
         commands[record.name] = AddedCommand(name=record.name, callback=_unreachable, help=help_text)
     return commands
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ttpu_core.cli import options
-from ttpu_core.cli.console import note, print_json, stderr_console
+from ttpu_core.cli.console import counted, note, print_json, stderr_console
 from ttpu_core.cli.options import Decoding
 from ttpu_core.cli.session import Prompt, Session, StreamEvent, Timings, checkpoint_name, open_session
 from ttpu_core.errors import RequestError
@@ -124,9 +124,10 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 def timings_line(timings: Timings, generated: int) -> str:
     """One line of timings. The generation rate counts the tokens after the first, which the prompt's pass gives."""
     parts = [
-        f"prompt {timings.prefill_tokens} tokens in {timings.prefill_seconds:.2f} s"
+        f"prompt {counted(timings.prefill_tokens, 'token')} in {timings.prefill_seconds:.2f} s"
         f"{_rate(timings.prefill_tokens_per_second)}",
-        f"generated {generated} tokens in {timings.decode_seconds:.2f} s{_rate(timings.decode_tokens_per_second)}",
+        f"generated {counted(generated, 'token')} in {timings.decode_seconds:.2f} s"
+        f"{_rate(timings.decode_tokens_per_second)}",
         f"load {timings.load_seconds:.2f} s",
         f"compile {timings.compile_seconds:.2f} s",
     ]

@@ -3,7 +3,8 @@ model's `stream`, or a refusal before anything is loaded. Typer turns each alias
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -39,31 +40,27 @@ PatchPacks = Annotated[
 ]
 MaxNewTokens = Annotated[
     int | None,
-    typer.Option("--max-new-tokens", metavar="N", min=1, help="The most tokens to add.", rich_help_panel=SAMPLING),
+    typer.Option("--max-new-tokens", metavar="N", help="The most tokens to add.", rich_help_panel=SAMPLING),
 ]
 MaxLength = Annotated[
     int | None,
-    typer.Option("--max-length", metavar="N", min=1, help="The same, prompt included.", rich_help_panel=SAMPLING),
+    typer.Option("--max-length", metavar="N", help="The same, prompt included.", rich_help_panel=SAMPLING),
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(metavar="T", min=0.0, help="Sample from logits / T; 0: do not sample.", rich_help_panel=SAMPLING),
+    typer.Option(metavar="T", help="Sample from logits / T; 0: do not sample.", rich_help_panel=SAMPLING),
 ]
 TopK = Annotated[
     int | None,
-    typer.Option("--top-k", metavar="K", min=0, help="Among the K likeliest; 0: all.", rich_help_panel=SAMPLING),
+    typer.Option("--top-k", metavar="K", help="Among the K likeliest; 0: all.", rich_help_panel=SAMPLING),
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(
-        "--top-p", metavar="P", min=0.0, max=1.0, help="Among the likeliest that sum to P.", rich_help_panel=SAMPLING
-    ),
+    typer.Option("--top-p", metavar="P", help="Among the likeliest that sum to P.", rich_help_panel=SAMPLING),
 ]
 MinP = Annotated[
     float | None,
-    typer.Option(
-        "--min-p", metavar="P", min=0.0, max=1.0, help="Not below P times the likeliest.", rich_help_panel=SAMPLING
-    ),
+    typer.Option("--min-p", metavar="P", help="Not below P times the likeliest.", rich_help_panel=SAMPLING),
 ]
 RepetitionPenalty = Annotated[
     float | None,
@@ -91,6 +88,21 @@ Deterministic = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Neither progress nor timings on stderr.")]
 
+# Ranges are held here and not by Typer, whose answer to NaN ("should be greater than or equal to 0") explains nothing.
+# A backend checks them again; it may be stricter.
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "max_new_tokens": (lambda value: value >= 1, "1 or more"),
+    "max_length": (lambda value: value >= 1, "1 or more"),
+    "temperature": (lambda value: 0 <= value < math.inf, "a finite number, 0 or more (0: no sampling)"),
+    "top_k": (lambda value: value >= 0, "0 or more (0: all tokens)"),
+    "top_p": (lambda value: 0 < value <= 1, "a number above 0 and up to 1 (1: all tokens)"),
+    "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1 (0: all tokens)"),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "a finite number above 0 (1: no penalty)"),
+    "presence_penalty": (math.isfinite, "a finite number (0: no penalty)"),
+    "frequency_penalty": (math.isfinite, "a finite number (0: no penalty)"),
+    "seed": (lambda value: value >= 0, "0 or more"),
+}
+
 
 @dataclass(frozen=True)
 class Decoding:
@@ -111,6 +123,11 @@ class Decoding:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        for name, (allows, allowed) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not allows(value):
+                option = f"--{name.replace('_', '-')} {value}"
+                raise RequestError(f"{option} was given, but {allowed} is needed: correct it, or leave it out.")
         if self.deterministic and self.temperature:
             raise RequestError(
                 f"--deterministic and --temperature {self.temperature:g} were both given, but a temperature above 0 "

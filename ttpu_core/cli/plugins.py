@@ -76,12 +76,13 @@ def missing_plugins(registry: Registry) -> dict[str, str]:
     return missing
 
 
-def _as_json(record: PluginRecord) -> dict[str, str]:
+def _as_json(record: PluginRecord) -> dict[str, Any]:
     return {
         "kind": KINDS[record.group],
         "name": record.name,
         "distribution": record.distribution,
         "version": record.version,
+        "model_types": [record.name] if record.group == "ttpu.architectures" else [],
         "object": record.value,
         "state": record.state,
         "reason": record.reason,
@@ -215,7 +216,7 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("libraries", [", ".join(f"{name} {v}" for name, v in report["versions"].items() if v) or "none"]),
         ("families", [f"{dist} ({', '.join(names)})" for dist, names in report["families"].items()] or ["none"]),
         *(
-            (f"backend {name}", [f"{key}: {_in_words(value)}" for key, value in answer.items()])
+            (f"backend {name}", [f"{key.replace('_', ' ')}: {_in_words(value)}" for key, value in answer.items()])
             for name, answer in report["backends"].items()
         ),
         *([] if report["backends"] else [("backends", ["none"])]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,29 @@ def test_without_a_seed_two_runs_differ(model: Any) -> None:
 def test_a_repetition_penalty_changes_what_repeats(model: Any) -> None:
     plain = new_tokens(model, PROMPT, max_new_tokens=40)
     assert len(set(new_tokens(model, PROMPT, max_new_tokens=40, frequency_penalty=2.0))) > len(set(plain))
+
+
+def test_more_logprobs_than_the_vocabulary_has_are_refused(model: Any) -> None:
+    with pytest.raises(RequestError, match=r"260 likeliest.*the vocabulary has 259"):
+        model.generate(PROMPT, max_new_tokens=1, logprobs=260)
+
+
+def test_a_prompt_that_is_too_long_is_refused_without_the_tokenizers_own_warning(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [_Recorder(warnings)])
+    monkeypatch.setattr(model.tokenizer, "model_max_length", 8)
+    for prompt in ("x" * 300, [{"role": "user", "content": "x" * 300}]):
+        with pytest.raises(RequestError, match="context holds 256"):
+            model.generate(prompt)
+    assert warnings == []
+
+
+class _Recorder(logging.Handler):
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self.emit = records.append  # type: ignore[method-assign]
 
 
 def test_logprobs_are_those_of_the_logits(model: Any) -> None:

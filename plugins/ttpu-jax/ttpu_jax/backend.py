@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata, util
+from importlib import import_module, metadata, util
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -119,16 +121,29 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((checkpoint.path / name).is_file() for name in names):
         return None
-    from transformers import AutoTokenizer
-
+    transformers = _transformers()
     try:
-        return AutoTokenizer.from_pretrained(str(checkpoint.path))
+        return transformers.AutoTokenizer.from_pretrained(str(checkpoint.path))
     except Exception as error:  # transformers raises many kinds for damaged files
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"the tokenizer of {checkpoint.source} cannot be read ({type(error).__name__}: {reason}): copy its "
             "tokenizer files again."
         ) from error
+
+
+def _transformers() -> ModuleType:
+    """transformers, imported without its advice to install torch, which tokenizers do not need."""
+    silent = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(silent)
+    os.environ[silent] = "1"
+    try:
+        return import_module("transformers")
+    finally:
+        if before is None:
+            del os.environ[silent]
+        else:
+            os.environ[silent] = before
 
 
 def _version(name: str) -> str | None:

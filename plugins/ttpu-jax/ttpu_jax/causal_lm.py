@@ -160,6 +160,11 @@ class JaxCausalLM:
     ) -> tuple[Prompts, GenerationOptions]:
         defaults = self._checkpoint.generation_config if self._checkpoint else {}
         options = options_from(arguments, config, defaults)
+        if options.logprobs is not None and options.logprobs > self.spec.vocab_size:
+            raise RequestError(
+                f"logprobs of the {options.logprobs:,} likeliest tokens were asked for, but the vocabulary has "
+                f"{self.spec.vocab_size:,}: lower it."
+            )
         return read_prompts(inputs, mask, self.tokenizer, self.spec.vocab_size), options
 
     def _run(self, prompts: Prompts, options: GenerationOptions) -> Iterator[tuple[StreamEvent, Completion]]:

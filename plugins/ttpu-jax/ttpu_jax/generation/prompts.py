@@ -51,8 +51,7 @@ def read_prompts(inputs: Any, attention_mask: Any, tokenizer: Any, vocab_size: i
         if min(ids) < 0 or max(ids) >= vocab_size:
             raise RequestError(
                 f"prompt {index} has the token id {min(ids) if min(ids) < 0 else max(ids)}, but ids of this model "
-                "run from 0 to "
-                f"{vocab_size - 1}: use the checkpoint's own tokenizer."
+                f"run from 0 to {vocab_size - 1}: use the checkpoint's own tokenizer."
             )
     if not prompts.ids:
         raise RequestError("generate() was given no prompts: pass at least one.")
@@ -74,19 +73,20 @@ def _encode(item: Any, tokenizer: Any) -> list[int]:
             "token ids."
         )
     if isinstance(item, str):
-        return [int(token) for token in tokenizer(item)["input_ids"]]
+        return [int(token) for token in tokenizer(item, verbose=False)["input_ids"]]
     if getattr(tokenizer, "chat_template", None) is None:
         raise RequestError(
             "the prompt is a chat, but the checkpoint's tokenizer has no chat template: pass plain text, or use an "
             "instruction-tuned checkpoint."
         )
     try:
-        encoded = tokenizer.apply_chat_template(item, add_generation_prompt=True, tokenize=True, return_dict=True)
+        encoded = tokenizer.apply_chat_template(
+            item, add_generation_prompt=True, tokenize=True, return_dict=True, tokenizer_kwargs={"verbose": False}
+        )
     except Exception as error:  # a template raises what its author chose, such as jinja2's TemplateError
         raise RequestError(
             f"the checkpoint's chat template refuses these messages ({type(error).__name__}: {error}): change their "
-            "roles "
-            "or order."
+            "roles or order."
         ) from error
     return [int(token) for token in encoded["input_ids"]]
 

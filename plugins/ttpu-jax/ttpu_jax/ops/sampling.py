@@ -53,7 +53,7 @@ class SamplingParams:
     def validate(self) -> None:
         """Raises RequestError, in one sentence, for the first value that is not a number or is out of
         range."""
-        _check("temperature", self.temperature, "0 or more (0 is greedy)", low=0)
+        _check("temperature", self.temperature, "a finite number, 0 or more (0 is greedy)", low=0)
         _check("top_k", self.top_k, "a whole number, 0 or more (0 is off)", low=0, whole=True)
         _check("top_p", self.top_p, "above 0 and at most 1 (1 is off)", low=0, high=1, above=True)
         _check("min_p", self.min_p, "from 0 to 1 (0 is off)", low=0, high=1)

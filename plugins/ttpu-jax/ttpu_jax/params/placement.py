@@ -79,9 +79,9 @@ def local_placement(mesh: str | Mesh | None = None, strategy: Strategy = DEFAULT
         needed, devices = prod(sizes.values()), jax.devices()
         if needed > len(devices):
             raise UnsupportedError(
-                f"the mesh {mesh!r} needs {needed} devices, but {len(devices)} {devices[0].platform} device(s) are "
-                "here: "
-                "make it smaller (on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 simulates 8 devices)."
+                f"the mesh {mesh!r} needs {needed} devices, but the platform {devices[0].platform!r} has "
+                f"{len(devices)} here: make it smaller (on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 "
+                "simulates 8 devices)."
             )
         names = [axis for axis in MESH_AXES if axis in sizes]
         return Placement(Mesh(np.array(devices[:needed]).reshape([sizes[n] for n in names]), names), strategy)
