@@ -39,7 +39,7 @@ help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## Generate text from the checkpoint in this repository, and print tokens per second
-	$(VENV)/bin/ttpu generate $(CHECKPOINT) --prompt "$(PROMPT)" --max-new-tokens $(MAX_NEW_TOKENS)
+	$(VENV)/bin/ttpu generate $(CHECKPOINT) --prompt "$(PROMPT)" --echo --max-new-tokens $(MAX_NEW_TOKENS)
 
 test: $(VENV_TEST)/.installed  ## Run every test with the pinned versions (PYTEST_ARGS="-k rope" for some)
 	$(TEST_ENV) $(VENV_TEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)

@@ -10,6 +10,7 @@ from ttpu_core.cli.prose import architecture_lines, attention_words, layer_words
 from ttpu_core.spec import (
     NO_ROPE,
     ActivationSpec,
+    AlibiSpec,
     ArchitectureSpec,
     AttentionSpec,
     BlockSpec,
@@ -43,7 +44,8 @@ OTHERS: dict[type, dict[str, Any]] = {
     },
     AttentionSpec: {
         "v_head_dim": 32, "rope": NO_ROPE, "qkv_bias": True, "output_bias": True, "scale": 0.5, "logit_softcap": 50.0,
-        "causal": False, "window": 512, "chunk": 512, "sinks": True, "alibi": True, "clip_qkv": 8.0, "q_norm": None,
+        "causal": False, "window": 512, "chunk": 512, "sinks": True, "alibi": AlibiSpec(), "clip_qkv": 8.0,
+        "q_norm": None,
         "k_norm": NormSpec(), "v_norm": NormSpec(), "qk_norm_scope": "full", "qk_norm_after_rope": True,
         "query_temperature": QueryTemperature(0.1, 8192.0), "output_gate": OutputGate(), "output_norm": NormSpec(),
         "value_scale": 2.0, "value_is_key": True, "kv_from_layer": 3, "num_heads": 16, "num_kv_heads": 8,
@@ -71,6 +73,7 @@ UNSAID = {
     RopeSpec: {
         "max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale",
         "mscale_all_dim", "truncate", "short_factor", "long_factor",
+        "long_attention_factor",
     },
 }  # fmt: skip
 

@@ -41,7 +41,7 @@ def describe(hook: Any, config: ModelConfig, *, family: str, patch_packs: tuple[
         model_type=source_config.model_type,
         embedding=hook.ttpu_embedding(config=config),
         layers=tuple(_layer(hook, config, index, norm) for index in layers),
-        final_norm=norm,
+        final_norm=hook.ttpu_final_norm(config=config) or norm,
         head=hook.ttpu_head(config=config),
         max_position_embeddings=config.positive_int("max_position_embeddings", default=2048),
         parameter_axes=tuple((pattern, tuple(axes)) for pattern, axes in _all(hook.ttpu_sharding_rules(config=config))),

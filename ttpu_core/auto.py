@@ -3,6 +3,7 @@ plugin and the backend are found by name; neither is imported before it is neede
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,17 @@ class AutoModelForTPU:
             CheckpointError, ConfigError, MappingError: the checkpoint's files are missing or malformed.
             PluginError: no usable plugin describes its model type, or a patch pack is not installed.
             MissingDependencyError: the backend, or what it needs, is not installed.
-            UnsupportedError: the backend cannot run this architecture.
+            UnsupportedError: the backend cannot run this architecture, or the weights are quantized.
+
+        Warns of keys in config.json that may matter and that no plugin reads.
         """
         from ttpu_core.checkpoint import open_checkpoint
+        from ttpu_core.config_keys import refuse_ignored
         from ttpu_core.registry import default_registry
 
         checkpoint = open_checkpoint(path_or_id, revision=revision)
         registry = default_registry()
         architecture = registry.architecture(checkpoint.config, patch_packs)
+        for sentence in refuse_ignored(checkpoint.config):
+            warnings.warn(sentence, stacklevel=2)
         return registry.backend(backend).load(architecture, checkpoint, dtype=dtype, **options)

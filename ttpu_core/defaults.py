@@ -263,6 +263,8 @@ def mlp_rules(
 
 def _norm_rules(path: str, norm: NormSpec, name: str, size: int) -> list[tuple[str, Expression]]:
     rules: list[tuple[str, Expression]] = []
+    if norm.kind == "none":
+        return rules
     if norm.scale:
         rules.append((f"{path}.scale", Tensor(f"{name}.weight", (size,))))
     if norm.bias:

@@ -53,6 +53,11 @@ def ttpu_norm(config: ModelConfig) -> NormSpec | None:
 
 
 @hookspec(firstresult=True)
+def ttpu_final_norm(config: ModelConfig) -> NormSpec | None:
+    """The norm before the head, where it is another than `ttpu_norm`'s; kind "none" for no norm at all."""
+
+
+@hookspec(firstresult=True)
 def ttpu_block(config: ModelConfig, layer: int) -> BlockSpec | None:
     """Where norms sit, what scales residuals, or a block of its own."""
 

@@ -201,6 +201,8 @@ def _moe(spec: MoESpec, hidden: int) -> Named:
 
 
 def _norm(spec: NormSpec, shape: tuple[int, ...], logical: tuple[str | None, ...]) -> Named:
+    if spec.kind == "none":
+        return
     if spec.scale:
         yield "scale", Parameter(shape, logical, "zeros" if spec.offset else "ones")
     if spec.bias:

@@ -38,17 +38,11 @@ State = Literal["available", "loaded", "disabled", "conflict", "incompatible", "
 # Where a missing model type would come from, were its plugin installed.
 FAMILY_DISTRIBUTIONS = {
     "llama": "ttpu-llama",
-    "gemma": "ttpu-gemma",
-    "vaultgemma": "ttpu-gemma",
-    "qwen": "ttpu-qwen",
-    "mistral": "ttpu-mistral",
-    "ministral": "ttpu-mistral",
-    "mixtral": "ttpu-mistral",
 }
 
 
 # The extras of ttpu-core that bring a backend.
-BACKEND_EXTRAS = {"jax": "jax", "torch_xla": "torch-xla"}
+BACKEND_EXTRAS = {"jax": "jax"}
 
 
 @dataclass(frozen=True)
@@ -146,7 +140,7 @@ class Registry:
         return self._load(self._find(BACKENDS, name, "backend"))()
 
     def command(self, name: str) -> Any:
-        """The Typer app of a command that a plugin adds."""
+        """The function or Typer app of a command that a plugin adds."""
         return self._load(self._find(COMMANDS, name, "command"))
 
     def _find(self, group: str, name: str, what: str) -> PluginRecord:

@@ -33,6 +33,7 @@ class RopeSpec:
     `rotary_dim` counts the rotated leading features of a head (all of `head_dim` unless the factor is partial).
     `layout` "half" pairs feature i with i + rotary_dim/2, "interleaved" pairs 2i with 2i + 1. `max_position_embeddings`
     and `original_max_position_embeddings` are lengths in tokens. `sign` is -1 where a model rotates the other way.
+    `long_attention_factor` is that of sequences beyond the original context, where longrope has two (phimoe).
     `proportion` is the share of pairs that "proportional" rope turns; the other pairs keep the angle zero.
     `fp32` keeps cos and sin in float32 when they meet queries and keys of a lower precision."""
 
@@ -44,6 +45,7 @@ class RopeSpec:
     max_position_embeddings: int = 0
     original_max_position_embeddings: int | None = None
     attention_factor: float | None = None
+    long_attention_factor: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     beta_fast: float = 32.0
@@ -168,8 +170,9 @@ def inverse_frequencies(rope: RopeSpec, length: int | None = None) -> tuple[np.n
         return _yarn(rope, powers), _yarn_attention_factor(rope)
     if rope.type == "longrope":
         original = rope.original_max_position_embeddings or rope.max_position_embeddings
-        extension = rope.long_factor if length is not None and length > original else rope.short_factor
-        return np.float32(1.0) / (np.asarray(extension, np.float32) * powers), _longrope_attention_factor(rope)
+        beyond = length is not None and length > original
+        extension = np.asarray(rope.long_factor if beyond else rope.short_factor, np.float32)
+        return np.float32(1.0) / (extension * powers), _longrope_attention_factor(rope, beyond=beyond)
     if rope.type == "proportional":
         rotated = int(rope.proportion * dim // 2)
         kept = np.where(np.arange(dim // 2) < rotated, plain, np.float32(0.0))
@@ -284,7 +287,9 @@ def _yarn_attention_factor(rope: RopeSpec) -> float:
     return mscale(factor)
 
 
-def _longrope_attention_factor(rope: RopeSpec) -> float:
+def _longrope_attention_factor(rope: RopeSpec, *, beyond: bool) -> float:
+    if beyond and rope.long_attention_factor is not None:
+        return rope.long_attention_factor
     if rope.attention_factor is not None:
         return rope.attention_factor
     factor, context = rope.factor or 1.0, rope.original_max_position_embeddings or rope.max_position_embeddings

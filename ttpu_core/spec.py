@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ttpu_core.errors import ConfigError
 from ttpu_core.rope import NO_ROPE, RopeSpec
 
-NormKind = Literal["rms", "layer"]
+NormKind = Literal["rms", "layer", "none"]
 Placement = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"]
 Scalar = bool | int | float | str | None
 
@@ -23,7 +23,8 @@ Scalar = bool | int | float | str | None
 @dataclass(frozen=True)
 class NormSpec:
     """A normalisation. `offset` is added to the scale (1 for gemma's `1 + w`); `scale_in_fp32` multiplies by the scale
-    before the cast back to the activations' dtype (olmo2, gemma) instead of after it (llama)."""
+    before the cast back to the activations' dtype (olmo2, gemma) instead of after it (llama). Kind "none" leaves its
+    input as it is."""
 
     kind: NormKind = "rms"
     eps: float = 1e-6
@@ -65,10 +66,23 @@ class OutputGate:
 
 
 @dataclass(frozen=True)
+class AlibiSpec:
+    """Position biases instead of rope (arXiv 2108.12409): slope(head) * key position, added to the logits.
+
+    Slopes run from 2 ** (-max_bias / heads) down to 2 ** -max_bias. `scaled` adds the bias before the softmax scale
+    multiplies (falcon) instead of after it (bloom, mpt); `bfloat16` rounds the bias, as falcon does."""
+
+    max_bias: float = 8.0
+    scaled: bool = False
+    bfloat16: bool = False
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Softmax attention of one layer, with every head count per layer.
 
-    `scale` None means head_dim ** -0.5. `window` counts the tokens a query sees, itself included; `chunk` bounds
+    `scale` None means head_dim ** -0.5. Without `causal` a window reaches as far ahead as back. `clip_qkv` bounds
+    queries, keys and values after their norms and before rope; `output_norm` runs over all heads' features at once. `window` counts the tokens a query sees, itself included; `chunk` bounds
     attention to blocks of that many positions. `qk_norm_scope` "head" normalises each head with one shared scale,
     "full" all heads at once before they are split, "per_head" each head with its own scale. `kv_from_layer` reads
     the keys and values of an earlier layer; `value_is_key` takes the unrotated key projection as value."""
@@ -86,7 +100,7 @@ class AttentionSpec:
     window: int | None = None
     chunk: int | None = None
     sinks: bool = False
-    alibi: bool = False
+    alibi: AlibiSpec | None = None
     clip_qkv: float | None = None
     q_norm: NormSpec | None = None
     k_norm: NormSpec | None = None
@@ -174,7 +188,8 @@ class RouterSpec:
     """How tokens choose experts.
 
     `score` is applied to all logits before the choice, except "topk_softmax", which normalises the chosen ones only.
-    `correction_bias` is added for the choice but not for the weights. With `groups`, experts are first cut to the
+    `correction_bias` is added for the choice but not for the weights. `renormalize` divides the chosen weights by their
+    sum plus `renormalize_eps`. With `groups`, experts are first cut to the
     `top_groups` best groups by `group_score`. `weight_on` "input" multiplies the expert's input (llama4)."""
 
     score: Literal["softmax", "sigmoid", "topk_softmax", "sparsemixer"] = "softmax"
@@ -396,6 +411,7 @@ def _groups(layers: tuple[LayerSpec, ...]) -> Iterator[LayerGroup]:
 __all__ = [
     "NO_ROPE",
     "ActivationSpec",
+    "AlibiSpec",
     "ArchitectureSpec",
     "AttentionSpec",
     "BlockSpec",

@@ -32,6 +32,7 @@ def generate(
         int | None,
         typer.Option(min=0, metavar="N", help="Show each token's log-probability beside those of the N likeliest."),
     ] = None,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before its continuation.")] = False,
     quiet: options.Quiet = False,
     max_new_tokens: options.MaxNewTokens = None,
     max_length: options.MaxLength = None,
@@ -88,7 +89,7 @@ def generate(
         name, backend=backend, dtype=dtype, mesh=mesh, patch_packs=patch_pack, chat=chat, quiet=quiet
     )
     with session.progress:
-        events = _collect(session, asked, decoding, logprobs, echo=not as_json)
+        events = _collect(session, asked, decoding, logprobs, None if as_json else text if echo else "")
     timings = session.model.timings
     if as_json:
         print_json(_as_json(events, timings, logprobs is not None))
@@ -139,16 +140,18 @@ def _rate(rate: float | None) -> str:
 
 
 def _collect(
-    session: Session, prompt: Prompt, decoding: Decoding, logprobs: int | None, *, echo: bool
+    session: Session, prompt: Prompt, decoding: Decoding, logprobs: int | None, heading: str | None
 ) -> list[StreamEvent]:
+    """All events of the answer; its text goes to stdout after `heading`, unless that is None."""
     events = []
     written = ""
     try:
         for event in session.stream(prompt, decoding, logprobs=logprobs):
             events.append(event)
-            if echo and event.text:
-                written = event.text
-                sys.stdout.write(event.text)
+            if heading is not None and event.text:
+                written = heading + event.text
+                heading = ""
+                sys.stdout.write(written)
                 sys.stdout.flush()
     finally:  # an error or a Ctrl-C in mid-line starts on a line of its own
         if written and not written.endswith("\n"):

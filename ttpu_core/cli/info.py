@@ -58,7 +58,7 @@ def info(
         "kernels": _kernels(architecture, backend),
     }
     # Last, because a backend may read the config too.
-    from ttpu_core.cli.config_keys import keys_ignored
+    from ttpu_core.config_keys import keys_ignored
 
     facts["config_keys_ignored"] = list(keys_ignored(config))
     if as_json:

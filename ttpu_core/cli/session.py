@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ttpu_core.cli.console import LoadProgress
+from ttpu_core.cli.console import LoadProgress, note
 from ttpu_core.cli.options import Decoding
 from ttpu_core.errors import RequestError
 
@@ -97,6 +97,7 @@ def open_session(
         TTPUError: the checkpoint, its plugin or the backend cannot be used, and why.
     """
     from ttpu_core.checkpoint import open_checkpoint
+    from ttpu_core.config_keys import refuse_ignored
     from ttpu_core.registry import default_registry
 
     checkpoint = open_checkpoint(name)
@@ -108,6 +109,8 @@ def open_session(
         )
     registry = default_registry()
     architecture = registry.architecture(checkpoint.config, patch_packs)
+    for sentence in refuse_ignored(checkpoint.config):
+        note(f"warning: {sentence}.")
     runner = registry.backend(backend)
     progress = LoadProgress(quiet=quiet)
     try:

@@ -208,14 +208,16 @@ class Attention(nnx.Module):
         """query [batch, seq, kv_heads, q_per_kv, dim]; key and value [batch, seq, kv_heads, dim]."""
         spec, constrain = self.spec, self.runtime.placement.constrain
         fused = constrain(self.qkv(x), axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, None, None)
-        if spec.clip_qkv is not None:
-            fused = jnp.clip(fused, -spec.clip_qkv, spec.clip_qkv)
         group = fused_slots(spec)[0]
         query, key = fused[..., :group, :], fused[..., group, :]
         value = key if spec.value_is_key else self.value(x) if self.value else fused[..., group + 1, :]
         if spec.value_scale != 1.0:
             value = value * spec.value_scale
-        return query, key, value if self.v_norm is None else self.v_norm(value)
+        return query, key, self._clip(value if self.v_norm is None else self.v_norm(value))
+
+    def _clip(self, x: jax.Array) -> jax.Array:
+        bound = self.spec.clip_qkv
+        return x if bound is None else jnp.clip(x, -bound, bound)
 
     def _position(self, query: jax.Array, key: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         """Norms, rope and position-dependent temperature, in the order that the spec asks for."""
@@ -226,6 +228,7 @@ class Attention(nnx.Module):
 
         if not spec.qk_norm_after_rope:
             query, key = norms(query, key)
+        query, key = self._clip(query), self._clip(key)
         rope = spec.rope
         if rope is not None and rope in self.runtime.ropes:
             cos, sin = step.angles[self.runtime.ropes.index(rope)]

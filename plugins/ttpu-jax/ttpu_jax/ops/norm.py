@@ -17,6 +17,8 @@ def normalize(
     Families differ in whether the scale multiplies before or after the cast back to x's dtype (`scale_in_fp32`), which
     only matters below float32. RMSNorm: arXiv 1910.07467; LayerNorm: arXiv 1607.06450.
     """
+    if spec.kind == "none":
+        return x
     dims = tuple(range(-axes, 0))
     value = x.astype(jnp.float32)
     if spec.kind == "layer":

@@ -36,15 +36,16 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, spec: RopeSpec) -> jax.
     return turned if kept.shape[-1] == 0 else jnp.concatenate([turned, kept], axis=-1)
 
 
-def _frequencies(spec: RopeSpec, positions: jax.Array) -> tuple[jax.Array, float]:
+def _frequencies(spec: RopeSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array | float]:
     within, scale = inverse_frequencies(spec)
     if not spec.depends_on_length:
         return jnp.asarray(within), scale
     length = positions.max(axis=1, keepdims=True) + 1  # [batch, 1]
     if spec.type == "longrope":
         original = spec.original_max_position_embeddings or spec.max_position_embeddings
-        beyond, _ = inverse_frequencies(spec, original + 1)
-        return jnp.where((length > original)[..., None], jnp.asarray(beyond), jnp.asarray(within)), scale
+        beyond, beyond_scale = inverse_frequencies(spec, original + 1)
+        is_beyond = (length > original)[..., None]  # [batch, 1, 1]
+        return jnp.where(is_beyond, beyond, within), jnp.where(is_beyond, beyond_scale, scale)
     length = jnp.maximum(length, spec.max_position_embeddings).astype(jnp.float32)
     base = dynamic_base(spec, length)[..., None]
     exponent = jnp.arange(0, spec.rotary_dim, 2, dtype=jnp.float32) / spec.rotary_dim

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 from ttpu_core.config import ModelConfig
+from ttpu_core.errors import UnsupportedError
 
 NOT_IN_THE_FORWARD_PASS = frozenset(
     {
@@ -40,6 +41,21 @@ NOT_IN_THE_FORWARD_PASS = frozenset(
 )  # fmt: skip
 """Keys of config.json, at any depth, that leave logits as they are. What is not here is reported when nobody reads it;
 `quantization_config`, for one, changes everything."""
+
+
+def refuse_ignored(config: ModelConfig) -> tuple[str, ...]:
+    """Sentences about keys that have no effect; ask after the config was read and before the weights are.
+
+    Raises:
+        UnsupportedError: the weights are quantized, so that nothing right can come of ignoring it.
+    """
+    ignored = keys_ignored(config)
+    if any(key.split(".")[-1] == "quantization_config" for key in ignored):
+        raise UnsupportedError(
+            f"{config.source} has a 'quantization_config', but no installed plugin reads quantized weights: take the "
+            "checkpoint in bfloat16 or float32."
+        )
+    return tuple(f"nothing reads {key!r} in {config.source}, so it has no effect" for key in ignored)
 
 
 def keys_ignored(config: ModelConfig) -> tuple[str, ...]:
