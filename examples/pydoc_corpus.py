@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -16,12 +15,9 @@ VOCABULARY = 2048
 PAD, BOS, EOS, USER, ASSISTANT = SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
 PAD_ID, BOS_ID, EOS_ID, USER_ID, ASSISTANT_ID = range(len(SPECIAL))
 HELD_OUT_EVERY = 25  # one passage in 25 is never trained on
-# A text's first words are the hardest to continue and what a user types, so most rows are short.
-LENGTHS = (64, 64, 128, CONTEXT)
 CHATS = 0.2  # the share of rows that are a question with its answer
 ASCII = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "-", "…": "...", "\xa0": " "})
 
-SENTENCE_END = re.compile(r"(?<=[a-z)\]][.:]) (?=[A-Z])")
 UNDERLINE = re.compile(r"[*=\-~^]{3,}")
 QUOTED = re.compile(r"\"([\w.@*/+<>=%-]+(?:\([\w, *.=]*\))?)\"")  # "with", "__exit__()", "collections.abc"
 
@@ -32,7 +28,7 @@ CHAT_TEMPLATE = (
     "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'] | trim + eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-QUESTIONS = ("{}", "What is {}?", "Explain {}", "help({!r})")
+QUESTIONS = ("{}", "{}?", "What is {}?", "What are {}?", "Explain {}", "Explain {}.", "Tell me about {}", "help({!r})")
 
 
 @dataclass(frozen=True)
@@ -45,12 +41,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token sequences. `stream` is the whole text; `starts` are the places where a row of training may begin: the rest of
-    a paragraph from one of its sentences on, and where the next paragraph is in `stream`. `chats` are questions with
-    their answers."""
+    """Token sequences: `starts` index the paragraphs in `stream`; `chats` are questions with their answers."""
 
     stream: np.ndarray
-    starts: tuple[tuple[np.ndarray, int], ...]
+    starts: np.ndarray
     chats: tuple[np.ndarray, ...]
     held_out: tuple[np.ndarray, ...]
 
@@ -155,14 +149,12 @@ def build_corpus(topics: list[tuple[str, list[str]]], tokenizer: Tokenizer) -> C
     held_out = [passage for passage, _ in everything[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]]
     hidden = {paragraph for passage in held_out for paragraph in passage}
     stream: list[int] = []
-    starts: list[tuple[np.ndarray, int]] = []
+    starts: list[int] = []
     for passage, topic_ends in everything:
         for paragraph in passage:
             if paragraph not in hidden:
-                sentences = [0, *(match.end() for match in SENTENCE_END.finditer(paragraph))]
-                rests = [np.array(encode(paragraph[place:] + "\n\n"), np.int32) for place in sentences]
-                stream += rests[0].tolist()
-                starts += [(rest, len(stream)) for rest in rests]
+                starts.append(len(stream))
+                stream += encode(paragraph + "\n\n")
         stream += [EOS_ID] * topic_ends
     chats = []
     for section in sections(topics):
@@ -175,25 +167,26 @@ def build_corpus(topics: list[tuple[str, list[str]]], tokenizer: Tokenizer) -> C
                 chats.append(np.array(chat[: CONTEXT + 1], np.int32))
     return Corpus(
         np.array(stream, np.int32),
-        tuple(starts),
+        np.array(starts, np.int32),
         tuple(chats),
         tuple(np.array([BOS_ID, *encode("\n\n".join(passage))], np.int32) for passage in held_out),
     )
 
 
-def batches(corpus: Corpus, seed: int, tokens: int) -> Iterator[np.ndarray]:
-    """Endless batches [rows, length + 1] of about `tokens` tokens, their lengths taking turns. Most rows begin at a
-    sentence (each once per round), a share of `CHATS` is a question with its answer, padded."""
+def batches(corpus: Corpus, seed: int, size: int) -> Iterator[np.ndarray]:
+    """Endless batches [size, CONTEXT + 1]: most rows begin at a paragraph (each paragraph once per round), a share of
+    `CHATS` is a question with its answer, padded."""
     chance = np.random.default_rng(seed)
     order: list[int] = []
-    for length in cycle(LENGTHS):
-        batch = np.full((max(1, tokens // length), length + 1), PAD_ID, np.int32)
+    while True:
+        batch = np.full((size, CONTEXT + 1), PAD_ID, np.int32)
         for row in batch:
             if chance.random() < CHATS:
-                text = corpus.chats[chance.integers(len(corpus.chats))][: length + 1]
-            else:
-                order = order or chance.permutation(len(corpus.starts)).tolist()
-                rest, following = corpus.starts[order.pop()]
-                text = np.concatenate([[BOS_ID], rest, corpus.stream[following : following + length]])[: length + 1]
-            row[: len(text)] = text
+                tokens = corpus.chats[chance.integers(len(corpus.chats))]
+                row[: len(tokens)] = tokens
+                continue
+            order = order or chance.permutation(corpus.starts).tolist()
+            start = order.pop()
+            tokens = corpus.stream[start : start + CONTEXT]
+            row[0], row[1 : len(tokens) + 1] = BOS_ID, tokens
         yield batch

@@ -126,7 +126,7 @@ def model_card(
         **training,
         **{name: CONFIG[key] for name, key in names.items()},
         parameters=parameters / 1e6,
-        seen=training["steps"] * training["batch"] / 1e6,
+        seen=training["steps"] * training["batch"] * CONTEXT / 1e6,
         python=platform.python_version(),
         cores=os.cpu_count(),
         **{package: version(package) for package in ("jax", "optax", "tokenizers")},
@@ -219,8 +219,8 @@ def mean_loss(evaluate: LossFunction, parameters: Parameters, rows: np.ndarray) 
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder of the checkpoint; its files are replaced one by one.")] = OUTPUT,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1300,
-    batch: Annotated[int, typer.Option(min=1, help="Tokens in a step, at least one row of them.")] = 2048,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1400,
+    batch_size: Annotated[int, typer.Option(min=1, help=f"Windows of {CONTEXT} tokens in a step.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule, after the warm-up.")] = 2e-2,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between saves: an interrupted run leaves one.")] = 200,
     seed: Annotated[int, typer.Option(help="Of the first parameters and of the order of the text.")] = 0,
@@ -257,7 +257,7 @@ def main(
         card = model_card(
             losses={"train": train, "held_out": held_out},
             tokens={"tokens": len(corpus.stream), "held_tokens": int((held_out_rows[:, 1:] != PAD_ID).sum())},
-            training={"steps": step, "batch": batch, "seed": seed, "minutes": seconds / 60},
+            training={"steps": step, "batch": batch_size, "seed": seed, "minutes": seconds / 60},
             parameters=sum(value.size for value in parameters.values()),
         )
         with tempfile.TemporaryDirectory() as sidecars:
@@ -269,11 +269,11 @@ def main(
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("compiling", total=steps)
         smooth = float("nan")
-        for step, tokens in zip(range(1, steps + 1), batches(corpus, seed, batch), strict=False):
+        for step, batch in zip(range(1, steps + 1), batches(corpus, seed, batch_size), strict=False):
             before = time.monotonic()
-            parameters, state, latest = update(parameters, state, jnp.asarray(tokens))
+            parameters, state, latest = update(parameters, state, batch)
             smooth = float(latest) if step == 1 else 0.95 * smooth + 0.05 * float(latest)
-            rate = tokens[:, 1:].size / (time.monotonic() - before)
+            rate = batch_size * CONTEXT / (time.monotonic() - before)
             progress.update(task, advance=1, description=f"loss {smooth:.3f}  {rate:,.0f} tokens/s")
             if step % 100 == 0 and not console.is_terminal:
                 seconds = time.monotonic() - started
