@@ -82,7 +82,8 @@ class AttentionSpec:
     """Softmax attention of one layer, with every head count per layer.
 
     `scale` None means head_dim ** -0.5. Without `causal` a window reaches as far ahead as back. `clip_qkv` bounds
-    queries, keys and values after their norms and before rope; `output_norm` runs over all heads' features at once. `window` counts the tokens a query sees, itself included; `chunk` bounds
+    queries, keys and values after their norms and before rope; `output_norm` runs over all heads' features at once.
+    `window` counts the tokens a query sees, itself included; `chunk` bounds
     attention to blocks of that many positions. `qk_norm_scope` "head" normalises each head with one shared scale,
     "full" all heads at once before they are split, "per_head" each head with its own scale. `kv_from_layer` reads
     the keys and values of an earlier layer; `value_is_key` takes the unrotated key projection as value."""

@@ -53,6 +53,44 @@ def test_a_tokenizers_mapping_and_a_chat_are_prompts_too(model: Any) -> None:
     assert model.generate(chat, max_new_tokens=8) == model.generate(templated, max_new_tokens=8)
 
 
+def test_a_tokenizers_answer_is_taken_whole_or_as_arguments_and_its_padding_is_no_prompt(model: Any) -> None:
+    short = new_tokens(model, "A", max_new_tokens=4)
+    for kind in (None, "np"):  # lists, arrays
+        encoded = model.tokenizer(["The quick", "A"], padding=True, return_tensors=kind)
+        whole = model.generate(encoded, max_new_tokens=4, ignore_eos=True)
+        assert whole[1, 9:].tolist() == short
+        assert (model.generate(**encoded, max_new_tokens=4, ignore_eos=True) == whole).all()
+        logits = model(encoded).logits
+        assert (np.asarray(logits) == np.asarray(model(**encoded).logits)).all()
+        assert int(np.asarray(logits)[1, 0].argmax()) == short[0]
+
+
+def test_vectors_of_different_lengths_are_prompts(model: Any) -> None:
+    ragged = model.generate([np.array(PROMPT), np.array(PROMPT[:4])], max_new_tokens=4, ignore_eos=True)
+    assert (ragged == model.generate([PROMPT, PROMPT[:4]], max_new_tokens=4, ignore_eos=True)).all()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "mask", "message"),
+    [
+        ("The quick", [[1] * 9], "given for text"),
+        ([PROMPT, PROMPT], [1] * 19, r"shape \(1, 19\), but input_ids has \(2, 19\)"),
+        (np.array([PROMPT]), [[1] * 19, [1]], "an array of the shape of input_ids"),
+        ([PROMPT, PROMPT[:4]], [[1] * 19, [1] * 19], "differ in length"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(model: Any, inputs: Any, mask: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        model.generate(inputs, attention_mask=mask)
+
+
+def test_a_hole_in_the_mask_is_no_token(model: Any) -> None:
+    mask = np.ones((1, len(PROMPT)), int)
+    mask[0, 3:5] = 0
+    whole = model.generate(np.array([PROMPT]), attention_mask=mask, max_new_tokens=4, ignore_eos=True)
+    assert whole[0, len(PROMPT) :].tolist() == new_tokens(model, PROMPT[:3] + PROMPT[5:], max_new_tokens=4)
+
+
 def test_calling_the_model_gives_logits(model: Any) -> None:
     logits = model(np.array([PROMPT, PROMPT])).logits
     assert logits.shape == (2, len(PROMPT), 259) and logits.dtype == np.float32
@@ -121,6 +159,9 @@ def test_a_prompt_longer_than_the_context_is_refused(model: Any) -> None:
         ({"num_beams": 4}, "num_beams=4"),
         ({"num_return_sequences": 2}, "num_return_sequences=2"),
         ({"no_such_option": 1}, "no_such_option=1"),
+        ({"do_samples": False}, "do_samples=False"),
+        ({"do_sample": "no"}, "do_sample is 'no'"),
+        ({"pad_token_id": "x"}, "pad_token_id is 'x'"),
         ({"stop_strings": [""]}, "stop_strings"),
         ({"stop_strings": 3}, "stop_strings"),
         ({"eos_token_id": "x"}, "eos_token_id"),
@@ -138,8 +179,22 @@ def test_bad_options_are_refused_before_anything_runs(model: Any, arguments: dic
 
 def test_options_that_ask_for_nothing_are_taken() -> None:
     assert options_from(
-        {"num_beams": 1, "use_cache": True, "length_penalty": 1.0, "output_scores": False}
+        {"num_beams": 1, "use_cache": True, "length_penalty": 1.0, "output_scores": False, "bad_words_ids": []}
     ) == options_from({})
+
+
+def test_numpy_integers_are_integers() -> None:
+    options = options_from({"max_new_tokens": np.int64(3), "eos_token_id": np.array([1, 2]), "seed": np.uint32(7)})
+    assert (options.max_new_tokens, options.eos_token_id, options.seed) == (3, (1, 2), 7)
+
+
+def test_the_largest_seed_serves_a_batch(model: Any) -> None:
+    assert model.generate([PROMPT, PROMPT], do_sample=True, seed=np.uint32(2**32 - 1), max_new_tokens=2).shape[0] == 2
+
+
+def test_a_generation_config_may_ask_for_the_dictionary(model: Any) -> None:
+    output = model.generate(PROMPT, {"return_dict_in_generate": True}, max_new_tokens=2, ignore_eos=True)
+    assert output.sequences.shape == (1, len(PROMPT) + 2)
 
 
 def test_arguments_win_over_the_config_which_wins_over_the_checkpoint() -> None:
@@ -161,6 +216,7 @@ def test_sampling_is_on_when_asked_for_in_any_way() -> None:
     assert temperature(temperature=0.5) == 0.5
     assert temperature(top_p=0.9) == 1.0
     assert temperature(temperature=0.0, top_p=0.9) == 0.0
+    assert temperature(top_p=1.0, top_k=0, min_p=0.0) == 0.0  # filters that are off ask for nothing
     assert temperature(temperature=0.5, do_sample=False) == 0.0
     checkpoint = {"do_sample": True, "temperature": 0.6}
     assert options_from({}, None, checkpoint).sampling().temperature == 0.6
@@ -286,6 +342,57 @@ def test_a_stop_string_across_tokens_is_never_shown() -> None:
     assert stream.push(1) == "" and stream.finish() == "<"
 
 
+def test_a_prompt_that_ends_within_a_character_is_not_repeated(model: Any) -> None:
+    stream = TextStream(model.tokenizer, "café".encode()[:-1])
+    assert [stream.push(token) for token in b"(AB"] == ["(", "A", "B"]
+
+
+def _byte_fallback() -> Any:
+    """A tokenizer as Llama 2's: a token for each byte, of which a run is decoded as a whole."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁the": 256, "?": 257}
+    tokenizer = _Letters([])
+    tokenizer.backend_tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="?", byte_fallback=True))
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def test_bytes_that_become_a_character_come_with_its_last() -> None:
+    stream = TextStream(_byte_fallback(), [256])
+    assert [stream.push(token) for token in "\né".encode()] == ["\n", "", "é"]
+    assert stream.push(256) == " the"
+
+
+def test_bytes_that_become_no_character_are_shown_as_such() -> None:
+    stream = TextStream(_byte_fallback(), [256])
+    pieces = [stream.push(token) for token in (0x0A, 0xF0, 0x9F, 256)]
+    assert pieces[:3] == ["\n", "", ""] and pieces[3].endswith(" the") and "\ufffd" in pieces[3]
+    stream.push(0xF0)
+    assert stream.finish() == "\ufffd" and stream.text == "".join(pieces) + "\ufffd"
+
+
+def test_a_tokenizer_that_is_not_of_the_tokenizers_library_streams_too(model: Any) -> None:
+    class Slow:
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return bytes(ids).decode(errors="replace")
+
+    stream = TextStream(Slow(), b"caf", ["stop"])
+    assert "".join(stream.push(token) for token in "é stop".encode()) == "é " and stream.stopped
+
+
+def test_a_stream_left_early_disturbs_no_other(model: Any) -> None:
+    expected = [model.generate(text, max_new_tokens=12, ignore_eos=True) for text in ("The quick", "Another")]
+    left = model.stream("The quick", max_new_tokens=30, ignore_eos=True)
+    next(left)
+    left.close()
+    both = [model.stream(text, max_new_tokens=12, ignore_eos=True) for text in ("The quick", "Another")]
+    events = list(zip(*both, strict=True))
+    assert ["".join(event.text for event in column) for column in zip(*events, strict=True)] == expected
+
+
 def test_the_stream_is_the_text(model: Any) -> None:
     events = list(model.stream("The quick", max_new_tokens=30))
     assert "".join(event.text for event in events) == model.generate("The quick", max_new_tokens=30)
@@ -327,7 +434,7 @@ def test_the_cache_is_donated(model: Any) -> None:
     from ttpu_jax.ops.sampling import SamplingParams, features_of, sampling_inputs
 
     params = [SamplingParams()]
-    state = model.programs.start(np.zeros(1, np.int32), 64, None)
+    state = model.programs.start(np.zeros(1, np.int32), 16, 64)
     before = state.cache.layers[0].key
     model.programs.prefill(state, np.ones((1, 16), np.int32), sampling_inputs(params), features_of(params), fresh=True)
     assert before.is_deleted()
@@ -354,15 +461,56 @@ def test_a_prompt_longer_than_a_chunk_is_prefilled_in_parts(tmp_path: Path, monk
     assert new_tokens(model, [prompt, prompt[:40]]) == whole
 
 
+def test_parts_of_a_prompt_share_the_frequencies_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamic rope takes them from the length of the prompt, not of what has been read of it."""
+    from ttpu_jax.generation import loop, programs
+
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+    path = llama_checkpoint(tmp_path / "llama", rope_parameters=dynamic, max_position_embeddings=40)
+    arguments = {"max_new_tokens": 3, "ignore_eos": True, "logprobs": 0, "return_dict_in_generate": True}
+    prompts = [(PROMPT * 8)[:100], PROMPT]
+    whole = AutoModelForTPU.from_pretrained(path).generate(prompts, **arguments).completions
+    monkeypatch.setattr(programs, "PREFILL_CHUNK", 32)
+    monkeypatch.setattr(loop, "PREFILL_CHUNK", 32)
+    parts = AutoModelForTPU.from_pretrained(path).generate(prompts, **arguments).completions
+    for one, other in zip(whole, parts, strict=True):
+        assert one.token_ids == other.token_ids and one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
 @pytest.mark.parametrize("mesh", ["tensor=2", "fsdp=4", "data=2,tensor=2"])
 def test_a_mesh_generates_the_same_tokens(tmp_path: Path, mesh: str) -> None:
     path = llama_checkpoint(tmp_path / "llama", vocab_size=260)
     alone = AutoModelForTPU.from_pretrained(path)
     cut = AutoModelForTPU.from_pretrained(path, mesh=mesh)
-    arguments = {"temperature": 0.9, "seed": 3, "max_new_tokens": 20}
-    for prompts in ([PROMPT], [PROMPT, PROMPT[:7], PROMPT[2:], PROMPT]):
+    arguments = {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.2, "max_new_tokens": 20}
+    for prompts in ([PROMPT], [PROMPT, PROMPT[:7], PROMPT[2:], PROMPT], [PROMPT, PROMPT[:7], PROMPT[2:]]):
         assert new_tokens(cut, prompts) == new_tokens(alone, prompts)
         assert new_tokens(cut, prompts, **arguments) == new_tokens(alone, prompts, **arguments)
+
+
+def test_a_jax_mesh_on_other_devices_generates_the_same_tokens(tmp_path: Path) -> None:
+    import jax
+
+    path = llama_checkpoint(tmp_path / "llama", vocab_size=260)
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[2:4])  # of explicit axes, JAX's default
+    cut, alone = (AutoModelForTPU.from_pretrained(path, mesh=m) for m in (mesh, None))
+    assert new_tokens(cut, PROMPT, presence_penalty=1.0) == new_tokens(alone, PROMPT, presence_penalty=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": {"tensor": 2}}, "mesh is the dict.*'data=2,tensor=4'"),
+        ({"dtype": 3}, "dtype 3.*float32, bfloat16, float16"),
+        ({"attn_implementation": "math:pi"}, "not a function"),
+        ({"attn_implementation": ":attend"}, "package.module:function"),
+    ],
+    ids=str,
+)
+def test_loading_options_of_the_wrong_kind_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    path = llama_checkpoint(tmp_path / "llama", tokenizer=False)
+    with pytest.raises(TTPUError, match=message):
+        AutoModelForTPU.from_pretrained(path, **options)
 
 
 def test_unknown_loading_options_are_refused(tmp_path: Path) -> None:

@@ -72,6 +72,24 @@ def test_a_large_checkpoint_is_saved_in_shards_that_load_again(path: Path, tmp_p
     assert sorted(file.name for file in target.glob("model*")) == ["model.safetensors"]
 
 
+def test_saving_over_the_source_keeps_every_tensor_and_file(path: Path) -> None:
+    before, files = load_file(path / "model.safetensors"), sorted(file.name for file in path.iterdir())
+    AutoModelForTPU.from_pretrained(path).save_pretrained(path)
+    after = load_file(path / "model.safetensors")
+    assert sorted(file.name for file in path.iterdir()) == files
+    assert before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_saved_weights_are_as_readable_as_the_config(path: Path, tmp_path: Path) -> None:
+    saved = AutoModelForTPU.from_pretrained(path).save_pretrained(tmp_path / "saved")
+    assert (saved / "model.safetensors").stat().st_mode == (saved / "config.json").stat().st_mode
+
+
+def test_a_file_is_no_place_for_a_checkpoint(path: Path) -> None:
+    with pytest.raises(RequestError, match=r"config\.json, but that is a file"):
+        AutoModelForTPU.from_pretrained(path).save_pretrained(path / "config.json")
+
+
 def test_an_interrupted_save_leaves_the_earlier_checkpoint(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ttpu_jax.params import export
 
@@ -120,6 +138,31 @@ def test_the_dtype_is_the_checkpoints_own_unless_another_is_asked_for(tmp_path: 
     path = llama_checkpoint(tmp_path / "half", dtype="bfloat16")
     assert AutoModelForTPU.from_pretrained(path).dtype == ml_dtypes.bfloat16
     assert AutoModelForTPU.from_pretrained(path, dtype="float32").dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("stored", "found"),
+    [(np.float64, np.float32), (np.float32, np.float32), (np.float16, np.float16), (ml_dtypes.bfloat16,) * 2],
+)
+def test_a_config_without_a_dtype_leaves_it_to_the_tensors(path: Path, stored: type, found: type) -> None:
+    config = json.loads((path / "config.json").read_text())
+    del config["dtype"]
+    (path / "config.json").write_text(json.dumps(config))
+    edit(path, lambda tensors: tensors.update({name: value.astype(stored) for name, value in tensors.items()}))
+    assert AutoModelForTPU.from_pretrained(path).dtype == np.dtype(found)
+
+
+def test_weights_of_integers_are_refused(path: Path) -> None:
+    edit(path, lambda tensors: tensors.update({"model.norm.weight": np.ones(32, np.int8)}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight' is stored as I8.*not quantized"):
+        load(path)
+
+
+def test_a_base_model_without_the_prefix_loads_and_is_saved_with_it(path: Path, tmp_path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    save_file({name.removeprefix("model."): t for name, t in tensors.items()}, path / "model.safetensors")
+    AutoModelForTPU.from_pretrained(path).save_pretrained(tmp_path / "saved")
+    assert load_file(tmp_path / "saved" / "model.safetensors").keys() == tensors.keys()
 
 
 def edit(path: Path, change: object) -> None:

@@ -16,7 +16,7 @@ from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.generation import loop
 from ttpu_jax.generation.options import GenerationOptions, options_from
 from ttpu_jax.generation.programs import Programs
-from ttpu_jax.generation.prompts import Prompts, left_pad, read_prompts
+from ttpu_jax.generation.prompts import Prompts, left_pad, read_prompts, rectangle
 from ttpu_jax.generation.results import CausalLMOutput, Completion, GenerateOutput, StreamEvent, Timings
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.params.export import save_checkpoint
@@ -77,9 +77,9 @@ class JaxCausalLM:
             raise RequestError(
                 "a model was called with text, but logits are computed for ids: call generate(), or tokenize."
             )
-        ids = np.atleast_2d(np.asarray(input_ids if prompts.form == "array" else _rectangle(prompts)))
-        mask = np.ones_like(ids) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask))
-        positions = np.where(mask.astype(bool), np.cumsum(mask, axis=1) - 1, -1)
+        ids = rectangle(prompts.ids) if prompts.array is None else prompts.array
+        mask = np.ones(ids.shape, np.bool_) if prompts.mask is None else prompts.mask
+        positions = np.where(mask, np.cumsum(mask, axis=1) - 1, -1)
         if positions.max() >= self.context:
             raise RequestError(
                 f"the input has {positions.max() + 1:,} tokens, but this model's context holds {self.context:,}: "
@@ -89,9 +89,10 @@ class JaxCausalLM:
 
     def generate(
         self,
-        inputs: Any,
+        inputs: Any = None,
         generation_config: Any = None,
         *,
+        input_ids: Any = None,
         attention_mask: Any = None,
         streamer: Any = None,
         **arguments: Any,
@@ -101,22 +102,25 @@ class JaxCausalLM:
         Args:
             inputs: a string, a list of strings, chat messages, a list of ids, or an array [batch, seq] of ids.
             generation_config: a transformers GenerationConfig, or a dict of its fields.
+            input_ids: another name for `inputs`, so that `generate(**tokenizer(...))` works.
             attention_mask: [batch, seq], marks the real tokens of an array, padded on either side.
             streamer: an object with `put(ids)` and `end()`, such as transformers' TextStreamer; one prompt only.
             **arguments: `GenerationOptions`: max_new_tokens (128), max_length, do_sample, temperature, top_k, top_p,
-            min_p,
-                repetition_penalty, presence_penalty, frequency_penalty, seed, stop_strings, eos_token_id,
-                stop_token_ids, ignore_eos, logprobs. `return_dict_in_generate=True` returns a `GenerateOutput`.
+                min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop_strings, eos_token_id,
+                stop_token_ids, pad_token_id, ignore_eos, logprobs, return_dict_in_generate (returns a
+                `GenerateOutput`).
 
         Returns:
-            For text the continuation as text; for ids an int array [batch, prompt + new], padded as the prompt was
-            given:
-            what transformers returns. Sampling is on if `do_sample` is, or if it is left out and a temperature is
-            given.
+            For text the continuation as text, without the stop string that ended it; for ids an int array
+            [batch, prompt + new], padded as the prompt was given: what transformers returns. Sampling is on if
+            `do_sample` is, or if it is left out and a temperature above 0 or a filter is given.
 
         Raises:
             RequestError: an argument that is out of range or not supported, or a prompt longer than the context.
         """
+        if inputs is not None and input_ids is not None:
+            raise RequestError("generate() was given both inputs and input_ids, two names of one argument: pass one.")
+        inputs = input_ids if inputs is None else inputs
         prompts, options = self._request(inputs, generation_config, attention_mask, arguments)
         if streamer is not None and len(prompts.ids) != 1:
             raise RequestError(
@@ -132,12 +136,12 @@ class JaxCausalLM:
         if streamer is not None:
             streamer.end()
         done = [completions[index] for index in range(len(prompts.ids))]
-        if arguments.get("return_dict_in_generate"):
-            return GenerateOutput(self._sequences(inputs, prompts, done, options), done, self.timings)
+        if options.return_dict_in_generate:
+            return GenerateOutput(self._sequences(prompts, done, options), done, self.timings)
         if prompts.form == "text":
             texts = [completion.text for completion in done]
             return texts[0] if prompts.single else texts
-        return self._sequences(inputs, prompts, done, options)
+        return self._sequences(prompts, done, options)
 
     def stream(self, prompt: Any, generation_config: Any = None, **arguments: Any) -> Iterator[StreamEvent]:
         """Yield one `StreamEvent` per token of one prompt as it is generated; arguments are those of `generate`."""
@@ -186,18 +190,16 @@ class JaxCausalLM:
         ends = () if ends is None or options.ignore_eos else ends if isinstance(ends, tuple) else (ends,)
         return frozenset((*ends, *options.stop_token_ids))
 
-    def _sequences(
-        self, inputs: Any, prompts: Prompts, done: list[Completion], options: GenerationOptions
-    ) -> np.ndarray:
+    def _sequences(self, prompts: Prompts, done: list[Completion], options: GenerationOptions) -> np.ndarray:
         """Prompt and new ids [batch, length]; a sequence that ended early ends with its stop id and then padding."""
         ends = sorted(self._stop_ids(options))
         pad = options.pad_token_id
         if pad is None:
             pad = self.architecture.config.get("pad_token_id", getattr(self.tokenizer, "pad_token_id", None))
+            pad = None if pad is not None and pad < 0 else pad  # -1 in old configs means none
         pad = (ends[0] if ends else 0) if pad is None else pad
-        if prompts.form == "array":
-            array = inputs["input_ids"] if isinstance(inputs, dict) or hasattr(inputs, "input_ids") else inputs
-            head = np.atleast_2d(np.asarray(array)).astype(np.int64)
+        if prompts.array is not None:
+            head = prompts.array.astype(np.int64)
         else:
             head = left_pad(prompts.ids, max(map(len, prompts.ids)), pad)[0].astype(np.int64)
         tails = [completion.all_ids for completion in done]
@@ -205,9 +207,3 @@ class JaxCausalLM:
         for row, ids in enumerate(tails):
             tail[row, : len(ids)] = ids
         return np.concatenate([head, tail], axis=1)
-
-
-def _rectangle(prompts: Prompts) -> list[list[int]]:
-    if len({len(ids) for ids in prompts.ids}) > 1:
-        raise RequestError("the rows of input_ids differ in length: pad them and pass attention_mask.")
-    return prompts.ids

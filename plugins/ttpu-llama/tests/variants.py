@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "large_eps": {"rms_norm_eps": 1e-2},
     "theta_500000": {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
     "rope_linear": rope("linear", factor=4.0),
-    "rope_dynamic": rope("dynamic", factor=2.0) | {"max_position_embeddings": 24},
+    "rope_dynamic": rope("dynamic", factor=4.0) | {"max_position_embeddings": 24},
     "rope_yarn": rope("yarn", factor=4.0, original_max_position_embeddings=32),
     "rope_yarn_mscale": rope(
         "yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.9, beta_fast=16.0

@@ -13,7 +13,7 @@ import numpy as np
 
 from ttpu_core.errors import RequestError, TTPUError
 from ttpu_jax.generation.options import GenerationOptions
-from ttpu_jax.generation.programs import PREFILL_CHUNK, Programs, cache_bucket, prompt_bucket, prompt_counts
+from ttpu_jax.generation.programs import PREFILL_CHUNK, Programs, cache_bucket, prompt_bucket, prompts_seen
 from ttpu_jax.generation.prompts import left_pad
 from ttpu_jax.generation.results import Completion, StreamEvent, Timings
 from ttpu_jax.generation.text import TextStream
@@ -52,14 +52,14 @@ def run(
     steps = max(row.limit for row in rows)
     sampling = [_row_seed(options.sampling(), index) for index in range(len(rows))]
     features, inputs = features_of(sampling), sampling_inputs(sampling)
-    counts = prompt_counts(prompts, programs.spec.vocab_size) if features.penalties else None
+    seen = prompts_seen(prompts, programs.spec.vocab_size) if features.penalties else None
 
     width = prompt_bucket(max(map(len, prompts)))
     tokens, starts = left_pad(prompts, width)
     slots = cache_bucket(width + steps)
     compiled_before = programs.compile_seconds
     began = time.perf_counter()
-    state = programs.start(starts, slots, counts)
+    state = programs.start(starts, width, slots, seen)
     chunk = min(width, PREFILL_CHUNK)
     for at in range(0, width, chunk):
         part = tokens[:, at : at + chunk]
@@ -114,7 +114,7 @@ def _row(prompt: list[int], options: GenerationOptions, tokenizer: Any, context:
 
 def _row_seed(params: SamplingParams, index: int) -> SamplingParams:
     """Prompts of one call draw differently, though they share a seed; the first one draws as if it were alone."""
-    return replace(params, seed=((params.seed or 0) + index) % 2**32)
+    return replace(params, seed=(int(params.seed or 0) + index) % 2**32)
 
 
 def _advance(
@@ -125,8 +125,7 @@ def _advance(
     if token < 0:
         raise TTPUError(
             "the model's output is not a number (NaN or infinity): the checkpoint is damaged, or it overflows in "
-            "this dtype; "
-            "try dtype='float32'."
+            "this dtype; try dtype='float32'."
         )
     logprob = float(host["logprob"][index]) if "logprob" in host else None
     if token in stop_ids:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import Any
 
 from ttpu_core.errors import RequestError
@@ -35,6 +36,7 @@ class GenerationOptions:
     pad_token_id: int | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    return_dict_in_generate: bool = False
 
     def new_tokens(self, prompt_length: int) -> int:
         """How many tokens may follow a prompt of this length."""
@@ -44,8 +46,7 @@ class GenerationOptions:
             if self.max_length <= prompt_length:
                 raise RequestError(
                     f"max_length={self.max_length} counts the prompt, which has {prompt_length} tokens already: "
-                    "raise it, "
-                    "or pass max_new_tokens."
+                    "raise it, or pass max_new_tokens."
                 )
             return self.max_length - prompt_length
         return DEFAULT_MAX_NEW_TOKENS
@@ -74,7 +75,7 @@ NAMES = tuple(field.name for field in fields(GenerationOptions))
 
 # Arguments of transformers that change nothing here, and the values of others that ask for nothing.
 _WITHOUT_EFFECT = {
-    "use_cache", "return_dict_in_generate", "bos_token_id", "transformers_version", "_from_model_config",
+    "use_cache", "bos_token_id", "transformers_version", "_from_model_config",
     "cache_implementation", "disable_compile", "compile_config", "low_memory", "is_assistant", "use_mtp",
 }  # fmt: skip
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -92,7 +93,25 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_length": (0,),
     "min_new_tokens": (0,),
     "guidance_scale": (1.0,),
+    "bad_words_ids": ([], ()),
+    "suppress_tokens": ([], ()),
+    "begin_suppress_tokens": ([], ()),
+    "force_words_ids": ([], ()),
+    "constraints": ([], ()),
+    "sequence_bias": ({}, []),
+    "logits_processor": ([], ()),
+    "stopping_criteria": ([], ()),
+    "early_stopping": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "output_logits": (False,),
+    "output_scores": (False,),
+    "remove_invalid_values": (False,),
+    "renormalize_logits": (False,),
+    "synced_gpus": (False,),
+    "token_healing": (False,),
 }
+_FILTERS_OFF = {"top_k": 0, "top_p": 1, "min_p": 0}
 
 
 def options_from(
@@ -122,14 +141,14 @@ def options_from(
             values[name] = value
         elif name not in _WITHOUT_EFFECT and not _asks_for_nothing(name, value):
             raise RequestError(
-                f"generate() was given {name}={value!r}, which this backend does not do; it takes {', '.join(NAMES)}: "
-                "leave it out."
+                f"generate() was given {name}={_short(value)}, which this backend does not do; it takes "
+                f"{', '.join(NAMES)}: leave it out."
             )
     if "max_length" in given and "max_new_tokens" not in given:
         values.pop("max_new_tokens", None)
     if "do_sample" not in given:
-        asked = [given[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in given]
-        values["do_sample"] = bool(asked or values.get("do_sample")) and given.get("temperature") != 0
+        asked = "temperature" in given or any(given.get(name, off) != off for name, off in _FILTERS_OFF.items())
+        values["do_sample"] = (asked or values.get("do_sample", False)) and given.get("temperature") != 0
     values["stop_strings"] = _strings(values.get("stop_strings"))
     for name in ("eos_token_id", "stop_token_ids"):
         if name in values:
@@ -137,13 +156,23 @@ def options_from(
     for name in ("max_new_tokens", "max_length"):
         if name in values:
             values[name] = _count(name, values[name], at_least=1)
+    for name in ("do_sample", "ignore_eos", "return_dict_in_generate"):
+        if not isinstance(values.get(name, False), bool):
+            raise RequestError(f"{name} is {_short(values[name])}, but True or False is needed: correct it.")
+    if not isinstance(values.get("pad_token_id", 0), Integral):
+        raise RequestError(f"pad_token_id is {_short(values['pad_token_id'])}, but one token id is needed: correct it.")
     options = GenerationOptions(**values)
     options.sampling()  # refuse bad values now, before anything is loaded or compiled
     return options
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:
-    return value is False or value in _NEUTRAL.get(name, ()) or (isinstance(value, dict | list | tuple) and not value)
+    return not hasattr(value, "__array__") and value in _NEUTRAL.get(name, ())
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
@@ -164,11 +193,12 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
+    value = value.tolist() if hasattr(value, "tolist") else value
     ids = tuple(value) if isinstance(value, list | tuple | set) else (value,)
     return tuple(_count(name, token, at_least=0) for token in ids)
 
 
 def _count(name: str, value: Any, *, at_least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise RequestError(f"{name} is {value!r}, but an integer of at least {at_least} is needed: correct it.")
-    return value
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < at_least:
+        raise RequestError(f"{name} is {_short(value)}, but an integer of at least {at_least} is needed: correct it.")
+    return int(value)

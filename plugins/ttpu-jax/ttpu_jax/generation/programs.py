@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.spec import ArchitectureSpec, Parameter
@@ -22,7 +21,6 @@ from ttpu_jax.ops.sampling import (
     SamplingFeatures,
     SamplingInputs,
     TokenCounts,
-    empty_counts,
     sample,
     update,
 )
@@ -83,15 +81,18 @@ class Programs:
         self._table, self._params = table, params
         self._programs: dict[tuple[Any, ...], Compiled] = {}
 
-    def start(self, starts: np.ndarray, slots: int, counts: TokenCounts | None) -> DecodeState:
-        """A fresh state for a batch: an empty cache, `starts` [batch] the first slot of each row that is no padding."""
+    def start(self, starts: np.ndarray, prompt_end: int, slots: int, seen: np.ndarray | None = None) -> DecodeState:
+        """A fresh state for a batch: an empty cache of `slots`, where prompts lie from `starts` [batch] to
+        `prompt_end`. `seen` [batch, vocab] says which tokens the prompts hold, where penalties count them."""
         batch = len(starts)
         cache = empty_cache(
             self.spec, batch, slots, self.runtime.placement, self.cache_dtype, stacked=self.stacked
         )
         put = partial(jax.device_put, device=cache.start.sharding)
-        cache = replace(cache, start=put(starts.astype(np.int32)))
+        end = jax.device_put(np.int32(prompt_end), cache.prompt_end.sharding)
+        cache = replace(cache, start=put(starts.astype(np.int32)), prompt_end=end)
         zeros = np.zeros(batch, np.int32)
+        counts = None if seen is None else TokenCounts(put(seen), put(np.zeros(seen.shape, np.int32)))
         return DecodeState(cache, put(zeros), put(zeros), counts)
 
     def prefill(
@@ -182,9 +183,9 @@ class Programs:
         return self._decoder(params)(tokens, positions)[0]
 
 
-def prompt_counts(prompts: list[list[int]], vocab: int) -> TokenCounts:
-    """Token statistics of fresh requests."""
+def prompts_seen(prompts: list[list[int]], vocab: int) -> np.ndarray:
+    """Which tokens each prompt holds: bool [batch, vocab]."""
     seen = np.zeros((len(prompts), vocab), np.bool_)
     for row, prompt in enumerate(prompts):
-        seen[row, np.asarray(prompt, np.int64)] = True
-    return replace(empty_counts(len(prompts), vocab), prompt_seen=jnp.asarray(seen))
+        seen[row, prompt] = True
+    return seen

@@ -16,11 +16,14 @@ Form = Literal["text", "ids", "array"]
 
 @dataclass(frozen=True)
 class Prompts:
-    """`ids` without padding, one list per prompt; `form` and `single` say what the caller passed, and so gets back."""
+    """`ids` without padding, one list per prompt; `form` and `single` say what the caller passed, and so gets back.
+    Where that was an array, `array` [batch, seq] is it with its padding, and `mask` of that shape its real tokens."""
 
     ids: list[list[int]]
     form: Form
     single: bool
+    array: np.ndarray | None = None
+    mask: np.ndarray | None = None
 
 
 def read_prompts(inputs: Any, attention_mask: Any, tokenizer: Any, vocab_size: int) -> Prompts:
@@ -28,21 +31,29 @@ def read_prompts(inputs: Any, attention_mask: Any, tokenizer: Any, vocab_size: i
 
     `inputs` is a string, a list of strings, chat messages ({"role", "content"} dicts) or a list of such chats, a list
     of ids, a list of lists of ids, an array [seq] or [batch, seq] of any framework, or a tokenizer's mapping with
-    `input_ids`. `attention_mask` [batch, seq] marks real tokens of an array, wherever the padding is.
+    `input_ids`. `attention_mask` [batch, seq] marks real tokens of ids of that shape, wherever the padding is.
 
     Raises:
-        RequestError: an empty prompt, an id outside the vocabulary, or a form that is none of these.
+        RequestError: an empty prompt, an id outside the vocabulary, a mask that does not fit, or a form that is none
+            of these.
         MissingDependencyError: text for a checkpoint without a tokenizer.
     """
     if isinstance(inputs, Mapping) and "input_ids" in inputs:
         attention_mask = inputs.get("attention_mask") if attention_mask is None else attention_mask
         inputs = inputs["input_ids"]
+    is_text = isinstance(inputs, str) or _is_chat(inputs) or _is_texts(inputs)
+    if is_text and attention_mask is not None:
+        raise RequestError(
+            "attention_mask was given for text, whose tokens are all real: leave it out, or pass the tokenizer's ids."
+        )
     if isinstance(inputs, str) or _is_chat(inputs):
         prompts = Prompts([_encode(inputs, tokenizer)], "text", True)
-    elif isinstance(inputs, Sequence) and inputs and all(isinstance(i, str) or _is_chat(i) for i in inputs):
+    elif is_text:
         prompts = Prompts([_encode(item, tokenizer) for item in inputs], "text", False)
-    elif _is_ragged(inputs):
-        prompts = Prompts([[_token(token) for token in row] for row in inputs], "ids", False)
+    elif _is_rows(inputs):
+        rows = [[_token(token) for token in (row if isinstance(row, list | tuple) else row.tolist())] for row in inputs]
+        masked = attention_mask is not None
+        prompts = _from_array(rectangle(rows), attention_mask) if masked else Prompts(rows, "ids", False)
     else:
         prompts = _from_array(inputs, attention_mask)
     for index, ids in enumerate(prompts.ids):
@@ -64,6 +75,17 @@ def left_pad(ids: list[list[int]], width: int, fill: int = 0) -> tuple[np.ndarra
     for row, prompt in enumerate(ids):
         tokens[row, width - len(prompt) :] = prompt
     return tokens, np.array([width - len(prompt) for prompt in ids], np.int32)
+
+
+def rectangle(rows: list[list[int]]) -> np.ndarray:
+    """Rows of one length as an array [batch, seq].
+
+    Raises:
+        RequestError: rows that differ in length.
+    """
+    if len({len(row) for row in rows}) > 1:
+        raise RequestError("the rows of input_ids differ in length: pad them and pass attention_mask.")
+    return np.array(rows, np.int64)
 
 
 def _encode(item: Any, tokenizer: Any) -> list[int]:
@@ -99,9 +121,18 @@ def _is_chat(value: Any) -> bool:
     )
 
 
-def _is_ragged(value: Any) -> bool:
-    """A list of lists of ids: each is a prompt of its own length."""
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(row, list | tuple) for row in value)
+def _is_texts(value: Any) -> bool:
+    """A list of strings and chats."""
+    return isinstance(value, Sequence) and bool(value) and all(isinstance(i, str) or _is_chat(i) for i in value)
+
+
+def _is_rows(value: Any) -> bool:
+    """A list of lists or vectors of ids: each is a prompt of its own length."""
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_row, value))
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list | tuple) or (hasattr(value, "tolist") and getattr(value, "ndim", 0) == 1)
 
 
 def _token(value: Any) -> int:
@@ -122,9 +153,18 @@ def _from_array(inputs: Any, attention_mask: Any) -> Prompts:
         )
     single = array.ndim == 1
     array = np.atleast_2d(array)
-    mask = (
-        np.ones_like(array, bool) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask)).astype(bool)
-    )
+    mask = np.ones(array.shape, np.bool_) if attention_mask is None else _mask(attention_mask)
     if mask.shape != array.shape:
         raise RequestError(f"attention_mask has shape {mask.shape}, but input_ids has {array.shape}: make them equal.")
-    return Prompts([row[keep].astype(int).tolist() for row, keep in zip(array, mask, strict=True)], "array", single)
+    ids = [row[keep].astype(int).tolist() for row, keep in zip(array, mask, strict=True)]
+    return Prompts(ids, "array", single, array, mask)
+
+
+def _mask(value: Any) -> np.ndarray:
+    try:
+        return np.atleast_2d(np.asarray(value)).astype(np.bool_)
+    except (TypeError, ValueError) as error:
+        raise RequestError(
+            f"attention_mask is {type(value).__name__} {str(value)[:60]!r}, but an array of the shape of input_ids, 1 "
+            "at real tokens and 0 at padding, is needed: pass that."
+        ) from error

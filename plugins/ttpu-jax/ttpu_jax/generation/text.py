@@ -4,30 +4,42 @@ middle of one. In: ids, one at a time; out: text that is certain."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
+HALF = "\ufffd"
+"""What a decoder writes for bytes that are no whole character, or not yet."""
 
 
 class TextStream:
     """Decodes one sequence and watches for stop strings.
 
-    `prompt` ids give the decoder the context that decides whether a leading space belongs to the first new token."""
+    `prompt` ids give the decoder the context that decides whether a leading space belongs to the first new token. A
+    token's text is what it adds to the text of those before it: tokenizers' own `DecodeStream` raises where bytes that
+    turn out to be no character change what was decoded before them, which byte-fallback tokenizers such as Llama 2's
+    do, and takes a prompt that ends within a character for new text."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop_strings: Sequence[str] = ()) -> None:
-        self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(ids=[int(token) for token in prompt], skip_special_tokens=True)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False) if backend is None else backend.decode
+        self._decode = partial(decode, skip_special_tokens=True)
+        self._window = [int(token) for token in prompt]  # tokens that are decoded together: some known, then new ones
+        self._known = len(self._window)
+        self._known_text = self._decode(self._window)
         self._stops = tuple(stop_strings)
         self._held = ""
-        self._pending: list[int] = []  # tokens of a character that is not complete yet
         self.text = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """Text that this token makes certain; what might begin a stop string is held back."""
-        text = self._stream.step(self._backend, token)
-        self._pending = [] if text else [*self._pending, token]
-        self._held += text or ""
+        self._window.append(token)
+        text = self._new_text()
+        if not text or text.endswith(HALF):
+            return ""
+        self._window = self._window[self._known :]
+        self._known, self._known_text = len(self._window), self._decode(self._window)
+        self._held += text
         matches = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if matches:
             self.stopped = True
@@ -38,10 +50,13 @@ class TextStream:
         """What was held back, once it is certain that nothing follows; half a character becomes U+FFFD."""
         if self.stopped:
             return ""
-        if self._pending:
-            self._held += self._backend.decode(self._pending, skip_special_tokens=True)
-            self._pending = []
+        self._held += self._new_text()
+        self._known, self._known_text = len(self._window), self._decode(self._window)
         return self._release(len(self._held))
+
+    def _new_text(self) -> str:
+        """What the window's new tokens add to the text of the known ones."""
+        return self._decode(self._window)[len(self._known_text) :]
 
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]

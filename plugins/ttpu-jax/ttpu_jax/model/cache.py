@@ -56,11 +56,13 @@ class LayerCache:
 class KVCache:
     """One `LayerCache` per layer (or per place in a stacked group), and what the batch has in common.
 
-    `start` [batch] is each row's first slot that is not padding, `length` the next slot to be written."""
+    `start` [batch] is each row's first slot that is not padding, `length` the next slot to be written, `prompt_end` the
+    slot after the prompts, which may be read in several parts."""
 
     layers: tuple[LayerCache, ...]
     start: jax.Array
     length: jax.Array
+    prompt_end: jax.Array
 
     @property
     def slots(self) -> int:
@@ -72,6 +74,10 @@ class KVCache:
         slot that is not yet written has a position after every query's, so causality hides it."""
         begin = self.start[:, None]
         return self.length + jnp.arange(seq)[None] - begin, jnp.arange(self.slots)[None] - begin
+
+    def lengths(self, seq: int) -> jax.Array:
+        """Tokens of each row [batch] with the next `seq` ones, and at least its whole prompt."""
+        return jnp.maximum(self.length + seq, self.prompt_end) - self.start
 
 
 Layout = tuple[tuple[int, ...], tuple[str | None, ...]]
@@ -117,4 +123,4 @@ def empty_cache(
         LayerCache(make(*key, dtype), make(*value, dtype))
         for key, value in cache_layout(spec, batch, slots, stacked=stacked)
     )
-    return KVCache(layers, make((batch,), (None,), jnp.int32), make((), (), jnp.int32))
+    return KVCache(layers, make((batch,), (None,), jnp.int32), make((), (), jnp.int32), make((), (), jnp.int32))

@@ -68,13 +68,15 @@ class Decoder(nnx.Module):
         if cache is None:
             assert positions is not None
             key_positions = positions
+            lengths = positions.max(axis=1) + 1
         else:
             positions, key_positions = cache.positions(seq)
+            lengths = cache.lengths(seq)
             key_positions = positions if fresh else key_positions
         step = Step(
             positions,
             key_positions,
-            tuple(rope_angles(rope, positions) for rope in self.runtime.ropes),
+            tuple(rope_angles(rope, positions, lengths) for rope in self.runtime.ropes),
             None if cache is None else cache.length,
             fresh,
         )

@@ -170,10 +170,10 @@ class Attention(nnx.Module):
         separate = not spec.value_is_key and spec.value_dim != spec.head_dim
         self.value = Linear(values.at("value")) if separate else None
         self.gate = Linear(values.at("gate")) if spec.output_gate else None
-        shared = spec.qk_norm_scope == "head"
-        over_q, over_k = (2 + 1, 2) if spec.qk_norm_scope == "full" else (1, 1)
-        self.q_norm = Norm(spec.q_norm, values.at("q_norm"), 1 if shared else over_q) if spec.q_norm else None
-        self.k_norm = Norm(spec.k_norm, values.at("k_norm"), 1 if shared else over_k) if spec.k_norm else None
+        # Statistics over all heads run over the axes (kv_heads, q_per_kv, head_dim) of queries, one fewer of keys.
+        over_q, over_k = (3, 2) if spec.qk_norm_scope == "full" else (1, 1)
+        self.q_norm = Norm(spec.q_norm, values.at("q_norm"), over_q) if spec.q_norm else None
+        self.k_norm = Norm(spec.k_norm, values.at("k_norm"), over_k) if spec.k_norm else None
         self.v_norm = Norm(spec.v_norm, values.at("v_norm")) if spec.v_norm else None
         self.sinks = values.get("sinks")
         self.output_norm = Norm(spec.output_norm, values.at("output_norm"), 3) if spec.output_norm else None
@@ -230,7 +230,7 @@ class Attention(nnx.Module):
             query, key = norms(query, key)
         query, key = self._clip(query), self._clip(key)
         rope = spec.rope
-        if rope is not None and rope in self.runtime.ropes:
+        if rope is not None and rope.type != "none":
             cos, sin = step.angles[self.runtime.ropes.index(rope)]
             query, key = rotate(query, cos, sin, rope), rotate(key, cos, sin, rope)
         if spec.qk_norm_after_rope:

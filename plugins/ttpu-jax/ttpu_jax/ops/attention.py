@@ -1,8 +1,8 @@
 """Softmax attention by name. In: grouped queries, keys and values with their positions; out: one vector per query head.
 
-`attend` picks the implementation; `eager` below is the reference that every other one is held against. An
-implementation is a function of the same signature, built in or named by import string (`package.module:function`) in a
-plugin's `ttpu_kernels`."""
+`implementation` finds one by its name; `eager` is the reference that every other one is held against. An implementation
+is a function of the same signature, built in or named by import string (`package.module:function`) in a plugin's
+`ttpu_kernels`."""
 
 from __future__ import annotations
 
@@ -93,15 +93,17 @@ def implementation(name: str) -> AttentionFunction:
     """The attention function of a name, or of an import string.
 
     Raises:
-        PluginError: no such name, or an import string that leads nowhere.
+        PluginError: no such name, or an import string that leads to no function.
     """
     if name in IMPLEMENTATIONS:
         return IMPLEMENTATIONS[name]
-    module, _, attribute = name.partition(":")
+    module, _, attribute = str(name).partition(":")
     try:
-        if not attribute:
+        if not module or not attribute:
             raise ImportError("it is neither a built-in name nor of the form 'package.module:function'")
         function: AttentionFunction = getattr(import_module(module), attribute)
+        if not callable(function):
+            raise ImportError("it is not a function")
     except (ImportError, AttributeError) as error:
         raise PluginError(
             f"attention implementation {name!r} was asked for, but it cannot be had ({error}): use one of "

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from ttpu_core.rope import RopeSpec, dynamic_base, inverse_frequencies
 
 
-def rope_angles(spec: RopeSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [batch, seq, rotary_dim / 2] in float32 for positions [batch, seq].
+def rope_angles(spec: RopeSpec, positions: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [batch, seq, rotary_dim / 2] in float32 for positions [batch, seq] of sequences that have `lengths`
+    [batch] tokens in all.
 
-    Where frequencies depend on the length (dynamic, longrope), each sequence has its own: its largest position here
-    plus one. So a prompt's result does not depend on what else is in the batch.
+    Where frequencies depend on the length (dynamic, longrope), each sequence has its own. So a prompt's result does not
+    depend on what else is in the batch, nor on the parts in which it is read.
     """
-    frequencies, scale = _frequencies(spec, positions)
+    frequencies, scale = _frequencies(spec, lengths)
     angles = positions[..., None].astype(jnp.float32) * frequencies * spec.sign
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
@@ -36,11 +37,11 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, spec: RopeSpec) -> jax.
     return turned if kept.shape[-1] == 0 else jnp.concatenate([turned, kept], axis=-1)
 
 
-def _frequencies(spec: RopeSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+def _frequencies(spec: RopeSpec, lengths: jax.Array) -> tuple[jax.Array, jax.Array | float]:
     within, scale = inverse_frequencies(spec)
     if not spec.depends_on_length:
         return jnp.asarray(within), scale
-    length = positions.max(axis=1, keepdims=True) + 1  # [batch, 1]
+    length = lengths[:, None]  # [batch, 1]
     if spec.type == "longrope":
         original = spec.original_max_position_embeddings or spec.max_position_embeddings
         beyond, beyond_scale = inverse_frequencies(spec, original + 1)

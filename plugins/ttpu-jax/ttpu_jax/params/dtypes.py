@@ -17,13 +17,7 @@ _STORED: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
+}  # no integers: weights stored as such are quantized, and mean nothing without their scales
 _MODEL: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
@@ -32,12 +26,12 @@ def stored_dtype(name: str, tensor: str) -> np.dtype[Any]:
     """The numpy dtype of a tensor in a safetensors file.
 
     Raises:
-        CheckpointError: a storage format that is not plain numbers.
+        CheckpointError: a storage format that is not floating point.
     """
     if name not in _STORED:
         raise CheckpointError(
-            f"tensor {tensor!r} is stored as {name}, but this backend reads {', '.join(_STORED)}: convert the "
-            "checkpoint."
+            f"tensor {tensor!r} is stored as {name}, but this backend reads {', '.join(_STORED)}: use a "
+            "checkpoint that is not quantized."
         )
     return np.dtype(_STORED[name])
 
@@ -55,7 +49,10 @@ def model_dtype(name: Any, checkpoint: Checkpoint | None = None) -> np.dtype[Any
     elif type(name).__module__.startswith("torch"):
         text = str(name).removeprefix("torch.")
     else:
-        text = np.dtype(name).name
+        try:
+            text = np.dtype(name).name
+        except TypeError:
+            text = "no dtype"
     text = _ALIASES.get(text, text)
     if text not in _MODEL:
         raise RequestError(f"dtype {name!r} was asked for, but models run in {', '.join(_MODEL)}: use one, or 'auto'.")
@@ -66,5 +63,5 @@ def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
     written = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     if isinstance(written, str) and _ALIASES.get(written, written) in _MODEL:
         return written
-    stored = {info.dtype for info in checkpoint.tensors.values()}
-    return "float32" if "F32" in stored else "float16" if stored == {"F16"} else "bfloat16"
+    stored = {info.dtype for info in checkpoint.tensors.values()} & _STORED.keys()
+    return "float32" if stored & {"F32", "F64"} else "float16" if stored == {"F16"} else "bfloat16"

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from ttpu_core.checkpoint import INDEX, WEIGHTS
+from ttpu_core.errors import RequestError
 from ttpu_core.mapping import FlaxMapping, Tensor, scatter
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -49,8 +50,13 @@ def save_checkpoint(
 
     Everything is written beside its place and renamed into it, the index last, so that an interrupted save leaves an
     earlier checkpoint readable. One shard's tensors are on the host at a time.
+
+    Raises:
+        RequestError: `directory` is a file.
     """
     target = Path(directory)
+    if target.exists() and not target.is_dir():
+        raise RequestError(f"a checkpoint was to be saved in {target}, but that is a file: pass a directory.")
     target.mkdir(parents=True, exist_ok=True)
     shards = _shards(mapping, parameters, max_shard_bytes)
     names = (
@@ -72,6 +78,8 @@ def save_checkpoint(
         if len(names) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
             (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        for file in names:  # safetensors makes files that only their owner can read; these follow the umask
+            (staging / file).chmod((staging / "config.json").stat().st_mode)
         _copy_small_files(source, staging)
         for file in sorted(path.name for path in staging.iterdir()):
             (staging / file).replace(target / file)

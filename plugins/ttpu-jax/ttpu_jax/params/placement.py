@@ -8,9 +8,9 @@ from math import prod
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from ttpu_core.errors import UnsupportedError
+from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.plan.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy, parse_mesh
 from ttpu_core.spec import Parameter
 
@@ -69,7 +69,11 @@ class Placement:
 def local_placement(mesh: str | Mesh | None = None, strategy: Strategy = DEFAULT_STRATEGY) -> Placement:
     """A placement on this process's devices; `mesh` is written like "tensor=4", or is a jax Mesh; None is one device.
 
+    The explicit axes of `jax.make_mesh` become automatic ones: the decoder leaves it to the compiler to follow the
+    parameters' shardings.
+
     Raises:
+        RequestError: `mesh` is something else.
         UnsupportedError: the mesh needs more devices than there are, or an axis that strategies do not know.
     """
     if mesh is None:
@@ -85,10 +89,16 @@ def local_placement(mesh: str | Mesh | None = None, strategy: Strategy = DEFAULT
             )
         names = [axis for axis in MESH_AXES if axis in sizes]
         return Placement(Mesh(np.array(devices[:needed]).reshape([sizes[n] for n in names]), names), strategy)
+    if not isinstance(mesh, Mesh):
+        raise RequestError(
+            f"mesh is the {type(mesh).__name__} {str(mesh)[:60]!r}, but text such as 'data=2,tensor=4' or a "
+            "jax.sharding.Mesh is needed: pass one of those, or None for one device."
+        )
     unknown = [axis for axis in mesh.axis_names if axis not in MESH_AXES]
     if unknown:
         raise UnsupportedError(
             f"the mesh has the axes {', '.join(mesh.axis_names)}, but strategies know {', '.join(MESH_AXES)}: rename "
             f"{', '.join(map(str, unknown))}."
         )
-    return Placement(mesh, strategy)
+    automatic = (AxisType.Auto,) * len(mesh.axis_names)
+    return Placement(Mesh(mesh.devices, mesh.axis_names, axis_types=automatic), strategy)
