@@ -2,6 +2,9 @@
 that every Python carries (`pydoc_data.topics`), out comes a Hugging Face checkpoint with its tokenizer and model card.
 
 The forward pass is the JAX backend's own shared decoder, so what is trained here is what `ttpu generate` runs.
+
+The checkpoint in the repository took 25 minutes on two CPU cores that had other work too, with Python 3.11.7,
+jax 0.10.2, optax 0.2.8 and tokenizers 0.23.3.
 """
 
 from __future__ import annotations

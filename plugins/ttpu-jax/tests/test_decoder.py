@@ -17,7 +17,7 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.mapping import stack_layers
 from ttpu_core.parameters import stacked_parameters
-from ttpu_core.spec import AlibiSpec, AttentionSpec, MoESpec
+from ttpu_core.spec import AlibiSpec, AttentionSpec, KernelChoice, MoESpec
 from ttpu_jax.model import decoder as decoder_module
 from ttpu_jax.model.cache import empty_cache
 from ttpu_jax.model.decoder import Decoder
@@ -174,3 +174,7 @@ def test_what_the_decoder_cannot_run_is_refused_by_name(path: Path) -> None:
     for changed, need in ((experts, "mixture of experts"), (alibi, "ALiBi")):
         with pytest.raises(UnsupportedError, match=f"layer 1 .*{need}"):
             check_supported(replace(spec, layers=(spec.layers[0], changed, *spec.layers[2:])))
+    norm = replace(spec, kernels=(KernelChoice("norm", "pack:norm", "jax", "a pack"),))
+    with pytest.raises(UnsupportedError, match=r"a pack replaces the operation 'norm'.*only 'attention'"):
+        check_supported(norm)
+    check_supported(replace(spec, kernels=(KernelChoice("norm", "pack:norm", "torch_xla"),)))

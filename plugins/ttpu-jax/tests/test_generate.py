@@ -393,6 +393,21 @@ def test_a_stream_left_early_disturbs_no_other(model: Any) -> None:
     assert ["".join(event.text for event in column) for column in zip(*events, strict=True)] == expected
 
 
+def test_a_stream_refuses_a_prompt_before_its_first_event_is_asked_for(model: Any) -> None:
+    with pytest.raises(RequestError, match="context holds 256"):
+        model.stream([[1] * 256])
+
+
+def test_every_event_has_its_logprobs_and_the_completion_those_of_its_tokens(model: Any) -> None:
+    end = new_tokens(model, PROMPT)[2]
+    arguments = {"max_new_tokens": 12, "eos_token_id": end, "logprobs": 2}
+    events = list(model.stream(PROMPT, **arguments))
+    assert events[-1].token_id == end and events[-1].finish_reason == "stop"
+    assert all(event.logprob is not None and len(event.top_logprobs) == 2 for event in events)
+    done = model.generate(PROMPT, return_dict_in_generate=True, **arguments).completions[0]
+    assert len(done.token_ids) == len(done.logprobs) == len(done.top_logprobs) == len(events) - 1
+
+
 def test_the_stream_is_the_text(model: Any) -> None:
     events = list(model.stream("The quick", max_new_tokens=30))
     assert "".join(event.text for event in events) == model.generate("The quick", max_new_tokens=30)

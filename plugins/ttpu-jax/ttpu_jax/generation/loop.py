@@ -15,7 +15,7 @@ from ttpu_core.errors import RequestError, TTPUError
 from ttpu_jax.generation.options import GenerationOptions
 from ttpu_jax.generation.programs import PREFILL_CHUNK, Programs, cache_bucket, prompt_bucket, prompts_seen
 from ttpu_jax.generation.prompts import left_pad
-from ttpu_jax.generation.results import Completion, StreamEvent, Timings
+from ttpu_jax.generation.results import Completion, FinishReason, StreamEvent, Timings
 from ttpu_jax.generation.text import TextStream
 from ttpu_jax.ops.sampling import Sampled, SamplingParams, features_of, sampling_inputs
 
@@ -45,10 +45,21 @@ def run(
     `context` is the most tokens that a sequence may have. `stop_ids` end a sequence and are not part of it.
 
     Raises:
-        RequestError: a prompt that leaves no room in the context.
-        TTPUError: the model gave logits that are not numbers.
+        RequestError: at once, for a prompt that leaves no room in the context.
+        TTPUError: at its step, where the model gave logits that are not numbers.
     """
     rows = [_row(prompt, options, tokenizer, context) for prompt in prompts]
+    return _events(programs, prompts, rows, options, stop_ids, timings)
+
+
+def _events(
+    programs: Programs,
+    prompts: list[list[int]],
+    rows: list[_Row],
+    options: GenerationOptions,
+    stop_ids: frozenset[int],
+    timings: Timings,
+) -> Iterator[tuple[StreamEvent, Completion]]:
     steps = max(row.limit for row in rows)
     sampling = [_row_seed(options.sampling(), index) for index in range(len(rows))]
     features, inputs = features_of(sampling), sampling_inputs(sampling)
@@ -128,31 +139,31 @@ def _advance(
             "this dtype; try dtype='float32'."
         )
     logprob = float(host["logprob"][index]) if "logprob" in host else None
+    top = None
+    if "top_tokens" in host:
+        top = dict(zip(host["top_tokens"][index].tolist(), host["top_logprobs"][index].tolist(), strict=True))
     if token in stop_ids:
         row.done, done.finish_reason, done.stop_id = True, "stop", token
         text = row.text.finish() if row.text else ""
         done.text = row.text.text if row.text else None
-        yield StreamEvent(text, token, logprob, finish_reason="stop", index=index), done
+        yield StreamEvent(text, token, logprob, top, "stop", index), done
         return
     done.token_ids.append(token)
-    top = None
     if done.logprobs is not None and logprob is not None:
         done.logprobs.append(logprob)
-    if done.top_logprobs is not None and "top_tokens" in host:
-        pairs = zip(host["top_tokens"][index].tolist(), host["top_logprobs"][index].tolist(), strict=True)
-        top = dict(pairs)
+    if done.top_logprobs is not None and top is not None:
         done.top_logprobs.append(top)
     text = row.text.push(token) if row.text else ""
-    reason = None
+    reason: FinishReason | None = None
     if row.text is not None and row.text.stopped:
         reason = "stop"
     elif len(done.token_ids) >= row.limit:
         reason = "length"
         text += row.text.finish() if row.text else ""
     if reason is not None:
-        row.done, done.finish_reason = True, reason  # type: ignore[assignment]
+        row.done, done.finish_reason = True, reason
     done.text = row.text.text if row.text else None
-    yield StreamEvent(text, token, logprob, top, reason, index), done  # type: ignore[arg-type]
+    yield StreamEvent(text, token, logprob, top, reason, index), done
 
 
 def _to_host(sampled: Sampled) -> dict[str, np.ndarray]:

@@ -12,14 +12,20 @@ def check_supported(spec: ArchitectureSpec) -> None:
     """Refuse an architecture of which something would be left out.
 
     Raises:
-        UnsupportedError: naming the first layer and what it needs.
+        UnsupportedError: naming the first layer and what it needs, or the operation that a patch pack would replace.
     """
+    for choice in spec.kernels:
+        if choice.backend == "jax" and choice.operation != "attention":
+            raise UnsupportedError(
+                f"{choice.source or 'a plugin'} replaces the operation {choice.operation!r} of this "
+                f"{spec.model_type!r} model by {choice.implementation}, but this version of ttpu-jax lets only "
+                "'attention' be replaced: leave that patch pack out, or update ttpu-jax."
+            )
     for index, layer in enumerate(spec.layers):
         for need in _unsupported(layer):
             raise UnsupportedError(
                 f"layer {index} of this {spec.model_type!r} model needs {need}, which this version of ttpu-jax "
-                "cannot run: "
-                "update ttpu-jax, or use another backend."
+                "cannot run: update ttpu-jax, or use another backend."
             )
 
 
