@@ -178,3 +178,20 @@ def test_what_the_decoder_cannot_run_is_refused_by_name(path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"a pack replaces the operation 'norm'.*only 'attention'"):
         check_supported(norm)
     check_supported(replace(spec, kernels=(KernelChoice("norm", "pack:norm", "torch_xla"),)))
+
+
+def test_a_long_sequence_is_attended_to_in_blocks_with_the_same_result() -> None:
+    from ttpu_jax.ops.attention import SMALLEST_BLOCK, eager
+
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, window=200)
+    seq = 3 * SMALLEST_BLOCK + 17
+    query, key, value = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate(((2, seq, 2, 2, 8), (2, 2, seq, 8), (2, 2, seq, 8)))
+    )
+    positions = jnp.arange(seq)[None] - jnp.array([[0], [5]])  # the second row is padded on the left
+    blocks = eager(query, key, value, positions, positions, spec)
+    row_by_row = jnp.concatenate(
+        [eager(query[:, i : i + 1], key, value, positions[:, i : i + 1], positions, spec) for i in (5, 130, 400)], axis=1
+    )
+    assert_equal(np.asarray(blocks[:, jnp.array([5, 130, 400])]), np.asarray(row_by_row))

@@ -90,12 +90,13 @@ class Norm(nnx.Module):
 class Linear(nnx.Module):
     """x @ kernel.T + bias."""
 
-    def __init__(self, values: Parameters) -> None:
+    def __init__(self, values: Parameters, runtime: Runtime) -> None:
+        self.on_one_device = runtime.placement.mesh is None
         self.kernel, self.bias = values["kernel"], values.get("bias")
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in]: [..., *out]."""
-        return linear(x, self.kernel[...], _value(self.bias), out_dtype=out_dtype)
+        return linear(x, self.kernel[...], _value(self.bias), out_dtype=out_dtype, flatten=self.on_one_device)
 
 
 class Embedding(nnx.Module):
@@ -140,11 +141,11 @@ class MLP(nnx.Module):
     def __init__(self, spec: MLPSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
         if spec.gated:
-            self.gate_up = Linear(values.at("gate_up"))
+            self.gate_up = Linear(values.at("gate_up"), runtime)
         else:
-            self.up = Linear(values.at("up"))
+            self.up = Linear(values.at("up"), runtime)
         self.inner_norm = Norm(spec.inner_norm, values.at("inner_norm")) if spec.inner_norm else None
-        self.down = Linear(values.at("down"))
+        self.down = Linear(values.at("down"), runtime)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [batch, seq, hidden]: the same shape."""
@@ -166,10 +167,10 @@ class Attention(nnx.Module):
 
     def __init__(self, spec: AttentionSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
-        self.qkv = Linear(values.at("qkv"))
+        self.qkv = Linear(values.at("qkv"), runtime)
         separate = not spec.value_is_key and spec.value_dim != spec.head_dim
-        self.value = Linear(values.at("value")) if separate else None
-        self.gate = Linear(values.at("gate")) if spec.output_gate else None
+        self.value = Linear(values.at("value"), runtime) if separate else None
+        self.gate = Linear(values.at("gate"), runtime) if spec.output_gate else None
         # Statistics over all heads run over the axes (kv_heads, q_per_kv, head_dim) of queries, one fewer of keys.
         over_q, over_k = (3, 2) if spec.qk_norm_scope == "full" else (1, 1)
         self.q_norm = Norm(spec.q_norm, values.at("q_norm"), over_q) if spec.q_norm else None
@@ -177,7 +178,7 @@ class Attention(nnx.Module):
         self.v_norm = Norm(spec.v_norm, values.at("v_norm")) if spec.v_norm else None
         self.sinks = values.get("sinks")
         self.output_norm = Norm(spec.output_norm, values.at("output_norm"), 3) if spec.output_norm else None
-        self.output = Linear(values.at("output"))
+        self.output = Linear(values.at("output"), runtime)
 
     def __call__(
         self, x: jax.Array, step: Step, cache: LayerCache | None = None, turn: jax.Array | None = None

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ttpu_core.errors import PluginError
 from ttpu_core.spec import AttentionSpec
 
+CAUSAL_BLOCKS, SMALLEST_BLOCK = 4, 128  # blocks of queries, and queries in the smallest one worth cutting off
 MASKED = -1e30  # finite: a row whose keys are all masked (a padding query) stays a number
 
 AttentionFunction = Callable[..., jax.Array]
@@ -46,9 +47,34 @@ def eager(
     Returns:
         [batch, seq, kv_heads, q_per_kv, value_dim] in the query's dtype.
     """
-    batch, seq, kv, group, dim = query.shape
     if compute_dtype is not None:
         key, value = key.astype(compute_dtype), value.astype(compute_dtype)
+    seq = query.shape[1]
+    block = max(SMALLEST_BLOCK, -(-seq // CAUSAL_BLOCKS))
+    if not spec.causal or key.shape[2] != seq or seq <= block:
+        return _attend(query, key, value, query_positions, key_positions, spec, sinks)
+    # A sequence that attends to itself: no query sees a later key, so that a block of queries needs the keys up to its
+    # own end only: five eighths of all scores.
+    blocks = []
+    for begin in range(0, seq, block):
+        end = min(begin + block, seq)
+        queries = query[:, begin:end], query_positions[:, begin:end]
+        keys = key[:, :, :end], value[:, :, :end], key_positions[:, :end]
+        blocks.append(_attend(queries[0], keys[0], keys[1], queries[1], keys[2], spec, sinks))
+    return jnp.concatenate(blocks, axis=1)
+
+
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_positions: jax.Array,
+    key_positions: jax.Array,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """`eager` with all scores at once."""
+    batch, seq, kv, group, dim = query.shape
     # Queries of one KV head become the rows of one matrix: batched products with leading batch dimensions are what both
     # XLA:TPU and XLA:CPU run without copying the cache.
     rows = query.transpose(0, 2, 3, 1, 4).reshape(batch, kv, group * seq, dim).astype(key.dtype)

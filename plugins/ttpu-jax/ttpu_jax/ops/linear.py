@@ -8,16 +8,28 @@ import jax.numpy as jnp
 
 
 def linear(
-    x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, *, out_dtype: jnp.dtype | None = None
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    out_dtype: jnp.dtype | None = None,
+    flatten: bool = True,
 ) -> jax.Array:
     """x [..., in] times kernel [*out, in], plus bias [*out]: [..., *out] in `out_dtype` (default: x's).
 
-    XLA:CPU multiplies bfloat16 by a naive loop, eight times slower, unless both operands contract their minor
-    dimension,
-    the result is float32 and there are at least two rows; so a single row is doubled. On a TPU a second row is free.
+    `flatten` merges the kernel's output dimensions, which costs nothing on one device: XLA:CPU runs a product with a
+    kernel of more than two dimensions by a naive loop. Across devices they stay apart, because an inner one may be cut.
+
+    XLA:CPU multiplies bfloat16 by a naive loop too, eight times slower, unless both operands contract their minor
+    dimension, the result is float32 and there are at least two rows; so a single row is doubled. On a TPU a second row
+    is free.
     """
     out_dtype = out_dtype or x.dtype
+    out_shape = (*x.shape[:-1], *kernel.shape[:-1])
     rows = x.reshape(-1, x.shape[-1])
+    if flatten:
+        kernel = kernel.reshape(-1, kernel.shape[-1])
+        bias = None if bias is None else bias.reshape(-1)
     single = rows.shape[0] == 1 and x.dtype == jnp.bfloat16
     if single:
         rows = jnp.concatenate([rows, rows])
@@ -27,4 +39,4 @@ def linear(
         product = product[:1]
     if bias is not None:
         product = product + bias.astype(jnp.float32)
-    return product.astype(out_dtype).reshape(*x.shape[:-1], *kernel.shape[:-1])
+    return product.astype(out_dtype).reshape(out_shape)
