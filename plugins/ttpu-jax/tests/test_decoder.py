@@ -192,6 +192,7 @@ def test_a_long_sequence_is_attended_to_in_blocks_with_the_same_result() -> None
     positions = jnp.arange(seq)[None] - jnp.array([[0], [5]])  # the second row is padded on the left
     blocks = eager(query, key, value, positions, positions, spec)
     row_by_row = jnp.concatenate(
-        [eager(query[:, i : i + 1], key, value, positions[:, i : i + 1], positions, spec) for i in (5, 130, 400)], axis=1
+        [eager(query[:, i : i + 1], key, value, positions[:, i : i + 1], positions, spec) for i in (5, 130, 400)],
+        axis=1,
     )
     assert_equal(np.asarray(blocks[:, jnp.array([5, 130, 400])]), np.asarray(row_by_row))
