@@ -8,7 +8,7 @@ PYTHON         ?= python3
 PYTEST_ARGS    ?=
 PYTEST_WORKERS ?= 2
 CHECKPOINT     ?= examples/checkpoints/pydoc-llama
-PROMPT         ?= The with statement
+PROMPT         ?= A function definition
 MAX_NEW_TOKENS ?= 64
 
 VENV        := .venv

@@ -151,7 +151,6 @@ def test_the_training_script_makes_a_loadable_checkpoint_and_the_same_one_again(
     assert len(greedy([1, 100, 200], 4, first)) > 0
 
 
-@pytest.mark.slow
 def test_the_training_script_explains_itself() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
