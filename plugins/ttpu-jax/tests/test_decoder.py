@@ -180,6 +180,21 @@ def test_what_the_decoder_cannot_run_is_refused_by_name(path: Path) -> None:
     check_supported(replace(spec, kernels=(KernelChoice("norm", "pack:norm", "torch_xla"),)))
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_logits_of_the_last_token_alone_are_those_of_the_whole(
+    path: Path, reference: np.ndarray, stacked: bool
+) -> None:
+    model = Model(path, stacked=stacked)
+    last, _ = model.decoder(model.params)(TOKENS, POSITIONS, last_only=True)
+    assert last.shape == (4, 1, 264)
+    assert_equal(np.asarray(last), reference[:, -1:])
+    cache = empty_cache(model.spec, 4, 32, model.placement, FLOAT32, stacked=stacked)
+    first, cache = model.decoder(model.params)(TOKENS[:, :20], None, cache, last_only=True, fresh=True)
+    rest, _ = model.decoder(model.params)(TOKENS[:, 20:], None, cache, last_only=True)
+    assert_equal(np.asarray(first), reference[:, 19:20])
+    assert_equal(np.asarray(rest), reference[:, -1:])
+
+
 def test_a_long_sequence_is_attended_to_in_blocks_with_the_same_result() -> None:
     from ttpu_jax.ops.attention import SMALLEST_BLOCK, eager
 

@@ -82,8 +82,11 @@ class Decoder(nnx.Module):
         )
         constrain = self.runtime.placement.constrain
         x = constrain(self.embed(tokens, positions), *RESIDUAL)
-        run = self._scan_layers if self.stacked else self._unroll_layers
-        x, layer_caches = run(x, step, None if cache is None else cache.layers)
+        held = None if cache is None else cache.layers
+        if self.stacked:
+            x, layer_caches = self._scan_layers(x, step, held)
+        else:
+            x, layer_caches = self._unroll_layers(x, step, held, last_only=last_only and seq > 1)
         if cache is not None:
             cache = replace(cache, layers=layer_caches, length=cache.length + seq)
         if last_only:
@@ -93,11 +96,13 @@ class Decoder(nnx.Module):
         return self.head(x, self.embed.embedding[...]), cache
 
     def _unroll_layers(
-        self, x: jax.Array, step: Step, caches: tuple[LayerCache, ...] | None
+        self, x: jax.Array, step: Step, caches: tuple[LayerCache, ...] | None, *, last_only: bool
     ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
         updated = []
         for index, layer in enumerate(self.layers):
             definition, state = nnx.split(layer)
+            if last_only and index == len(self.layers) - 1:  # of what it computes, only the last token's is read
+                step = replace(step, last_only=True)
             x, cache = _apply_layer(definition, state, x, step, caches[index] if caches else None)
             if cache is not None:
                 updated.append(cache)

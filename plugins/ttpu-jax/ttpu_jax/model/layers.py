@@ -66,13 +66,14 @@ class Parameters:
 class Step:
     """What the tokens of one forward pass have in common: positions [batch, seq] of queries and [batch, keys] of keys,
     cos and sin for each of the runtime's ropes, and the cache slot where the first token goes; `fresh` says that
-    nothing is in the cache before it."""
+    nothing is in the cache before it, `last_only` that a layer's output is wanted for the last token alone."""
 
     query_positions: jax.Array
     key_positions: jax.Array
     angles: tuple[tuple[jax.Array, jax.Array], ...]
     slot: jax.Array | None = None
     fresh: bool = field(default=False, metadata={"static": True})
+    last_only: bool = field(default=False, metadata={"static": True})
 
 
 class Norm(nnx.Module):
@@ -186,6 +187,9 @@ class Attention(nnx.Module):
         """x [batch, seq, hidden]: the same shape, and the cache with this step's keys and values in it."""
         query, key, value = self._project(x)
         query, key = self._position(query, key, step)
+        query_positions = step.query_positions
+        if step.last_only:
+            query, query_positions, x = query[:, -1:], query_positions[:, -1:], x[:, -1:]
         if cache is not None:
             cache = cache.write(_heads_first(key), _heads_first(value), _slot(step), turn)
         if cache is not None and not step.fresh:
@@ -197,7 +201,7 @@ class Attention(nnx.Module):
             query,
             keys,
             values,
-            step.query_positions,
+            query_positions,
             step.key_positions,
             self.spec,
             sinks=_value(self.sinks),
@@ -277,6 +281,8 @@ class DecoderLayer(nnx.Module):
         """x [batch, seq, hidden]: the same shape, and the updated cache."""
         mixed, cache = self.attention(_maybe(self.input_norm, x), step, cache, turn)
         mixed = _maybe(self.post_attention_norm, mixed)
+        if step.last_only:
+            x = x[:, -1:]
         if self.spec.block.placement.startswith("parallel"):
             inner = x if self.mlp_norm is None else self.mlp_norm(x)
             if self.spec.block.placement == "parallel":

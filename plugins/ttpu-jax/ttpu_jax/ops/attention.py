@@ -102,13 +102,13 @@ def visibility(query_positions: jax.Array, key_positions: jax.Array, spec: Atten
     query, key = query_positions[:, :, None], key_positions[:, None, :]
     visible = key >= 0
     if spec.causal:
-        visible &= key <= query
+        visible = visible & (key <= query)
     if spec.window is not None:
-        visible &= query - key < spec.window
+        visible = visible & (query - key < spec.window)
         if not spec.causal:
-            visible &= key - query < spec.window
+            visible = visible & (key - query < spec.window)
     if spec.chunk is not None:
-        visible &= query // spec.chunk == key // spec.chunk
+        visible = visible & (query // spec.chunk == key // spec.chunk)
     return visible
 
 
