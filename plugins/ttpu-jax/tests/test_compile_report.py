@@ -137,8 +137,8 @@ class TestPrefill:
         assert prefill.cache_in_place
 
     def test_only_the_last_tokens_logits_are_computed(self, prefill: ProgramReport) -> None:
-        # The embedding and all layers but the last exchange every token; the last layer's two exchanges carry one, which
-        # ops.linear doubles.
+        # The embedding and all layers but the last exchange every token; the last layer's two exchanges carry one,
+        # which ops.linear doubles.
         layers = ((2 * (LAYERS - 1) + 1) * PROMPT + 2 * 2) * HIDDEN * BF16
         assert result_bytes(prefill, "all-reduce") == pytest.approx(layers, abs=1024)  # the rest is the argmax
         assert prefill.temp_bytes < PROMPT * VOCAB * 4  # less than all tokens' logits
