@@ -49,7 +49,7 @@ from tokenizers import Tokenizer
 from ttpu_core import Architecture, ModelConfig, default_registry
 from ttpu_core.spec import Parameter
 from ttpu_jax.model.decoder import Decoder
-from ttpu_jax.model.layers import Runtime, different_ropes
+from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.params.export import save_checkpoint
 from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.placement import local_placement

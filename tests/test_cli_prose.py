@@ -51,7 +51,7 @@ OTHERS: dict[type, dict[str, Any]] = {
         "value_scale": 2.0, "value_is_key": True, "kv_from_layer": 3, "num_heads": 16, "num_kv_heads": 8,
     },
     ActivationSpec: {"name": "gelu", "alpha": 1.7, "limit": 7.0},
-    MLPSpec: {"activation": ActivationSpec("relu2"), "gated": False, "bias": True, "inner_norm": NormSpec()},
+    MLPSpec: {"activation": ActivationSpec("relu2"), "gated": False, "bias": True, "inner_norm": NormSpec(), "sparsity": 0.95},
     RouterSpec: {
         "score": "sigmoid", "renormalize": False, "correction_bias": True, "bias": True, "group_score": "top2_sum",
         "scaling_factor": 2.5, "weight_on": "input", "logit_softcap": 30.0, "norm": NormSpec(), "input_scale": 0.1,
@@ -62,7 +62,10 @@ OTHERS: dict[type, dict[str, Any]] = {
         "shared": None, "shared_gate": True, "dense": MLP,
     },
     BlockSpec: {"placement": "sandwich", "residual_multiplier": 0.5, "layer_scalar": True, "custom": LINEAR},
-    EmbeddingSpec: {"scale": 2.0, "norm": NormSpec(), "positions": None},
+    EmbeddingSpec: {"scale": 2.0, "norm": NormSpec(), "positions": None, "custom": LINEAR},
+    MixerSpec: {
+        "name": "mamba", "implementations": (), "options": (), "rope": ROPE,
+    },
     HeadSpec: {"tied": True, "bias": True, "softcap": 30.0, "multiplier": 0.5},
     LayerSpec: {"mixer": LINEAR, "mlp": None, "norm": NormSpec("layer"), "block": BlockSpec("parallel")},
 }  # fmt: skip
@@ -75,6 +78,7 @@ UNSAID = {
         "mscale_all_dim", "truncate", "short_factor", "long_factor",
         "long_attention_factor",
     },
+    MixerSpec: {"parameters", "state"},  # counted elsewhere
 }  # fmt: skip
 
 SPOKEN = [
@@ -89,6 +93,7 @@ SPOKEN = [
     (MODEL.embedding, lambda spec: architecture_lines(replace(MODEL, embedding=spec))),
     (HeadSpec(), lambda spec: architecture_lines(replace(MODEL, head=spec))),
     (LAYER, layer_words),
+    (LINEAR, lambda spec: layer_words(replace(LAYER, mixer=spec))),
 ]
 KNOBS = [
     pytest.param(spec, field.name, words, id=f"{type(spec).__name__}.{field.name}")

@@ -52,7 +52,7 @@ def greedy_by_the_decoder(tokens: list[int], new: int) -> list[int]:
     import jax.numpy as jnp
 
     from ttpu_jax.model.decoder import Decoder
-    from ttpu_jax.model.layers import Runtime, different_ropes
+    from ttpu_jax.model.modules import Runtime, different_ropes
     from ttpu_jax.params.load import load_parameters
     from ttpu_jax.params.placement import local_placement
 

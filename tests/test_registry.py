@@ -39,10 +39,10 @@ LEAVES_A_TRACE = """
 TOY = '''
     """A family as a third party writes it: another norm, a window on every second layer, other checkpoint names."""
     from dataclasses import replace
-    from ttpu_core import ModelConfig, defaults, hookimpl
+    from ttpu_core import ModelConfig, defaults, hookimpl, layout
     from ttpu_core.defaults import ttpu_attention as usual_attention
 
-    NAMES = defaults.CheckpointNames(
+    NAMES = layout.CheckpointNames(
         layer="blocks.{layer}.", embedding="wte.weight", final_norm="ln_f", head="out", query="attn.q",
         key="attn.k", value="attn.v", output="attn.o", gate="ff.g", up="ff.u", down="ff.d", input_norm="n1",
         mlp_norm="n2",
@@ -58,7 +58,7 @@ TOY = '''
 
     @hookimpl
     def ttpu_flax_mapping(spec):
-        return defaults.standard_mapping(spec, NAMES)
+        return layout.standard_mapping(spec, NAMES)
 '''
 
 WIDE_WINDOW = """

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-from ttpu_core import Architecture, ModelConfig, default_registry, defaults
+from ttpu_core import Architecture, ModelConfig, default_registry
 from ttpu_core.axes import PARAMETER_AXES
 from ttpu_core.errors import ConfigError, MappingError, PluginError
+from ttpu_core.layout import standard_mapping
 from ttpu_core.rope import RopeSpec
 from ttpu_core.spec import (
     ActivationSpec,
     ArchitectureSpec,
     AttentionSpec,
     BlockSpec,
+    CustomSpec,
     EmbeddingSpec,
     HeadSpec,
     LayerSpec,
@@ -379,10 +381,24 @@ def test_post_norm_layers_have_no_norm_before() -> None:
     assert norms == ["layers.0.post_attention_norm.scale", "layers.0.post_mlp_norm.scale", "final_norm.scale"]
 
 
-def test_a_block_of_a_plugins_own_has_its_own_parameters_only() -> None:
-    block = MixerSpec("odd", (("jax", "a:b"),), (("weight", Parameter((2, 3), (None, "embed"))),))
-    table = spec_of(layer_of(custom=block)).parameters
-    assert [path for path in table if path.startswith("layers.")] == ["layers.0.weight"]
+def test_a_block_of_a_plugins_own_adds_its_parameters_to_those_of_the_layers_parts() -> None:
+    block = CustomSpec("odd", (("jax", "a:b"),), (("weight", Parameter((2, 3), (None, "embed"))),))
+    plain, own = spec_of(layer_of(placement="none")), spec_of(layer_of(placement="none", custom=block))
+    assert own.parameters.keys() - plain.parameters.keys() == {"layers.0.weight"}
+    assert not any("norm" in path for path in own.parameters if path.startswith("layers."))
+
+
+def test_an_embedding_of_a_plugins_own_adds_its_parameters_to_the_table() -> None:
+    custom = CustomSpec("streams", parameters=(("streams.kernel", Parameter((2, 3), (None, "embed"))),))
+    table = spec_of(layer_of(), embedding=EmbeddingSpec(VOCAB, HIDDEN, custom=custom)).parameters
+    assert [path for path in table if path.startswith("embed")] == ["embed.embedding", "embed.streams.kernel"]
+
+
+def test_a_layer_whose_keys_others_read_stands_alone_among_the_groups() -> None:
+    own, reader = layer_of(), layer_of(replace(ATTENTION, kv_from_layer=2))
+    spec = spec_of(own, own, own, reader, reader)
+    assert spec.kv_sources == {2}
+    assert [(group.start, group.repeats) for group in spec.groups()] == [(0, 2), (2, 1), (3, 2)]
 
 
 def test_embedding_and_head_have_the_parameters_that_they_ask_for() -> None:
@@ -446,39 +462,27 @@ def test_a_sharding_rule_that_cannot_hold_is_refused(pattern: str, logical: tupl
 @pytest.mark.parametrize("logical", [("tensor",), ("mlp", "embed")])
 def test_a_mixers_parameters_are_held_to_the_same_axes(logical: tuple[str, ...]) -> None:
     mixer = MixerSpec("mamba", (("jax", "a:b"),), (("a_log", Parameter((3,), logical)),))
-    with pytest.raises(PluginError, match="mixer 'mamba' gives the axes"):
+    with pytest.raises(PluginError, match="part 'mamba' gives the axes"):
         _ = spec_of(layer_of(mixer)).parameters
 
 
 # -- the standard mapping --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "attention alone",
-        "layer norm with bias",
-        "parallel",
-        "biases",
-        "norm of each head",
-        "norm with a scale per head",
-        "values of another size",
-        "values that are the keys",
-    ],
-)
-def test_the_standard_mapping_serves_the_usual_layers(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in LAYERS if "mixer" not in name])
+def test_the_standard_mapping_serves_every_layer_without_a_mixer_of_its_own(name: str) -> None:
     spec = spec_of(LAYERS[name][0])
-    defaults.standard_mapping(spec).check_parameters(spec.parameters)
+    standard_mapping(spec).check_parameters(spec.parameters)
 
 
 def test_the_standard_mapping_serves_a_layer_that_reads_an_earlier_ones_keys() -> None:
     layer = attention(kv_from_layer=0, q_norm=NormSpec(), k_norm=NormSpec())
     spec = spec_of(layer)
-    defaults.standard_mapping(spec).check_parameters(spec.parameters)
+    standard_mapping(spec).check_parameters(spec.parameters)
 
 
-def test_what_the_standard_mapping_does_not_know_is_refused() -> None:
-    spec = spec_of(attention(sinks=True))
-    with pytest.raises(MappingError, match=r"no rule for the parameter 'layers\.0\.attention\.sinks'"):
-        defaults.standard_mapping(spec).check_parameters(spec.parameters)
+def test_a_mixers_parameters_need_rules_of_the_plugins_own() -> None:
+    mixer = MixerSpec("mamba", (("jax", "a:b"),), (("a_log", Parameter((3,), ("mlp",))),))
+    spec = spec_of(layer_of(mixer))
+    with pytest.raises(MappingError, match=r"no rule for the parameter 'layers\.0\.mixer\.a_log'"):
+        standard_mapping(spec).check_parameters(spec.parameters)

@@ -17,6 +17,7 @@ from ttpu_core.spec import (
     ActivationSpec,
     ArchitectureSpec,
     AttentionSpec,
+    CustomSpec,
     LayerSpec,
     MixerSpec,
     MLPSpec,
@@ -58,6 +59,7 @@ def norm_names(layer: LayerSpec) -> tuple[str, ...]:
         "sandwich": ("input_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"),
         "parallel": ("input_norm",),
         "parallel_two_norms": ("input_norm", "mlp_norm"),
+        "none": (),
     }[layer.block.placement]
     return tuple(name for name in names if has_mlp or "mlp" not in name)
 
@@ -70,6 +72,8 @@ def _model(spec: ArchitectureSpec) -> Named:
         yield "embed.positions", Parameter((rows, hidden), (axes.POSITION, axes.EMBED))
     if embedding.norm is not None:
         yield from _prefixed("embed.norm", _norm(embedding.norm, (hidden,), (axes.NORM,)))
+    if embedding.custom is not None:
+        yield from _prefixed("embed", _custom(embedding.custom))
     for index, layer in enumerate(spec.layers):
         yield from _prefixed(f"layers.{index}", _layer(layer, hidden))
     if spec.final_norm is not None:
@@ -81,9 +85,6 @@ def _model(spec: ArchitectureSpec) -> Named:
 
 
 def _layer(layer: LayerSpec, hidden: int) -> Named:
-    if layer.block.custom is not None:
-        yield from _custom(layer.block.custom)
-        return
     for name in norm_names(layer):
         yield from _prefixed(name, _norm(layer.norm, (hidden,), (axes.NORM,)))
     if isinstance(layer.mixer, MixerSpec):
@@ -96,14 +97,16 @@ def _layer(layer: LayerSpec, hidden: int) -> Named:
         yield from _prefixed("moe", _moe(layer.mlp, hidden))
     if layer.block.layer_scalar:
         yield "layer_scalar", Parameter((1,), (None,), "ones")
+    if layer.block.custom is not None:
+        yield from _custom(layer.block.custom)
 
 
-def _custom(spec: MixerSpec) -> Named:
-    """What a mixer or block of a plugin's own says that it stores."""
+def _custom(spec: CustomSpec) -> Named:
+    """What a mixer, block or embedding of a plugin's own says that it stores."""
     for name, parameter in spec.parameters:
         if not _fits(parameter.axes, parameter.shape):
             raise PluginError(
-                f"the mixer {spec.name!r} gives the axes {parameter.axes} to {name} of shape {parameter.shape}, but "
+                f"the part {spec.name!r} gives the axes {parameter.axes} to {name} of shape {parameter.shape}, but "
                 f"it needs {len(parameter.shape)} of {', '.join(sorted(axes.PARAMETER_AXES))} or None: correct them."
             )
         yield name, parameter

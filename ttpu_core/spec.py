@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from operator import attrgetter
 from typing import Any, Literal
 
+from ttpu_core import axes
 from ttpu_core.errors import ConfigError
 from ttpu_core.rope import NO_ROPE, RopeSpec
 
 NormKind = Literal["rms", "layer", "none"]
-Placement = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"]
+Placement = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms", "none"]
 Scalar = bool | int | float | str | None
 
 
@@ -146,7 +148,8 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One cached tensor that a custom mixer carries from token to token, per sequence (no batch axis in `shape`)."""
+    """One cached tensor that a custom mixer carries from token to token, per sequence (no batch axis in `shape`). A
+    dimension whose axis is `sequence` has one entry per cached token, whatever number stands in `shape` (write 0)."""
 
     name: str
     shape: tuple[int, ...]
@@ -155,16 +158,16 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
-class MixerSpec:
-    """A token mixer that the shared decoder does not know (linear attention, MLA, a state-space model).
+class CustomSpec:
+    """A part that the shared decoder does not know.
 
     `implementations` maps a backend's name to the import string (`package.module:object`) that only that backend
-    imports; `options` are the values it needs; `parameters` and `state` say what it stores."""
+    imports; a name without one is looked up among the backend's own. `options` are the values that it needs,
+    `parameters` what it stores."""
 
     name: str
-    implementations: tuple[tuple[str, str], ...]
+    implementations: tuple[tuple[str, str], ...] = ()
     parameters: tuple[tuple[str, Parameter], ...] = ()
-    state: tuple[StateSpec, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -172,16 +175,38 @@ class MixerSpec:
         """One word for tables."""
         return self.name
 
+    def implementation(self, backend: str) -> str | None:
+        """The import string for a backend, or None."""
+        return dict(self.implementations).get(backend)
+
+    def option(self, name: str) -> Any:
+        """The value of an option."""
+        return dict(self.options)[name]
+
+
+@dataclass(frozen=True)
+class MixerSpec(CustomSpec):
+    """A token mixer that replaces attention (linear attention, MLA, a state-space model).
+
+    `state` is what it carries from token to token; `rope` is rotated by as attention's is."""
+
+    state: tuple[StateSpec, ...] = ()
+    rope: RopeSpec | None = None
+
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """A dense feed-forward layer: gated (down(act(gate(x)) * up(x))) or plain (down(act(up(x))))."""
+    """A dense feed-forward layer: gated (down(act(gate(x)) * up(x))) or plain (down(act(up(x)))).
+
+    With `sparsity`, the activation is given only what exceeds that quantile of a token's features, taken for normally
+    distributed (gemma3n)."""
 
     intermediate_size: int
     activation: ActivationSpec = ActivationSpec()
     gated: bool = True
     bias: bool = False
     inner_norm: NormSpec | None = None
+    sparsity: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -230,18 +255,20 @@ class BlockSpec:
     """How mixer and MLP sit on the residual stream.
 
     `residual_multiplier` scales what a sub-layer adds; `layer_scalar` is one learned factor on the layer's output. A
-    block with another topology names its own implementation, as a `MixerSpec` does."""
+    block with another topology names its own implementation as `custom`; it has the parameters of the layer's mixer,
+    MLP and norms (placement "none" for no norms), and its own."""
 
     placement: Placement = "pre"
     residual_multiplier: float = 1.0
     layer_scalar: bool = False
-    custom: MixerSpec | None = None
+    custom: CustomSpec | None = None
 
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
     """Token embedding. `scale` multiplies it in the weights' dtype; `positions` rows of learned positions start at
-    `position_offset`."""
+    `position_offset`. A `custom` embedding has parameters of its own beside the table, and may give each layer an
+    input beside the residual stream, or make the stream of several."""
 
     vocab_size: int
     hidden_size: int
@@ -249,6 +276,7 @@ class EmbeddingSpec:
     norm: NormSpec | None = None
     positions: int | None = None
     position_offset: int = 0
+    custom: CustomSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -376,25 +404,39 @@ class ArchitectureSpec:
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes that one more token adds to the KV cache of one sequence, layers with windows counted like the rest."""
-        return sum(
-            layer.mixer.num_kv_heads * (layer.mixer.head_dim + layer.mixer.value_dim) * bytes_per_element
-            for layer in self.layers
-            if isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_from_layer is None
-        )
+        return sum(_elements_per_token(layer.mixer) for layer in self.layers) * bytes_per_element
+
+    @cached_property
+    def kv_sources(self) -> frozenset[int]:
+        """The layers whose keys and values later layers read too."""
+        mixers = (layer.mixer for layer in self.layers)
+        sources = (mixer.kv_from_layer for mixer in mixers if isinstance(mixer, AttentionSpec))
+        return frozenset(source for source in sources if source is not None)
 
     def groups(self) -> tuple[LayerGroup, ...]:
         """Runs of repeated layers: the shortest unit that repeats, then whatever is left over.
 
-        Equal layers share one traced body, and a stacked parameter holds one group's copies of one layer."""
-        return tuple(_groups(self.layers))
+        Equal layers share one traced body, and a stacked parameter holds one group's copies of one layer. A layer whose
+        keys and values others read stands alone."""
+        return tuple(_groups(self.layers, self.kv_sources))
 
 
 _fields = attrgetter(*ArchitectureSpec.__dataclass_fields__)
 
 
-def _groups(layers: tuple[LayerSpec, ...]) -> Iterator[LayerGroup]:
-    numbers: dict[LayerSpec, int] = {}
-    kinds = [numbers.setdefault(layer, len(numbers)) for layer in layers]  # numbers compare faster than layers
+def _elements_per_token(mixer: AttentionSpec | MixerSpec) -> int:
+    if isinstance(mixer, AttentionSpec):
+        return 0 if mixer.kv_from_layer is not None else mixer.num_kv_heads * (mixer.head_dim + mixer.value_dim)
+    growing = (state for state in mixer.state if axes.SEQUENCE in state.axes)
+    return sum(prod(d for d, axis in zip(s.shape, s.axes, strict=True) if axis != axes.SEQUENCE) for s in growing)
+
+
+def _groups(layers: tuple[LayerSpec, ...], alone: frozenset[int]) -> Iterator[LayerGroup]:
+    numbers: dict[Any, int] = {}  # numbers compare faster than layers
+    kinds = [
+        numbers.setdefault((layer, index if index in alone else None), len(numbers))
+        for index, layer in enumerate(layers)
+    ]
     start = 0
     while start < len(kinds):
         rest = kinds[start:]
@@ -416,6 +458,7 @@ __all__ = [
     "ArchitectureSpec",
     "AttentionSpec",
     "BlockSpec",
+    "CustomSpec",
     "EmbeddingSpec",
     "HeadSpec",
     "KernelChoice",

@@ -11,6 +11,7 @@ from ttpu_core.spec import (
     ArchitectureSpec,
     AttentionSpec,
     BlockSpec,
+    CustomSpec,
     LayerGroup,
     LayerSpec,
     MixerSpec,
@@ -107,6 +108,8 @@ def mlp_words(spec: MLPSpec) -> str:
         words += " with biases"
     if spec.inner_norm is not None:
         words += f" with an inner {norm_words(spec.inner_norm)}"
+    if spec.sparsity:
+        words += f", {spec.sparsity:.0%} of its features sparse"
     return words
 
 
@@ -145,6 +148,8 @@ def _embedding(spec: ArchitectureSpec) -> str:
     if embedding.positions is not None:
         words += f", {embedding.positions:,} learned positions"
         words += f" from row {embedding.position_offset}" if embedding.position_offset else ""
+    if embedding.custom is not None:
+        words += f", {_custom(embedding.custom)}"
     return words
 
 
@@ -215,9 +220,15 @@ def _heads(spec: AttentionSpec) -> Iterator[str]:
 
 
 def _mixer(spec: MixerSpec) -> str:
-    options = ", ".join(f"{name}={value}" for name, value in spec.options)
+    return _custom(spec) + ("" if spec.rope is None else f", {rope_words(spec.rope, spec.rope.rotary_dim)}")
+
+
+def _custom(spec: CustomSpec) -> str:
+    """A part that the shared decoder does not know, without options that hold whole specs."""
+    options = ", ".join(f"{name}={value}" for name, value in spec.options if isinstance(value, int | float | str))
     backends = ", ".join(name for name, _ in spec.implementations)
-    return f"{spec.name}{f' ({options})' if options else ''} of the plugin's own (for {backends or 'no backend'})"
+    whose = f"of the plugin's own, for {backends}" if backends else "of the backend's own"
+    return f"{spec.name.replace('_', ' ')}{f' ({options})' if options else ''} {whose}"
 
 
 def _block(block: BlockSpec, norm: NormSpec) -> Iterator[str]:

@@ -61,6 +61,7 @@ DEFAULT_STRATEGY = Strategy(
         (axes.SEQUENCE, ("sequence",)),
         (axes.VOCAB, ("tensor",)),
         (axes.KV_HEADS, ("tensor",)),
+        (axes.Q_HEADS, ("tensor",)),
         (axes.MLP, ("tensor",)),
         (axes.EXPERT, ("expert",)),
         (axes.EMBED, ("fsdp",)),

@@ -21,7 +21,7 @@ from ttpu_core.spec import AlibiSpec, AttentionSpec, KernelChoice, MoESpec
 from ttpu_jax.model import decoder as decoder_module
 from ttpu_jax.model.cache import empty_cache
 from ttpu_jax.model.decoder import Decoder
-from ttpu_jax.model.layers import Runtime, different_ropes
+from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.params.load import load_parameters
 from ttpu_jax.params.placement import local_placement

@@ -18,7 +18,7 @@ from ttpu_core.errors import CheckpointError, RequestError
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.generation.programs import Programs
-from ttpu_jax.model.layers import Runtime, different_ropes
+from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import implementation
 from ttpu_jax.params.dtypes import model_dtype

@@ -25,7 +25,7 @@ from ttpu_jax.aot.schedule import Breakdown
 from ttpu_jax.aot.topology import TpuTopology, make_mesh, tpu_topology
 from ttpu_jax.model.cache import KVCache, empty_cache
 from ttpu_jax.model.decoder import Decoder
-from ttpu_jax.model.layers import Runtime, different_ropes
+from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.sampling import SamplingFeatures, SamplingParams, sample, sampling_inputs
 from ttpu_jax.params.dtypes import model_dtype

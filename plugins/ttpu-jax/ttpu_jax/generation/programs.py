@@ -15,7 +15,7 @@ import numpy as np
 from ttpu_core.spec import ArchitectureSpec, Parameter
 from ttpu_jax.model.cache import KVCache, empty_cache
 from ttpu_jax.model.decoder import Decoder
-from ttpu_jax.model.layers import Runtime
+from ttpu_jax.model.modules import Runtime
 from ttpu_jax.ops.sampling import (
     Sampled,
     SamplingFeatures,

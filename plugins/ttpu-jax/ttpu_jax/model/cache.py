@@ -3,7 +3,8 @@ number serves all of them and a decode step writes one row in place, without a s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core import axes
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, StateSpec
 from ttpu_jax.params.placement import Placement
 
 CACHE_AXES = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)
@@ -53,21 +54,40 @@ class LayerCache:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class StateCache:
+    """What a custom mixer carries: state name -> [batch, *shape], with a leading layers axis where layers are
+    stacked."""
+
+    arrays: dict[str, jax.Array]
+
+    def write(self, state: Mapping[str, jax.Array], turn: jax.Array | None = None) -> StateCache:
+        """The state after some tokens, of stacked layer `turn` where there is one."""
+
+        def put(cache: jax.Array, new: jax.Array) -> jax.Array:
+            new = new.astype(cache.dtype)
+            return new if turn is None else cache.at[turn].set(new)
+
+        return StateCache({name: put(array, state[name]) for name, array in self.arrays.items()})
+
+    def layer(self, turn: jax.Array | None) -> dict[str, jax.Array]:
+        """The state of stacked layer `turn`, or of the only one."""
+        return {name: array if turn is None else array[turn] for name, array in self.arrays.items()}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class KVCache:
-    """One `LayerCache` per layer (or per place in a stacked group), and what the batch has in common.
+    """What each layer (or place in a stacked group) keeps, None for a layer that reads another's, and what the batch
+    has in common.
 
     `start` [batch] is each row's first slot that is not padding, `length` the next slot to be written, `prompt_end` the
-    slot after the prompts, which may be read in several parts."""
+    slot after the prompts, which may be read in several parts; a row has `slots`, used and free."""
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[LayerCache | StateCache | None, ...]
     start: jax.Array
     length: jax.Array
     prompt_end: jax.Array
-
-    @property
-    def slots(self) -> int:
-        """Slots per row, used and free."""
-        return self.layers[0].key.shape[-2]
+    slots: int = field(metadata={"static": True})
 
     def positions(self, seq: int) -> tuple[jax.Array, jax.Array]:
         """Positions of the next `seq` tokens [batch, seq] and of every slot [batch, slots]; negative for padding. A
@@ -78,26 +98,6 @@ class KVCache:
     def lengths(self, seq: int) -> jax.Array:
         """Tokens of each row [batch] with the next `seq` ones, and at least its whole prompt."""
         return jnp.maximum(self.length + seq, self.prompt_end) - self.start
-
-
-Layout = tuple[tuple[int, ...], tuple[str | None, ...]]
-"""The shape of an array and the logical axis of each dimension."""
-
-
-def cache_layout(spec: ArchitectureSpec, batch: int, slots: int, *, stacked: bool) -> list[tuple[Layout, Layout]]:
-    """(shape, axes) of keys and of values, for each `LayerCache` in order."""
-    units: list[tuple[LayerSpec, tuple[int, ...]]]
-    if stacked:
-        units = [(layer, (group.repeats,)) for group in spec.groups() for layer in group.unit]
-    else:
-        units = [(layer, ()) for layer in spec.layers]
-    layout: list[tuple[Layout, Layout]] = []
-    for layer, lead in units:
-        assert isinstance(layer.mixer, AttentionSpec)
-        logical: tuple[str | None, ...] = (*(axes.LAYERS for _ in lead), *CACHE_AXES)
-        rows = (*lead, batch, layer.mixer.num_kv_heads, slots)
-        layout.append((((*rows, layer.mixer.head_dim), logical), ((*rows, layer.mixer.value_dim), logical)))
-    return layout
 
 
 def empty_cache(
@@ -119,8 +119,26 @@ def empty_cache(
             return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
         return jnp.zeros(shape, kind, device=sharding)
 
-    layers = tuple(
-        LayerCache(make(*key, dtype), make(*value, dtype))
-        for key, value in cache_layout(spec, batch, slots, stacked=stacked)
-    )
-    return KVCache(layers, make((batch,), (None,), jnp.int32), make((), (), jnp.int32), make((), (), jnp.int32))
+    def layer(spec: LayerSpec, lead: tuple[int, ...]) -> LayerCache | StateCache | None:
+        stack = (axes.LAYERS,) * len(lead)
+        mixer = spec.mixer
+        if not isinstance(mixer, AttentionSpec):
+            return StateCache({state.name: state_array(state, lead, stack) for state in mixer.state})
+        if mixer.kv_from_layer is not None:
+            return None
+        rows, logical = (*lead, batch, mixer.num_kv_heads, slots), (*stack, *CACHE_AXES)
+        return LayerCache(make((*rows, mixer.head_dim), logical, dtype), make((*rows, mixer.value_dim), logical, dtype))
+
+    def state_array(state: StateSpec, lead: tuple[int, ...], stack: tuple[str, ...]) -> Any:
+        dims = zip(state.shape, state.axes, strict=True)
+        shape = (*lead, batch, *(slots if axis == axes.SEQUENCE else size for size, axis in dims))
+        return make(shape, (*stack, axes.BATCH, *state.axes), np.dtype(state.dtype) if state.dtype else dtype)
+
+    units: list[tuple[LayerSpec, tuple[int, ...]]]
+    if stacked:
+        units = [(unit, (group.repeats,)) for group in spec.groups() for unit in group.unit]
+    else:
+        units = [(unit, ()) for unit in spec.layers]
+    layers = tuple(layer(*unit) for unit in units)
+    integers = make((batch,), (None,), jnp.int32), make((), (), jnp.int32), make((), (), jnp.int32)
+    return KVCache(layers, *integers, slots)

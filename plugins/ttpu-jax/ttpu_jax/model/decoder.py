@@ -13,10 +13,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ttpu_core.spec import ArchitectureSpec, Parameter
-from ttpu_jax.model.cache import KVCache, LayerCache
-from ttpu_jax.model.layers import RESIDUAL, DecoderLayer, Embedding, Head, Norm, Parameters, Runtime, Step
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, Parameter
+from ttpu_jax.model.attention import KeyValue
+from ttpu_jax.model.cache import KVCache
+from ttpu_jax.model.custom import custom_block, custom_embedding
+from ttpu_jax.model.embedding import Embedding, Head
+from ttpu_jax.model.layers import Cache, DecoderLayer
+from ttpu_jax.model.modules import RESIDUAL, LayerInputs, Norm, Parameters, Runtime, Step, maybe
 from ttpu_jax.ops.rope import rope_angles
+
+Caches = tuple[Cache | None, ...]
 
 
 class Decoder(nnx.Module):
@@ -36,9 +42,11 @@ class Decoder(nnx.Module):
     ) -> None:
         self.spec, self.runtime, self.stacked = spec, runtime, stacked
         values = Parameters(arrays, table)
-        self.embed = Embedding(spec.embedding, values.at("embed"))
+        embedding = custom_embedding if spec.embedding.custom else Embedding
+        self.embed = embedding(spec.embedding, values.at("embed"), runtime)
         self.layers = nnx.List(
-            DecoderLayer(layer, values.at(path), runtime) for path, layer in _layer_paths(spec, stacked=stacked)
+            (custom_block if layer.block.custom else DecoderLayer)(layer, values.at(path), runtime)
+            for path, layer in _layer_paths(spec, stacked=stacked)
         )
         self.final_norm = Norm(spec.final_norm, values.at("final_norm")) if spec.final_norm else None
         self.head = Head(spec.head, values.at("head"))
@@ -80,68 +88,90 @@ class Decoder(nnx.Module):
             None if cache is None else cache.length,
             fresh,
         )
-        constrain = self.runtime.placement.constrain
-        x = constrain(self.embed(tokens, positions), *RESIDUAL)
-        held = None if cache is None else cache.layers
+        x, beside = self.embed(tokens, positions)
+        x = self.runtime.placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
+        held = (None,) * len(self.layers) if cache is None else cache.layers
         if self.stacked:
-            x, layer_caches = self._scan_layers(x, step, held)
+            x, layer_caches = self._scan_layers(x, step, held, beside)
         else:
-            x, layer_caches = self._unroll_layers(x, step, held, last_only=last_only and seq > 1)
+            x, layer_caches = self._unroll_layers(x, step, held, beside, last_only=last_only and seq > 1)
         if cache is not None:
             cache = replace(cache, layers=layer_caches, length=cache.length + seq)
         if last_only:
             x = x[:, -1:]
-        if self.final_norm is not None:
-            x = self.final_norm(x)
+        x = maybe(self.final_norm, self.embed.collapse(x))
         return self.head(x, self.embed.embedding[...]), cache
 
     def _unroll_layers(
-        self, x: jax.Array, step: Step, caches: tuple[LayerCache, ...] | None, *, last_only: bool
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        updated = []
+        self, x: jax.Array, step: Step, caches: Caches, beside: jax.Array | None, *, last_only: bool
+    ) -> tuple[jax.Array, Caches]:
+        updated: list[Cache | None] = []
+        shared: dict[int, KeyValue] = {}
         for index, layer in enumerate(self.layers):
             definition, state = nnx.split(layer)
             if last_only and index == len(self.layers) - 1:  # of what it computes, only the last token's is read
                 step = replace(step, last_only=True)
-            x, cache = _apply_layer(definition, state, x, step, caches[index] if caches else None)
-            if cache is not None:
-                updated.append(cache)
+            inputs = _inputs(layer.spec, shared, None if beside is None else beside[index])
+            is_source = index in self.spec.kv_sources
+            x, cache, kv = _apply_layer(definition, is_source, state, x, step, caches[index], inputs)
+            if kv is not None:
+                shared[index] = kv
+            updated.append(cache)
         return x, tuple(updated)
 
     def _scan_layers(
-        self, x: jax.Array, step: Step, caches: tuple[LayerCache, ...] | None
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        self, x: jax.Array, step: Step, caches: Caches, beside: jax.Array | None
+    ) -> tuple[jax.Array, Caches]:
         """One scan per group of repeated layers, its caches carried whole and written a row at a time."""
-        updated: list[LayerCache] = []
+        updated: list[Cache | None] = []
+        shared: dict[int, KeyValue] = {}
         place = 0
         for group in self.spec.groups():
             places = range(place, place + len(group.unit))
             place += len(group.unit)
             split = [nnx.split(self.layers[i]) for i in places]
-            held: tuple[LayerCache | None, ...]
-            held = tuple(caches[i] for i in places) if caches else (None,) * len(group.unit)
+            start = group.start
+            last: list[KeyValue | None] = []
 
-            def body(carry: Any, inputs: Any, split: Any = split) -> tuple[Any, None]:
+            def body(
+                carry: Any, inputs: Any, group: Any = group, split: Any = split, last: Any = last
+            ) -> tuple[Any, None]:
                 x, held = carry
                 turn, states = inputs
                 after = []
-                for (definition, _), state, cache in zip(split, states, held, strict=True):
-                    x, cache = nnx.merge(definition, state)(x, step, cache, turn if cache is not None else None)
+                for number, ((definition, _), state, cache) in enumerate(zip(split, states, held, strict=True)):
+                    index = group.start + turn * len(group.unit) + number
+                    given = _inputs(group.unit[number], shared, None if beside is None else beside[index])
+                    layer = nnx.merge(definition, state)
+                    x, cache, kv = layer(x, step, cache, turn if cache is not None else None, given)
                     after.append(cache)
+                    last.append(kv)
                 return (x, tuple(after)), None
 
             states = tuple(state for _, state in split)
-            (x, held), _ = jax.lax.scan(body, (x, held), (jnp.arange(group.repeats), states))
-            updated.extend(cache for cache in held if cache is not None)
+            carry = x, tuple(caches[i] for i in places)
+            if group.repeats == 1:  # its keys and values may be wanted outside, where a loop's could not be had
+                (x, held), _ = body(carry, (jnp.int32(0), jax.tree.map(lambda array: array[0], states)))
+                shared |= {start + i: kv for i, kv in enumerate(last) if kv and start + i in self.spec.kv_sources}
+            else:
+                (x, held), _ = jax.lax.scan(body, carry, (jnp.arange(group.repeats), states))
+            updated.extend(held)
         return x, tuple(updated)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def _apply_layer(
-    definition: Any, state: Any, x: jax.Array, step: Step, cache: LayerCache | None
-) -> tuple[jax.Array, LayerCache | None]:
+    definition: Any, is_source: bool, state: Any, x: jax.Array, step: Step, cache: Cache | None, inputs: LayerInputs
+) -> tuple[jax.Array, Cache | None, KeyValue | None]:
     """One layer. Layers with equal definitions and shapes hit jit's cache and are traced once."""
-    return nnx.merge(definition, state)(x, step, cache)
+    x, cache, kv = nnx.merge(definition, state)(x, step, cache, None, inputs)
+    return x, cache, kv if is_source else None
+
+
+def _inputs(layer: LayerSpec, shared: Mapping[int, KeyValue], beside: jax.Array | None) -> LayerInputs:
+    """What a layer is given beside the stream; `shared` are the keys and values of the layers that others read."""
+    source = layer.mixer.kv_from_layer if isinstance(layer.mixer, AttentionSpec) else None
+    return LayerInputs(None if source is None else shared[source], beside)
 
 
 def _layer_paths(spec: ArchitectureSpec, *, stacked: bool) -> Iterator[tuple[str, Any]]:

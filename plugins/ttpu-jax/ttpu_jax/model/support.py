@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MLPSpec
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, CustomSpec, LayerSpec, MixerSpec
+from ttpu_jax.model.custom import custom_class
 
 
 def check_supported(spec: ArchitectureSpec) -> None:
@@ -13,6 +14,7 @@ def check_supported(spec: ArchitectureSpec) -> None:
 
     Raises:
         UnsupportedError: naming the first layer and what it needs, or the operation that a patch pack would replace.
+        PluginError: a custom part cannot be imported.
     """
     for choice in spec.kernels:
         if choice.backend == "jax" and choice.operation != "attention":
@@ -21,6 +23,8 @@ def check_supported(spec: ArchitectureSpec) -> None:
                 f"{spec.model_type!r} model by {choice.implementation}, but this version of ttpu-jax lets only "
                 "'attention' be replaced: leave that patch pack out, or update ttpu-jax."
             )
+    for custom in _customs(spec):
+        custom_class(custom)
     for index, layer in enumerate(spec.layers):
         for need in _unsupported(layer):
             raise UnsupportedError(
@@ -29,17 +33,16 @@ def check_supported(spec: ArchitectureSpec) -> None:
             )
 
 
+def _customs(spec: ArchitectureSpec) -> Iterator[CustomSpec]:
+    """Every different part that is implemented outside the shared decoder."""
+    mixers = (layer.mixer for layer in spec.layers)
+    parts = [spec.embedding.custom, *(mixer for mixer in mixers if isinstance(mixer, MixerSpec))]
+    parts += [layer.block.custom for layer in spec.layers]
+    yield from dict.fromkeys(part for part in parts if part is not None)
+
+
 def _unsupported(layer: LayerSpec) -> Iterator[str]:
-    if layer.block.custom is not None:
-        yield f"the custom block {layer.block.custom.name!r}"
-    if not isinstance(layer.mixer, AttentionSpec):
-        yield f"the custom mixer {layer.mixer.name!r}"
-    else:
-        if layer.mixer.alibi:
-            yield "ALiBi position biases"
-        if layer.mixer.kv_from_layer is not None:
-            yield "keys and values shared between layers"
-    if not isinstance(layer.mlp, MLPSpec | None):
-        yield "a mixture of experts"
-    elif layer.mlp is not None and layer.mlp.activation.name in ("xielu", "clamped_swiglu"):
+    if isinstance(layer.mixer, AttentionSpec) and layer.mixer.alibi:
+        yield "ALiBi position biases"
+    if layer.mlp is not None and layer.mlp.activation.name == "xielu":
         yield f"the activation {layer.mlp.activation.name!r}"

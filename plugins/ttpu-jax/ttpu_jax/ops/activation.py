@@ -31,3 +31,13 @@ def activate(x: jax.Array, spec: ActivationSpec) -> jax.Array:
             "or a custom block."
         )
     return _FUNCTIONS[spec.name](x)
+
+
+def sparsify(x: jax.Array, sparsity: float) -> jax.Array:
+    """What of x [..., features] exceeds the `sparsity` quantile of a normal distribution with the features' mean and
+    deviation, which leaves about 1 - sparsity of them above zero (Spark Transformer, arXiv 2506.06644)."""
+    if not sparsity:
+        return x
+    multiplier = jax.scipy.special.ndtri(jnp.float32(sparsity)).astype(x.dtype)
+    cutoff = x.mean(-1, keepdims=True) + x.std(-1, keepdims=True) * multiplier
+    return jax.nn.relu(x - cutoff)

@@ -60,6 +60,12 @@ class Placement:
             axis if size % count == 0 else None for axis, size, count in zip(axes, shape, devices, strict=True)
         )
 
+    def cut(self, axis: str, size: int) -> tuple[str, ...]:
+        """The mesh axes that cut a dimension of this logical axis; none where it does not divide."""
+        if self.mesh is None or self.divisible((axis,), (size,)) == (None,):
+            return ()
+        return self.strategy.mesh_axes((axis,), (size,), dict(self.mesh.shape), "an activation")[0]
+
     def _spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...], name: str) -> PartitionSpec:
         assert self.mesh is not None
         cut = self.strategy.mesh_axes(axes, shape, dict(self.mesh.shape), name)

@@ -1,24 +1,19 @@
-"""Softmax attention by name. In: grouped queries, keys and values with their positions; out: one vector per query head.
-
-`implementation` finds one by its name; `eager` is the reference that every other one is held against. An implementation
-is a function of the same signature, built in or named by import string (`package.module:function`) in a plugin's
-`ttpu_kernels`."""
+"""Reference attention, in plain JAX. In: grouped queries, keys and values with their positions; out: one vector per
+query head. Every other implementation is held against it, and has its signature."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from importlib import import_module
 
 import jax
 import jax.numpy as jnp
 
-from ttpu_core.errors import PluginError
 from ttpu_core.spec import AttentionSpec
+from ttpu_jax.ops.attention.context import AttentionContext
 
 CAUSAL_BLOCKS, SMALLEST_BLOCK = 4, 128  # blocks of queries, and queries in the smallest one worth cutting off
 MASKED = -1e30  # finite: a row whose keys are all masked (a padding query) stays a number
 
-AttentionFunction = Callable[..., jax.Array]
+SegmentIds = tuple[jax.Array, jax.Array]
+DEFAULT_CONTEXT = AttentionContext()
 
 
 def eager(
@@ -30,9 +25,10 @@ def eager(
     spec: AttentionSpec,
     *,
     sinks: jax.Array | None = None,
-    compute_dtype: jnp.dtype | None = None,
+    segment_ids: SegmentIds | None = None,
+    context: AttentionContext = DEFAULT_CONTEXT,
 ) -> jax.Array:
-    """Reference attention.
+    """Softmax attention with all scores in memory.
 
     Args:
         query: [batch, seq, kv_heads, q_per_kv, head_dim], rotated.
@@ -42,17 +38,19 @@ def eager(
         key_positions: [batch, keys]; a negative position is never attended to.
         spec: scale, softcap, window, chunk, causality.
         sinks: [kv_heads, q_per_kv] logits of a sink that takes probability and gives nothing.
-        compute_dtype: dtype of the products' operands (XLA:CPU wants float32); None keeps the inputs'.
+        segment_ids: [batch, seq] and [batch, keys] of sequences packed into one row, each a run of neighbours whose
+            positions count from its own start; a query sees its own segment only.
+        context: XLA:CPU wants the products' operands in float32.
 
     Returns:
         [batch, seq, kv_heads, q_per_kv, value_dim] in the query's dtype.
     """
-    if compute_dtype is not None:
-        key, value = key.astype(compute_dtype), value.astype(compute_dtype)
+    if context.platform == "cpu":
+        key, value = key.astype(jnp.float32), value.astype(jnp.float32)
     seq = query.shape[1]
     block = max(SMALLEST_BLOCK, -(-seq // CAUSAL_BLOCKS))
     if not spec.causal or key.shape[2] != seq or seq <= block:
-        return _attend(query, key, value, query_positions, key_positions, spec, sinks)
+        return _attend(query, key, value, query_positions, key_positions, spec, sinks, segment_ids)
     # A sequence that attends to itself: no query sees a later key, so that a block of queries needs the keys up to its
     # own end only: five eighths of all scores.
     blocks = []
@@ -60,7 +58,8 @@ def eager(
         end = min(begin + block, seq)
         queries = query[:, begin:end], query_positions[:, begin:end]
         keys = key[:, :, :end], value[:, :, :end], key_positions[:, :end]
-        blocks.append(_attend(queries[0], keys[0], keys[1], queries[1], keys[2], spec, sinks))
+        segments = None if segment_ids is None else (segment_ids[0][:, begin:end], segment_ids[1][:, :end])
+        blocks.append(_attend(queries[0], keys[0], keys[1], queries[1], keys[2], spec, sinks, segments))
     return jnp.concatenate(blocks, axis=1)
 
 
@@ -72,6 +71,7 @@ def _attend(
     key_positions: jax.Array,
     spec: AttentionSpec,
     sinks: jax.Array | None,
+    segment_ids: SegmentIds | None,
 ) -> jax.Array:
     """`eager` with all scores at once."""
     batch, seq, kv, group, dim = query.shape
@@ -82,7 +82,7 @@ def _attend(
     scores = scores.reshape(batch, kv, group, seq, -1) * spec.softmax_scale
     if spec.logit_softcap is not None:
         scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
-    visible = visibility(query_positions, key_positions, spec)[:, None, None]
+    visible = visibility(query_positions, key_positions, spec, segment_ids)[:, None, None]
     scores = jnp.where(visible, scores, MASKED)
     if sinks is not None:
         column = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None, None], (batch, kv, group, seq, 1))
@@ -97,7 +97,12 @@ def _attend(
     return mixed.astype(query.dtype)
 
 
-def visibility(query_positions: jax.Array, key_positions: jax.Array, spec: AttentionSpec) -> jax.Array:
+def visibility(
+    query_positions: jax.Array,
+    key_positions: jax.Array,
+    spec: AttentionSpec,
+    segment_ids: SegmentIds | None = None,
+) -> jax.Array:
     """Which keys a query sees: bool [batch, seq, keys]. Window and chunk count positions, not cache slots."""
     query, key = query_positions[:, :, None], key_positions[:, None, :]
     visible = key >= 0
@@ -109,30 +114,6 @@ def visibility(query_positions: jax.Array, key_positions: jax.Array, spec: Atten
             visible = visible & (key - query < spec.window)
     if spec.chunk is not None:
         visible = visible & (query // spec.chunk == key // spec.chunk)
+    if segment_ids is not None:
+        visible = visible & (segment_ids[0][:, :, None] == segment_ids[1][:, None, :])
     return visible
-
-
-IMPLEMENTATIONS: dict[str, AttentionFunction] = {"eager": eager}
-
-
-def implementation(name: str) -> AttentionFunction:
-    """The attention function of a name, or of an import string.
-
-    Raises:
-        PluginError: no such name, or an import string that leads to no function.
-    """
-    if name in IMPLEMENTATIONS:
-        return IMPLEMENTATIONS[name]
-    module, _, attribute = str(name).partition(":")
-    try:
-        if not module or not attribute:
-            raise ImportError("it is neither a built-in name nor of the form 'package.module:function'")
-        function: AttentionFunction = getattr(import_module(module), attribute)
-        if not callable(function):
-            raise ImportError("it is not a function")
-    except (ImportError, AttributeError) as error:
-        raise PluginError(
-            f"attention implementation {name!r} was asked for, but it cannot be had ({error}): use one of "
-            f"{', '.join(IMPLEMENTATIONS)}, or correct the plugin that names it."
-        ) from error
-    return function

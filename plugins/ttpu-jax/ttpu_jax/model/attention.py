@@ -1,0 +1,134 @@
+"""Softmax attention as a Flax NNX module: projections, norms, rope, cache and output around `ttpu_jax.ops.attention`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ttpu_core import axes
+from ttpu_core.parameters import fused_slots
+from ttpu_core.spec import AttentionSpec
+from ttpu_jax.model.cache import LayerCache
+from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step, maybe, value_of
+from ttpu_jax.ops import attention as attention_ops
+from ttpu_jax.ops.rope import rotate
+
+KeyValue = tuple[jax.Array, jax.Array]
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over a sequence or a cache."""
+
+    def __init__(self, spec: AttentionSpec, values: Parameters, runtime: Runtime) -> None:
+        self.spec, self.runtime = spec, runtime
+        self.qkv = Linear(values.at("qkv"), runtime)
+        own_keys = spec.kv_from_layer is None
+        separate = own_keys and not spec.value_is_key and spec.value_dim != spec.head_dim
+        self.value = Linear(values.at("value"), runtime) if separate else None
+        self.gate = Linear(values.at("gate"), runtime) if spec.output_gate else None
+        # Statistics over all heads run over the axes (kv_heads, q_per_kv, head_dim) of queries, one fewer of keys.
+        over_q, over_k = (3, 2) if spec.qk_norm_scope == "full" else (1, 1)
+        self.q_norm = Norm(spec.q_norm, values.at("q_norm"), over_q) if spec.q_norm else None
+        self.k_norm = Norm(spec.k_norm, values.at("k_norm"), over_k) if spec.k_norm and own_keys else None
+        self.v_norm = Norm(spec.v_norm, values.at("v_norm")) if spec.v_norm and own_keys else None
+        self.sinks = values.get("sinks")
+        self.output_norm = Norm(spec.output_norm, values.at("output_norm"), 3) if spec.output_norm else None
+        self.output = Linear(values.at("output"), runtime)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        step: Step,
+        cache: LayerCache | None = None,
+        turn: jax.Array | None = None,
+        kv: KeyValue | None = None,
+    ) -> tuple[jax.Array, LayerCache | None, KeyValue]:
+        """x [batch, seq, hidden]: the same shape, the cache with this step's keys and values in it, and the keys
+        [batch, kv_heads, keys, head_dim] and values that were attended to.
+
+        `kv` are another layer's, for a layer that has none of its own."""
+        query, own = self._project(x, step)
+        query_positions = step.query_positions
+        if step.last_only:
+            query, query_positions, x = query[:, -1:], query_positions[:, -1:], x[:, -1:]
+        if own is None:
+            assert kv is not None
+        elif cache is None:
+            kv = own
+        else:
+            cache = cache.write(*own, _slot(step), turn)
+            kv = own if step.fresh else cache.layer(turn)
+        placement, spec = self.runtime.placement, self.spec
+        mixed = attention_ops.attend(
+            self.runtime.attention,
+            query,
+            *kv,
+            query_positions,
+            step.key_positions,
+            spec,
+            sinks=value_of(self.sinks),
+            context=attention_ops.AttentionContext(
+                mesh=placement.mesh,
+                batch_axes=placement.cut(axes.BATCH, query.shape[0]),
+                head_axes=placement.cut(axes.KV_HEADS, spec.num_kv_heads),
+                platform=placement.platform,
+                own_keys=cache is None or step.fresh,
+                options=self.runtime.attention_options,
+            ),
+        )
+        return self._finish(mixed, x), cache, kv
+
+    def _project(self, x: jax.Array, step: Step) -> tuple[jax.Array, KeyValue | None]:
+        """query [batch, seq, kv_heads, q_per_kv, dim]; key and value [batch, kv_heads, seq, dim], if this layer has
+        its own."""
+        spec, constrain = self.spec, self.runtime.placement.constrain
+        fused = constrain(self.qkv(x), axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, None, None)
+        group, own_keys, _ = fused_slots(spec)
+        query = self._position(fused[..., :group, :], self.q_norm, step)
+        if spec.query_temperature is not None:
+            t = spec.query_temperature
+            shifted = jnp.floor((step.query_positions.astype(jnp.float32) + t.shift) / t.period)
+            factor = 1.0 + t.scale * jnp.log(t.offset + jnp.maximum(shifted, 0.0))
+            query = (query * factor[:, :, None, None, None]).astype(query.dtype)
+        if not own_keys:
+            return query, None
+        key = fused[..., group, :]
+        value = key if spec.value_is_key else self.value(x) if self.value else fused[..., group + 1, :]
+        if spec.value_scale != 1.0:
+            value = value * spec.value_scale
+        value = self._clip(maybe(self.v_norm, value))
+        return query, (_heads_first(self._position(key, self.k_norm, step)), _heads_first(value))
+
+    def _clip(self, x: jax.Array) -> jax.Array:
+        bound = self.spec.clip_qkv
+        return x if bound is None else jnp.clip(x, -bound, bound)
+
+    def _position(self, x: jax.Array, norm: Norm | None, step: Step) -> jax.Array:
+        """Norm and rope of queries or keys [batch, seq, kv_heads, ..., dim], in the order that the spec asks for."""
+        after, rope = self.spec.qk_norm_after_rope, self.spec.rope
+        x = self._clip(x if after else maybe(norm, x))
+        if rope is not None and rope.type != "none":
+            cos, sin = step.angles[self.runtime.ropes.index(rope)]
+            x = rotate(x, cos, sin, rope)
+        return maybe(norm, x) if after else x
+
+    def _finish(self, mixed: jax.Array, x: jax.Array) -> jax.Array:
+        """Gate, inner norm and output projection of mixed [batch, seq, kv_heads, q_per_kv, value_dim]."""
+        if self.gate is not None and self.spec.output_gate is not None:
+            gate = self.gate(x, jnp.dtype(jnp.float32))
+            gate = jax.nn.sigmoid(gate) if self.spec.output_gate.activation == "sigmoid" else jax.nn.softplus(gate)
+            mixed = (mixed * (gate if gate.ndim == mixed.ndim else gate[..., None])).astype(mixed.dtype)
+        if self.output_norm is not None:
+            mixed = self.output_norm(mixed)
+        return self.output(mixed.reshape(*mixed.shape[:2], -1))
+
+
+def _heads_first(x: jax.Array) -> jax.Array:
+    """[batch, seq, heads, dim] → [batch, heads, seq, dim], as caches are laid out."""
+    return x.transpose(0, 2, 1, 3)
+
+
+def _slot(step: Step) -> jax.Array:
+    assert step.slot is not None
+    return step.slot

@@ -1,0 +1,70 @@
+"""Parts that the shared decoder does not know. In: a `CustomSpec`; out: an instance of the class that it names, imported
+here and nowhere else.
+
+A mixer is a Flax NNX module `Mixer(spec: MixerSpec, values: Parameters, runtime: Runtime)` whose call takes
+x [batch, seq, hidden], the `Step`, and its state, name -> array [batch, *shape] (None: no cache, start from zeros), and
+gives [batch, seq, hidden] and the state after these tokens (None where it was given none). Tokens whose position is
+negative are padding, which must leave the state as it is. A mixer may give the last token alone where
+`step.last_only`. A block is built and called as `ttpu_jax.model.layers.DecoderLayer`, an embedding as
+`ttpu_jax.model.embedding.Embedding`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from ttpu_core.errors import PluginError, UnsupportedError
+from ttpu_core.spec import CustomSpec, EmbeddingSpec, LayerSpec, MixerSpec
+from ttpu_jax.model.modules import Parameters, Runtime
+
+BUILT_IN: dict[str, str] = {
+    "latent_attention": "ttpu_jax.model.latent_attention:LatentAttention",
+}
+"""Parts of the core's vocabulary that this backend brings itself."""
+
+
+def custom_mixer(spec: MixerSpec, values: Parameters, runtime: Runtime) -> Any:
+    """The mixer of a layer."""
+    return custom_class(spec)(spec, values, runtime)
+
+
+def custom_block(spec: LayerSpec, values: Parameters, runtime: Runtime) -> Any:
+    """The block of a layer that has its own."""
+    assert spec.block.custom is not None
+    return custom_class(spec.block.custom)(spec, values, runtime)
+
+
+def custom_embedding(spec: EmbeddingSpec, values: Parameters, runtime: Runtime) -> Any:
+    """The embedding of a model that has its own."""
+    assert spec.custom is not None
+    return custom_class(spec.custom)(spec, values, runtime)
+
+
+def custom_class(spec: CustomSpec) -> Any:
+    """The class that implements a part.
+
+    Raises:
+        UnsupportedError: there is none for this backend.
+        PluginError: the import string leads to no class.
+    """
+    name = spec.implementation("jax") or BUILT_IN.get(spec.name)
+    if name is None:
+        others = ", ".join(backend for backend, _ in spec.implementations) or "no backend"
+        raise UnsupportedError(
+            f"the part {spec.name!r} of this model has an implementation for {others}, but the JAX backend needs one "
+            f"of its own (it brings {', '.join(BUILT_IN)}): update the plugin, or use another backend."
+        )
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PluginError(
+            f"the part {spec.name!r} of this model is implemented by {name!r}, but that cannot be imported ({error}): "
+            "update the plugin, or correct its import string, which is written 'package.module:Class'."
+        ) from error
+    if not callable(found):
+        raise PluginError(
+            f"the part {spec.name!r} of this model is implemented by {name!r}, but that is no class: correct its "
+            "import string, which is written 'package.module:Class'."
+        )
+    return found

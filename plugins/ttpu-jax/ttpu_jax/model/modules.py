@@ -1,0 +1,158 @@
+"""What the parts of a decoder have in common: the view on the parameters, what is known while a layer runs, and the
+smallest modules. In: specs and parameters; out: Flax NNX modules that carry their logical axes and know no model type.
+
+Custom mixers, blocks and embeddings are built from these too (see `ttpu_jax.model.custom`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ttpu_core import axes
+from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec
+from ttpu_jax.ops.activation import activate, sparsify
+from ttpu_jax.ops.linear import linear
+from ttpu_jax.ops.norm import normalize
+from ttpu_jax.params.placement import Placement
+
+RESIDUAL = (axes.BATCH, axes.SEQUENCE, None)
+"""Axes of the residual stream [batch, seq, hidden]: its features are whole on every device."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What is the same in every layer and never changes: where arrays live, which attention runs and with which
+    options, and the different ropes of the model. Static."""
+
+    placement: Placement
+    attention: str = "eager"
+    ropes: tuple[RopeSpec, ...] = ()
+    attention_options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A view on a flat dict of arrays and on the parameter table, below a path."""
+
+    arrays: Mapping[str, jax.Array]
+    table: Mapping[str, Parameter]
+    prefix: str = ""
+
+    def at(self, path: str) -> Parameters:
+        """The view below `path`."""
+        return Parameters(self.arrays, self.table, f"{self.prefix}{path}.")
+
+    def get(self, name: str) -> nnx.Param | None:
+        """The parameter as an NNX variable that carries its logical axes; None where the spec has none of this name."""
+        path = self.prefix + name
+        if path not in self.table:
+            return None
+        return nnx.Param(self.arrays[path], axis_names=self.table[path].axes)
+
+    def __getitem__(self, name: str) -> nnx.Param:
+        variable = self.get(name)
+        if variable is None:
+            raise KeyError(self.prefix + name)
+        return variable
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Step:
+    """What the tokens of one forward pass have in common: positions [batch, seq] of queries and [batch, keys] of keys,
+    cos and sin for each of the runtime's ropes, and the cache slot where the first token goes; `fresh` says that
+    nothing is in the cache before it, `last_only` that a layer's output is wanted for the last token alone."""
+
+    query_positions: jax.Array
+    key_positions: jax.Array
+    angles: tuple[tuple[jax.Array, jax.Array], ...]
+    slot: jax.Array | None = None
+    fresh: bool = field(default=False, metadata={"static": True})
+    last_only: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def valid(self) -> jax.Array:
+        """bool [batch, seq]: which tokens are no padding."""
+        return self.query_positions >= 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerInputs:
+    """What a layer is given beside the residual stream: `kv`, another layer's keys [batch, kv_heads, keys, head_dim]
+    and values, where it has none of its own; `beside` [batch, seq, features] from a custom embedding."""
+
+    kv: tuple[jax.Array, jax.Array] | None = None
+    beside: jax.Array | None = None
+
+
+class Norm(nnx.Module):
+    """Normalisation with its own scale and bias; the statistics run over the last `axes` axes."""
+
+    def __init__(self, spec: NormSpec, values: Parameters, over: int = 1) -> None:
+        self.spec, self.over = spec, over
+        self.scale, self.bias = values.get("scale"), values.get("bias")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., features]: the same shape."""
+        return normalize(x, self.spec, value_of(self.scale), value_of(self.bias), axes=self.over)
+
+
+class Linear(nnx.Module):
+    """x @ kernel.T + bias."""
+
+    def __init__(self, values: Parameters, runtime: Runtime) -> None:
+        self.on_one_device = runtime.placement.mesh is None
+        self.kernel, self.bias = values["kernel"], values.get("bias")
+
+    def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        """x [..., in]: [..., *out]."""
+        return linear(x, self.kernel[...], value_of(self.bias), out_dtype=out_dtype, flatten=self.on_one_device)
+
+
+class MLP(nnx.Module):
+    """Gated or plain feed-forward layer."""
+
+    def __init__(self, spec: MLPSpec, values: Parameters, runtime: Runtime) -> None:
+        self.spec, self.runtime = spec, runtime
+        if spec.gated:
+            self.gate_up = Linear(values.at("gate_up"), runtime)
+        else:
+            self.up = Linear(values.at("up"), runtime)
+        self.inner_norm = Norm(spec.inner_norm, values.at("inner_norm")) if spec.inner_norm else None
+        self.down = Linear(values.at("down"), runtime)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [batch, seq, hidden]: the same shape."""
+        wide = jnp.dtype(jnp.float32)
+        if self.spec.gated:
+            pair = self.gate_up(x, wide)
+            inner = activate(sparsify(pair[..., 0, :], self.spec.sparsity), self.spec.activation) * pair[..., 1, :]
+        else:
+            inner = activate(sparsify(self.up(x, wide), self.spec.sparsity), self.spec.activation)
+        inner = inner.astype(x.dtype)
+        if self.inner_norm is not None:
+            inner = self.inner_norm(inner)
+        inner = self.runtime.placement.constrain(inner, axes.BATCH, axes.SEQUENCE, axes.MLP)
+        return self.down(inner)
+
+
+def different_ropes(layers: tuple[LayerSpec, ...]) -> tuple[RopeSpec, ...]:
+    """The different ropes of a model's layers, in order of appearance."""
+    ropes = (layer.mixer.rope for layer in layers)
+    return tuple(dict.fromkeys(rope for rope in ropes if rope is not None and rope.type != "none"))
+
+
+def maybe(norm: Norm | None, x: jax.Array) -> jax.Array:
+    """`norm` of x, or x where there is none."""
+    return x if norm is None else norm(x)
+
+
+def value_of(variable: nnx.Param | None) -> jax.Array | None:
+    """The array in a variable that may be absent."""
+    return None if variable is None else variable[...]
