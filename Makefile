@@ -15,11 +15,15 @@ VENV        := .venv
 VENV_TEST   := .venv-test
 VENV_NEWEST := .venv-newest
 
-DISTRIBUTIONS := . plugins/ttpu-jax plugins/ttpu-llama
+FAMILIES      := llama gemma qwen mistral
+DISTRIBUTIONS := . plugins/ttpu-jax $(FAMILIES:%=plugins/ttpu-%)
 PYPROJECTS    := $(DISTRIBUTIONS:%=%/pyproject.toml)
 EDITABLE      := $(DISTRIBUTIONS:%=-e %)
-PACKAGES      := ttpu.py ttpu_core plugins/ttpu-jax/ttpu_jax plugins/ttpu-llama/ttpu_llama
-NEWEST_TESTS   = $(wildcard plugins/ttpu-jax/tests plugins/ttpu-llama/tests tests)
+# What only developers and authors of plugins install.
+TEST_EDITABLE := $(EDITABLE) -e conformance
+PACKAGES      := ttpu.py ttpu_core plugins/ttpu-jax/ttpu_jax conformance/ttpu_conformance \
+                 $(foreach family,$(FAMILIES),plugins/ttpu-$(family)/ttpu_$(family))
+NEWEST_TESTS   = $(wildcard plugins/*/tests tests)
 
 PIP := -m pip install --quiet --disable-pip-version-check
 
@@ -83,10 +87,10 @@ $(VENV)/.installed: $(PYPROJECTS)
 	    "torch is in $(VENV), where no dependency may bring it: run `pip show torch` there to see which one did.")'
 	@touch $@
 
-$(VENV_TEST)/.installed: $(PYPROJECTS) requirements/torch.txt requirements/test.txt requirements/lint.txt
+$(VENV_TEST)/.installed: $(PYPROJECTS) conformance/pyproject.toml requirements/torch.txt requirements/test.txt requirements/lint.txt
 	test -x $(VENV_TEST)/bin/python || $(PYTHON) -m venv $(VENV_TEST)
 	$(VENV_TEST)/bin/python $(PIP) -r requirements/torch.txt
-	$(VENV_TEST)/bin/python $(PIP) $(EDITABLE) -r requirements/test.txt -r requirements/lint.txt
+	$(VENV_TEST)/bin/python $(PIP) $(TEST_EDITABLE) -r requirements/test.txt -r requirements/lint.txt
 	@touch $@
 
 $(VENV_NEWEST)/.installed: $(PYPROJECTS) requirements/newest.txt

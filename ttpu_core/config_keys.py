@@ -4,6 +4,7 @@ that may change the forward pass, so that their being ignored can be said."""
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import UnsupportedError
@@ -43,18 +44,46 @@ NOT_IN_THE_FORWARD_PASS = frozenset(
 `quantization_config`, for one, changes everything."""
 
 
+CHANGES_THE_FORWARD_PASS: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (),
+    # attention
+    "attn_logit_softcapping": (), "query_pre_attn_scalar": (), "attention_multiplier": (), "clip_qkv": (),
+    "attention_chunk_size": (), "alibi": (False,), "parallel_attn": (False,), "use_parallel_residual": (False,),
+    "use_qk_norm": (False,), "qk_layernorm": (False,), "attn_output_gate": (False,), "num_kv_shared_layers": (0,),
+    "use_bidirectional_attention": (False,), "kv_lora_rank": (0,), "q_lora_rank": (0,), "attn_temperature_tuning": (),
+    "partial_rotary_factor": (1.0,), "rotary_pct": (1.0,), "rope_scaling": (), "no_rope_layers": ((),),
+    # experts
+    "num_experts": (0, 1), "num_local_experts": (0, 1), "n_routed_experts": (0, 1),
+    # the stream and the head
+    "final_logit_softcapping": (), "logits_scaling": (1.0,), "logit_scale": (1.0,), "residual_multiplier": (1.0,),
+    "embedding_multiplier": (1.0,), "scale_emb": (1.0,), "scale_depth": (), "hidden_size_per_layer_input": (0,),
+}  # fmt: skip
+"""Keys that change logits in every model that has them, with the values (besides null) that change nothing: to ignore
+one would give wrong text in silence."""
+
+
 def refuse_ignored(config: ModelConfig) -> tuple[str, ...]:
     """Sentences about keys that have no effect; ask after the config was read and before the weights are.
 
     Raises:
-        UnsupportedError: the weights are quantized, so that nothing right can come of ignoring it.
+        UnsupportedError: a key that nobody reads is known to change the forward pass, so that nothing right can come
+            of ignoring it.
     """
     ignored = keys_ignored(config)
-    if any(key.split(".")[-1] == "quantization_config" for key in ignored):
-        raise UnsupportedError(
-            f"{config.source} has a 'quantization_config', but no installed plugin reads quantized weights: take the "
-            "checkpoint in bfloat16 or float32."
-        )
+    for key in ignored:
+        *_, name = key.split(".")
+        value = _value(config, key)
+        if name == "quantization_config":
+            raise UnsupportedError(
+                f"{config.source} has a 'quantization_config', but no installed plugin reads quantized weights: take "
+                "the checkpoint in bfloat16 or float32."
+            )
+        if name in CHANGES_THE_FORWARD_PASS and value not in CHANGES_THE_FORWARD_PASS[name]:
+            raise UnsupportedError(
+                f"{config.source} of model_type {config.model_type!r} sets {key!r} to {value!r}, which changes what "
+                "the model computes, but the plugin for this type does not read it: update the plugin, or use one "
+                "that describes this variant."
+            )
     return tuple(f"nothing reads {key!r} in {config.source}, so it has no effect" for key in ignored)
 
 
@@ -65,3 +94,11 @@ def keys_ignored(config: ModelConfig) -> tuple[str, ...]:
 
 def _harmless(key: str) -> bool:
     return any(part in NOT_IN_THE_FORWARD_PASS for part in re.split(r"\.", key))
+
+
+def _value(config: ModelConfig, dotted: str) -> Any:
+    """The value of a key inside sections; counts as reading nothing."""
+    value: Any = config.to_dict()
+    for part in dotted.split("."):
+        value = value[int(part) if isinstance(value, list) else part]
+    return value

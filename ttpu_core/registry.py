@@ -38,6 +38,12 @@ State = Literal["available", "loaded", "disabled", "conflict", "incompatible", "
 # Where a missing model type would come from, were its plugin installed.
 FAMILY_DISTRIBUTIONS = {
     "llama": "ttpu-llama",
+    "gemma": "ttpu-gemma",
+    "vaultgemma": "ttpu-gemma",
+    "qwen": "ttpu-qwen",
+    "mistral": "ttpu-mistral",
+    "ministral": "ttpu-mistral",
+    "mixtral": "ttpu-mistral",
 }
 
 

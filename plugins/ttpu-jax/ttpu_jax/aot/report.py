@@ -1,38 +1,32 @@
-"""Takes an architecture and the name of a TPU slice. Gives what the TPU compiler says of the model's decode step or
-prefill there: memory, collectives, predicted time. Nothing runs, no weights are needed, and no TPU has to exist."""
+"""Takes an architecture and the name of a TPU slice. Gives what the TPU compiler says of the model's decode step,
+prefill or training step there: memory, collectives, predicted time. Nothing runs, no weights are needed, and no TPU
+has to exist."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from math import gcd, prod
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ttpu_core import axes
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import RequestError, UnsupportedError
-from ttpu_core.parameters import stacked_parameters
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, Parameter
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.schedule import Breakdown
+from ttpu_jax.aot.steps import AbstractProgram, Task, inference_step, train_step
 from ttpu_jax.aot.topology import TpuTopology, make_mesh, tpu_topology
-from ttpu_jax.model.cache import KVCache, empty_cache
-from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
-from ttpu_jax.ops.sampling import SamplingFeatures, SamplingParams, sample, sampling_inputs
 from ttpu_jax.params.dtypes import model_dtype
-from ttpu_jax.params.initialize import abstract_parameters
 from ttpu_jax.params.placement import Placement
 
-Task = Literal["decode", "prefill"]
 Layers = Literal["unrolled", "scan"]
 
 
@@ -68,13 +62,13 @@ class ProgramReport:
     dtype: str
     batch: int
     context: int  # cache slots of a row
-    tokens: int  # that a row is given: 1 for decode, the whole context for prefill
+    tokens: int  # that a row is given: 1 for decode, the whole context for prefill and training
 
     peak_bytes: int  # the most HBM in use at once
     hbm_bytes: int  # what one program may use
     argument_bytes: int
     temp_bytes: int
-    cache_bytes: int  # keys and values
+    cache_bytes: int  # keys and values, or weights and optimizer: what the program is given to write over
     aliased_bytes: int  # results that are written where a donated argument was
 
     collectives: tuple[CollectiveTotal, ...]
@@ -112,13 +106,14 @@ def compile_report(
 ) -> ProgramReport:
     """Compiles one program of a model for a TPU slice and reads what the compiler decided.
 
-    Both programs take weights, tokens and a cache of `context` slots a row, which is donated; they give each row's
-    likeliest next token and the cache. `decode` takes one token a row, `prefill` `context` tokens into an empty cache.
+    `decode` and `prefill` take weights, tokens and a cache of `context` slots a row, which is donated; they give each
+    row's likeliest next token and the cache. `decode` takes one token a row, `prefill` `context` tokens into an empty
+    cache. `train` is one step of AdamW on `batch` rows of `context` tokens (see `ttpu_jax.aot.steps`).
 
     Args:
         topology_name: as in "v5e:2x4", see `ttpu_jax.aot.topology.tpu_topology`.
         dtype: of weights and cache, see `ttpu_jax.params.dtypes.model_dtype`.
-        mesh: mesh axis → devices along it; None cuts every layer over all devices (`tensor`).
+        mesh: mesh axis → devices along it; None cuts every layer over all devices (`tensor`; `fsdp` for training).
         layers: "unrolled" compiles each layer, with a cache array of its own; "scan" compiles one and loops.
 
     Raises:
@@ -135,14 +130,16 @@ def compile_report(
     check_supported(spec)
     kind = model_dtype(dtype)
     topology = tpu_topology(topology_name)
-    placement = Placement(make_mesh(topology, mesh or _tensor_parallel(spec, topology)))
+    usual = {"fsdp": len(topology.devices)} if task == "train" else None
+    placement = Placement(make_mesh(topology, mesh or usual or _tensor_parallel(spec, topology)))
+    runtime = Runtime(placement, ropes=different_ropes(spec.layers))
     stacked, tokens = layers == "scan", 1 if task == "decode" else context
-    table = stacked_parameters(spec) if stacked else spec.parameters
-    params = abstract_parameters(table, placement, kind)
-    cache = empty_cache(spec, batch, context, placement, kind, stacked=stacked, abstract=True)
-    step = _step(spec, table, placement, stacked=stacked, fresh=task == "prefill")
-    step.__name__ = f"{task} of {spec.model_type}"  # how an error names the program
-    program = compile_for(topology, step, params, _tokens(batch, tokens, placement), cache, donate_argnums=2)
+    if task == "train":
+        step = train_step(spec, runtime, kind, batch=batch, tokens=context, stacked=stacked)
+    else:
+        step = inference_step(spec, runtime, kind, batch=batch, tokens=tokens, context=context, stacked=stacked)
+    step.function.__name__ = f"{task} of {spec.model_type}"  # how an error names the program
+    program = compile_for(topology, step.function, *step.arguments, donate_argnums=step.donated)
     return ProgramReport(
         model_type=spec.model_type,
         num_parameters=spec.num_parameters,
@@ -159,11 +156,11 @@ def compile_report(
         hbm_bytes=topology.chip.hbm_bytes,
         argument_bytes=program.argument_bytes,
         temp_bytes=program.temp_bytes,
-        cache_bytes=_device_bytes(cache.layers),
+        cache_bytes=_device_bytes(step.held),
         aliased_bytes=program.alias_bytes,
         collectives=_collective_totals(program),
         predicted_seconds=program.estimate.seconds,
-        roofline_seconds=_roofline_seconds(spec, topology, params, cache, batch, tokens),
+        roofline_seconds=_roofline_seconds(spec, topology, step, batch, tokens, task),
         breakdown=program.estimate.breakdown,
         unmodelled=_unmodelled_totals(program),
         loops_without_trip_count=len(program.estimate.loops_without_trip_count),
@@ -171,29 +168,6 @@ def compile_report(
         jax_version=jax.__version__,
         libtpu_version=metadata.version("libtpu"),
     )
-
-
-def _step(
-    spec: ArchitectureSpec, table: Mapping[str, Parameter], placement: Placement, *, stacked: bool, fresh: bool
-) -> Callable[..., tuple[jax.Array, KVCache | None]]:
-    runtime = Runtime(placement, ropes=different_ropes(spec.layers))
-
-    def step(
-        params: dict[str, jax.Array], tokens: jax.Array, cache: KVCache
-    ) -> tuple[jax.Array, KVCache | None]:
-        decoder = Decoder(spec, params, table, runtime, stacked=stacked)
-        logits, updated = decoder(tokens, None, cache, last_only=True, fresh=fresh)
-        batch = len(tokens)
-        greedy = sampling_inputs([SamplingParams(seed=0)] * batch)
-        return sample(logits[:, -1], greedy, None, jnp.zeros(batch, jnp.int32), SamplingFeatures()).token, updated
-
-    return step
-
-
-def _tokens(batch: int, tokens: int, placement: Placement) -> jax.ShapeDtypeStruct:
-    shape = (batch, tokens)
-    logical = placement.divisible((axes.BATCH, None), shape)
-    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.sharding(logical, shape, "the tokens"))
 
 
 def _tensor_parallel(spec: ArchitectureSpec, topology: TpuTopology) -> dict[str, int]:
@@ -215,23 +189,36 @@ def _tensor_parallel(spec: ArchitectureSpec, topology: TpuTopology) -> dict[str,
 
 
 def _roofline_seconds(
-    spec: ArchitectureSpec,
-    topology: TpuTopology,
-    params: Mapping[str, jax.ShapeDtypeStruct],
-    cache: KVCache,
-    batch: int,
-    tokens: int,
+    spec: ArchitectureSpec, topology: TpuTopology, step: AbstractProgram, batch: int, tokens: int, task: Task
 ) -> float:
     """What the chip's peak rates allow: the larger of the time to read the weights (and for decode the cache) from HBM
-    once, and the time of the layers' matrix products in bfloat16. Attention's products and collectives come on top."""
-    layers = {path: array for path, array in params.items() if path.startswith(("layers.", "groups."))}
-    head = params["embed.embedding" if spec.head.tied else "head.kernel"]
-    read = _device_bytes(layers) + _device_bytes(head) + (_device_bytes(cache.layers) if tokens == 1 else 0)
-    multiplied = sum(array.size for path, array in layers.items() if path.endswith("kernel")) * batch * tokens
+    once, and the time of the layers' matrix products in bfloat16, three times as many for training. Of experts, those
+    that the batch can reach are read, and those that a token is given to multiply. Attention's products and collectives
+    come on top."""
+    rows, params = batch * tokens, step.arguments[0]
+    read, multiplied = 0.0, 0.0
+    for path, array in params.items():
+        used, active = _expert_shares(spec, path, rows)
+        if path.startswith(("layers.", "groups.")):
+            read += used * _device_bytes(array)
+            multiplied += active * array.size * rows * path.endswith("kernel")
+    read += _device_bytes(params["embed.embedding" if spec.head.tied else "head.kernel"])
+    read += _device_bytes(step.held) if task == "decode" else 0
     return max(
         read / topology.chip.hbm_bytes_per_second,
-        2 * multiplied / len(topology.devices) / topology.chip.bf16_flops,
+        (3 if task == "train" else 1) * 2 * multiplied / len(topology.devices) / topology.chip.bf16_flops,
     )
+
+
+def _expert_shares(spec: ArchitectureSpec, path: str, rows: int) -> tuple[float, float]:
+    """Which share of a parameter is read at most for `rows` tokens, and which share multiplies each token."""
+    if ".moe.experts." not in path:
+        return 1.0, 1.0
+    kind, first, second, *_ = path.split(".")
+    layer = spec.layers[int(first)] if kind == "layers" else spec.groups()[int(first)].unit[int(second)]
+    assert isinstance(layer.mlp, MoESpec)
+    each = layer.mlp.experts_per_token / layer.mlp.num_experts
+    return min(1.0, rows * each), each
 
 
 def _device_bytes(arrays: Any) -> int:

@@ -27,6 +27,7 @@ class TaskChoice(StrEnum):
 
     decode = "decode"
     prefill = "prefill"
+    train = "train"
     both = "both"
 
 
@@ -45,9 +46,9 @@ def compile_report(
     topology: Annotated[
         list[str], typer.Option("--topology", metavar="NAME", help="A TPU slice, as in v5e:2x4; repeat for more.")
     ],
-    task: Annotated[TaskChoice, typer.Option(help="One token a row, a whole prompt, or both.")] = TaskChoice.both,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of the decode step.")] = 32,
-    context: Annotated[int, typer.Option(min=1, help="Cache slots of each row of the decode step.")] = 2048,
+    task: Annotated[TaskChoice, typer.Option(help="One token a row, a whole prompt, both, or a training step.")] = TaskChoice.both,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of the decode or training step.")] = 32,
+    context: Annotated[int, typer.Option(min=1, help="Cache slots of each row of the decode step, or tokens of each row to train on.")] = 2048,
     prefill: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that prefill reads, in one row.")] = 2048,
     dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16, float32.")] = "bfloat16",
     mesh: Annotated[
@@ -81,6 +82,8 @@ def compile_report(
         wanted.append(("decode", batch, context))
     if task in (TaskChoice.prefill, TaskChoice.both):
         wanted.append(("prefill", 1, prefill))
+    if task is TaskChoice.train:
+        wanted.append(("train", batch, context))
     reports = []
     for name in topology:
         for program, rows, slots in wanted:
@@ -142,16 +145,17 @@ def _print(checkpoint: str, reports: list[ProgramReport]) -> None:
 def _rows(report: ProgramReport) -> list[tuple[str, str]]:
     """Label and value of each line of one program's column."""
     parts = report.breakdown
+    held = "weights, optimizer" if report.task == "train" else "KV cache"
     waits = parts.copy_wait + parts.collective_wait
     return [
-        ("program", f"{report.task} {report.batch} × {report.tokens if report.task == 'prefill' else report.context}"),
+        ("program", f"{report.task} {report.batch} × {report.context if report.task == 'decode' else report.tokens}"),
         ("slice", report.topology),
         ("mesh", ", ".join(f"{axis}={size}" for axis, size in report.mesh)),
         ("peak memory", f"{in_bytes(report.peak_bytes)} of {in_bytes(report.hbm_bytes)}"),
         ("  arguments", in_bytes(report.argument_bytes)),
         ("  temporaries", in_bytes(report.temp_bytes)),
-        ("  KV cache", in_bytes(report.cache_bytes)),
-        ("cache updated in place", "yes" if report.cache_in_place else f"no: {in_bytes(report.aliased_bytes)} of it"),
+        (f"  {held}", in_bytes(report.cache_bytes)),
+        (f"{held} updated in place", "yes" if report.cache_in_place else f"no: {in_bytes(report.aliased_bytes)} of it"),
         ("predicted time", _milliseconds(report.predicted_seconds)),
         ("  compute", _milliseconds(parts.compute)),
         ("  collectives", _milliseconds(parts.collective)),

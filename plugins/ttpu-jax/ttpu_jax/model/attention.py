@@ -1,4 +1,5 @@
-"""Softmax attention as a Flax NNX module: projections, norms, rope, cache and output around `ttpu_jax.ops.attention`."""
+"""Softmax attention as a Flax NNX module: projections, norms, rope, cache and output, around
+`ttpu_jax.ops.attention`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Parts that the shared decoder does not know. In: a `CustomSpec`; out: an instance of the class that it names, imported
-here and nowhere else.
+"""Parts that the shared decoder does not know. In: a `CustomSpec`; out: an instance of the class that it names,
+imported here and nowhere else.
 
 A mixer is a Flax NNX module `Mixer(spec: MixerSpec, values: Parameters, runtime: Runtime)` whose call takes
 x [batch, seq, hidden], the `Step`, and its state, name -> array [batch, *shape] (None: no cache, start from zeros), and

@@ -29,7 +29,8 @@ class Decoder(nnx.Module):
     """Embedding, layers, final norm and head over a flat dict of parameters.
 
     `stacked` parameters have paths `groups.<g>.<position>.…` and a leading layers axis
-    (`ttpu_core.mapping.stack_layers`); others have paths `layers.<i>.…`."""
+    (`ttpu_core.mapping.stack_layers`); others have paths `layers.<i>.…`. With `remat`, a layer's activations are
+    computed again for its gradient instead of being kept."""
 
     def __init__(
         self,
@@ -39,8 +40,9 @@ class Decoder(nnx.Module):
         runtime: Runtime,
         *,
         stacked: bool = False,
+        remat: bool = False,
     ) -> None:
-        self.spec, self.runtime, self.stacked = spec, runtime, stacked
+        self.spec, self.runtime, self.stacked, self.remat = spec, runtime, stacked, remat
         values = Parameters(arrays, table)
         embedding = custom_embedding if spec.embedding.custom else Embedding
         self.embed = embedding(spec.embedding, values.at("embed"), runtime)
@@ -72,6 +74,24 @@ class Decoder(nnx.Module):
         Returns:
             float32 logits [batch, seq, vocab], and the cache with these tokens in it.
         """
+        x, cache = self.hidden(tokens, positions, cache, last_only=last_only, fresh=fresh)
+        return self.logits(x), cache
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """What `hidden` gives [batch, seq, hidden], as float32 logits [batch, seq, vocab]."""
+        return self.head(x, self.embed.embedding[...])
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None,
+        cache: KVCache | None = None,
+        *,
+        last_only: bool = False,
+        fresh: bool = False,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """The residual stream after the final norm, [batch, seq, hidden], and the cache; arguments are those of the
+        call."""
         seq = tokens.shape[1]
         if cache is None:
             assert positions is not None
@@ -99,8 +119,7 @@ class Decoder(nnx.Module):
             cache = replace(cache, layers=layer_caches, length=cache.length + seq)
         if last_only:
             x = x[:, -1:]
-        x = maybe(self.final_norm, self.embed.collapse(x))
-        return self.head(x, self.embed.embedding[...]), cache
+        return maybe(self.final_norm, self.embed.collapse(x)), cache
 
     def _unroll_layers(
         self, x: jax.Array, step: Step, caches: Caches, beside: jax.Array | None, *, last_only: bool
@@ -113,7 +132,8 @@ class Decoder(nnx.Module):
                 step = replace(step, last_only=True)
             inputs = _inputs(layer.spec, shared, None if beside is None else beside[index])
             is_source = index in self.spec.kv_sources
-            x, cache, kv = _apply_layer(definition, is_source, state, x, step, caches[index], inputs)
+            apply = jax.checkpoint(_apply_layer, static_argnums=(0, 1)) if self.remat else _apply_layer
+            x, cache, kv = apply(definition, is_source, state, x, step, caches[index], inputs)
             if kv is not None:
                 shared[index] = kv
             updated.append(cache)
@@ -152,9 +172,10 @@ class Decoder(nnx.Module):
             carry = x, tuple(caches[i] for i in places)
             if group.repeats == 1:  # its keys and values may be wanted outside, where a loop's could not be had
                 (x, held), _ = body(carry, (jnp.int32(0), jax.tree.map(lambda array: array[0], states)))
-                shared |= {start + i: kv for i, kv in enumerate(last) if kv and start + i in self.spec.kv_sources}
+                shared.update({start + i: kv for i, kv in enumerate(last) if kv and start + i in self.spec.kv_sources})
             else:
-                (x, held), _ = jax.lax.scan(body, carry, (jnp.arange(group.repeats), states))
+                run = jax.checkpoint(body, prevent_cse=False) if self.remat else body
+                (x, held), _ = jax.lax.scan(run, carry, (jnp.arange(group.repeats), states))
             updated.extend(held)
         return x, tuple(updated)
 

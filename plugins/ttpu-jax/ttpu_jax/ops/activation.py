@@ -41,3 +41,21 @@ def sparsify(x: jax.Array, sparsity: float) -> jax.Array:
     multiplier = jax.scipy.special.ndtri(jnp.float32(sparsity)).astype(x.dtype)
     cutoff = x.mean(-1, keepdims=True) + x.std(-1, keepdims=True) * multiplier
     return jax.nn.relu(x - cutoff)
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array, alpha: float = 1.702, limit: float = 7.0) -> jax.Array:
+    """gpt_oss's gate: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within +-`limit`."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * (gate * jax.nn.sigmoid(gate * alpha))
+
+
+def gated_activation(gate: jax.Array, up: jax.Array, spec: ActivationSpec) -> jax.Array:
+    """activation(gate) * up, or `clamped_swiglu` of both, of arrays of any one shape.
+
+    Raises:
+        UnsupportedError: an activation that needs parameters.
+    """
+    if spec.name == "clamped_swiglu":
+        constants = {"alpha": spec.alpha, "limit": spec.limit}
+        return clamped_swiglu(gate, up, **{name: value for name, value in constants.items() if value is not None})
+    return activate(gate, spec) * up

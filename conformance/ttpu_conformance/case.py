@@ -1,0 +1,225 @@
+"""A case: one variant of one model type, described by one plugin, on one device. It makes the reference and our model
+when a check first asks for them, and keeps them for the checks after it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ttpu_conformance.declaration import BASE, Declaration, Variant, declaration_for
+from ttpu_conformance.environment import Device
+from ttpu_conformance.tiny import SEQUENCE, random_model
+from ttpu_core.architecture import Architecture
+from ttpu_core.checkpoint import Checkpoint, open_checkpoint
+from ttpu_core.config import ModelConfig
+from ttpu_core.errors import PluginError
+from ttpu_core.registry import ARCHITECTURES, PATCH_PACKS, PluginRecord, Registry, default_registry
+
+if TYPE_CHECKING:
+    from ttpu_conformance.jax_model import JaxModel
+
+ROWS = 4
+"""Sequences of a test batch."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What holds for all cases of a run."""
+
+    device: Device = "cpu"
+    patch_packs: tuple[str, ...] = ()
+    attn_implementation: str = "auto"
+
+
+class Reference:
+    """A tiny transformers model, the checkpoint that it saved, and what it computes; independent of any plugin."""
+
+    def __init__(self, declaration: Declaration, variant: Variant) -> None:
+        self.declaration, self.variant = declaration, variant
+        self._folder = tempfile.TemporaryDirectory(prefix="ttpu-conformance-")
+
+    @cached_property
+    def model(self) -> Any:
+        """The torch model, float32."""
+        return random_model(self.declaration, self.variant)
+
+    @cached_property
+    def path(self) -> Path:
+        """Where `model.save_pretrained` wrote it."""
+        path = Path(self._folder.name) / self.variant.name
+        self.model.save_pretrained(path)
+        return path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json as transformers wrote it."""
+        return dict(json.loads((self.path / "config.json").read_text()))
+
+    @cached_property
+    def logits(self) -> np.ndarray:
+        """float32 [ROWS, SEQUENCE, vocab] of `token_ids`."""
+        return self.logits_of(self.model, self.token_ids)
+
+    @cached_property
+    def bfloat16_logits(self) -> np.ndarray:
+        """The same from the model as `from_pretrained(dtype=bfloat16)` loads it, which may keep parts in float32."""
+        import torch
+
+        loaded = type(self.model).from_pretrained(self.path, dtype=torch.bfloat16, attn_implementation="eager").eval()
+        return self.logits_of(loaded, self.token_ids)
+
+    @cached_property
+    def token_ids(self) -> np.ndarray:
+        """int64 [ROWS, SEQUENCE]."""
+        text = self.model.config.get_text_config()
+        return np.random.default_rng(0).integers(0, text.vocab_size, (ROWS, SEQUENCE))
+
+    def logits_of(self, model: Any, ids: np.ndarray) -> np.ndarray:
+        """Logits of a torch model as float32."""
+        import torch
+
+        with torch.no_grad():
+            return np.asarray(model(input_ids=torch.tensor(ids)).logits.float().numpy())
+
+    def clear(self) -> None:
+        """Forget the model and its files."""
+        for name in ("model", "logits", "bfloat16_logits"):
+            vars(self).pop(name, None)
+        self._folder.cleanup()
+        vars(self).pop("path", None)
+
+
+class Case:
+    """One variant of one model type as one plugin describes it."""
+
+    def __init__(
+        self, registry: Registry, declaration: Declaration, variant: Variant, options: Options = Options()
+    ) -> None:
+        self.registry, self.declaration, self.variant, self.options = registry, declaration, variant, options
+        self.reference = Reference(declaration, variant)
+
+    @property
+    def model_type(self) -> str:
+        """The Hugging Face model type."""
+        return self.declaration.model_type
+
+    @property
+    def name(self) -> str:
+        """As in `qwen3-sliding`."""
+        return f"{self.model_type}-{self.variant.name}"
+
+    @property
+    def is_base(self) -> bool:
+        """Whether this is the declared base without changes."""
+        return self.variant.name == BASE
+
+    @property
+    def record(self) -> PluginRecord:
+        """The plugin's entry point."""
+        return plugin_record(self.registry, self.model_type)
+
+    @property
+    def entry_points(self) -> list[EntryPoint]:
+        """The entry points that describe this case: the family's, then those of the patch packs."""
+        records = [self.record]
+        for name in self.options.patch_packs:
+            records += [r for r in self.registry.plugins(PATCH_PACKS) if r.name == name and r.usable]
+        return [EntryPoint(record.name, record.value, record.group) for record in records]
+
+    def config(self, **changes: Any) -> ModelConfig:
+        """A fresh config, of which nobody has read a key; `changes` replace or add keys."""
+        return ModelConfig.from_dict({**self.reference.config, **changes})
+
+    def describe(self, config: ModelConfig) -> Architecture:
+        """What the plugin and the patch packs say of a config."""
+        return self.registry.architecture(config, self.options.patch_packs)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint that transformers saved."""
+        return open_checkpoint(self.reference.path)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """What the plugin says of the checkpoint."""
+        return self.describe(self.checkpoint.config)
+
+    @cached_property
+    def model(self) -> JaxModel:
+        """Our model in float32, on one device."""
+        return self.load()
+
+    def load(
+        self, *, dtype: str = "float32", mesh: str | None = None, architecture: Architecture | None = None
+    ) -> JaxModel:
+        """Our model of the checkpoint."""
+        from ttpu_conformance.jax_model import JaxModel
+
+        return JaxModel(
+            architecture or self.architecture,
+            self.checkpoint,
+            dtype=dtype,
+            mesh=mesh,
+            attn_implementation=self.options.attn_implementation,
+        )
+
+    @cached_property
+    def logits(self) -> np.ndarray:
+        """Our float32 logits of the reference's token ids."""
+        return self.model.logits(self.reference.token_ids)
+
+    @cached_property
+    def diagnosis(self) -> str:
+        """Where our model first differs from the reference, and which hook would put it right; "" if nothing was
+        found."""
+        from ttpu_conformance.diagnosis import diagnose
+
+        return diagnose(self)
+
+    def clear(self) -> None:
+        """Forget models and compiled programs; anything that is asked for again is made again."""
+        for name in ("model", "logits", "architecture", "checkpoint"):
+            vars(self).pop(name, None)
+        self.reference.clear()
+        self.reference = Reference(self.declaration, self.variant)
+
+
+def plugin_record(registry: Registry, model_type: str) -> PluginRecord:
+    """The usable plugin of a model type.
+
+    Raises:
+        PluginError: there is none, or more than one.
+    """
+    records = [r for r in registry.plugins(ARCHITECTURES) if r.name == model_type and r.usable]
+    if len(records) != 1:
+        known = ", ".join(registry.model_types()) or "none"
+        raise PluginError(
+            f"conformance of {model_type!r} was asked for, but no usable plugin describes it; those that are described "
+            f"are {known}: install one (`ttpu list-plugins` says why one cannot be used)."
+        )
+    return records[0]
+
+
+def cases_of(
+    model_type: str,
+    options: Options = Options(),
+    *,
+    registry: Registry | None = None,
+    declaration: Declaration | None = None,
+) -> list[Case]:
+    """The cases of one model type, the base first.
+
+    Raises:
+        PluginError, DeclarationError: no such plugin, or its conformance.toml holds something unknown.
+    """
+    registry = registry or default_registry()
+    record = plugin_record(registry, model_type)
+    declaration = declaration or declaration_for(model_type, record.value.partition(":")[0])
+    return [Case(registry, declaration, variant, replace(options)) for variant in declaration.variants]

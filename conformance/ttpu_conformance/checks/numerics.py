@@ -1,0 +1,137 @@
+"""Numbers against transformers: logits in float32 and bfloat16, greedy tokens, independence of padding and of the rest of
+the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ttpu_conformance.case import Case
+from ttpu_conformance.check import Measured, check, fail
+from ttpu_conformance.errors import CheckFailure
+from ttpu_conformance.measure import (
+    BFLOAT16_FLOOR,
+    BFLOAT16_SHARE,
+    FLOAT32,
+    hold,
+    relative_error,
+    typical_error,
+)
+from ttpu_conformance.tiny import SEQUENCE
+from ttpu_core.errors import TTPUError
+from ttpu_core.spec import AttentionSpec
+
+NEW_TOKENS = 28
+PROMPTS = (11, 8, 5)  # tokens; with the new ones they pass every tiny window
+
+
+@check("numerics", quick="all")
+def check_float32_logits(case: Case) -> Measured:
+    """Logits in float32 are those of transformers."""
+    try:
+        ours = case.logits
+    except TTPUError as error:
+        if not case.diagnosis:
+            raise
+        raise CheckFailure(f"{error} {case.diagnosis}") from error
+    try:
+        return hold(relative_error(ours, case.reference.logits), FLOAT32, "the logits differ from transformers'")
+    except CheckFailure as failure:
+        message = f"{failure} {case.diagnosis}".rstrip()
+        raise CheckFailure(message, error=failure.error, tolerance=failure.tolerance) from None
+
+
+@check("numerics", quick="all")
+def check_windows_are_passed(case: Case) -> None:
+    """The test sequence is longer than every window and chunk, so that masks are really tested."""
+    for index, layer in enumerate(case.architecture.spec.layers):
+        if not isinstance(layer.mixer, AttentionSpec):
+            continue
+        reach = max(layer.mixer.window or 0, layer.mixer.chunk or 0)
+        if reach >= SEQUENCE:
+            fail(
+                f"layer {index} sees {reach} tokens and the test sequence has {SEQUENCE}, so that its mask would never "
+                "be tested: declare a smaller window or chunk in conformance.toml, or correct `ttpu_attention`."
+            )
+
+
+@check("numerics", quick="base")
+def check_bfloat16_logits(case: Case) -> Measured:
+    """Logits in bfloat16 are about as near to exact ones as those of transformers in bfloat16."""
+    exact, ids = case.reference.logits, case.reference.token_ids
+    theirs = typical_error(case.reference.bfloat16_logits, exact)
+    ours = typical_error(case.load(dtype="bfloat16").logits(ids), exact)
+    allowed = BFLOAT16_SHARE * theirs + BFLOAT16_FLOOR
+    if not ours <= allowed:
+        fail(
+            f"in bfloat16 the logits miss the exact ones by {ours:.1e} of their scale, where transformers misses them "
+            f"by {theirs:.1e} and {allowed:.1e} is allowed: compare where transformers casts in its norms and "
+            "embedding (`ttpu_norm`'s scale_in_fp32, `ttpu_rope`'s fp32, `ttpu_embedding`).",
+            error=ours,
+            tolerance=allowed,
+        )
+    return Measured(ours, allowed)
+
+
+@check("numerics", quick="base")
+def check_greedy_tokens(case: Case) -> None:
+    """Greedy generation in float32 gives the tokens of transformers' generate, for prompts of several lengths at once."""
+    import torch
+
+    model, width = case.reference.model, max(PROMPTS)
+    ids = np.random.default_rng(2).integers(0, case.architecture.spec.vocab_size, (len(PROMPTS), width))
+    padded, mask = np.zeros_like(ids), np.zeros_like(ids)
+    expected = []
+    for row, length in enumerate(PROMPTS):
+        padded[row, width - length :], mask[row, width - length :] = ids[row, :length], 1
+        prompt = torch.tensor(ids[row : row + 1, :length])
+        # Without a mask transformers takes real tokens that equal pad_token_id for padding.
+        whole = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        expected.append(whole[0, length:].numpy())
+    ours = case.model.model.generate(padded, attention_mask=mask, max_new_tokens=NEW_TOKENS)[:, width:]
+    for row, tokens in enumerate(expected):
+        if not np.array_equal(ours[row], tokens):
+            at = int(np.argmax(ours[row] != tokens))
+            fail(
+                f"after a prompt of {PROMPTS[row]} tokens the greedy token number {at + 1} is {ours[row][at]}, but "
+                f"transformers generates {tokens[at]}: see float32_logits and cached_decode, which say what differs."
+            )
+
+
+@check("numerics")
+def check_batch_invariance(case: Case) -> Measured:
+    """A row's logits do not depend on the other rows of its batch."""
+    ids = case.reference.token_ids
+    others = np.random.default_rng(3).integers(0, case.architecture.spec.vocab_size, ids.shape)
+    others[1] = ids[0]
+    return hold(
+        relative_error(case.model.logits(others)[1], case.logits[0]),
+        FLOAT32,
+        "a row's logits change with its place and its neighbours in the batch",
+    )
+
+
+@check("numerics")
+def check_padding_invariance(case: Case) -> Measured:
+    """A row's logits do not depend on padding, on its left or on its right."""
+    ids = case.reference.token_ids
+    worst = 0.0
+    for left in (True, False):
+        padded, mask = np.zeros_like(ids), np.zeros_like(ids)
+        places = []
+        for row, length in enumerate((SEQUENCE, SEQUENCE - 7, SEQUENCE - 16, SEQUENCE - 1)):
+            place = slice(SEQUENCE - length, SEQUENCE) if left else slice(0, length)
+            padded[row, place], mask[row, place] = ids[row, :length], 1
+            places.append(place)
+        ours = case.model.logits(padded, mask)
+        side = "left" if left else "right"
+        for row, place in enumerate(places):
+            error = relative_error(ours[row, place], case.logits[row, : place.stop - place.start])
+            hold(error, FLOAT32, f"with padding on the {side} a row's logits change")
+            worst = max(worst, error)
+    return Measured(worst, FLOAT32)

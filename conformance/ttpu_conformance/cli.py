@@ -1,0 +1,170 @@
+"""`ttpu conformance`: model types come in; a table of checks goes out, as JSON, a badge and Markdown too if asked for, and
+exit status 1 if a promise does not hold."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ttpu_core.cli.console import note, stderr_console, stdout_console
+
+if TYPE_CHECKING:
+    from ttpu_conformance.report import Report
+    from ttpu_conformance.runner import Result
+
+
+class DeviceChoice(StrEnum):
+    """Where numbers are computed."""
+
+    cpu = "cpu"
+    tpu = "tpu"
+
+
+class LevelChoice(StrEnum):
+    """How much is checked."""
+
+    quick = "quick"
+    full = "full"
+
+
+def conformance(
+    model_type: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL_TYPE...", help="Model types that installed plugins describe.")
+    ] = None,
+    all_types: Annotated[bool, typer.Option("--all", help="Every model type that an installed plugin describes.")] = False,
+    level: Annotated[
+        LevelChoice, typer.Option(help="Seconds per type, or everything that runs on any machine.")
+    ] = LevelChoice.full,
+    device: Annotated[DeviceChoice, typer.Option(help="Where numbers are computed.")] = DeviceChoice.cpu,
+    require_tpu: Annotated[bool, typer.Option("--require-tpu", help="Fail where there is no TPU, instead of skipping.")] = False,
+    compile_for: Annotated[
+        str | None,
+        typer.Option(metavar="CHIPS", help="Compile the published sizes for these chips, as in v5e,v5p,v6e,tpu7x, instead."),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", metavar="CHECK", help="Only this check; repeat for more.")] = None,
+    patch_pack: Annotated[
+        list[str] | None, typer.Option("--patch-pack", metavar="NAME", help="Check under this patch pack; repeat for more.")
+    ] = None,
+    attn_implementation: Annotated[str, typer.Option(metavar="NAME", help="As in from_pretrained.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every result as JSON.")] = None,
+    badge_file: Annotated[Path | None, typer.Option("--badge", metavar="FILE", help="Write a shields.io badge.")] = None,
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write tables as Markdown.")] = None,
+) -> None:
+    """Hold plugins against what they promise.
+
+    Examples:
+
+      ttpu conformance llama
+
+      ttpu conformance --all --level quick
+
+      ttpu conformance llama --compile-for v5e,v6e --json llama.json
+    """
+    from ttpu_conformance.environment import missing_device, prepare
+    from ttpu_core.errors import RequestError, UnsupportedError
+    from ttpu_core.registry import default_registry
+
+    registry = default_registry()
+    types = list(registry.model_types()) if all_types else model_type or []
+    if not types or (all_types and model_type):
+        raise RequestError(
+            "conformance was asked for "
+            + ("both --all and some model types" if model_type else "no model type")
+            + f"; installed plugins describe {', '.join(registry.model_types()) or 'none'}: name some, or pass --all."
+        )
+    prepare(device.value)
+    if require_tpu:
+        missing = missing_device("tpu")
+        if missing:
+            raise UnsupportedError(f"--require-tpu was given, but {missing}: run this on a TPU machine.")
+    report = _run(types, level, device, compile_for, only or [], tuple(patch_pack or ()), attn_implementation)
+    _print(report)
+    for file, content in ((json_file, report.to_json()), (badge_file, report.badge())):
+        if file is not None:
+            file.write_text(json.dumps(content, indent=2) + "\n")
+    if markdown_file is not None:
+        from ttpu_conformance.markdown import markdown
+
+        markdown_file.write_text(markdown(report))
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _run(
+    types: list[str],
+    level: LevelChoice,
+    device: DeviceChoice,
+    compile_for: str | None,
+    only: list[str],
+    patch_packs: tuple[str, ...],
+    attn_implementation: str,
+) -> Report:
+    from ttpu_conformance.case import Options, cases_of
+    from ttpu_conformance.check import checks_for
+    from ttpu_conformance.report import make_report
+    from ttpu_conformance.runner import run
+
+    options = Options(device.value, patch_packs, attn_implementation)
+    results: list[Result] = []
+    items = [item for one in types for item in checks_for(cases_of(one, options), level.value, only=only)]
+    with stderr_console().status("starting") as status:
+        pending = iter(items)
+
+        def announced():  # type: ignore[no-untyped-def]
+            for number, item in enumerate(pending):
+                status.update(f"{number + 1} of {len(items)}: {item.id}")
+                yield item
+
+        for result in run(announced()):
+            results.append(result)
+            if not sys.stderr.isatty() and result.status == "failed":
+                note(f"failed: {result.model_type}-{result.variant}-{result.check}: {result.reason}")
+    return make_report(results, level.value)
+
+
+STYLES = {"passed": "green", "failed": "bold red", "expected failure": "yellow", "skipped": "yellow", "not applicable": "dim"}
+
+
+def _print(report: Report) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    console = stdout_console()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("model type", "check", "status", "cases", "max error", "allowed", "seconds"):
+        table.add_column(column, justify="right" if column in ("cases", "max error", "allowed", "seconds") else "left")
+    grouped: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
+    for result in report.results:
+        grouped[result.model_type, result.check, result.status].append(result)
+    previous = ""
+    for (model_type, check, status), members in grouped.items():
+        worst = max(members, key=lambda r: (r.error or 0.0) / (r.tolerance or 1.0))
+        table.add_row(
+            model_type if model_type != previous else "",
+            check,
+            Text(status, STYLES[status]),
+            str(len(members)),
+            "" if worst.error is None else f"{worst.error:.1e}",
+            "" if worst.tolerance is None else f"{worst.tolerance:.1e}",
+            f"{sum(r.seconds for r in members):.1f}",
+        )
+        previous = model_type
+    console.print(table)
+    for result in report.results:
+        if result.status not in ("passed", "not applicable"):
+            console.print(
+                Text.assemble(
+                    (result.status, STYLES[result.status]),
+                    f" {result.model_type}-{result.variant}-{result.check}: {result.reason}",
+                )
+            )
+    counts = ", ".join(f"{number} {status}" for status, number in report.counts.items())
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items() if version)
+    console.print(f"{counts or 'no checks'}, in {sum(r.seconds for r in report.results):.0f} s on {report.device}; {versions}")

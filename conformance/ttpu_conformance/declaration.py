@@ -1,0 +1,237 @@
+"""What a plugin declares about its own conformance. In: the `conformance.toml` beside the plugin's module; out: a
+`Declaration` per model type, or one sentence about what in the file is not known."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ttpu_conformance.errors import DeclarationError
+
+FILE = "conformance.toml"
+BASE = "base"
+NULL = "null"  # TOML has no null: `null = ["sliding_window"]` sets these keys to None
+
+_SECTION = ("transformers", BASE, "variants", "heavy", "published", "expected_failures")
+_EXPECTED = ("check", "variant", "reason")
+_SLICE = ("slice", "mesh", "train_slice", "train_mesh")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A named change to the tiny config: `keys` come on top of the kit's defaults and the declared base."""
+
+    name: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExpectedFailure:
+    """A check that is known to fail, of one variant or (None) of all, and why."""
+
+    check: str
+    variant: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where a published model is compiled: slice and mesh of decode and prefill, and those of the train step."""
+
+    slice: str | None = None
+    mesh: str | None = None
+    train_slice: str | None = None
+    train_mesh: str | None = None
+
+
+@dataclass(frozen=True)
+class Published:
+    """A real model's config.json, shipped in the plugin's package, and where to compile it, by TPU generation."""
+
+    name: str
+    config: Path
+    slices: Mapping[str, Slice] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a plugin declares about one model type.
+
+    `transformers` names the class of the reference model, where it is not the auto class's. `heavy` names the variants
+    besides the base for which the costly checks run."""
+
+    model_type: str
+    source: str = "the kit's defaults"
+    transformers: str | None = None
+    base: Mapping[str, Any] = field(default_factory=dict)
+    variants: tuple[Variant, ...] = (Variant(BASE),)
+    heavy: tuple[str, ...] = ()
+    published: tuple[Published, ...] = ()
+    expected_failures: tuple[ExpectedFailure, ...] = ()
+
+    def variant(self, name: str) -> Variant:
+        """The variant of a name.
+
+        Raises:
+            DeclarationError: no such variant.
+        """
+        for variant in self.variants:
+            if variant.name == name:
+                return variant
+        names = ", ".join(variant.name for variant in self.variants)
+        raise DeclarationError(f"variant {name!r} of {self.model_type!r} was asked for, but {self.source} has {names}.")
+
+    def expected_failure(self, check: str, variant: str) -> ExpectedFailure | None:
+        """What is declared for a check of a variant."""
+        for expected in self.expected_failures:
+            if expected.check == check and expected.variant in (None, variant):
+                return expected
+        return None
+
+    def check_ids(self, known: Iterable[str]) -> None:
+        """Refuse expected failures of checks that do not exist.
+
+        Raises:
+            DeclarationError: naming the first such id and the ids that exist.
+        """
+        ids = sorted(known)
+        for expected in self.expected_failures:
+            if expected.check not in ids:
+                raise DeclarationError(
+                    f"{self.source} expects the check {expected.check!r} of {self.model_type!r} to fail, but there is "
+                    f"no such check; the checks are {', '.join(ids)}: correct the id."
+                )
+
+
+def declaration_for(model_type: str, module: str) -> Declaration:
+    """The declaration of one model type, from the file beside `module`; the kit's defaults where there is none.
+
+    Raises:
+        DeclarationError: the file is malformed or holds a key that the kit does not know.
+    """
+    file = find_declaration_file(module)
+    if file is None:
+        return Declaration(model_type)
+    return read_declaration(model_type, file)
+
+
+def find_declaration_file(module: str) -> Path | None:
+    """`conformance.toml` in the package of a plugin's module (or in the package above it); None without one."""
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = find_spec(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for folder in (found.submodule_search_locations or ()) if found else ():
+            if (Path(folder) / FILE).is_file():
+                return Path(folder) / FILE
+    return None
+
+
+def read_declaration(model_type: str, file: Path) -> Declaration:
+    """One model type's section of a file.
+
+    Raises:
+        DeclarationError: the file is malformed or holds a key that the kit does not know.
+    """
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DeclarationError(f"{file} was asked for as a conformance declaration, but it cannot be read: {error}.") from error
+    section = content.get(model_type)
+    if section is None:
+        return Declaration(model_type, source=str(file))
+    return parse_declaration(model_type, section, str(file), file.parent)
+
+
+def parse_declaration(model_type: str, section: Any, source: str, folder: Path) -> Declaration:
+    """A section as TOML gives it; `folder` is where the paths in it start.
+
+    Raises:
+        DeclarationError: a key or value that the kit does not know.
+    """
+    at = f"[{model_type}]"
+    _known(source, at, section, _SECTION)
+    base = _table(source, f"{at} base", section.get(BASE, {}))
+    variants = [Variant(BASE)]
+    for name, keys in _table(source, f"{at} variants", section.get("variants", {})).items():
+        if name == BASE:
+            raise DeclarationError(
+                f"{source} has a variant {BASE!r} of {model_type!r}, but that is the name of the base itself, which "
+                f"is always checked: put its keys under [{model_type}.{BASE}], or rename it."
+            )
+        variants.append(Variant(name, _table(source, f"{at} variants.{name}", keys)))
+    published = tuple(
+        _published(source, at, name, entry, folder)
+        for name, entry in _table(source, f"{at} published", section.get("published", {})).items()
+    )
+    names = [variant.name for variant in variants]
+    transformers = section.get("transformers")
+    if transformers is not None and not isinstance(transformers, str):
+        raise DeclarationError(f"{source} sets transformers in {at} to {transformers!r}, but a class's name is needed.")
+    heavy = section.get("heavy", [])
+    if not isinstance(heavy, list) or not all(name in names for name in heavy):
+        raise DeclarationError(
+            f"{source} names {heavy!r} as heavy in {at}, but the variants are {', '.join(names)}: name some of those."
+        )
+    places = [*names, *(model.name for model in published)]
+    return Declaration(
+        model_type,
+        source,
+        transformers,
+        base,
+        tuple(variants),
+        tuple(heavy),
+        published,
+        tuple(_expected(source, at, entry, places) for entry in section.get("expected_failures", ())),
+    )
+
+
+def _published(source: str, at: str, name: str, entry: Any, folder: Path) -> Published:
+    from ttpu_jax.aot.topology import CHIPS
+
+    where = f"{at} published.{name}"
+    _known(source, where, entry, ("config", *CHIPS))
+    config = folder / str(entry.get("config"))
+    if not config.is_file():
+        raise DeclarationError(f"{source} gives {where} the config {entry.get('config')!r}, but there is no {config}.")
+    slices = {}
+    for chip, choice in entry.items():
+        if chip != "config":
+            _known(source, f"{where}.{chip}", choice, _SLICE)
+            slices[chip] = Slice(**choice)
+    return Published(name, config, slices)
+
+
+def _expected(source: str, at: str, entry: Any, places: list[str]) -> ExpectedFailure:
+    where = f"{at} expected_failures"
+    _known(source, where, entry, _EXPECTED)
+    reason = entry.get("reason")
+    if not isinstance(reason, str) or not reason.strip():
+        raise DeclarationError(f"{source} expects {entry.get('check')!r} in {at} to fail without saying why: give a reason.")
+    variant = entry.get("variant")
+    if variant is not None and variant not in places:
+        raise DeclarationError(
+            f"{source} expects a failure of variant {variant!r} in {at}, but there is no such variant; there are "
+            f"{', '.join(places)}: correct the name."
+        )
+    return ExpectedFailure(str(entry.get("check")), variant, reason)
+
+
+def _known(source: str, where: str, table: Any, keys: Iterable[str]) -> None:
+    for key in _table(source, where, table):
+        if key not in keys:
+            raise DeclarationError(
+                f"{source} has the key {key!r} in {where}, but the keys there are {', '.join(keys)}: correct it."
+            )
+
+
+def _table(source: str, where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DeclarationError(f"{source} sets {where} to {value!r}, but a table is needed there.")
+    return value

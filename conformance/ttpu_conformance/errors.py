@@ -1,0 +1,30 @@
+"""What a check raises: a failure with its measurements, or the reason why it says nothing about this case."""
+
+from __future__ import annotations
+
+from ttpu_core.errors import TTPUError
+
+
+class DeclarationError(TTPUError):
+    """A plugin's conformance.toml holds something that the kit does not know."""
+
+
+class CheckFailure(AssertionError):
+    """A promise that does not hold. The message says what is wrong and which hook to correct.
+
+    Attributes:
+        error: what was measured, if anything was.
+        tolerance: the most that `error` may be.
+    """
+
+    def __init__(self, message: str, *, error: float | None = None, tolerance: float | None = None) -> None:
+        super().__init__(message)
+        self.error, self.tolerance = error, tolerance
+
+
+class NotApplicable(Exception):
+    """This check has nothing to say about this case; the message says why. It counts neither for nor against."""
+
+
+class NotProven(Exception):
+    """The check could not run here (no such device, no such library); the promise is neither kept nor broken."""

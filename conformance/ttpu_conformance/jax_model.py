@@ -1,0 +1,151 @@
+"""The one place where the kit touches the JAX backend's inside. In: an architecture and a checkpoint; out: logits in
+every way that the shared decoder can be run, and gradients by checkpoint tensor name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttpu_core.architecture import Architecture
+from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.parameters import stacked_parameters
+from ttpu_core.spec import ArchitectureSpec, Parameter
+from ttpu_jax.backend import JaxBackend
+from ttpu_jax.causal_lm import JaxCausalLM
+from ttpu_jax.model.decoder import Decoder
+from ttpu_jax.params.export import export_tensors
+
+
+class JaxModel:
+    """A loaded model.
+
+    Attributes:
+        model: what a user gets from `AutoModelForTPU.from_pretrained`.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str = "float32",
+        mesh: str | None = None,
+        attn_implementation: str = "auto",
+    ) -> None:
+        self.architecture = architecture
+        self.model: JaxCausalLM = JaxBackend().load(
+            architecture, checkpoint, dtype=dtype, mesh=mesh, attn_implementation=attn_implementation
+        )
+
+    @property
+    def spec(self) -> ArchitectureSpec:
+        """The architecture."""
+        return self.architecture.spec
+
+    def logits(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+        """float32 [batch, seq, vocab] of whole sequences, by calling the model as a user does."""
+        return np.asarray(self.model(ids, attention_mask=mask).logits, np.float32)
+
+    def logits_in_parts(self, ids: np.ndarray, lengths: Sequence[int], *, fresh: bool) -> np.ndarray:
+        """Logits when the tokens come in parts of these lengths, each written into the cache after the one before.
+
+        `fresh` says of the first part that the cache is empty, which is how a prefill begins."""
+        slots = -(-ids.shape[1] // 8) * 8 + 8  # a few more than are used
+        state = self.model.programs.start(np.zeros(len(ids), np.int32), ids.shape[1], slots)
+        cache, parts, begin = state.cache, [], 0
+        for length in lengths:
+            part, cache = self._step(
+                self.model.params, ids[:, begin : begin + length].astype(np.int32), cache, fresh and begin == 0
+            )
+            parts.append(np.asarray(part, np.float32))
+            begin += length
+        return np.concatenate(parts, axis=1)
+
+    def stacked_logits(self, ids: np.ndarray) -> np.ndarray:
+        """Logits with equal layers stacked and scanned over, instead of unrolled."""
+        params = stack(self.spec, self.model.params)
+        table = stacked_parameters(self.spec)
+        run = jax.jit(
+            lambda params, ids, positions: self._decoder(params, table, stacked=True)(ids, positions)[0]
+        )
+        return np.asarray(run(params, ids.astype(np.int32), _positions(ids)), np.float32)
+
+    def loss_and_gradients(self, ids: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
+        """Mean next-token cross entropy, and its gradient for each checkpoint tensor by name."""
+
+        def loss(params: dict[str, jax.Array], ids: jax.Array, positions: jax.Array) -> jax.Array:
+            logits = self._decoder(params, self.spec.parameters)(ids, positions)[0]
+            logged = jax.nn.log_softmax(logits[:, :-1])
+            return -jnp.take_along_axis(logged, ids[:, 1:, None], axis=-1).mean()
+
+        value, gradients = jax.jit(jax.value_and_grad(loss))(
+            self.model.params, ids.astype(np.int32), _positions(ids)
+        )
+        return float(value), export_tensors(self.architecture.mapping, gradients)
+
+    @property
+    def replicated_share(self) -> float:
+        """The share of the parameters' elements that lie whole on every device."""
+        arrays = self.model.params.values()
+        return sum(a.size for a in arrays if a.sharding.is_fully_replicated) / sum(a.size for a in arrays)
+
+    def _decoder(self, params: Any, table: dict[str, Parameter], *, stacked: bool = False) -> Decoder:
+        return Decoder(self.spec, params, table, self.model.programs.runtime, stacked=stacked)
+
+    @cached_property
+    def _step(self) -> Any:
+        def step(params: Any, ids: jax.Array, cache: Any, fresh: bool) -> Any:
+            return self._decoder(params, self.spec.parameters)(ids, None, cache, fresh=fresh)
+
+        return jax.jit(step, static_argnums=3)
+
+
+def hidden_states(architecture: Architecture, checkpoint: Checkpoint, ids: np.ndarray) -> list[np.ndarray]:
+    """The residual stream [batch, seq, hidden] after the embedding and after each layer; the last one normalised.
+
+    A head that is the identity turns logits into the stream itself, so that no module needs to be opened."""
+    loaded = JaxModel(architecture, checkpoint)
+    spec, runtime = loaded.spec, loaded.model.programs.runtime
+    identity = jnp.eye(spec.hidden_size)
+    head = replace(spec.head, tied=False, bias=False, softcap=None, multiplier=1.0)
+    states = []
+    for count in range(spec.num_layers + 1):
+        norm = spec.final_norm if count == spec.num_layers else None
+        cut = replace(spec, layers=spec.layers[:count], head=head, final_norm=norm, parameter_axes=())
+        table = cut.parameters
+        params = {path: array for path, array in loaded.model.params.items() if path in table}
+        params["head.kernel"] = identity
+
+        def run(
+            params: Any, ids: jax.Array, positions: jax.Array, cut: ArchitectureSpec = cut, table: Any = table
+        ) -> jax.Array:
+            return Decoder(cut, params, table, runtime)(ids, positions)[0]
+
+        states.append(np.asarray(jax.jit(run)(params, ids.astype(np.int32), _positions(ids)), np.float32))
+    return states
+
+
+def stack(spec: ArchitectureSpec, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Parameters as a decoder that scans over layers holds them."""
+    stacked = {path: array for path, array in params.items() if not path.startswith("layers.")}
+    for number, group in enumerate(spec.groups()):
+        period = len(group.unit)
+        for place in range(period):
+            first = f"layers.{group.start + place}."
+            for path in [path for path in params if path.startswith(first)]:
+                rest = path.removeprefix(first)
+                copies = [
+                    params[f"layers.{group.start + place + turn * period}.{rest}"] for turn in range(group.repeats)
+                ]
+                stacked[f"groups.{number}.{place}.{rest}"] = jnp.stack(copies)
+    return stacked
+
+
+def _positions(ids: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)

@@ -1,0 +1,46 @@
+"""How logits are compared, and how far apart they may be. Errors are shares of the reference's scale, its largest
+absolute value."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ttpu_conformance.check import Measured, fail
+
+FLOAT32 = 2e-5
+"""Of the logits' scale. float32 rounds by 6e-8; a tiny model sums some 10**4 products one after another, in another order
+than the reference, whose roundings add up like a random walk to 6e-6. What is found is near 1e-6, and the smallest
+mistakes in an architecture (an epsilon, a cast) give 1e-4 and more."""
+
+BFLOAT16_SHARE = 1.5
+"""Our error in bfloat16 over transformers' own: the same products in another order and fusion round differently, but not
+systematically worse. A norm whose casts are in the wrong place gives 2 and more."""
+
+BFLOAT16_FLOOR = 1e-3
+"""Of the logits' scale: a quarter of bfloat16's rounding step (2**-8), for references that happen to round well."""
+
+
+def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest difference, as a share of the reference's scale; infinite where ours are not numbers."""
+    if ours.shape != theirs.shape:
+        fail(f"our logits have the shape {ours.shape}, but the reference's have {theirs.shape}.")
+    if not np.isfinite(ours).all():
+        return float("inf")
+    return float(np.abs(ours - theirs).max() / max(np.abs(theirs).max(), 1e-30))
+
+
+def typical_error(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The median over tokens of each token's largest difference, as a share of the scale.
+
+    The median, because in low precision a router may choose another expert for a few tokens, on either side."""
+    if not np.isfinite(ours).all():
+        return float("inf")
+    per_token = np.abs(ours - theirs).max(axis=-1)
+    return float(np.median(per_token) / max(np.abs(theirs).max(), 1e-30))
+
+
+def hold(error: float, tolerance: float, sentence: str) -> Measured:
+    """The measurement, if it is within its tolerance; else a failure that says what differs."""
+    if not error <= tolerance:
+        fail(f"{sentence} by {error:.1e} of their scale, where {tolerance:.1e} is allowed.", error=error, tolerance=tolerance)
+    return Measured(error, tolerance)

@@ -1,0 +1,75 @@
+"""The door for pytest: `@parametrize_with_checks("qwen3")` makes one test of each check and case, with ids such as
+`qwen3-base-float32_logits`. Expected failures become strict xfails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ttpu_conformance.case import Options, cases_of
+from ttpu_conformance.check import Check, Depth, Level, checks_for
+from ttpu_conformance.declaration import Declaration
+from ttpu_conformance.environment import prepare
+from ttpu_conformance.errors import NotApplicable, NotProven
+from ttpu_core.registry import Registry
+
+
+@dataclass(frozen=True)
+class PytestCheck:
+    """A check that skips, with the reason, where it has nothing to say."""
+
+    check: Check
+
+    def __call__(self, case: Any) -> None:
+        """Hold the promise against a case."""
+        import pytest
+
+        try:
+            self.check(case)
+        except (NotApplicable, NotProven) as reason:
+            pytest.skip(str(reason))
+
+    def __repr__(self) -> str:
+        return f"{self.check.id}: {self.check.promise}"
+
+
+def parametrize_with_checks(
+    *model_types: str,
+    level: Depth = "full",
+    levels: Iterable[Level] | None = None,
+    only: Iterable[str] = (),
+    patch_packs: Iterable[str] = (),
+    attn_implementation: str = "auto",
+    registry: Registry | None = None,
+    declaration: Declaration | None = None,
+) -> Any:
+    """Parametrize a test function `(case, check)` with every check of some model types.
+
+    Args:
+        model_types: Hugging Face model types that installed plugins describe.
+        level: "quick" for the selection that takes seconds per type, or "full".
+        levels: which levels of checks; None is contract, numerics and sharded, which run on any machine.
+        only: check ids, instead of all.
+        patch_packs: installed patch packs under which to check.
+        attn_implementation: as in `from_pretrained`.
+        registry, declaration: instead of the environment's plugins and the plugin's own conformance.toml.
+
+    The sharded checks need eight devices. On a CPU this sets XLA_FLAGS for that, which counts if JAX has not yet looked
+    for devices; where a test module uses it earlier, set the variable in `conftest.py`.
+
+    Raises:
+        PluginError, DeclarationError: while tests are collected.
+    """
+    import pytest
+
+    prepare()
+    options = Options(patch_packs=tuple(patch_packs), attn_implementation=attn_implementation)
+    parameters = []
+    for model_type in model_types:
+        cases = cases_of(model_type, options, registry=registry, declaration=declaration)
+        for item in checks_for(cases, level, levels=levels, only=only):
+            expected = item.expected
+            marks = () if expected is None else (pytest.mark.xfail(reason=expected.reason, strict=True),)
+            parameters.append(pytest.param(item.case, PytestCheck(item.check), id=item.id, marks=marks))
+    return pytest.mark.parametrize(("case", "check"), parameters)

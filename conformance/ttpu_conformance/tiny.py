@@ -1,0 +1,153 @@
+"""Tiny random reference models. In: a declaration and a variant; out: a transformers model on torch whose every weight,
+norm, bias and saved buffer is random, so that nothing can be forgotten unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib import import_module
+from typing import Any
+
+from ttpu_conformance.declaration import NULL, Declaration, Variant
+from ttpu_conformance.errors import DeclarationError
+
+SEQUENCE = 40
+"""Tokens of a test sequence: longer than the tiny windows, chunks and original contexts below."""
+
+# Sizes differ from each other wherever they can, so that swapped axes show.
+SIZES: dict[str, Any] = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# Only where the class's own default is not None, which would say that the feature is off or follows from others.
+SIZES_WHERE_ON: dict[str, Any] = {"head_dim": 24, "sliding_window": 13, "attention_chunk_size": 16}
+
+# Keys that are no fields of a config class, yet every class takes them.
+_ALWAYS_KNOWN = frozenset({"rope_theta", "rope_scaling", "tie_word_embeddings", "partial_rotary_factor", "model_type"})
+NOISE = 0.3  # standard deviation of what is added to norms, biases and buffers
+
+
+def reference_class(declaration: Declaration) -> Any:
+    """The transformers class of the reference model.
+
+    Raises:
+        DeclarationError: transformers has no such class.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = declaration.transformers or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(declaration.model_type)
+    if name is None:
+        raise DeclarationError(
+            f"transformers {transformers.__version__} has no causal language model of type "
+            f"{declaration.model_type!r}: name a class with transformers = \"…\" under [{declaration.model_type}] in "
+            f"conformance.toml."
+        )
+    module, _, attribute = name.rpartition(":")
+    try:
+        return getattr(import_module(module), attribute) if module else getattr(transformers, name)
+    except (ImportError, AttributeError) as error:
+        raise DeclarationError(
+            f"{declaration.source} names the class {name!r} for {declaration.model_type!r}, but transformers "
+            f"{transformers.__version__} has none of that name: correct it, or write package.module:Class."
+        ) from error
+
+
+def tiny_config(declaration: Declaration, variant: Variant) -> Any:
+    """A transformers config: the kit's sizes, then the declared base, then the variant.
+
+    Raises:
+        DeclarationError: a declared key that the config class does not know, or values that it refuses.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    known = declaration.model_type in CONFIG_MAPPING
+    kind = CONFIG_MAPPING[declaration.model_type] if known else reference_class(declaration).config_class
+    where = f"{declaration.source} ({declaration.model_type}, variant {variant.name})"
+    values = _merged(_sizes(kind), _merged(_nulls(declaration.base), _nulls(variant.keys)))
+    _refuse_unknown(kind, values, where)
+    try:
+        return kind(**values)
+    except Exception as error:  # config classes validate with errors of many kinds
+        raise DeclarationError(
+            f"{where} gives values that {kind.__name__} refuses ({type(error).__name__}: {' '.join(str(error).split())})."
+        ) from error
+
+
+def random_model(declaration: Declaration, variant: Variant) -> Any:
+    """A float32 torch model in evaluation mode with eager attention; equal in every process."""
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    config = tiny_config(declaration, variant)
+    torch.manual_seed(0)
+    model = reference_class(declaration)._from_config(config, attn_implementation="eager").eval().float()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in _random_tensors(model):
+            noise = torch.randn(tensor.shape, generator=generator)
+            if tensor.ndim <= 1 or bool((tensor == tensor.flatten()[0]).all()):
+                tensor.add_(NOISE * noise)  # norms stay around 1, or around 0 where the model uses 1 + w
+            else:
+                tensor.copy_(tensor.shape[-1] ** -0.5 * noise)  # keeps activations and logits of order one
+    return model
+
+
+def _random_tensors(model: Any) -> list[Any]:
+    """Parameters once each (tied ones are one tensor), then the buffers that checkpoints hold."""
+    saved = model.state_dict().keys()
+    buffers = [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]
+    return [*model.parameters(), *buffers]
+
+
+def _sizes(kind: Any) -> dict[str, Any]:
+    """The kit's sizes for the keys that a config class knows, in its text part where it has one."""
+    parts = getattr(kind, "sub_configs", None) or {}
+    if "text_config" in parts:
+        return {"text_config": _sizes(parts["text_config"])}
+    defaults = {field.name: field.default for field in fields(kind)}
+    sizes = {key: value for key, value in SIZES.items() if key in defaults}
+    return sizes | {key: value for key, value in SIZES_WHERE_ON.items() if defaults.get(key) is not None}
+
+
+def _refuse_unknown(kind: Any, values: Mapping[str, Any], where: str) -> None:
+    parts = getattr(kind, "sub_configs", None) or {}
+    known = {field.name for field in fields(kind)} | set(kind.attribute_map) | _ALWAYS_KNOWN | set(parts)
+    for key, value in values.items():
+        if key not in known:
+            raise DeclarationError(
+                f"{where} sets {key!r}, but {kind.__name__} has no such key: correct it, or leave it out."
+            )
+        if key == "text_config" and isinstance(value, Mapping) and hasattr(parts.get(key), "attribute_map"):
+            _refuse_unknown(parts[key], value, where)
+
+
+def _nulls(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys, with those listed under `null` set to None."""
+    values = {key: _nulls(value) if isinstance(value, Mapping) else value for key, value in keys.items() if key != NULL}
+    return values | dict.fromkeys(keys.get(NULL, ()))
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Two nested tables, the second winning; rope parameters are replaced whole, since their keys belong together."""
+    merged = dict(below)
+    for key, value in above.items():
+        nested = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if nested and not key.startswith("rope") else value
+    return merged

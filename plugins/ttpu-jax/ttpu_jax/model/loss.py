@@ -1,0 +1,45 @@
+"""The language model's loss. In: a decoder and token ids; out: the mean cross-entropy of each next token, in nats."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ttpu_jax.model.decoder import Decoder
+
+TOKENS_AT_ONCE = 512  # of a row, for which logits are held: those of 4,096 tokens and 262,144 words take 4 GiB
+
+
+def next_token_loss(decoder: Decoder, tokens: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """Mean cross-entropy in nats, a float32 scalar.
+
+    Args:
+        tokens: int [batch, seq]; every token but a row's first is predicted from those before it.
+        mask: bool [batch, seq], the real tokens; padding is neither seen nor predicted. None: all are real.
+
+    Logits are computed for some tokens at a time, and again for the gradient, so that they never exist all at once.
+    """
+    batch, seq = tokens.shape
+    mask = jnp.ones(tokens.shape, jnp.bool_) if mask is None else mask
+    positions = jnp.where(mask, jnp.cumsum(mask, axis=1) - 1, -1).astype(jnp.int32)
+    hidden, _ = decoder.hidden(tokens, positions)
+    targets = jnp.roll(tokens, -1, axis=1)
+    counted = mask & jnp.roll(mask, -1, axis=1).at[:, -1].set(False)
+    size = min(seq, TOKENS_AT_ONCE)
+    whole = -(-seq // size) * size
+
+    def parts(x: jax.Array) -> jax.Array:
+        """[batch, seq, ...] as [parts, batch, size, ...]."""
+        padded = jnp.pad(x, ((0, 0), (0, whole - seq), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(batch, whole // size, size, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def part_loss(x: jax.Array, target: jax.Array, counts: jax.Array) -> jax.Array:
+        logits = decoder.logits(x)
+        # A sum over the vocabulary instead of a gather, which a mesh that cuts it would need to see whole.
+        words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+        chosen = jnp.where(words == target[..., None], logits, 0.0).sum(-1)
+        return jnp.where(counts, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0).sum()
+
+    losses = jax.lax.map(lambda part: part_loss(*part), (parts(hidden), parts(targets), parts(counted)))
+    return losses.sum() / jnp.maximum(counted.sum(), 1)

@@ -1,0 +1,136 @@
+"""A mixture of experts as a Flax NNX module. In and out: the residual stream [batch, seq, hidden]. Over a mesh, each
+device computes what its own experts, and its share of their inner dimension, add to its own tokens."""
+
+from __future__ import annotations
+
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from ttpu_core import axes
+from ttpu_core.spec import MoESpec
+from ttpu_jax.model.modules import MLP, RESIDUAL, Linear, Norm, Parameters, Runtime, value_of
+from ttpu_jax.ops.linear import linear
+from ttpu_jax.ops.moe import ExpertKernels, choose_experts, run_experts
+
+
+class Router(nnx.Module):
+    """Which experts a token is given to, and how much each counts."""
+
+    def __init__(self, spec: MoESpec, values: Parameters, runtime: Runtime) -> None:
+        self.spec, self.runtime = spec, runtime
+        self.kernel, self.bias = values["kernel"], values.get("bias")
+        self.correction_bias, self.expert_scale = values.get("correction_bias"), values.get("expert_scale")
+        self.norm = Norm(spec.router.norm, values.at("norm")) if spec.router.norm else None
+        self.scale = values.get("scale")
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [batch, seq, hidden]: experts and weights, [batch, seq, experts_per_token]."""
+        spec = self.spec.router
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.scale is not None and spec.input_scale is not None:
+            x = x * self.scale[...].astype(x.dtype) * jnp.asarray(spec.input_scale, x.dtype)
+        # transformers rounds the logits to the activations' dtype, except where a choice is corrected in float32.
+        out_dtype = jnp.dtype(jnp.float32) if spec.correction_bias else x.dtype
+        logits = linear(x, self.kernel[...], value_of(self.bias), out_dtype=out_dtype)
+        logits = self.runtime.placement.constrain(logits, *RESIDUAL)
+        return choose_experts(
+            logits, spec, self.spec.experts_per_token, value_of(self.correction_bias), value_of(self.expert_scale)
+        )
+
+
+class Experts(nnx.Module):
+    """The experts themselves."""
+
+    def __init__(self, spec: MoESpec, values: Parameters, runtime: Runtime) -> None:
+        self.spec, self.runtime = spec, runtime
+        if spec.gated:
+            self.gate_up = Linear(values.at("gate_up"), runtime)
+        else:
+            self.up = Linear(values.at("up"), runtime)
+        self.down = Linear(values.at("down"), runtime)
+
+    def __call__(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+        """x [batch, seq, hidden]; chosen and weights [batch, seq, experts_per_token]: as x."""
+        up = self.gate_up if self.spec.gated else self.up
+        kernels = ExpertKernels(
+            up.kernel[...], self.down.kernel[...], value_of(up.bias), value_of(self.down.bias)
+        )
+        mesh, platform = self.runtime.placement.mesh, self.runtime.placement.platform
+        if mesh is None:
+            tokens = [array.reshape(-1, array.shape[-1]) for array in (x, chosen, weights)]
+            return run_experts(*tokens, kernels, self.spec, platform).astype(x.dtype).reshape(x.shape)
+        experts, inner, batch, sequence = self._cuts(x)
+
+        def on_one_device(
+            x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: ExpertKernels
+        ) -> jax.Array:
+            first = jax.lax.axis_index(experts) * len(kernels.up) if experts else 0
+            if kernels.down_bias is not None and inner:  # of the devices that share an expert, one adds its bias
+                at_start = jax.lax.axis_index(inner) == 0
+                kernels = kernels._replace(down_bias=jnp.where(at_start, kernels.down_bias, 0))
+            tokens = [array.reshape(-1, array.shape[-1]) for array in (x, chosen, weights)]
+            return run_experts(*tokens, kernels, self.spec, platform, first).reshape(1, *x.shape)
+
+        tokens = PartitionSpec(batch or None, sequence or None, None)
+        middle = (None,) if self.spec.gated else ()
+        up_bias = PartitionSpec(experts or None, *middle, inner or None)
+        specs = ExpertKernels(
+            PartitionSpec(*up_bias, None),
+            PartitionSpec(experts or None, None, inner or None),
+            None if kernels.up_bias is None else up_bias,
+            None if kernels.down_bias is None else PartitionSpec(experts or None, None),
+        )
+        # Partial sums leave the manual region apart and are added outside: the gradient of that sum is a copy, where
+        # that of a psum inside would be a second one.
+        parts = jax.shard_map(
+            on_one_device,
+            mesh=mesh,
+            in_specs=(tokens, tokens, tokens, specs),
+            out_specs=PartitionSpec((*experts, *inner) or None, *tokens),
+            check_vma=False,  # the kernels do not say over which axes their results vary
+        )(x, chosen, weights, kernels)
+        return self.runtime.placement.constrain(parts.sum(0), *RESIDUAL).astype(x.dtype)
+
+    def _cuts(self, x: jax.Array) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes that cut experts, their inner dimension, the batch and the sequence."""
+        placement = self.runtime.placement
+        assert placement.mesh is not None
+        sizes = dict(placement.mesh.shape)
+        cut = placement.strategy.mesh_axes(
+            (axes.EXPERT, axes.MLP), (self.spec.num_experts, self.spec.intermediate_size), sizes, "a layer of experts"
+        )
+        # Where a strategy cuts tokens along the experts' axes too, they are gathered for the experts.
+        taken = {axis for each in cut for axis in each}
+        batch = tuple(a for a in placement.cut(axes.BATCH, x.shape[0]) if a not in taken)
+        sequence = tuple(a for a in placement.cut(axes.SEQUENCE, x.shape[1]) if a not in taken and a not in batch)
+        assert x.shape[0] % prod(sizes[a] for a in batch) == 0
+        return (*cut, batch, sequence)
+
+
+class MoE(nnx.Module):
+    """Router and experts, with a shared expert and a dense MLP beside them where the spec has them."""
+
+    def __init__(self, spec: MoESpec, values: Parameters, runtime: Runtime) -> None:
+        self.spec = spec
+        self.router = Router(spec, values.at("router"), runtime)
+        self.experts = Experts(spec, values.at("experts"), runtime)
+        self.shared = MLP(spec.shared, values.at("shared"), runtime) if spec.shared else None
+        gated = spec.shared is not None and spec.shared_gate
+        self.shared_gate = Linear(values.at("shared_gate"), runtime) if gated else None
+        self.dense = MLP(spec.dense, values.at("dense"), runtime) if spec.dense else None
+
+    def __call__(self, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
+        """x [batch, seq, hidden]: the same shape. The router reads `routed_by`, of the same shape, where it is given."""
+        chosen, weights = self.router(x if routed_by is None else routed_by)
+        out = self.experts(x, chosen, weights)
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
+            out = out + shared
+        return out if self.dense is None else out + self.dense(x)

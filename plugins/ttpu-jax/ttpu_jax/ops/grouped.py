@@ -1,0 +1,139 @@
+"""Products in which each row has one of several kernels. In: rows sorted by group, kernels [groups, out, in] and how
+many rows each group has; out: [rows, out], zero for rows that belong to no group.
+
+Kernels keep the layout in which they are stored. `jax.lax.ragged_dot` would copy all of them on a TPU, where it wants
+[groups, in, out] (half of a prefill's time for 128 experts, by the compiler's estimate), and on a CPU it multiplies
+every row by every kernel; so a TPU runs kernels of its own and a CPU a loop over blocks of rows."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from ttpu_jax.ops import grouped_tpu
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_linear(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, platform: str) -> jax.Array:
+    """Row r of x times the kernel of r's group, accumulated in float32.
+
+    Args:
+        x: [rows, in], those of the first group first.
+        kernels: [groups, out, in], in x's dtype.
+        group_sizes: int32 [groups]; their sum is at most rows.
+        platform: cpu, tpu or gpu, where this runs; "tpu-interpreted" runs the TPU's kernels on a CPU.
+
+    Returns:
+        [rows, out] in x's dtype; zero in rows after the last group. Differentiable in x and in kernels.
+    """
+    return _rows_of_groups(_forward(x, kernels, group_sizes, platform), group_sizes)
+
+
+def _forward(x: jax.Array, kernels: jax.Array, sizes: jax.Array, platform: str) -> jax.Array:
+    if platform.startswith("tpu"):
+        return grouped_tpu.product(x, kernels, sizes, contract=1, interpret=platform != "tpu")
+    if platform == "cpu":
+        return _cpu_product(x, kernels, sizes, contract=1)
+    return _ragged_dot(x, kernels, sizes, contract=2)
+
+
+def _with_residuals(
+    x: jax.Array, kernels: jax.Array, sizes: jax.Array, platform: str
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    return grouped_linear(x, kernels, sizes, platform), (x, kernels, sizes)
+
+
+def _gradients(
+    platform: str, residuals: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    x, kernels, sizes = residuals
+    if platform.startswith("tpu"):
+        interpret = platform != "tpu"
+        to_x = grouped_tpu.product(gradient, kernels, sizes, contract=0, interpret=interpret)
+        to_kernels = grouped_tpu.kernel_gradient(x, gradient, sizes, kernels, interpret=interpret)
+    elif platform == "cpu":
+        to_x = _cpu_product(gradient, kernels, sizes, contract=0)
+        to_kernels = _cpu_kernel_gradient(x, gradient, sizes).astype(kernels.dtype)
+    else:
+        to_x = _ragged_dot(gradient, kernels, sizes, contract=1)
+        numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+        to_kernels = jax.lax.ragged_dot_general(
+            gradient, x, sizes, numbers, preferred_element_type=jnp.float32
+        ).astype(kernels.dtype)
+    return _rows_of_groups(to_x, sizes), to_kernels, None
+
+
+grouped_linear.defvjp(_with_residuals, _gradients)
+
+
+def _rows_of_groups(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Zero where no group is: nothing was written there, or another group's product."""
+    return jnp.where(jnp.arange(len(rows))[:, None] < sizes.sum(), rows, 0)
+
+
+def _ragged_dot(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract: int) -> jax.Array:
+    numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (contract,)), ((), ())), (0,), (0,))
+    product = jax.lax.ragged_dot_general(x, kernels, sizes, numbers, preferred_element_type=jnp.float32)
+    return product.astype(x.dtype)
+
+
+# CPU
+
+
+def _cpu_product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract: int) -> jax.Array:
+    """x [rows, in] times its group's kernel, whose axis `contract` is [in]."""
+    size = _cpu_block(len(x), len(sizes))
+    padded = jnp.pad(x, ((0, size), (0, 0)))
+    # XLA:CPU is fast in bfloat16 only where both operands contract their minor dimension, see `ops.linear`.
+    exact = contract == 0
+
+    def visit(group: jax.Array, start: jax.Array, out: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(padded, start, size)
+        kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
+        if exact:
+            rows, kernel = rows.astype(jnp.float32), kernel.astype(jnp.float32)
+        product = jax.lax.dot_general(
+            rows, kernel, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        # What is written after the group's last row is the next group's, which comes later and writes its own.
+        return jax.lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), start, 0)
+
+    out = jnp.zeros((len(padded), kernels.shape[2 - contract]), x.dtype)
+    return _cpu_visits(visit, out, sizes, size)[: len(x)]
+
+
+def _cpu_kernel_gradient(x: jax.Array, gradient: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The sum of gradient [rows, out] times x [rows, in] over each group's rows: float32 [groups, out, in]."""
+    size = _cpu_block(len(x), len(sizes))
+    padded_x, padded_gradient = (jnp.pad(rows, ((0, size), (0, 0))) for rows in (x, gradient))
+    ends = jnp.cumsum(sizes)
+
+    def visit(group: jax.Array, start: jax.Array, total: jax.Array) -> jax.Array:
+        rows, gradients = (
+            jax.lax.dynamic_slice_in_dim(padded, start, size).astype(jnp.float32)
+            for padded in (padded_x, padded_gradient)
+        )
+        gradients = jnp.where((start + jnp.arange(size) < ends[group])[:, None], gradients, 0)
+        added = jax.lax.dynamic_index_in_dim(total, group, keepdims=False) + gradients.T @ rows
+        return jax.lax.dynamic_update_index_in_dim(total, added, group, 0)
+
+    return _cpu_visits(visit, jnp.zeros((len(sizes), gradient.shape[1], x.shape[1])), sizes, size)
+
+
+def _cpu_block(rows: int, groups: int) -> int:
+    """Rows of a block: about those of a group, so that few are computed in vain; at least 8, which cost as one does."""
+    return min(64, max(8, 1 << (rows // groups).bit_length()))
+
+
+def _cpu_visits(visit, value: jax.Array, sizes: jax.Array, block: int) -> jax.Array:  # type: ignore[no-untyped-def]
+    """`visit(group, first row, value)` for every block of rows of every group, in order."""
+    counts = -(-sizes // block)
+    last, first_rows = jnp.cumsum(counts), jnp.cumsum(sizes) - sizes
+
+    def body(index: jax.Array, value: jax.Array) -> jax.Array:
+        group = (last <= index).sum()
+        start = first_rows[group] + (index - last[group] + counts[group]) * block
+        return visit(group, start, value)
+
+    return jax.lax.fori_loop(0, last[-1], body, value)

@@ -1,0 +1,189 @@
+"""Mixture of experts as pure functions: from router logits to each token's experts and their weights, and from those to
+the experts' output, where each token is given to its own experts only."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ttpu_core.spec import MoESpec, RouterSpec
+from ttpu_jax.ops.activation import activate, gated_activation
+from ttpu_jax.ops.grouped import grouped_linear
+
+
+class ExpertKernels(NamedTuple):
+    """All experts' parameters: `up` [experts, 2, inner, hidden] with the gate first, or [experts, inner, hidden] where
+    nothing is gated; `down` [experts, hidden, inner]; biases without the last dimension, or None."""
+
+    up: jax.Array
+    down: jax.Array
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+
+
+def choose_experts(
+    logits: jax.Array,
+    spec: RouterSpec,
+    count: int,
+    correction_bias: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Each token's experts, the best first, and their weights.
+
+    Args:
+        logits: [..., experts].
+        count: experts per token.
+        correction_bias: [experts], added for the choice only (arXiv 2408.15664).
+        expert_scale: [experts], multiplies the weights.
+
+    Returns:
+        int32 [..., count] and float32 [..., count].
+    """
+    logits = logits.astype(jnp.float32)
+    if spec.logit_softcap is not None:
+        logits = jnp.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+    if spec.score == "sparsemixer":
+        chosen, weights = _sparsemixer(logits, count)
+    else:
+        scores = logits
+        if spec.score == "softmax":
+            scores = jax.nn.softmax(logits)
+        elif spec.score == "sigmoid":
+            scores = jax.nn.sigmoid(logits)
+        # Where they decide alone, logits do it: the sigmoid of a large one is 1, like that of a larger one.
+        bare = spec.score == "sigmoid" and correction_bias is None and spec.groups == 1
+        preference = logits if bare else scores
+        if correction_bias is not None:
+            preference = preference + correction_bias.astype(jnp.float32)
+        chosen = jax.lax.top_k(_best_groups(preference, spec), count)[1]
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if spec.score == "topk_softmax":
+            weights = jax.nn.softmax(weights)
+    if spec.renormalize:
+        weights = weights / (weights.sum(-1, keepdims=True) + spec.renormalize_eps)
+    if spec.scaling_factor != 1.0:
+        weights = weights * spec.scaling_factor
+    if expert_scale is not None:
+        weights = weights * expert_scale.astype(jnp.float32)[chosen]
+    return chosen, weights
+
+
+def _best_groups(scores: jax.Array, spec: RouterSpec) -> jax.Array:
+    """The scores, -inf outside the best groups (DeepSeek-V2, arXiv 2405.04434; "top2_sum": V3, arXiv 2412.19437)."""
+    if spec.top_groups >= spec.groups:
+        return scores
+    grouped = scores.reshape(*scores.shape[:-1], spec.groups, -1)
+    if spec.group_score == "max":
+        group_scores = grouped.max(-1)
+    else:
+        group_scores = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+    best = jax.lax.top_k(group_scores, spec.top_groups)[1]
+    kept = (best[..., None] == jnp.arange(spec.groups)).any(-2)
+    return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+JITTER_EPS = 0.01
+"""How near an expert's logit has to be to the best one's to share its softmax, as a fraction (half of it)."""
+
+
+def _sparsemixer(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """SparseMixer-v2 (arXiv 2409.12136) as phimoe runs it outside training: one expert after the other, each weighted
+    by a softmax over the experts whose logits are close to its own and that are not yet chosen."""
+    left = logits
+    chosen, weights = [], []
+    for _ in range(count):
+        best = left.max(-1, keepdims=True)
+        index = left.argmax(-1, keepdims=True)
+        distance = jax.lax.stop_gradient((best - logits) / jnp.maximum(jnp.abs(logits), best))
+        near = jnp.where(distance > 2 * JITTER_EPS, -jnp.inf, left)
+        chosen.append(index)
+        weights.append(jnp.take_along_axis(jax.nn.softmax(near), index, axis=-1))
+        left = jnp.where(jnp.arange(logits.shape[-1]) == index, -jnp.inf, left)
+    return jnp.concatenate(chosen, -1).astype(jnp.int32), jnp.concatenate(weights, -1)
+
+
+def run_experts(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    kernels: ExpertKernels,
+    spec: MoESpec,
+    platform: str,
+    first: jax.Array | int = 0,
+) -> jax.Array:
+    """The sum of each token's experts' outputs, as far as `kernels` holds them.
+
+    Args:
+        x: [tokens, hidden].
+        chosen, weights: [tokens, count]; weights are cast to x's dtype.
+        kernels: of the experts from number `first` on.
+        platform: where this runs, see `grouped_linear`.
+
+    Returns:
+        float32 [tokens, hidden]: in several parts, they have yet to be added up.
+    """
+    tokens, count = chosen.shape
+    experts = len(kernels.up)
+    # Assignments are numbered choice by choice, so that what they give is summed over a leading axis.
+    expert = chosen.T.reshape(-1) - first
+    here = (expert >= 0) & (expert < experts)
+    expert = jnp.where(here, expert, experts)  # those of absent experts are sorted behind all others
+    order = jnp.argsort(expert, stable=True)
+    place = jnp.argsort(order)
+    sizes = (expert[:, None] == jnp.arange(experts)).sum(0, dtype=jnp.int32)
+    sorted_expert = jnp.minimum(expert[order], experts - 1)
+    weight = weights.T.reshape(-1).astype(x.dtype)
+
+    rows = _gather(x, order, place, count)
+    if spec.router.weight_on == "input":
+        rows = rows * weight[order, None]
+        weight = jnp.ones_like(weight)
+    inner = _linear(rows, kernels.up, kernels.up_bias, sorted_expert, sizes, platform).astype(jnp.float32)
+    if spec.gated:
+        gate, up = jnp.split(inner, 2, axis=-1)
+        inner = gated_activation(gate, up, spec.activation)
+    else:
+        inner = activate(inner, spec.activation)
+    out = _linear(inner.astype(x.dtype), kernels.down, kernels.down_bias, sorted_expert, sizes, platform)
+    out = _gather(out, place, order, 1).astype(jnp.float32)
+    weight = jnp.where(here, weight, 0).astype(jnp.float32)
+    return (out * weight[:, None]).reshape(count, tokens, -1).sum(0)
+
+
+def _linear(
+    x: jax.Array,
+    kernels: jax.Array,
+    bias: jax.Array | None,
+    expert: jax.Array,
+    sizes: jax.Array,
+    platform: str,
+) -> jax.Array:
+    """x [rows, in], kernels [experts, *out, in], expert [rows]: [rows, out]."""
+    experts, inner = len(kernels), kernels.shape[-1]
+    product = grouped_linear(x, kernels.reshape(experts, -1, inner).astype(x.dtype), sizes, platform)
+    return product if bias is None else product + bias.reshape(experts, -1).astype(x.dtype)[expert]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gather(x: jax.Array, index: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
+    """x [n, features] repeated `copies` times and permuted by `index` [copies * n], whose inverse is `inverse`.
+
+    Its gradient gathers too, where that of indexing would scatter, which is slow on a TPU."""
+    return x[index % len(x)] if copies > 1 else x[index]
+
+
+def _gather_forward(
+    x: jax.Array, index: jax.Array, inverse: jax.Array, copies: int
+) -> tuple[jax.Array, jax.Array]:
+    return _gather(x, index, inverse, copies), inverse
+
+
+def _gather_gradient(copies: int, inverse: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None, None]:
+    permuted = gradient[inverse].reshape(copies, -1, gradient.shape[-1])
+    return permuted.sum(0, dtype=jnp.float32).astype(gradient.dtype), None, None
+
+
+_gather.defvjp(_gather_forward, _gather_gradient)

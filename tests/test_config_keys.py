@@ -1,0 +1,53 @@
+"""A key of config.json is read, harmless, reported, or refused: never ignored in silence."""
+
+from typing import Any
+
+import pytest
+
+from ttpu_core import ModelConfig, default_registry
+from ttpu_core.config_keys import keys_ignored, refuse_ignored
+from ttpu_core.errors import UnsupportedError
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "intermediate_size": 24,
+}  # fmt: skip
+
+
+def read(**keys: Any) -> ModelConfig:
+    config = ModelConfig.from_dict(LLAMA | keys)
+    default_registry().architecture(config, [])
+    return config
+
+
+def test_a_key_that_nobody_knows_is_reported() -> None:
+    assert refuse_ignored(read(novel_trick=3)) == (
+        "nothing reads 'novel_trick' in config.json, so it has no effect",
+    )
+
+
+def test_a_key_of_training_or_of_the_tokenizer_is_not_worth_a_word() -> None:
+    assert keys_ignored(read(attention_dropout=0.1, bos_token_id=1, architectures=["LlamaForCausalLM"])) == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attn_logit_softcapping", 50.0), ("num_experts", 8), ("logits_scaling", 8), ("use_qk_norm", True)],
+)
+def test_a_key_that_changes_what_the_model_computes_is_refused_if_the_plugin_does_not_read_it(
+    key: str, value: Any
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"sets '{key}' to {value}, which changes what the model computes"):
+        refuse_ignored(read(**{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("attn_logit_softcapping", None), ("num_experts", 0), ("logits_scaling", 1), ("alibi", False)]
+)
+def test_its_neutral_value_is_only_reported(key: str, value: Any) -> None:
+    assert len(refuse_ignored(read(**{key: value}))) == (value is not None)
+
+
+def test_quantized_weights_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="no installed plugin reads quantized weights"):
+        refuse_ignored(read(quantization_config={"quant_method": "gptq"}))
