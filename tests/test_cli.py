@@ -504,6 +504,7 @@ def test_info_counts_parameters_and_memory(tmp_path: Path) -> None:
     layer = 4096 * (32 + 2 * 8) * 128 + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096
     assert facts["parameters"] == {
         "total": 8_030_261_248,
+        "active": 8_030_261_248,
         "embedding": 128256 * 4096,
         "head": 128256 * 4096,
         "per_layer": [layer] * 32,

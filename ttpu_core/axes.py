@@ -17,6 +17,7 @@ MLP: Final = "mlp"  # the MLP's inner dimension
 GATE_UP: Final = "gate_up"  # the pair (gate, up) of a gated MLP, fused
 EXPERT: Final = "expert"
 LAYERS: Final = "layers"  # the leading axis of parameters stacked over layers
+LATENT: Final = "latent"  # the compressed queries, or keys and values, of latent attention
 NORM: Final = "norm"  # scale and bias of a normalisation over the residual stream
 POSITION: Final = "position"  # rows of a learned position table
 
@@ -25,7 +26,7 @@ BATCH: Final = "batch"
 SEQUENCE: Final = "sequence"
 
 PARAMETER_AXES: Final = frozenset(
-    {VOCAB, EMBED, KV_HEADS, Q_PER_KV, Q_HEADS, QKV, HEAD_DIM, MLP, GATE_UP, EXPERT, LAYERS, NORM, POSITION}
+    {VOCAB, EMBED, KV_HEADS, Q_PER_KV, Q_HEADS, QKV, HEAD_DIM, MLP, GATE_UP, EXPERT, LAYERS, LATENT, NORM, POSITION}
 )
 ACTIVATION_AXES: Final = frozenset({BATCH, SEQUENCE})
 LOGICAL_AXES: Final = PARAMETER_AXES | ACTIVATION_AXES

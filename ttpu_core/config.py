@@ -175,10 +175,15 @@ class ModelConfig:
         A key that is written as null stays null, as in transformers: `"sliding_window": null` means no window
         although the class's default is one.
         """
-        absent = {key: value for key, value in defaults.items() if key not in self._values}
-        filled = _freeze_mapping(absent, self._source, self._family, self._prefix, self._read)
-        values = self._values | filled._values
-        return _assemble(values, self._source, filled._family, self._prefix, self._read)
+        return self.with_values({key: value for key, value in defaults.items() if key not in self._values})
+
+    def with_values(self, values: Mapping[str, Any]) -> "ModelConfig":
+        """This config with `values` for these keys, whatever it writes; reads count for both.
+
+        For what a multimodal parent decides for its text part.
+        """
+        changed = _freeze_mapping(values, self._source, self._family, self._prefix, self._read)
+        return _assemble(self._values | changed._values, self._source, changed._family, self._prefix, self._read)
 
     @property
     def keys_read(self) -> frozenset[str]:

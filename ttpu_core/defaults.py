@@ -50,6 +50,28 @@ def activation(config: ModelConfig, key: str = "hidden_act", default: str = "sil
     return ActivationSpec(ACTIVATIONS[name])
 
 
+def layer_type(
+    config: ModelConfig, layer: int, known: tuple[str, ...] = ("sliding_attention", "full_attention")
+) -> str:
+    """A layer's entry in `layer_types`, which must be there.
+
+    Raises:
+        ConfigError: not one entry per layer, or a kind of layer that is not among `known`.
+    """
+    types, layers = config.items("layer_types"), config.positive_int("num_hidden_layers")
+    if len(types) != layers:
+        raise ConfigError(
+            f"{config.source} has {len(types)} entries in 'layer_types' for {layers} layers, but one for each is "
+            "needed: correct `layer_types` or `num_hidden_layers`."
+        )
+    if types[layer] not in known:
+        raise ConfigError(
+            f"{config.source} has {types[layer]!r} for layer {layer} in 'layer_types', but the layers of "
+            f"{config.model_type!r} are {' or '.join(map(repr, known))}: correct it."
+        )
+    return str(types[layer])
+
+
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """The config as it is."""

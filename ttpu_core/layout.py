@@ -145,6 +145,8 @@ def attention_rules(spec: AttentionSpec, hidden: int, names: CheckpointNames, pr
         each = (kv, group, value_dim) if spec.output_gate.per == "feature" else (kv, group)
         gate = Tensor(f"{prefix}{names.output_gate}.weight", (prod(each), hidden))
         yield "attention.gate.kernel", gate.reshape(*each, hidden)
+        if spec.output_gate.bias:
+            yield "attention.gate.bias", Tensor(f"{prefix}{names.output_gate}.bias", (prod(each),)).reshape(*each)
     q_shape, k_shape = ((dim,), (dim,)) if spec.qk_norm_scope == "head" else ((kv, group, dim), (kv, dim))
     yield from norm_rules("attention.q_norm", spec.q_norm, prefix + names.q_norm, q_shape)
     if own_keys:

@@ -227,12 +227,15 @@ class FlaxMapping:
     `rules` pairs a Flax path with its expression. `tied` names checkpoint tensors that repeat a parameter and are not
     read. `ignored` are regular expressions of extras (rotary tables, multi-token-prediction heads). `prefixes` renames
     leading parts of checkpoint names, first match wins, where a checkpoint's tensors are not under the usual names.
+    `alternatives` are sets of rules that stand in for those of the same paths where a checkpoint holds their tensors
+    (experts published as one tensor, and saved again as one per expert): see `suited_to`.
     """
 
     rules: tuple[tuple[str, Expression], ...]
     tied: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     prefixes: tuple[tuple[str, str], ...] = ()
+    alternatives: tuple[tuple[tuple[str, Expression], ...], ...] = ()
     _by_path: dict[str, Expression] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -246,6 +249,18 @@ class FlaxMapping:
 
     def __getitem__(self, path: str) -> Expression:
         return self._by_path[path]
+
+    def suited_to(self, available: Iterable[str]) -> FlaxMapping:
+        """The mapping for a checkpoint that holds tensors of these names: with the first of the `alternatives` of which
+        it holds any, or with the usual rules."""
+        held = list(available)
+        for rules in self.alternatives:
+            wanted = {leaf.name: leaf.shape for _, rule in rules for leaf in rule.leaves()}
+            if any(self._canonical(name, wanted) in wanted for name in held):
+                instead = dict(rules)
+                chosen = tuple((path, instead.get(path, rule)) for path, rule in self.rules)
+                return replace(self, rules=chosen, alternatives=())
+        return replace(self, alternatives=()) if self.alternatives else self
 
     @property
     def tensors(self) -> dict[str, Shape]:
@@ -277,6 +292,8 @@ class FlaxMapping:
                     f"{parameters[path].shape}: correct the rule for it in `ttpu_flax_mapping`."
                 )
         self._check_tensors()
+        for rules in self.alternatives:
+            self.suited_to(leaf.name for _, rule in rules for leaf in rule.leaves()).check_parameters(parameters)
 
     def resolve(self, available: Mapping[str, Shape], source: str = "the checkpoint") -> dict[str, str]:
         """From the names that the rules use to the names in a checkpoint.
@@ -367,7 +384,7 @@ def stack_layers(mapping: FlaxMapping, spec: ArchitectureSpec) -> FlaxMapping:
             copies = [dict(by_layer[group.start + position + turn * period]) for turn in range(group.repeats)]
             for rest in copies[0]:
                 rules.append((f"groups.{number}.{position}.{rest}", Stack(tuple(copy[rest] for copy in copies))))
-    return replace(mapping, rules=tuple(rules))
+    return replace(mapping, rules=tuple(rules), alternatives=())
 
 
 def _parts(frozen: tuple[Any, ...]) -> tuple[int | slice, ...]:

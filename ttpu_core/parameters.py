@@ -128,11 +128,13 @@ def _attention(spec: AttentionSpec, hidden: int) -> Named:
         yield "value.kernel", Parameter((kv, value_dim, hidden), (axes.KV_HEADS, axes.HEAD_DIM, axes.EMBED))
         if spec.qkv_bias:
             yield "value.bias", Parameter((kv, value_dim), (axes.KV_HEADS, axes.HEAD_DIM), "zeros")
-    if spec.output_gate is not None and spec.output_gate.per == "feature":
-        gate_axes = (axes.KV_HEADS, axes.Q_PER_KV, axes.HEAD_DIM, axes.EMBED)
-        yield "gate.kernel", Parameter((kv, group, value_dim, hidden), gate_axes)
-    elif spec.output_gate is not None:
-        yield "gate.kernel", Parameter((kv, group, hidden), (axes.KV_HEADS, axes.Q_PER_KV, axes.EMBED))
+    if spec.output_gate is not None:
+        each, each_axes = (kv, group), (axes.KV_HEADS, axes.Q_PER_KV)
+        if spec.output_gate.per == "feature":
+            each, each_axes = (*each, value_dim), (*each_axes, axes.HEAD_DIM)
+        yield "gate.kernel", Parameter((*each, hidden), (*each_axes, axes.EMBED))
+        if spec.output_gate.bias:
+            yield "gate.bias", Parameter(each, each_axes, "zeros")
     head = (axes.HEAD_DIM,)
     each_q, each_k = (axes.KV_HEADS, axes.Q_PER_KV, axes.HEAD_DIM), (axes.KV_HEADS, axes.HEAD_DIM)
     shared = spec.qk_norm_scope == "head"

@@ -89,7 +89,8 @@ def rope_from_config(
     section = _section(config, layer_type)
     if section is None:
         return NO_ROPE
-    rope_type = section.text("rope_type", default=None) or section.text("type", default="default")
+    older = section.text("type", default="default")  # some files write both keys
+    rope_type = section.text("rope_type", default=older)
     if rope_type not in ROPE_TYPES:
         raise ConfigError(
             f"{config.source} asks for rope type {rope_type!r}, but the known types are {', '.join(ROPE_TYPES)}: "

@@ -65,6 +65,7 @@ class OutputGate:
 
     activation: Literal["sigmoid", "softplus"] = "sigmoid"
     per: Literal["feature", "head"] = "feature"
+    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -401,6 +402,17 @@ class ArchitectureSpec:
     def num_parameters(self) -> int:
         """Elements over all parameters; a tied head counts once."""
         return sum(parameter.size for parameter in self.parameters.values())
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Elements that one token is multiplied by or looked up in: of a mixture's experts, those it is given."""
+        idle = 0
+        for path, parameter in self.parameters.items():
+            if ".moe.experts." in path:
+                moe = self.layers[int(path.split(".")[1])].mlp
+                assert isinstance(moe, MoESpec)
+                idle += parameter.size * (moe.num_experts - moe.experts_per_token) // moe.num_experts
+        return self.num_parameters - idle
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes that one more token adds to the KV cache of one sequence, layers with windows counted like the rest."""

@@ -118,7 +118,8 @@ def _parameter_facts(spec: ArchitectureSpec) -> dict[str, Any]:
     ]
     embedding = sum(parameter.size for path, parameter in spec.parameters.items() if path.startswith("embed."))
     head = sum(parameter.size for path, parameter in spec.parameters.items() if path.startswith("head."))
-    return {"total": spec.num_parameters, "embedding": embedding, "head": head, "per_layer": layers}
+    active = spec.num_active_parameters
+    return {"total": spec.num_parameters, "active": active, "embedding": embedding, "head": head, "per_layer": layers}
 
 
 def _weight_bytes(spec: ArchitectureSpec, bits: int) -> int:
@@ -138,7 +139,8 @@ def _file_facts(checkpoint: Checkpoint, architecture: Architecture) -> dict[str,
         MappingError: the tensors are not those of the architecture.
     """
     tensors = checkpoint.tensors
-    architecture.mapping.resolve({name: tensor.shape for name, tensor in tensors.items()}, checkpoint.source)
+    mapping = architecture.mapping.suited_to(tensors)
+    mapping.resolve({name: tensor.shape for name, tensor in tensors.items()}, checkpoint.source)
     return {
         "path": str(checkpoint.path),
         "weight_files": len(checkpoint.weight_files),
@@ -182,7 +184,8 @@ def _parameter_words(parameters: dict[str, Any]) -> str:
     sizes = sorted(set(parameters["per_layer"]))
     per_layer = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
     head = f", head {parameters['head']:,}" if parameters["head"] else ""
-    return f"{parameters['total']:,}: embedding {parameters['embedding']:,}, each layer {per_layer}{head}"
+    active = f" ({parameters['active']:,} for each token)" if parameters["active"] != parameters["total"] else ""
+    return f"{parameters['total']:,}{active}: embedding {parameters['embedding']:,}, each layer {per_layer}{head}"
 
 
 def _cache_words(cache: dict[str, Any]) -> str:

@@ -201,7 +201,8 @@ def _attention(spec: AttentionSpec) -> Iterator[str]:
     if spec.output_norm is not None:
         yield f"{norm_words(spec.output_norm)} on the output"
     if spec.output_gate is not None:
-        yield f"a {spec.output_gate.activation} output gate per {spec.output_gate.per}"
+        gate = f"a {spec.output_gate.activation} output gate per {spec.output_gate.per}"
+        yield f"{gate} with bias" if spec.output_gate.bias else gate
 
 
 def _heads(spec: AttentionSpec) -> Iterator[str]:

@@ -65,6 +65,7 @@ DEFAULT_STRATEGY = Strategy(
         (axes.MLP, ("tensor",)),
         (axes.EXPERT, ("expert",)),
         (axes.EMBED, ("fsdp",)),
+        (axes.LATENT, ("fsdp",)),
     )
 )
 """Megatron tensor parallelism (arXiv 1909.08053) along `tensor`, fully sharded parameters along `fsdp`."""

@@ -17,7 +17,7 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.mapping import stack_layers
 from ttpu_core.parameters import stacked_parameters
-from ttpu_core.spec import AlibiSpec, AttentionSpec, KernelChoice, MoESpec
+from ttpu_core.spec import ActivationSpec, AlibiSpec, AttentionSpec, KernelChoice, MLPSpec
 from ttpu_jax.model import decoder as decoder_module
 from ttpu_jax.model.cache import empty_cache
 from ttpu_jax.model.decoder import Decoder
@@ -169,9 +169,10 @@ def test_what_the_decoder_cannot_run_is_refused_by_name(path: Path) -> None:
     spec = architecture.spec
     layer = spec.layers[1]
     assert isinstance(layer.mixer, AttentionSpec)
-    experts = replace(layer, mlp=MoESpec(num_experts=4, experts_per_token=2, intermediate_size=8))
+    assert isinstance(layer.mlp, MLPSpec)
+    learned = replace(layer, mlp=replace(layer.mlp, activation=ActivationSpec("xielu")))
     alibi = replace(layer, mixer=replace(layer.mixer, alibi=AlibiSpec()))
-    for changed, need in ((experts, "mixture of experts"), (alibi, "ALiBi")):
+    for changed, need in ((learned, "the activation 'xielu'"), (alibi, "ALiBi")):
         with pytest.raises(UnsupportedError, match=f"layer 1 .*{need}"):
             check_supported(replace(spec, layers=(spec.layers[0], changed, *spec.layers[2:])))
     norm = replace(spec, kernels=(KernelChoice("norm", "pack:norm", "jax", "a pack"),))

@@ -1,0 +1,69 @@
+"""The loss is the mean cross-entropy of every real next token, however it is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import llama_checkpoint
+
+from ttpu_core import default_registry, open_checkpoint
+from ttpu_jax.model import loss as loss_module
+from ttpu_jax.model.decoder import Decoder
+from ttpu_jax.model.loss import next_token_loss
+from ttpu_jax.model.modules import Runtime, different_ropes
+from ttpu_jax.params.load import load_parameters
+from ttpu_jax.params.placement import local_placement
+
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 259, (3, 21)))
+REAL = np.ones(TOKENS.shape, bool)
+REAL[0, :4] = False  # padding before
+REAL[1, 15:] = False  # and after
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A function from parameters to a decoder, and the parameters."""
+    checkpoint = open_checkpoint(llama_checkpoint(tmp_path_factory.mktemp("loss") / "llama"))
+    architecture = default_registry().architecture(checkpoint.config)
+    spec, placement = architecture.spec, local_placement()
+    params = load_parameters(checkpoint, architecture.mapping, spec.parameters, placement, np.dtype(np.float32))
+    runtime = Runtime(placement, ropes=different_ropes(spec.layers))
+
+    def decoder(params: Any, *, remat: bool = False) -> Decoder:
+        return Decoder(spec, params, spec.parameters, runtime, remat=remat)
+
+    return decoder, params
+
+
+def plain_loss(decoder: Decoder, tokens: jax.Array, mask: np.ndarray) -> jax.Array:
+    positions = jnp.where(mask, jnp.cumsum(mask, axis=1) - 1, -1)
+    log_probabilities = jax.nn.log_softmax(decoder(tokens, positions)[0][:, :-1])
+    chosen = jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1)[..., 0]
+    counted = mask[:, 1:] & mask[:, :-1]
+    return -(chosen * counted).sum() / counted.sum()
+
+
+@pytest.mark.parametrize("at_once", [512, 8])
+def test_the_loss_is_the_mean_over_real_next_tokens(
+    model: tuple[Any, Any], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, params = model
+    monkeypatch.setattr(loss_module, "TOKENS_AT_ONCE", at_once)
+    expected = plain_loss(decoder(params), TOKENS, REAL)
+    np.testing.assert_allclose(next_token_loss(decoder(params), TOKENS, jnp.asarray(REAL)), expected, rtol=1e-5)
+
+
+def test_gradients_are_the_same_when_activations_are_computed_again(model: tuple[Any, Any]) -> None:
+    decoder, params = model
+    kept = jax.jit(jax.grad(lambda params: plain_loss(decoder(params), TOKENS, REAL)))(params)
+    again = jax.jit(jax.grad(lambda params: next_token_loss(decoder(params, remat=True), TOKENS, jnp.asarray(REAL))))(
+        params
+    )
+    for path, gradient in kept.items():
+        scale = np.abs(gradient).max()
+        np.testing.assert_allclose(again[path], gradient, atol=1e-5 * scale, err_msg=path)
