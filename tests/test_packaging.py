@@ -11,7 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DISTRIBUTIONS = {
-    ".": {"ttpu.py", "ttpu_core/__init__.py", "ttpu_core/cli/main.py", "ttpu_core/py.typed"},
+    ".": {
+        "ttpu.py",
+        "ttpu_core/__init__.py",
+        "ttpu_core/cli/main.py",
+        "ttpu_core/cli/templates/plugin/module.py.template",
+        "ttpu_core/py.typed",
+    },
     "plugins/ttpu-jax": {"ttpu_jax/backend.py", "ttpu_jax/cli/compile_report.py", "ttpu_jax/py.typed"},
     "plugins/ttpu-llama": {"ttpu_llama/llama.py", "ttpu_llama/py.typed"},
 }

@@ -55,6 +55,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     },
     "llama3": LLAMA3,
     "llama3 with other bounds": LLAMA3 | {"factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 16.0},
+    "llama3 with equal bounds": LLAMA3 | {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
     "proportional": {"partial_rotary_factor": 0.25},
     "proportional with a factor": {"partial_rotary_factor": 0.5, "factor": 8.0},
 }
@@ -218,7 +219,6 @@ def test_yarn_without_a_factor_extends_from_the_original_length() -> None:
         ("default", {"rope_theta": 0}, "'rope_theta' to 0, but a number above 0"),
         ("yarn", {"attention_factor": -1.0}, "'attention_factor' to -1, but a number above 0"),
         ("llama3", {"low_freq_factor": 0.0}, "'low_freq_factor' to 0"),
-        ("llama3", {"low_freq_factor": 4.0}, "they bound a range and must differ"),
         ("longrope", {"long_factor": [1.0] * 31}, "31 values as the rope parameter 'long_factor'"),
         ("longrope", {"short_factor": [1.0] * 31 + [0]}, "positive numbers"),
         ("longrope", {"short_factor": [1.0] * 31 + [True]}, "positive numbers"),

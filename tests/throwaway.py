@@ -80,13 +80,29 @@ def patch_pack(name: str, source: str, **metadata: Any) -> Distribution:
 
 
 @dataclass(frozen=True)
+class Source:
+    """A package's folder, as its author has it."""
+
+    path: Path
+
+    def wheel(self, folder: Path) -> Path:
+        """Have pip build the wheel with what is installed here, so that no network is needed."""
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input", "wheel"]
+        options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(folder)]
+        before = set(folder.glob("*.whl"))
+        subprocess.run([*pip, *options, str(self.path)], check=True, capture_output=True, text=True, timeout=120)
+        (made,) = set(folder.glob("*.whl")) - before
+        return made
+
+
+@dataclass(frozen=True)
 class Environment:
     """A folder of installed distributions, seen by the Python processes that it starts."""
 
     site: Path
 
     @classmethod
-    def install(cls, folder: Path, *distributions: Distribution) -> "Environment":
+    def install(cls, folder: Path, *distributions: Distribution | Source) -> "Environment":
         """Build the distributions and have pip install them, from their wheels and from nowhere else."""
         site = folder / "site"
         wheels = [str(distribution.wheel(folder)) for distribution in distributions]
@@ -97,18 +113,29 @@ class Environment:
 
     def run(self, code: str, **variables: str) -> Any:
         """What `code` passes to `report`; `variables` are added to the environment."""
+        return json.loads(self.python("-c", PRELUDE + textwrap.dedent(code), variables=variables))
+
+    def ttpu(self, *arguments: str | Path, status: int = 0, timeout: float = 120, **variables: str) -> str:
+        """What the command line prints, which must end with `status`."""
+        command = ["-m", "ttpu_core.cli.main", *map(str, arguments)]
+        return self.python(*command, variables=variables, status=status, timeout=timeout)
+
+    def python(
+        self, *arguments: str, variables: Mapping[str, str] | None = None, status: int = 0, timeout: float = 120
+    ) -> str:
+        """What a Python process that sees these distributions prints, which must end with `status`."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TTPU_")}
-        environment |= {"PYTHONPATH": str(self.site), "PYTHONDONTWRITEBYTECODE": "1"} | variables
+        environment |= {"PYTHONPATH": str(self.site), "PYTHONDONTWRITEBYTECODE": "1", **(variables or {})}
         finished = subprocess.run(
-            [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+            [sys.executable, *arguments],
             env=environment,
             cwd=self.site,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=timeout,
         )
-        assert finished.returncode == 0, finished.stderr
-        return json.loads(finished.stdout)
+        assert finished.returncode == status, finished.stdout + finished.stderr
+        return finished.stdout
 
 
 def _record(path: str, text: str) -> str:

@@ -18,12 +18,17 @@ NOT_IN_THE_FORWARD_PASS = frozenset(
         "torch_dtype", "dtype", "use_bfloat16", "torchscript", "return_dict", "use_return_dict", "use_cache",
         "output_attentions", "output_hidden_states", "output_router_logits", "_attn_implementation",
         "attn_implementation", "_flash_attn_2_enabled", "use_flash_attn", "_experts_implementation",
-        "gradient_checkpointing",
+        "gradient_checkpointing", "cache_implementation",
         # tensor-parallel slices that Llama 2 was trained with: the same sums in another order
         "pretraining_tp",
         # tokens and labels, which belong to the tokenizer, to generation and to classification heads
         "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "mask_token_id", "cls_token_id",
         "decoder_start_token_id", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params",
+        # what a multimodal model does with images and sound, from which nothing reaches text alone
+        "vision_config", "image_token_index", "image_token_id", "boi_token_index", "boi_token_id", "eoi_token_index",
+        "eoi_token_id", "projector_hidden_act", "multimodal_projector_bias", "spatial_merge_size",
+        "vision_feature_layer", "audio_config", "audio_token_id", "video_token_id", "boa_token_id", "eoa_token_id",
+        "eoa_token_index", "mm_tokens_per_image", "vision_soft_tokens_per_image", "audio_soft_tokens_per_image",
         # training only: initial weights, dropout, auxiliary losses
         "initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout", "residual_dropout",
         "resid_dropout", "embedding_dropout", "mlp_dropout", "dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop",

@@ -1,5 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in the core's vocabulary. In: its sizes; out: a `MixerSpec`
-that backends implement themselves, and the rules for the names that its checkpoint tensors usually have.
+that backends implement themselves. `ttpu_core.layout` has the rules for its checkpoint tensors.
 
 Keys and values of all heads are linear in one short latent vector per token, so that only this vector, and one rotated
 key that all heads share, are cached."""
@@ -12,12 +12,11 @@ from typing import Any
 
 from ttpu_core import axes
 from ttpu_core.errors import ConfigError
-from ttpu_core.layout import Rules, norm_rules
-from ttpu_core.mapping import Expression, Tensor
 from ttpu_core.rope import NO_ROPE, RopeSpec
 from ttpu_core.spec import MixerSpec, NormSpec, Parameter, QueryTemperature, StateSpec
 
-NAME = "latent_attention"
+LATENT_ATTENTION = "latent_attention"
+"""The mixer's name."""
 
 
 def latent_attention(
@@ -76,7 +75,7 @@ def latent_attention(
         StateSpec("rope_key", (0, qk_rope_head_dim), (axes.SEQUENCE, None)),
     )
     return MixerSpec(
-        NAME,
+        LATENT_ATTENTION,
         parameters=tuple(_parameters(options, hidden_size, bias=bias)),
         options=tuple(options.items()),
         state=state,
@@ -90,17 +89,6 @@ def yarn_softmax_scale(rope: RopeSpec, head_dim: int) -> float:
     factor, mscale = rope.factor or 1.0, rope.mscale_all_dim or 0.0
     sharpened = 1.0 if factor <= 1 or rope.type == "default" else 1.0 + 0.1 * mscale * math.log(factor)
     return float(head_dim**-0.5 * sharpened**2)
-
-
-def latent_attention_rules(mixer: MixerSpec, prefix: str = "self_attn.") -> dict[str, Expression]:
-    """The rules for one layer's latent attention under the names of DeepSeek's checkpoints, by path within the layer,
-    for `ttpu_core.layout.replace_rules`.
-
-    Args:
-        mixer: what `latent_attention` returned.
-        prefix: what stands before the tensors' names, as in "model.layers.3.self_attn.".
-    """
-    return {f"mixer.{path}": rule for path, rule in _rules(mixer, prefix)}
 
 
 def _parameters(options: Mapping[str, Any], hidden: int, *, bias: bool) -> Iterator[tuple[str, Parameter]]:
@@ -136,31 +124,3 @@ def _parameters(options: Mapping[str, Any], hidden: int, *, bias: bool) -> Itera
     yield "output.kernel", Parameter((hidden, heads * value), (axes.EMBED, axes.Q_HEADS))
     if bias:
         yield "output.bias", Parameter((hidden,), (axes.NORM,), "zeros")
-
-
-def _rules(mixer: MixerSpec, prefix: str) -> Rules:
-    shapes = {name: parameter.shape for name, parameter in mixer.parameters}
-    norm: NormSpec = mixer.option("norm")
-
-    def linear(name: str, tensor: str) -> Rules:
-        *out, inner = shapes[f"{name}.kernel"]
-        rows = math.prod(out)
-        kernel = Tensor(f"{prefix}{tensor}.weight", (rows, inner))
-        yield f"{name}.kernel", kernel.reshape(*out, inner) if len(out) > 1 else kernel
-        if f"{name}.bias" in shapes:
-            yield f"{name}.bias", Tensor(f"{prefix}{tensor}.bias", (rows,))
-
-    if "query.kernel" in shapes:
-        yield from linear("query", "q_proj")
-    else:
-        yield from linear("query_down", "q_a_proj")
-        yield from norm_rules("query_norm", norm, f"{prefix}q_a_layernorm", mixer.option("q_lora_rank"))
-        yield from linear("query_up", "q_b_proj")
-    yield from linear("kv_down", "kv_a_proj_with_mqa")
-    yield from norm_rules("kv_norm", norm, f"{prefix}kv_a_layernorm", mixer.option("kv_lora_rank"))
-    heads, nope, rank = shapes["key_up.kernel"]
-    both = nope + mixer.option("v_head_dim")
-    kernel = Tensor(f"{prefix}kv_b_proj.weight", (heads * both, rank)).reshape(heads, both, rank)
-    yield "key_up.kernel", kernel[:, :nope]
-    yield "value_up.kernel", kernel[:, nope:]
-    yield from linear("output", "o_proj")

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from ttpu_core.latent_attention import LATENT_ATTENTION
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack, Tensor
 from ttpu_core.parameters import fused_slots, norm_names
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MixerSpec, MLPSpec, MoESpec, NormSpec
 
 Rules = Iterator[tuple[str, Expression]]
 
@@ -38,6 +39,12 @@ class CheckpointNames:
     output_norm: str = "self_attn.attn_sub_norm"
     output_gate: str = "self_attn.gate_proj"
     sinks: str = "self_attn.sinks"
+    query_down: str = "self_attn.q_a_proj"
+    query_down_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    kv_down: str = "self_attn.kv_a_proj_with_mqa"
+    kv_down_norm: str = "self_attn.kv_a_layernorm"
+    kv_up: str = "self_attn.kv_b_proj"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
@@ -107,6 +114,8 @@ def layer_rules(layer: LayerSpec, hidden: int, names: CheckpointNames, prefix: s
         yield from norm_rules(role, layer.norm, prefix + names.norm(layer, role), hidden)
     if isinstance(layer.mixer, AttentionSpec):
         yield from attention_rules(layer.mixer, hidden, names, prefix)
+    elif layer.mixer.name == LATENT_ATTENTION and not layer.mixer.implementations:
+        yield from latent_attention_rules(layer.mixer, names, prefix)
     if isinstance(layer.mlp, MLPSpec):
         yield from mlp_rules("mlp", layer.mlp, hidden, _mlp_names(names, prefix))
         yield from norm_rules(
@@ -161,6 +170,34 @@ def attention_rules(spec: AttentionSpec, hidden: int, names: CheckpointNames, pr
         yield "attention.output.bias", Tensor(f"{prefix}{names.output}.bias", (hidden,))
 
 
+def latent_attention_rules(mixer: MixerSpec, names: CheckpointNames, prefix: str) -> Rules:
+    """Rules for what `ttpu_core.latent_attention` describes, as DeepSeek's checkpoints are laid out: each head's part of
+    the key, then of the value, in one tensor."""
+    shapes = {name: parameter.shape for name, parameter in mixer.parameters}
+
+    def linear(path: str, name: str) -> Rules:
+        *out, inner = shapes[f"{path}.kernel"]
+        yield f"mixer.{path}.kernel", Tensor(f"{prefix}{name}.weight", (prod(out), inner)).reshape(*out, inner)
+        if f"{path}.bias" in shapes:
+            yield f"mixer.{path}.bias", Tensor(f"{prefix}{name}.bias", (prod(out),))
+
+    norm: NormSpec = mixer.option("norm")
+    if mixer.option("q_lora_rank") is None:
+        yield from linear("query", names.query)
+    else:
+        yield from linear("query_down", names.query_down)
+        yield from norm_rules("mixer.query_norm", norm, prefix + names.query_down_norm, mixer.option("q_lora_rank"))
+        yield from linear("query_up", names.query_up)
+    yield from linear("kv_down", names.kv_down)
+    yield from norm_rules("mixer.kv_norm", norm, prefix + names.kv_down_norm, mixer.option("kv_lora_rank"))
+    heads, key, rank = shapes["key_up.kernel"]
+    both = key + mixer.option("v_head_dim")
+    kernel = Tensor(f"{prefix}{names.kv_up}.weight", (heads * both, rank)).reshape(heads, both, rank)
+    yield "mixer.key_up.kernel", kernel[:, :key]
+    yield "mixer.value_up.kernel", kernel[:, key:]
+    yield from linear("output", names.output)
+
+
 def mlp_rules(path: str, spec: MLPSpec, hidden: int, tensors: tuple[str, str, str]) -> Rules:
     """Rules for the projections of a dense MLP, where gate, up and down are separate tensors."""
     gate, up, down = tensors
@@ -205,6 +242,25 @@ def moe_rules(spec: MoESpec, hidden: int, names: CheckpointNames, prefix: str) -
             yield "moe.shared_gate.kernel", Tensor(f"{prefix}{names.shared_gate}.weight", (1, hidden))
     if spec.dense is not None:
         yield from mlp_rules("moe.dense", spec.dense, hidden, _mlp_names(names, prefix))
+
+
+def stacked_expert_rules(spec: MoESpec, hidden: int, prefix: str, *, transposed: bool = False) -> Rules:
+    """Rules for gated experts that are one tensor each for all of a layer's gates and ups, and for its downs.
+
+    Args:
+        prefix: what stands before `gate_up_proj` [experts, 2 * inner, hidden], gates first, and `down_proj` [experts,
+            hidden, inner].
+        transposed: both have their last two dimensions the other way around.
+    """
+    experts, inner = spec.num_experts, spec.intermediate_size
+    if transposed:
+        both = Tensor(f"{prefix}gate_up_proj", (experts, hidden, 2 * inner)).reshape(experts, hidden, 2, inner)
+        yield "moe.experts.gate_up.kernel", both.transpose(0, 2, 3, 1)
+        yield "moe.experts.down.kernel", Tensor(f"{prefix}down_proj", (experts, inner, hidden)).transpose(0, 2, 1)
+    else:
+        both = Tensor(f"{prefix}gate_up_proj", (experts, 2 * inner, hidden))
+        yield "moe.experts.gate_up.kernel", both.reshape(experts, 2, inner, hidden)
+        yield "moe.experts.down.kernel", Tensor(f"{prefix}down_proj", (experts, hidden, inner))
 
 
 def norm_rules(path: str, norm: NormSpec | None, name: str, size: int | tuple[int, ...]) -> Rules:

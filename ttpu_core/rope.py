@@ -235,11 +235,6 @@ def _check(config: ModelConfig, spec: RopeSpec) -> None:
             f"{config.source} rotates {spec.rotary_dim} features per head by dynamic rope, whose formula needs 4 or "
             "more: correct `head_dim` or `partial_rotary_factor`."
         )
-    if spec.type == "llama3" and spec.low_freq_factor == spec.high_freq_factor:
-        raise ConfigError(
-            f"{config.source} sets the rope parameters 'low_freq_factor' and 'high_freq_factor' both to "
-            f"{spec.low_freq_factor:g}, but they bound a range and must differ: correct one."
-        )
 
 
 def _llama3(rope: RopeSpec, plain: np.ndarray) -> np.ndarray:
@@ -249,6 +244,8 @@ def _llama3(rope: RopeSpec, plain: np.ndarray) -> np.ndarray:
     factor, low, high = rope.factor or 1.0, rope.low_freq_factor or 1.0, rope.high_freq_factor or 4.0
     wavelength = np.float32(2 * math.pi) / plain
     scaled = np.where(wavelength > context / low, plain / np.float32(factor), plain)
+    if low == high:  # a step without anything between (llama 4)
+        return scaled.astype(np.float32)
     smooth = (np.float32(context) / wavelength - np.float32(low)) / np.float32(high - low)
     smoothed = (1 - smooth) * scaled / np.float32(factor) + smooth * scaled
     medium = ~(wavelength < context / high) & ~(wavelength > context / low)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttpu_conformance.declaration import BASE, Declaration, Variant, declaration_for
+from ttpu_conformance.declaration import BASE, Declaration, Published, Slice, Variant, declaration_for
 from ttpu_conformance.environment import Device
 from ttpu_conformance.tiny import SEQUENCE, random_model
 from ttpu_core.architecture import Architecture
@@ -116,6 +117,11 @@ class Case:
         return f"{self.model_type}-{self.variant.name}"
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which expected failures may mean this case."""
+        return (self.variant.name,)
+
+    @property
     def is_base(self) -> bool:
         """Whether this is the declared base without changes."""
         return self.variant.name == BASE
@@ -157,7 +163,12 @@ class Case:
         return self.load()
 
     def load(
-        self, *, dtype: str = "float32", mesh: str | None = None, architecture: Architecture | None = None
+        self,
+        *,
+        dtype: str = "float32",
+        mesh: str | None = None,
+        architecture: Architecture | None = None,
+        attn_implementation: str | None = None,
     ) -> JaxModel:
         """Our model of the checkpoint."""
         from ttpu_conformance.jax_model import JaxModel
@@ -167,7 +178,7 @@ class Case:
             self.checkpoint,
             dtype=dtype,
             mesh=mesh,
-            attn_implementation=self.options.attn_implementation,
+            attn_implementation=attn_implementation or self.options.attn_implementation,
         )
 
     @cached_property
@@ -189,6 +200,36 @@ class Case:
             vars(self).pop(name, None)
         self.reference.clear()
         self.reference = Reference(self.declaration, self.variant)
+
+
+class CompileCase(Case):
+    """A published model of a model type, to be compiled for one TPU generation."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        declaration: Declaration,
+        published: Published,
+        chip: str,
+        options: Options = Options(),
+    ) -> None:
+        super().__init__(registry, declaration, Variant(f"{published.name}@{chip}"), options)
+        self.published, self.chip = published, chip
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's name, with and without the generation."""
+        return self.variant.name, self.published.name
+
+    @property
+    def slice(self) -> Slice:
+        """What is declared about where to compile it."""
+        return self.published.slices.get(self.chip, Slice())
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """What the plugin says of the published config."""
+        return self.describe(ModelConfig.from_file(self.published.config))
 
 
 def plugin_record(registry: Registry, model_type: str) -> PluginRecord:
@@ -213,8 +254,9 @@ def cases_of(
     *,
     registry: Registry | None = None,
     declaration: Declaration | None = None,
+    compile_for: Iterable[str] = (),
 ) -> list[Case]:
-    """The cases of one model type, the base first.
+    """The cases of one model type: its variants, the base first, then published models for the chips of `compile_for`.
 
     Raises:
         PluginError, DeclarationError: no such plugin, or its conformance.toml holds something unknown.
@@ -222,4 +264,11 @@ def cases_of(
     registry = registry or default_registry()
     record = plugin_record(registry, model_type)
     declaration = declaration or declaration_for(model_type, record.value.partition(":")[0])
-    return [Case(registry, declaration, variant, replace(options)) for variant in declaration.variants]
+    return [
+        *(Case(registry, declaration, variant, options) for variant in declaration.variants),
+        *(
+            CompileCase(registry, declaration, published, chip, options)
+            for published in declaration.published
+            for chip in compile_for
+        ),
+    ]

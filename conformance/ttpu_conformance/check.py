@@ -3,28 +3,30 @@ checks of a model type for both doors, pytest and the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
-from ttpu_conformance.case import Case
+from ttpu_conformance.case import Case, CompileCase
 from ttpu_conformance.declaration import ExpectedFailure
 from ttpu_conformance.errors import CheckFailure, DeclarationError
 
 Level = Literal["contract", "numerics", "sharded", "compile", "device"]
 LEVELS: tuple[Level, ...] = ("contract", "numerics", "sharded", "compile", "device")
+EVERYWHERE: tuple[Level, ...] = ("contract", "numerics", "sharded", "compile")
 Depth = Literal["quick", "full"]
 Scope = Literal["type", "variant", "heavy"]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a check measured: the error must not be above the tolerance."""
+    """What a check measured: the error must not be above the tolerance. `details` are plain values for the report."""
 
     error: float | None = None
     tolerance: float | None = None
     note: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class Check:
 
     def applies_to(self, case: Case, depth: Depth) -> bool:
         """Whether the check is among those of a case."""
+        if (self.level == "compile") != isinstance(case, CompileCase):
+            return False
+        if isinstance(case, CompileCase):
+            return True
         if self.scope == "type" and not case.is_base:
             return False
         if self.scope == "heavy" and not (case.is_base or case.variant.name in case.declaration.heavy):
@@ -60,7 +66,17 @@ class Check:
         return depth == "full" or self.quick == "all" or (self.quick == "base" and case.is_base)
 
 
-SUBJECTS = ("contract", "numerics", "caching", "checkpoints", "training", "parallel")
+SUBJECTS = (
+    "contract",
+    "numerics",
+    "caching",
+    "generation",
+    "checkpoints",
+    "training",
+    "parallel",
+    "compilation",
+    "kernels",
+)
 """Modules of `ttpu_conformance.checks`, in the order in which their checks run."""
 
 _CHECKS: dict[str, Check] = {}
@@ -124,7 +140,8 @@ def checks_for(
 
     Args:
         depth: "quick" for the selection that takes seconds.
-        levels: which levels; None is all that run anywhere (contract, numerics, sharded).
+        levels: which levels; None is all that run on any machine: contract, numerics, sharded, and compile for
+            the cases that are about it.
         only: check ids; none means all. They are taken whatever their depth.
 
     Raises:
@@ -132,12 +149,12 @@ def checks_for(
     """
     known = all_checks()
     chosen = checks_named(only) or list(known.values())
-    wanted = ("contract", "numerics", "sharded") if levels is None else tuple(levels)
+    wanted = EVERYWHERE if levels is None else tuple(levels)
     for case in cases:
         case.declaration.check_ids(known)
         for one in chosen:
             if one.level in wanted and one.applies_to(case, "full" if only else depth):
-                yield Item(one, case, case.declaration.expected_failure(one.id, case.variant.name))
+                yield Item(one, case, case.declaration.expected_failure(one.id, case.names))
 
 
 def fail(sentence: str, *, error: float | None = None, tolerance: float | None = None) -> Any:

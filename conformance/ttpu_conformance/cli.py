@@ -1,10 +1,9 @@
-"""`ttpu conformance`: model types come in; a table of checks goes out, as JSON, a badge and Markdown too if asked for, and
-exit status 1 if a promise does not hold."""
+"""`ttpu conformance`: model types come in; a table of checks goes out, as JSON, a badge and Markdown too if asked for,
+and exit status 1 if a promise does not hold."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ttpu_core.cli.console import note, stderr_console, stdout_console
+from ttpu_core.cli.console import stderr_console, stdout_console
 
 if TYPE_CHECKING:
     from ttpu_conformance.report import Report
@@ -37,24 +36,37 @@ def conformance(
     model_type: Annotated[
         list[str] | None, typer.Argument(metavar="MODEL_TYPE...", help="Model types that installed plugins describe.")
     ] = None,
-    all_types: Annotated[bool, typer.Option("--all", help="Every model type that an installed plugin describes.")] = False,
+    all_types: Annotated[
+        bool, typer.Option("--all", help="Every model type that an installed plugin describes.")
+    ] = False,
     level: Annotated[
         LevelChoice, typer.Option(help="Seconds per type, or everything that runs on any machine.")
     ] = LevelChoice.full,
     device: Annotated[DeviceChoice, typer.Option(help="Where numbers are computed.")] = DeviceChoice.cpu,
-    require_tpu: Annotated[bool, typer.Option("--require-tpu", help="Fail where there is no TPU, instead of skipping.")] = False,
+    require_tpu: Annotated[
+        bool, typer.Option("--require-tpu", help="Compute on a TPU, and fail where there is none.")
+    ] = False,
     compile_for: Annotated[
         str | None,
-        typer.Option(metavar="CHIPS", help="Compile the published sizes for these chips, as in v5e,v5p,v6e,tpu7x, instead."),
+        typer.Option(metavar="CHIPS", help="Also compile published sizes for these chips, as in v5e,v6e."),
     ] = None,
-    only: Annotated[list[str] | None, typer.Option("--only", metavar="CHECK", help="Only this check; repeat for more.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="CHECK", help="Only this check; repeat for more.")
+    ] = None,
     patch_pack: Annotated[
-        list[str] | None, typer.Option("--patch-pack", metavar="NAME", help="Check under this patch pack; repeat for more.")
+        list[str] | None,
+        typer.Option("--patch-pack", metavar="NAME", help="Check under this patch pack; repeat for more."),
     ] = None,
     attn_implementation: Annotated[str, typer.Option(metavar="NAME", help="As in from_pretrained.")] = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every result as JSON.")] = None,
-    badge_file: Annotated[Path | None, typer.Option("--badge", metavar="FILE", help="Write a shields.io badge.")] = None,
-    markdown_file: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write tables as Markdown.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write every result as JSON.")
+    ] = None,
+    badge_file: Annotated[
+        Path | None, typer.Option("--badge", metavar="FILE", help="Write a shields.io badge.")
+    ] = None,
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write tables as Markdown.")
+    ] = None,
 ) -> None:
     """Hold plugins against what they promise.
 
@@ -78,6 +90,7 @@ def conformance(
             + ("both --all and some model types" if model_type else "no model type")
             + f"; installed plugins describe {', '.join(registry.model_types()) or 'none'}: name some, or pass --all."
         )
+    device = DeviceChoice.tpu if require_tpu else device
     prepare(device.value)
     if require_tpu:
         missing = missing_device("tpu")
@@ -106,13 +119,19 @@ def _run(
     attn_implementation: str,
 ) -> Report:
     from ttpu_conformance.case import Options, cases_of
-    from ttpu_conformance.check import checks_for
+    from ttpu_conformance.check import EVERYWHERE, checks_for
     from ttpu_conformance.report import make_report
     from ttpu_conformance.runner import run
 
     options = Options(device.value, patch_packs, attn_implementation)
     results: list[Result] = []
-    items = [item for one in types for item in checks_for(cases_of(one, options), level.value, only=only)]
+    chips = chips_named(compile_for)
+    levels = EVERYWHERE if device is DeviceChoice.cpu else (*EVERYWHERE, "device")
+    items = [
+        item
+        for one in types
+        for item in checks_for(cases_of(one, options, compile_for=chips), level.value, levels=levels, only=only)
+    ]
     with stderr_console().status("starting") as status:
         pending = iter(items)
 
@@ -123,12 +142,30 @@ def _run(
 
         for result in run(announced()):
             results.append(result)
-            if not sys.stderr.isatty() and result.status == "failed":
-                note(f"failed: {result.model_type}-{result.variant}-{result.check}: {result.reason}")
     return make_report(results, level.value)
 
 
-STYLES = {"passed": "green", "failed": "bold red", "expected failure": "yellow", "skipped": "yellow", "not applicable": "dim"}
+def chips_named(text: str | None) -> tuple[str, ...]:
+    """Chips by the names that the compiler knows, from a list with commas.
+
+    Raises:
+        UnsupportedError: a chip that does not exist.
+    """
+    if text is None:
+        return ()
+    from ttpu_jax.aot.topology import chip_named
+
+    return tuple(chip_named(name.strip()).name for name in text.split(","))
+
+
+COLUMNS = ("model type", "check", "status", "cases", "max error", "allowed", "seconds")
+STYLES = {
+    "passed": "green",
+    "failed": "bold red",
+    "expected failure": "yellow",
+    "skipped": "yellow",
+    "not applicable": "dim",
+}
 
 
 def _print(report: Report) -> None:
@@ -138,8 +175,8 @@ def _print(report: Report) -> None:
 
     console = stdout_console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("model type", "check", "status", "cases", "max error", "allowed", "seconds"):
-        table.add_column(column, justify="right" if column in ("cases", "max error", "allowed", "seconds") else "left")
+    for column in COLUMNS:
+        table.add_column(column, justify="right" if column in COLUMNS[3:] else "left")
     grouped: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
     for result in report.results:
         grouped[result.model_type, result.check, result.status].append(result)
@@ -158,13 +195,11 @@ def _print(report: Report) -> None:
         previous = model_type
     console.print(table)
     for result in report.results:
-        if result.status not in ("passed", "not applicable"):
-            console.print(
-                Text.assemble(
-                    (result.status, STYLES[result.status]),
-                    f" {result.model_type}-{result.variant}-{result.check}: {result.reason}",
-                )
-            )
+        told = result.level == "compile" and result.status == "passed"
+        if told or result.status not in ("passed", "not applicable"):
+            where = f"{result.model_type}-{result.variant}-{result.check}"
+            console.print(Text.assemble((result.status, STYLES[result.status]), f" {where}: {result.reason}"))
     counts = ", ".join(f"{number} {status}" for status, number in report.counts.items())
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items() if version)
-    console.print(f"{counts or 'no checks'}, in {sum(r.seconds for r in report.results):.0f} s on {report.device}; {versions}")
+    seconds = sum(result.seconds for result in report.results)
+    console.print(f"{counts or 'no checks'}, in {seconds:.0f} s on {report.device}; {versions}")

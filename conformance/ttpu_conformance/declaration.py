@@ -85,10 +85,10 @@ class Declaration:
         names = ", ".join(variant.name for variant in self.variants)
         raise DeclarationError(f"variant {name!r} of {self.model_type!r} was asked for, but {self.source} has {names}.")
 
-    def expected_failure(self, check: str, variant: str) -> ExpectedFailure | None:
-        """What is declared for a check of a variant."""
+    def expected_failure(self, check: str, names: tuple[str, ...]) -> ExpectedFailure | None:
+        """What is declared for a check of a variant or published model, which may have several names."""
         for expected in self.expected_failures:
-            if expected.check == check and expected.variant in (None, variant):
+            if expected.check == check and (expected.variant is None or expected.variant in names):
                 return expected
         return None
 
@@ -142,11 +142,17 @@ def read_declaration(model_type: str, file: Path) -> Declaration:
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DeclarationError(f"{file} was asked for as a conformance declaration, but it cannot be read: {error}.") from error
+        raise DeclarationError(
+            f"{file} was asked for as a conformance declaration, but it cannot be read: {error}."
+        ) from error
     section = content.get(model_type)
     if section is None:
         return Declaration(model_type, source=str(file))
     return parse_declaration(model_type, section, str(file), file.parent)
+
+
+CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+"""TPU generations by the names that the compiler knows."""
 
 
 def parse_declaration(model_type: str, section: Any, source: str, folder: Path) -> Declaration:
@@ -179,7 +185,8 @@ def parse_declaration(model_type: str, section: Any, source: str, folder: Path) 
         raise DeclarationError(
             f"{source} names {heavy!r} as heavy in {at}, but the variants are {', '.join(names)}: name some of those."
         )
-    places = [*names, *(model.name for model in published)]
+    chips = [f"{model.name}@{chip}" for model in published for chip in CHIPS]
+    places = [*names, *(model.name for model in published), *chips]
     return Declaration(
         model_type,
         source,
@@ -193,8 +200,6 @@ def parse_declaration(model_type: str, section: Any, source: str, folder: Path) 
 
 
 def _published(source: str, at: str, name: str, entry: Any, folder: Path) -> Published:
-    from ttpu_jax.aot.topology import CHIPS
-
     where = f"{at} published.{name}"
     _known(source, where, entry, ("config", *CHIPS))
     config = folder / str(entry.get("config"))
@@ -213,7 +218,9 @@ def _expected(source: str, at: str, entry: Any, places: list[str]) -> ExpectedFa
     _known(source, where, entry, _EXPECTED)
     reason = entry.get("reason")
     if not isinstance(reason, str) or not reason.strip():
-        raise DeclarationError(f"{source} expects {entry.get('check')!r} in {at} to fail without saying why: give a reason.")
+        raise DeclarationError(
+            f"{source} expects {entry.get('check')!r} in {at} to fail without saying why: give a reason."
+        )
     variant = entry.get("variant")
     if variant is not None and variant not in places:
         raise DeclarationError(

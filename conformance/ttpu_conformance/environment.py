@@ -20,6 +20,7 @@ def prepare(device: Device = "cpu") -> None:
     if _FLAG not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}={VIRTUAL_DEVICES}".strip()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of each resharding that tiny shapes force on it
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if device == "cpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -34,6 +35,8 @@ def missing_device(device: Device) -> str | None:
         return None
     found = jax.devices()[0]
     if found.platform == "tpu":
+        # float32 is compared with float32: a TPU multiplies in bfloat16 unless it is told not to.
+        jax.config.update("jax_default_matmul_precision", "highest")
         return None
     return f"there is no TPU here: JAX found {found.device_kind!r} ({found.platform})"
 

@@ -15,7 +15,7 @@ import numpy as np
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.parameters import stacked_parameters
-from ttpu_core.spec import ArchitectureSpec, Parameter
+from ttpu_core.spec import ArchitectureSpec, HeadSpec, Parameter
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.model.decoder import Decoder
@@ -71,9 +71,7 @@ class JaxModel:
         """Logits with equal layers stacked and scanned over, instead of unrolled."""
         params = stack(self.spec, self.model.params)
         table = stacked_parameters(self.spec)
-        run = jax.jit(
-            lambda params, ids, positions: self._decoder(params, table, stacked=True)(ids, positions)[0]
-        )
+        run = jax.jit(lambda params, ids, positions: self._decoder(params, table, stacked=True)(ids, positions)[0])
         return np.asarray(run(params, ids.astype(np.int32), _positions(ids)), np.float32)
 
     def loss_and_gradients(self, ids: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
@@ -84,9 +82,7 @@ class JaxModel:
             logged = jax.nn.log_softmax(logits[:, :-1])
             return -jnp.take_along_axis(logged, ids[:, 1:, None], axis=-1).mean()
 
-        value, gradients = jax.jit(jax.value_and_grad(loss))(
-            self.model.params, ids.astype(np.int32), _positions(ids)
-        )
+        value, gradients = jax.jit(jax.value_and_grad(loss))(self.model.params, ids.astype(np.int32), _positions(ids))
         return float(value), export_tensors(self.architecture.mapping, gradients)
 
     @property
@@ -106,29 +102,26 @@ class JaxModel:
         return jax.jit(step, static_argnums=3)
 
 
-def hidden_states(architecture: Architecture, checkpoint: Checkpoint, ids: np.ndarray) -> list[np.ndarray]:
-    """The residual stream [batch, seq, hidden] after the embedding and after each layer; the last one normalised.
+def residual_stream(loaded: JaxModel, ids: np.ndarray, layers: int) -> np.ndarray:
+    """The residual stream [batch, seq, hidden] after so many layers; after all of them, with the final norm.
 
-    A head that is the identity turns logits into the stream itself, so that no module needs to be opened."""
-    loaded = JaxModel(architecture, checkpoint)
+    The model is cut there and given a head that is the identity, so that no module needs to be opened."""
     spec, runtime = loaded.spec, loaded.model.programs.runtime
-    identity = jnp.eye(spec.hidden_size)
-    head = replace(spec.head, tied=False, bias=False, softcap=None, multiplier=1.0)
-    states = []
-    for count in range(spec.num_layers + 1):
-        norm = spec.final_norm if count == spec.num_layers else None
-        cut = replace(spec, layers=spec.layers[:count], head=head, final_norm=norm, parameter_axes=())
-        table = cut.parameters
-        params = {path: array for path, array in loaded.model.params.items() if path in table}
-        params["head.kernel"] = identity
+    cut = replace(
+        spec,
+        layers=spec.layers[:layers],
+        head=HeadSpec(),
+        final_norm=spec.final_norm if layers == spec.num_layers else None,
+        parameter_axes=(),
+    )
+    table = cut.parameters
+    params = {path: array for path, array in loaded.model.params.items() if path in table}
+    params["head.kernel"] = jnp.eye(spec.hidden_size)
 
-        def run(
-            params: Any, ids: jax.Array, positions: jax.Array, cut: ArchitectureSpec = cut, table: Any = table
-        ) -> jax.Array:
-            return Decoder(cut, params, table, runtime)(ids, positions)[0]
+    def run(params: Any, ids: jax.Array, positions: jax.Array) -> jax.Array:
+        return Decoder(cut, params, table, runtime)(ids, positions)[0]
 
-        states.append(np.asarray(jax.jit(run)(params, ids.astype(np.int32), _positions(ids)), np.float32))
-    return states
+    return np.asarray(jax.jit(run)(params, ids.astype(np.int32), _positions(ids)), np.float32)
 
 
 def stack(spec: ArchitectureSpec, params: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -8,13 +8,13 @@ import numpy as np
 from ttpu_conformance.check import Measured, fail
 
 FLOAT32 = 2e-5
-"""Of the logits' scale. float32 rounds by 6e-8; a tiny model sums some 10**4 products one after another, in another order
-than the reference, whose roundings add up like a random walk to 6e-6. What is found is near 1e-6, and the smallest
-mistakes in an architecture (an epsilon, a cast) give 1e-4 and more."""
+"""Of the logits' scale. float32 rounds by 6e-8; a tiny model adds some 10**4 products one after another, in another
+order than the reference, whose roundings add up like a random walk to 6e-6. What is found is near 1e-6, and the
+smallest mistakes in an architecture (the other gelu, an epsilon) give 1e-4 and more."""
 
 BFLOAT16_SHARE = 1.5
-"""Our error in bfloat16 over transformers' own: the same products in another order and fusion round differently, but not
-systematically worse. A norm whose casts are in the wrong place gives 2 and more."""
+"""Our error in bfloat16 over transformers' own: the same products in another order and fusion round differently, but
+not systematically worse."""
 
 BFLOAT16_FLOOR = 1e-3
 """Of the logits' scale: a quarter of bfloat16's rounding step (2**-8), for references that happen to round well."""
@@ -42,5 +42,9 @@ def typical_error(ours: np.ndarray, theirs: np.ndarray) -> float:
 def hold(error: float, tolerance: float, sentence: str) -> Measured:
     """The measurement, if it is within its tolerance; else a failure that says what differs."""
     if not error <= tolerance:
-        fail(f"{sentence} by {error:.1e} of their scale, where {tolerance:.1e} is allowed.", error=error, tolerance=tolerance)
+        fail(
+            f"{sentence} by {error:.1e} of their scale, where {tolerance:.1e} is allowed.",
+            error=error,
+            tolerance=tolerance,
+        )
     return Measured(error, tolerance)

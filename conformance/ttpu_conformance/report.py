@@ -1,4 +1,4 @@
-"""What is written about a run. In: results and the versions of everything that took part; out: JSON, a badge, Markdown."""
+"""What is written about a run. In: results, and the versions of everything that took part; out: JSON and a badge."""
 
 from __future__ import annotations
 
@@ -45,14 +45,25 @@ class Report:
             "results": [asdict(result) for result in self.results],
         }
 
+    @classmethod
+    def joined(cls, documents: Sequence[dict[str, Any]]) -> Report:
+        """One report of several runs, from what `to_json` gave; versions and level are those of the last one."""
+        results = tuple(Result(**result) for document in documents for result in document["results"])
+        last = documents[-1]
+        return cls(last["versions"], last["device"], last["level"], results)
+
     def badge(self) -> dict[str, Any]:
         """What shields.io reads from an endpoint."""
         counts = self.counts
         message = f"{counts['passed']} passed"
         for status in ("failed", "expected failure", "skipped"):
             if counts[status]:
-                message += f", {counts[status]} {status}" + ("s" if status.endswith("failure") and counts[status] > 1 else "")
-        color = "red" if not self.passed else "yellow" if counts["expected failure"] or counts["skipped"] else "brightgreen"
+                message += f", {counts[status]} {status}" + (
+                    "s" if status.endswith("failure") and counts[status] > 1 else ""
+                )
+        color = (
+            "red" if not self.passed else "yellow" if counts["expected failure"] or counts["skipped"] else "brightgreen"
+        )
         return {"schemaVersion": 1, "label": "ttpu conformance", "message": message, "color": color}
 
 

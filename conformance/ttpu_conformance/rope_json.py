@@ -1,9 +1,10 @@
-"""The older JSON form of rope parameters. In: a saved config; out: the same config as checkpoints on the Hub have it, if
-transformers itself reads that as the same parameters."""
+"""The older JSON form of rope parameters. In: a saved config; out: the same config as checkpoints on the Hub have it,
+if transformers itself reads that as the same parameters."""
 
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 from ttpu_conformance.case import Reference
@@ -12,7 +13,7 @@ _OLD_NAMES = ("linear", "dynamic", "yarn")  # whose oldest files write "type", n
 
 
 def old_style(reference: Reference) -> dict[str, Any] | None:
-    """config.json with `rope_theta` and `rope_scaling` instead of `rope_parameters`; None where there is no such form."""
+    """config.json with `rope_theta` and `rope_scaling` instead of `rope_parameters`; None where no such form exists."""
     values: dict[str, Any] = json.loads(json.dumps(reference.config))
     part = values["text_config"] if isinstance(values.get("text_config"), dict) else values
     rope = part.pop("rope_parameters", None)
@@ -22,7 +23,8 @@ def old_style(reference: Reference) -> dict[str, Any] | None:
     part |= _nested(nested) if nested else _flat(rope)
     kind = type(reference.model.config)
     try:
-        read = kind.from_dict(json.loads(json.dumps(values))).get_text_config().rope_parameters
+        with warnings.catch_warnings(action="ignore"):  # transformers deprecates the form that is asked for here
+            read = kind.from_dict(json.loads(json.dumps(values))).get_text_config().rope_parameters
     except Exception:  # a form that this config class never had
         return None
     return values if _same(read, reference.model.config.get_text_config().rope_parameters) else None

@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ttpu_conformance.case import Case
 from ttpu_conformance.check import Item, Level, Measured
@@ -34,18 +34,29 @@ class Result:
     error: float | None
     tolerance: float | None
     seconds: float
+    details: Mapping[str, Any]
 
 
 def run(items: Iterable[Item]) -> Iterator[Result]:
-    """Run checks in order; a case's models are forgotten when its last check is done."""
+    """Run checks in order; a case's models are forgotten when its last check is done, and compiled programs with the last
+    case of a model type."""
     previous: Case | None = None
     for item in items:
         if previous is not None and item.case is not previous:
             previous.clear()
+            if item.case.model_type != previous.model_type:
+                forget_programs()
         previous = item.case
         yield run_one(item)
     if previous is not None:
         previous.clear()
+
+
+def forget_programs() -> None:
+    """Let go of what JAX keeps of functions that will not be called again."""
+    import jax
+
+    jax.clear_caches()
 
 
 def run_one(item: Item) -> Result:
@@ -56,9 +67,10 @@ def run_one(item: Item) -> Result:
     if expected is not None and status == "failed":
         status, reason = "expected failure", f"{expected.reason} ({reason})"
     elif expected is not None and status in ("passed", "not applicable"):
+        found = "it passes" if status == "passed" else "it does not apply"
         reason = (
-            f"this was declared to fail ({expected.reason}), but it {'passes' if status == 'passed' else 'does not apply'}"
-            f": remove the expected failure from {item.case.declaration.source}."
+            f"this was declared to fail ({expected.reason}), but {found}: remove the expected failure from "
+            f"{item.case.declaration.source}."
         )
         status = "failed"
     record = item.case.record
@@ -73,6 +85,7 @@ def run_one(item: Item) -> Result:
         measured.error,
         measured.tolerance,
         time.perf_counter() - began,
+        dict(measured.details),
     )
 
 

@@ -12,6 +12,7 @@ from ttpu_core.cli.chat import chat
 from ttpu_core.cli.commands import CONTEXT_SETTINGS, CommandGroup
 from ttpu_core.cli.generate import generate
 from ttpu_core.cli.info import info
+from ttpu_core.cli.new_plugin import new_plugin
 from ttpu_core.cli.plugins import doctor, list_plugins
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app.command("info")(info)
 app.command("generate")(generate)
 app.command("chat")(chat)
 app.command("doctor")(doctor)
+app.command("new-plugin")(new_plugin)
 
 
 def _print_version(wanted: bool) -> None:

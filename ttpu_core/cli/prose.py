@@ -18,6 +18,7 @@ from ttpu_core.spec import (
     MLPSpec,
     MoESpec,
     NormSpec,
+    QueryTemperature,
     RopeSpec,
     RouterSpec,
 )
@@ -193,9 +194,8 @@ def _attention(spec: AttentionSpec) -> Iterator[str]:
         yield f"qkv clipped at ±{spec.clip_qkv:g}"
     if spec.sinks:
         yield "attention sinks"
-    if (heat := spec.query_temperature) is not None:
-        steps = f"{heat.offset:g} + ⌊(position + {heat.shift:g}) / {heat.period:g}⌋"
-        yield f"queries × (1 + {heat.scale:g}·log({steps}))"
+    if spec.query_temperature is not None:
+        yield _temperature(spec.query_temperature)
     if spec.value_scale != 1.0:
         yield f"values × {spec.value_scale:g}"
     if spec.output_norm is not None:
@@ -220,8 +220,17 @@ def _heads(spec: AttentionSpec) -> Iterator[str]:
         yield f"keys and values of layer {spec.kv_from_layer}"
 
 
+def _temperature(spec: QueryTemperature) -> str:
+    steps = f"{spec.offset:g} + ⌊(position + {spec.shift:g}) / {spec.period:g}⌋"
+    return f"queries × (1 + {spec.scale:g}·log({steps}))"
+
+
 def _mixer(spec: MixerSpec) -> str:
-    return _custom(spec) + ("" if spec.rope is None else f", {rope_words(spec.rope, spec.rope.rotary_dim)}")
+    words = [_custom(spec)]
+    if spec.rope is not None:
+        words.append(rope_words(spec.rope, spec.rope.rotary_dim))
+    words += [_temperature(value) for _, value in spec.options if isinstance(value, QueryTemperature)]
+    return ", ".join(words)
 
 
 def _custom(spec: CustomSpec) -> str:

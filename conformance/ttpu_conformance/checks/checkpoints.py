@@ -9,6 +9,7 @@ from typing import Any
 
 from ttpu_conformance.case import Case
 from ttpu_conformance.check import check, fail
+from ttpu_conformance.measure import FLOAT32, relative_error
 
 
 @check("numerics", quick="all")
@@ -36,11 +37,51 @@ def check_checkpoint_round_trip(case: Case) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if about.get(kind):
             listed = ", ".join(sorted(map(str, about[kind]))[:4])
-            fail(f"transformers loads what we save with {kind.replace('_', ' ')} ({listed}): correct `ttpu_flax_mapping`.")
+            fail(
+                f"transformers finds {kind.replace('_', ' ')} in what we save ({listed}): correct `ttpu_flax_mapping`."
+            )
     states: tuple[Any, Any] = (case.reference.model.state_dict(), again.state_dict())
     for name, tensor in states[0].items():
         if not torch.equal(tensor, states[1][name].to(tensor.dtype)):
             fail(f"transformers loads another {name!r} from what we save: correct `ttpu_flax_mapping`.")
+
+
+@check("numerics", quick="all")
+def check_ignored_tensors_do_not_matter(case: Case) -> None:
+    """Tensors of a checkpoint that the plugin leaves unread leave transformers' logits as they are."""
+    tensors = saved_tensors(case.reference.path)
+    mapping = case.architecture.mapping
+    read = set(mapping.resolve({name: tuple(tensor.shape) for name, tensor in tensors.items()}).values())
+    unread = sorted(name for name in tensors.keys() - read if tensors[name].is_floating_point())
+    if not unread:
+        return
+    if not _logits_move(case, tensors, unread):
+        return
+    culprits = [name for name in unread[:MOST_TENSORS] if _logits_move(case, tensors, [name])]
+    named = ", ".join(culprits[:4]) or f"some of {', '.join(unread[:4])}"
+    fail(
+        f"nothing reads {named}, but transformers' logits depend on it: map it in `ttpu_flax_mapping`, instead of "
+        "counting it among what is ignored or tied, and describe what uses it."
+    )
+
+
+MOST_TENSORS = 40
+"""How many unread tensors are tried one by one, to name those that matter."""
+
+
+def _logits_move(case: Case, tensors: dict[str, Any], names: list[str]) -> bool:
+    """Whether transformers computes other logits when these tensors hold other numbers."""
+    from safetensors.torch import save_file
+
+    changed = tensors | {name: tensors[name] * -0.5 + 0.25 for name in names}
+    with tempfile.TemporaryDirectory(prefix="ttpu-conformance-") as folder:
+        for file in case.reference.path.glob("*.json"):
+            if not file.name.endswith("index.json"):
+                (Path(folder) / file.name).write_bytes(file.read_bytes())
+        save_file(changed, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        loaded = type(case.reference.model).from_pretrained(folder, attn_implementation="eager").eval()
+    moved = case.reference.logits_of(loaded, case.reference.token_ids)
+    return relative_error(moved, case.reference.logits) > FLOAT32
 
 
 def saved_tensors(folder: Path) -> dict[str, Any]:

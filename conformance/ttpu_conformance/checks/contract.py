@@ -1,5 +1,5 @@
-"""What a plugin promises without any number: it imports no framework, gives equal frozen values each time, names logical
-axes for what they are, and reads, refuses or reports every key of a config."""
+"""What a plugin promises without any number: it imports no framework, gives equal frozen values each time, names
+logical axes for what they are, and reads, refuses or reports every key of a config."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def check_spec_is_frozen(case: Case) -> None:
     spec = case.architecture.spec
     for where, value in _parts("spec", spec):
         if is_dataclass(value):
-            if not type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            kind: Any = type(value)
+            if not kind.__dataclass_params__.frozen:
                 fail(f"{where} is a {type(value).__name__}, which is not a frozen dataclass: return frozen values.")
         elif not isinstance(value, bool | int | float | str | tuple | frozenset | None):
             fail(f"{where} is a {type(value).__name__}, which can change: return numbers, strings and tuples.")
@@ -88,12 +89,14 @@ def check_logical_axes(case: Case) -> None:
             sizes[axis].add(size)
     for path, parameter in spec.parameters.items():
         if len(parameter.axes) != len(parameter.shape):
-            fail(f"{path} has the shape {parameter.shape} and the axes {parameter.axes}: correct `ttpu_sharding_rules`.")
+            fail(
+                f"{path} has the shape {parameter.shape} and the axes {parameter.axes}: correct `ttpu_sharding_rules`."
+            )
         for axis, size in zip(parameter.axes, parameter.shape, strict=True):
             if axis is None:
                 continue
             if axis not in PARAMETER_AXES:
-                fail(f"{path} names the logical axis {axis!r}, which strategies do not know: correct `ttpu_sharding_rules`.")
+                fail(f"{path} names the logical axis {axis!r}, which no strategy knows: correct `ttpu_sharding_rules`.")
             if size not in sizes[axis]:
                 known = ", ".join(map(str, sorted(sizes[axis]))) or "no size"
                 fail(

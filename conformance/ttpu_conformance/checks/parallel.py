@@ -1,5 +1,5 @@
-"""The same logits however the model is laid out: cut over a mesh of eight devices, or with its layers stacked and scanned
-over."""
+"""The same logits however the model is laid out: cut over a mesh of eight devices, or with its layers stacked and
+scanned over."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""Both model types against transformers: every check of the kit that runs on a CPU."""
+"""OLMo against transformers: every check of the conformance kit that runs on a CPU."""
 
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch")
-from ttpu_conformance import parametrize_with_checks  # noqa: E402
+from ttpu_conformance import parametrize_with_checks
 
 
 @parametrize_with_checks("olmo2", "olmo3")

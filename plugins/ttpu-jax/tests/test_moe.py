@@ -3,217 +3,123 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import cache
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
-
-from ttpu_core.parameters import layer_parameters
-from ttpu_core.spec import (
-    ActivationSpec,
-    AttentionSpec,
-    LayerSpec,
-    MLPSpec,
-    MoESpec,
-    NormSpec,
-    Parameter,
-    RouterSpec,
+from moe_cases import (
+    BASE,
+    HIDDEN,
+    KINDS,
+    Arrays,
+    arrays,
+    assert_close,
+    assert_same,
+    loss,
+    module,
+    reference,
+    reference_weights,
+    run,
+    run_with_gradients,
+    table,
+    tokens,
 )
-from ttpu_jax.model.modules import Parameters, Runtime
-from ttpu_jax.model.moe import MoE
-from ttpu_jax.ops.grouped import grouped_linear
-from ttpu_jax.params.placement import Placement, local_placement
 
-HIDDEN = 16
-Arrays = dict[str, Any]
-
-BASE = MoESpec(num_experts=8, experts_per_token=2, intermediate_size=12)
-KINDS = {
-    "softmax": BASE,
-    "renormalized": replace(BASE, router=RouterSpec(renormalize=True, scaling_factor=1.5)),
-    "topk_softmax": replace(BASE, router=RouterSpec(score="topk_softmax", bias=True), expert_bias=True),
-    "sigmoid_on_input": replace(BASE, router=RouterSpec(score="sigmoid", weight_on="input"), experts_per_token=1),
-    "sparsemixer": replace(BASE, router=RouterSpec(score="sparsemixer")),
-    "corrected_groups": replace(
-        BASE,
-        router=RouterSpec(
-            score="sigmoid",
-            correction_bias=True,
-            groups=4,
-            top_groups=2,
-            group_score="top2_sum",
-            renormalize=True,
-            renormalize_eps=1e-20,
-            scaling_factor=2.5,
-        ),
-        experts_per_token=3,
-        shared=MLPSpec(10),
-    ),
-    "groups_by_best": replace(BASE, router=RouterSpec(groups=4, top_groups=1)),
-    "softcap": replace(BASE, router=RouterSpec(score="sigmoid", logit_softcap=5.0)),
-    "normed_and_scaled": replace(
-        BASE,
-        router=RouterSpec(renormalize=True, norm=NormSpec(scale=False), input_scale=HIDDEN**-0.5, expert_scale=True),
-        activation=ActivationSpec("gelu_tanh"),
-        dense=MLPSpec(20, ActivationSpec("gelu_tanh")),
-    ),
-    "gated_shared": replace(BASE, shared=MLPSpec(8), shared_gate=True),
-    "clamped": replace(BASE, activation=ActivationSpec("clamped_swiglu", alpha=1.3, limit=0.8), expert_bias=True),
-    "ungated": replace(BASE, gated=False, activation=ActivationSpec("relu2"), expert_bias=True),
-    "all_experts": replace(BASE, experts_per_token=8),
-}
-
-
-def table(spec: MoESpec) -> dict[str, Parameter]:
-    layer = LayerSpec(AttentionSpec(2, 2, 8), spec, NormSpec())
-    return {
-        path.removeprefix("moe."): parameter
-        for path, parameter in layer_parameters(layer, HIDDEN).items()
-        if path.startswith("moe.")
-    }
-
-
-def arrays(spec: MoESpec, seed: int = 0, dtype: Any = np.float32) -> Arrays:
-    rng = np.random.default_rng(seed)
-    return {
-        path: jnp.asarray(rng.normal(size=p.shape, scale=1.0 if "router" in path else 0.4), p.dtype or dtype)
-        for path, p in table(spec).items()
-    }
-
-
-def tokens(batch: int = 8, seq: int = 6, seed: int = 1) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, seq, HIDDEN)), jnp.float32)
-
-
-def module(spec: MoESpec, values: Arrays, placement: Placement | None = None) -> MoE:
-    return MoE(spec, Parameters(values, table(spec)), Runtime(placement or Placement()))
-
-
-def run(spec: MoESpec, values: Arrays, x: jax.Array, mesh: str | None = None) -> jax.Array:
-    placement = local_placement(mesh)
-    if mesh is not None:
-        values = {path: jax.device_put(a, placement.parameter(path, table(spec)[path])) for path, a in values.items()}
-    return jax.jit(lambda values, x: module(spec, values, placement)(x))(values, x)
-
-
-def gradients(spec: MoESpec, values: Arrays, x: jax.Array, mesh: str | None = None) -> tuple[Arrays, jax.Array]:
-    placement = local_placement(mesh)
-    if mesh is not None:
-        values = {path: jax.device_put(a, placement.parameter(path, table(spec)[path])) for path, a in values.items()}
-    return jax.jit(jax.grad(lambda values, x: loss(module(spec, values, placement)(x)), argnums=(0, 1)))(values, x)
-
-
-def loss(out: jax.Array) -> jax.Array:
-    """A scalar in which every element of the output counts differently."""
-    return (out * jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)).sum()
-
-
-def reference(spec: MoESpec, values: Arrays, x: jax.Array) -> jax.Array:
-    """All experts computed for every token, and those not chosen multiplied by zero."""
-    weights, chosen = reference_weights(spec, values, x)
-
-    def activation(gate: jax.Array, up: jax.Array | float) -> jax.Array:
-        name = spec.activation.name
-        if name == "clamped_swiglu":
-            limit, alpha = spec.activation.limit or 0.0, spec.activation.alpha or 0.0
-            gate, up = jnp.where(gate > limit, limit, gate), jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
-            return (up + 1) * gate / (1 + jnp.exp(-alpha * gate))
-        if name == "silu":
-            return gate / (1 + jnp.exp(-gate)) * up
-        if name == "gelu_tanh":
-            return 0.5 * gate * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
-        return jnp.where(gate > 0, gate, 0) ** 2 * up
-
-    def mlp(x: jax.Array, prefix: str, expert: int | None = None) -> jax.Array:
-        part = {name.removeprefix(prefix): a if expert is None else a[expert] for name, a in values.items() if name.startswith(prefix)}
-        if "gate_up.kernel" in part:
-            pair = jnp.einsum("...h,gih->...gi", x, part["gate_up.kernel"]) + part.get("gate_up.bias", 0.0)
-            inner = activation(pair[..., 0, :], pair[..., 1, :])
-        else:
-            inner = activation(x @ part["up.kernel"].T + part.get("up.bias", 0.0), 1.0)
-        return inner @ part["down.kernel"].T + part.get("down.bias", 0.0)
-
-    out = jnp.zeros_like(x)
-    for expert in range(spec.num_experts):
-        weight = weights[..., expert : expert + 1]
-        if spec.router.weight_on == "input":
-            out += chosen[..., expert : expert + 1] * mlp(x * weight, "experts.", expert)
-        else:
-            out += weight * mlp(x, "experts.", expert)
-    if spec.shared is not None:
-        gate = 1 / (1 + jnp.exp(-x @ values["shared_gate.kernel"].T)) if spec.shared_gate else 1.0
-        out += gate * mlp(x, "shared.")
-    return out + mlp(x, "dense.") if spec.dense else out
-
-
-def reference_weights(spec: MoESpec, values: Arrays, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each expert's weight for each token, and which are chosen, both [..., experts]."""
-    router = spec.router
-    if router.norm is not None:
-        x = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + router.norm.eps)
-    if router.input_scale is not None:
-        x = x * values["router.scale"] * router.input_scale
-    logits = x @ values["router.kernel"].T + values.get("router.bias", 0.0)
-    if router.logit_softcap is not None:
-        logits = router.logit_softcap * jnp.tanh(logits / router.logit_softcap)
-    if router.score == "sparsemixer":
-        weights, chosen = jnp.zeros_like(logits), jnp.zeros(logits.shape, bool)
-        for _ in range(spec.experts_per_token):
-            best = jnp.where(chosen, -jnp.inf, logits).max(-1, keepdims=True)
-            near = (best - logits) <= 0.02 * jnp.maximum(jnp.abs(logits), best)
-            shares = jnp.where(near & ~chosen, jnp.exp(logits - best), 0.0)
-            weights = jnp.where(logits == best, shares / shares.sum(-1, keepdims=True), weights)
-            chosen |= logits == best
-        return weights, chosen
-    scores = {
-        "softmax": lambda: jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True),
-        "sigmoid": lambda: 1 / (1 + jnp.exp(-logits)),
-        "topk_softmax": lambda: jnp.exp(logits),
-    }[router.score]()
-    preference = scores + values.get("router.correction_bias", 0.0)
-    if router.groups > 1:
-        grouped = jnp.sort(preference.reshape(*preference.shape[:-1], router.groups, -1), axis=-1)
-        group_scores = grouped[..., -1] if router.group_score == "max" else grouped[..., -2:].sum(-1)
-        threshold = jnp.sort(group_scores, axis=-1)[..., -router.top_groups, None]
-        kept = jnp.repeat(group_scores >= threshold, spec.num_experts // router.groups, axis=-1)
-        preference = jnp.where(kept, preference, -jnp.inf)
-    chosen = preference >= jnp.sort(preference, axis=-1)[..., -spec.experts_per_token, None]
-    weights = jnp.where(chosen, scores, 0.0)
-    if router.renormalize or router.score == "topk_softmax":
-        weights = weights / (weights.sum(-1, keepdims=True) + router.renormalize_eps)
-    return weights * router.scaling_factor * values.get("router.expert_scale", 1.0), chosen
-
-
-def assert_close(ours: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    ours, expected = np.asarray(ours, np.float64), np.asarray(expected, np.float64)
-    assert np.abs(ours - expected).max() <= tolerance * max(np.abs(expected).max(), 1e-3)
-
-
-def assert_same_gradients(ours: tuple[Arrays, jax.Array], expected: tuple[Arrays, jax.Array], tolerance: float) -> None:
-    assert_close(ours[1], expected[1], tolerance)
-    for path in expected[0]:
-        assert_close(ours[0][path], expected[0][path], tolerance)
+from ttpu_core import axes
+from ttpu_core.plan.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.spec import MLPSpec, MoESpec, RouterSpec
+from ttpu_jax.ops.moe import choose_experts
+from ttpu_jax.params.placement import local_placement
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_and_gradients_are_those_of_all_experts_masked(kind: str) -> None:
     spec = KINDS[kind]
     values, x = arrays(spec), tokens()
-    assert_close(run(spec, values, x), reference(spec, values, x))
-    expected = jax.grad(lambda values, x: loss(reference(spec, values, x)), argnums=(0, 1))(values, x)
-    assert_same_gradients(gradients(spec, values, x), expected, 2e-5)
+    gradients = jax.jit(jax.grad(lambda values, x: loss(reference(spec, values, x)), argnums=(0, 1)))(values, x)
+    assert_same(run_with_gradients(spec, values, x), (reference(spec, values, x), *gradients))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=2,tensor=4", "expert=4,tensor=2", "data=2,expert=2,tensor=2"])
-@pytest.mark.parametrize("kind", ["renormalized", "topk_softmax", "sigmoid_on_input", "corrected_groups"])
+@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=2,tensor=4", "expert=4,tensor=2"])
+@pytest.mark.parametrize("kind", ["topk_softmax", "sigmoid_on_input", "corrected_groups"])
 def test_a_mesh_changes_neither_output_nor_gradients(kind: str, mesh: str) -> None:
     spec = replace(KINDS[kind], shared=MLPSpec(8))
     values, x = arrays(spec), tokens()
-    assert_close(run(spec, values, x, mesh), run(spec, values, x))
-    assert_same_gradients(gradients(spec, values, x, mesh), gradients(spec, values, x), 2e-5)
+    assert_same(run_with_gradients(spec, values, x, mesh), on_one_device(spec))
+
+
+@cache
+def on_one_device(spec: MoESpec) -> tuple[jax.Array, Arrays, jax.Array]:
+    return run_with_gradients(spec, arrays(spec), tokens())
+
+
+def test_tokens_that_a_mesh_does_not_divide_are_computed_all_the_same() -> None:
+    spec, x = BASE, tokens(batch=3, seq=1)
+    values = arrays(spec)
+    assert_same(run_with_gradients(spec, values, x, "fsdp=2,expert=4"), run_with_gradients(spec, values, x))
+
+
+def test_a_strategy_may_cut_experts_along_the_axis_of_the_batch() -> None:
+    rules = {**dict(DEFAULT_STRATEGY.rules), axes.EXPERT: ("data",)}
+    placement = local_placement("data=4,tensor=2", Strategy(tuple(rules.items())))
+    spec, x = KINDS["renormalized"], tokens()
+    values = arrays(spec)
+    placed = {path: jax.device_put(a, placement.parameter(path, table(spec)[path])) for path, a in values.items()}
+    out = jax.jit(lambda values, x: module(spec, values, placement)(x))(placed, x)
+    assert placed["experts.down.kernel"].addressable_shards[0].data.shape == (2, HIDDEN, 6)
+    assert_close(out, reference(spec, values, x))
+
+
+def test_a_token_does_not_depend_on_those_beside_it() -> None:
+    spec = KINDS["renormalized"]
+    values, x = arrays(spec), tokens()
+    whole = run(spec, values, x)
+    assert_close(run(spec, values, x[2:3]), whole[2:3])
+    assert_close(run(spec, values, x[5:6, 3:4]), whole[5:6, 3:4])
+    others = x.at[0].set(100.0)
+    assert_close(run(spec, values, others)[1:], whole[1:])
+
+
+def test_the_router_can_read_something_else_than_the_experts() -> None:
+    spec = KINDS["renormalized"]
+    values, x, other = arrays(spec), tokens(), tokens(seed=7)
+    weights, _ = reference_weights(spec, values, other)
+    alone = [
+        reference(replace(spec, num_experts=1, experts_per_token=1, router=RouterSpec()), values_of(values, e), x)
+        for e in range(8)
+    ]
+    expected = sum(weights[..., e : e + 1] * out for e, out in enumerate(alone))
+    assert_close(module(spec, values)(x, other), expected)
+
+
+def values_of(values: Arrays, expert: int) -> Arrays:
+    return {path: a[expert : expert + 1] for path, a in values.items()}
+
+
+def test_in_bfloat16_results_are_as_near_as_bfloat16_allows() -> None:
+    spec = KINDS["corrected_groups"]
+    values = arrays(spec, dtype=jnp.bfloat16)
+    x = tokens().astype(jnp.bfloat16)
+    out, to_values, to_x = run_with_gradients(spec, values, x)
+    assert (out.dtype, to_x.dtype, to_values["experts.down.kernel"].dtype) == (jnp.bfloat16,) * 3
+    wide = {path: a.astype(jnp.float32) for path, a in values.items()}
+    expected = run_with_gradients(spec, wide, x.astype(jnp.float32))
+    assert_close(out, expected[0], 0.02)  # a few roundings of 2 ** -8
+    assert_close(to_x, expected[2], 0.02)
+
+
+def test_large_logits_of_a_sigmoid_router_still_differ() -> None:
+    chosen, weights = choose_experts(jnp.array([30.0, 40.0, 35.0]), RouterSpec(score="sigmoid"), 1)
+    assert (int(chosen[0]), float(weights[0])) == (1, 1.0)
+
+
+def test_a_correction_bias_changes_the_choice_and_not_the_weights() -> None:
+    logits, bias = jnp.array([0.3, 0.2, 0.1]), jnp.array([0.0, 0.0, 1.0])
+    chosen, weights = choose_experts(logits, RouterSpec(score="sigmoid", correction_bias=True), 1, bias)
+    assert int(chosen[0]) == 2
+    assert_close(weights, jax.nn.sigmoid(logits[2:]))
 
 
 def test_every_parameter_is_held_under_its_own_path() -> None:

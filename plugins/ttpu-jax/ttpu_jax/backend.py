@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module, metadata, util
 from types import ModuleType
 from typing import Any
@@ -15,12 +16,11 @@ import numpy as np
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import CheckpointError, RequestError
-from ttpu_core.spec import AttentionSpec
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.generation.programs import Programs
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
-from ttpu_jax.ops.attention import implementation
+from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.load import load_parameters
 from ttpu_jax.params.placement import local_placement
@@ -41,6 +41,7 @@ class JaxBackend:
         dtype: Any = "auto",
         mesh: Any = None,
         attn_implementation: str = "auto",
+        attention_config: Mapping[str, Any] | None = None,
         progress: ProgressCallback | None = None,
         **unknown: Any,
     ) -> JaxCausalLM:
@@ -49,7 +50,9 @@ class JaxBackend:
         Args:
             dtype: "auto" (as stored), "float32", "bfloat16", "float16", or a numpy, jax or torch dtype.
             mesh: devices to cut the model over: "tensor=4", a jax Mesh, or None for one device.
-            attn_implementation: "auto", "eager", or an import string `package.module:function`.
+            attn_implementation: "auto", "eager", "xla_flash_attention", "splash_attention", or an import string
+                `package.module:function`; what it does not serve (decode, for the two kernels) is "eager".
+            attention_config: settings of that implementation, such as {"sa_block_q": 1024} for splash_attention.
             progress: called as progress("load", bytes done, bytes in all) and progress("compile", 0 or 1, 1).
 
         Raises:
@@ -58,18 +61,19 @@ class JaxBackend:
         if unknown:
             raise RequestError(
                 f"from_pretrained() was given {', '.join(sorted(unknown))}, but the JAX backend takes dtype, mesh, "
-                "attn_implementation and progress: leave it out."
+                "attn_implementation, attention_config and progress: leave it out."
             )
         began = time.perf_counter()
         spec = architecture.spec
         check_supported(spec)
+        architecture = replace(architecture, mapping=architecture.mapping.suited_to(checkpoint.tensors))
         held = model_dtype(dtype, checkpoint)
         placement = local_placement(mesh)
-        attention, _ = attention_choice(architecture, attn_implementation)
-        runtime = Runtime(placement, attention, different_ropes(spec.layers))
+        attention = attention_choice(spec, attn_implementation, placement.platform, attention_config)
+        runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))
         params = load_parameters(checkpoint, architecture.mapping, spec.parameters, placement, held, on_load)
-        # XLA:CPU computes attention in float32 (ops/attention.py), so a bfloat16 cache would be converted at every
+        # XLA:CPU computes attention in float32 (ops/attention), so a bfloat16 cache would be converted at every
         # step.
         cache_dtype = np.dtype(np.float32) if placement.platform == "cpu" else held
         on_compile = None if progress is None else (lambda _, seconds: progress("compile", float(seconds > 0), 1.0))
@@ -79,12 +83,13 @@ class JaxBackend:
         return JaxCausalLM(architecture, checkpoint, programs, params, held, tokenizer, seconds)
 
     def kernels(self, architecture: Architecture) -> Mapping[str, str]:
-        """Operation → implementation and why."""
-        name, reason = attention_choice(architecture, "auto")
-        kinds = dict.fromkeys(
-            layer.mixer.kind for layer in architecture.spec.layers if isinstance(layer.mixer, AttentionSpec)
-        )
-        return {f"attention ({', '.join(kinds)})": f"{name}: {reason}", "norm, rope, MLP": "XLA: fused by the compiler"}
+        """Operation → implementation and why: on this machine, and where that is no TPU, on one."""
+        here, on_tpu = (_attention_by_kind(architecture, platform) for platform in (jax.default_backend(), "tpu"))
+        table = {
+            f"attention ({kind})": words if words == on_tpu[kind] else f"{words}. On a TPU: {on_tpu[kind]}"
+            for kind, words in here.items()
+        }
+        return {**table, "norm, rope, MLP": "XLA: fused by the compiler"}
 
     def doctor(self) -> Mapping[str, Any]:
         """Devices, versions, and whether TPU programs can be compiled here."""
@@ -99,17 +104,12 @@ class JaxBackend:
         }
 
 
-def attention_choice(architecture: Architecture, asked: str) -> tuple[str, str]:
-    """The attention implementation and the reason: the caller's, else a plugin's or patch pack's, else the
-    reference."""
-    if asked != "auto":
-        implementation(asked)
-        return asked, "asked for"
-    for choice in architecture.spec.kernels:
-        if choice.backend == "jax" and choice.operation == "attention":
-            implementation(choice.implementation)
-            return choice.implementation, choice.reason or f"chosen by {choice.source or 'a plugin'}"
-    return "eager", "the reference implementation, compiled by XLA"
+def _attention_by_kind(architecture: Architecture, platform: str) -> dict[str, str]:
+    """Kind of layer → what serves it and why; layers of one kind may differ in that."""
+    table: dict[str, str] = {}
+    for choice in attention_choice(architecture.spec, "auto", platform).kinds:
+        table[choice.kind] = f"{table[choice.kind]}, or {choice}" if choice.kind in table else str(choice)
+    return table
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:

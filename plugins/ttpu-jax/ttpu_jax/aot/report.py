@@ -24,6 +24,7 @@ from ttpu_jax.aot.steps import AbstractProgram, Task, inference_step, train_step
 from ttpu_jax.aot.topology import TpuTopology, make_mesh, tpu_topology
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
+from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.placement import Placement
 
@@ -103,6 +104,8 @@ def compile_report(
     dtype: Any = "bfloat16",
     mesh: Mapping[str, int] | None = None,
     layers: Layers = "unrolled",
+    attn_implementation: str = "auto",
+    attention_config: Mapping[str, Any] | None = None,
 ) -> ProgramReport:
     """Compiles one program of a model for a TPU slice and reads what the compiler decided.
 
@@ -115,6 +118,7 @@ def compile_report(
         dtype: of weights and cache, see `ttpu_jax.params.dtypes.model_dtype`.
         mesh: mesh axis → devices along it; None cuts every layer over all devices (`tensor`; `fsdp` for training).
         layers: "unrolled" compiles each layer, with a cache array of its own; "scan" compiles one and loops.
+        attn_implementation, attention_config: as from_pretrained() takes them.
 
     Raises:
         UnsupportedError: no such slice or mesh, or the model cannot be cut so, does not fit, or is beyond this backend.
@@ -132,7 +136,8 @@ def compile_report(
     topology = tpu_topology(topology_name)
     usual = {"fsdp": len(topology.devices)} if task == "train" else None
     placement = Placement(make_mesh(topology, mesh or usual or _tensor_parallel(spec, topology)))
-    runtime = Runtime(placement, ropes=different_ropes(spec.layers))
+    attention = attention_choice(spec, attn_implementation, placement.platform, attention_config)
+    runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
     stacked, tokens = layers == "scan", 1 if task == "decode" else context
     if task == "train":
         step = train_step(spec, runtime, kind, batch=batch, tokens=context, stacked=stacked)

@@ -14,6 +14,7 @@ from ttpu_jax.model.cache import LayerCache
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step, maybe, value_of
 from ttpu_jax.ops import attention as attention_ops
 from ttpu_jax.ops.rope import rotate
+from ttpu_jax.ops.temperature import query_factor
 
 KeyValue = tuple[jax.Array, jax.Array]
 
@@ -88,9 +89,7 @@ class Attention(nnx.Module):
         group, own_keys, _ = fused_slots(spec)
         query = self._position(fused[..., :group, :], self.q_norm, step)
         if spec.query_temperature is not None:
-            t = spec.query_temperature
-            shifted = jnp.floor((step.query_positions.astype(jnp.float32) + t.shift) / t.period)
-            factor = 1.0 + t.scale * jnp.log(t.offset + jnp.maximum(shifted, 0.0))
+            factor = query_factor(spec.query_temperature, step.query_positions)
             query = (query * factor[:, :, None, None, None]).astype(query.dtype)
         if not own_keys:
             return query, None

@@ -21,7 +21,8 @@ Cache = LayerCache | StateCache
 class DecoderLayer(nnx.Module):
     """Mixer and MLP on the residual stream, with norms where the placement puts them.
 
-    A custom block is a class of the same constructor and call, and may inherit from this one."""
+    A custom block is a class of the same constructor and call, and may inherit from this one: it replaces the call, or
+    only one of its steps (`mix`, `feed_forward`, `leave`)."""
 
     def __init__(self, spec: LayerSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
@@ -66,8 +67,8 @@ class DecoderLayer(nnx.Module):
         else:
             x = self._add(x, mixed)
             if self.mlp is not None:
-                x = self._add(x, maybe(self.post_mlp_norm, self.mlp(maybe(self.mlp_norm, x))))
-        return (x if self.layer_scalar is None else x * self.layer_scalar[...]), cache, kv
+                x = self._add(x, self.feed_forward(x))
+        return self.leave(x, inputs), cache, kv
 
     def mix(
         self,
@@ -86,6 +87,15 @@ class DecoderLayer(nnx.Module):
         if cache is not None:
             cache = cache.write(state, turn)
         return (mixed[:, -1:] if step.last_only else mixed), cache, None
+
+    def feed_forward(self, x: jax.Array) -> jax.Array:
+        """What the MLP adds to x [batch, seq, hidden] after the mixer, with the norms before and after it."""
+        return maybe(self.post_mlp_norm, self.mlp(maybe(self.mlp_norm, x)))
+
+    def leave(self, x: jax.Array, inputs: LayerInputs | None) -> jax.Array:
+        """x [batch, seq, hidden] after both sub-layers, as the next layer is given it. After `step.last_only` it has
+        one token where `inputs` have all."""
+        return x if self.layer_scalar is None else x * self.layer_scalar[...]
 
     def _add(self, x: jax.Array, update: jax.Array) -> jax.Array:
         multiplier = self.spec.block.residual_multiplier

@@ -57,40 +57,39 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         """x [batch, seq, hidden]; chosen and weights [batch, seq, experts_per_token]: as x."""
         up = self.gate_up if self.spec.gated else self.up
-        kernels = ExpertKernels(
-            up.kernel[...], self.down.kernel[...], value_of(up.bias), value_of(self.down.bias)
-        )
+        kernels = ExpertKernels(up.kernel[...], self.down.kernel[...], value_of(up.bias), value_of(self.down.bias))
         mesh, platform = self.runtime.placement.mesh, self.runtime.placement.platform
+
+        def run(
+            x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: ExpertKernels, first: jax.Array | int = 0
+        ) -> jax.Array:
+            hidden, count = x.shape[-1], chosen.shape[-1]
+            rows = x.reshape(-1, hidden), chosen.reshape(-1, count), weights.reshape(-1, count)
+            return run_experts(*rows, kernels, self.spec, platform, first).reshape(x.shape)
+
         if mesh is None:
-            tokens = [array.reshape(-1, array.shape[-1]) for array in (x, chosen, weights)]
-            return run_experts(*tokens, kernels, self.spec, platform).astype(x.dtype).reshape(x.shape)
+            return run(x, chosen, weights, kernels).astype(x.dtype)
         experts, inner, batch, sequence = self._cuts(x)
 
-        def on_one_device(
-            x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: ExpertKernels
-        ) -> jax.Array:
+        def on_one_device(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: ExpertKernels) -> jax.Array:
             first = jax.lax.axis_index(experts) * len(kernels.up) if experts else 0
             if kernels.down_bias is not None and inner:  # of the devices that share an expert, one adds its bias
                 at_start = jax.lax.axis_index(inner) == 0
                 kernels = kernels._replace(down_bias=jnp.where(at_start, kernels.down_bias, 0))
-            tokens = [array.reshape(-1, array.shape[-1]) for array in (x, chosen, weights)]
-            return run_experts(*tokens, kernels, self.spec, platform, first).reshape(1, *x.shape)
+            return run(x, chosen, weights, kernels, first)[None]
 
         tokens = PartitionSpec(batch or None, sequence or None, None)
-        middle = (None,) if self.spec.gated else ()
-        up_bias = PartitionSpec(experts or None, *middle, inner or None)
-        specs = ExpertKernels(
-            PartitionSpec(*up_bias, None),
-            PartitionSpec(experts or None, None, inner or None),
-            None if kernels.up_bias is None else up_bias,
-            None if kernels.down_bias is None else PartitionSpec(experts or None, None),
+        up_bias = (experts or None, *((None,) if self.spec.gated else ()), inner or None)
+        cuts = ((*up_bias, None), (experts or None, None, inner or None), up_bias, (experts or None, None))
+        in_specs = ExpertKernels._make(
+            None if kernel is None else PartitionSpec(*cut) for kernel, cut in zip(kernels, cuts, strict=True)
         )
         # Partial sums leave the manual region apart and are added outside: the gradient of that sum is a copy, where
         # that of a psum inside would be a second one.
         parts = jax.shard_map(
             on_one_device,
             mesh=mesh,
-            in_specs=(tokens, tokens, tokens, specs),
+            in_specs=(tokens, tokens, tokens, in_specs),
             out_specs=PartitionSpec((*experts, *inner) or None, *tokens),
             check_vma=False,  # the kernels do not say over which axes their results vary
         )(x, chosen, weights, kernels)
@@ -125,7 +124,7 @@ class MoE(nnx.Module):
         self.dense = MLP(spec.dense, values.at("dense"), runtime) if spec.dense else None
 
     def __call__(self, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
-        """x [batch, seq, hidden]: the same shape. The router reads `routed_by`, of the same shape, where it is given."""
+        """x [batch, seq, hidden]: the same shape. The router reads `routed_by`, shaped alike, where it is given."""
         chosen, weights = self.router(x if routed_by is None else routed_by)
         out = self.experts(x, chosen, weights)
         if self.shared is not None:

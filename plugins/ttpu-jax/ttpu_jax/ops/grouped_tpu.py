@@ -1,8 +1,9 @@
 """The grouped product of `ttpu_jax.ops.grouped` as Pallas kernels for a TPU, after megablox (arXiv 2211.15841).
 
 A kernel visits each pair of a block of rows and a group that has rows in it, and keeps what it computed for those rows.
-megablox derives the list of visits by histograms, scatters and a loop, fifty small programs that take 0.1 ms on a v5e,
-longer than a decode step's products for one layer; here comparisons of small tables give it in five."""
+megablox derives the list of visits by histograms, scatters and a loop: some fifty small programs, a third of the
+0.16 ms that a v5e was predicted to take beside the products for a layer of Qwen3-30B-A3B's decode step. Here
+comparisons of small tables give it in a few."""
 
 from __future__ import annotations
 
@@ -13,23 +14,25 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
+SUBLANES, LANES = 8, 128
 _BLOCK_BYTES = 2 << 20
 """Of a kernel's block: with two in flight, rows, result and accumulator, well within a TPU core's 16 MiB of VMEM."""
 
 
 def product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract: int, interpret: bool = False) -> jax.Array:
-    """x [rows, in] times its group's kernel, whose axis `contract` (0 or 1) is [in]: [rows, out] in x's dtype.
+    """Each row of x times its group's kernel, in x's dtype; rows after the last group are left as they were in memory.
 
-    Rows after the last group are left as they were in memory."""
+    x [rows, in], kernels [groups, *out, in]: [rows, out], where `contract` is 1; x [rows, out]: [rows, in] where it is
+    0, as gradients want it."""
     if _stored_transposed(kernels):
         kernels, contract = kernels.swapaxes(1, 2), 1 - contract
+    kernels = kernels.reshape(len(kernels), -1, kernels.shape[-1])
     rows, inner, outer = len(x), x.shape[1], kernels.shape[2 - contract]
     padded, block_rows = _pad_rows(x, len(sizes))
-    block_in = _block(inner, 2048)
+    block_in = _block(inner, 2048, whole=True)
     block_out = _block(outer, _BLOCK_BYTES // (block_in * kernels.dtype.itemsize))
     group, tile, starts, ends, count = _visits(sizes, len(padded), block_rows)
-    steps = pl.cdiv(inner, block_in)
+    steps = inner // block_in
     kernel_block = (None, block_out, block_in) if contract == 1 else (None, block_in, block_out)
 
     def kernel_index(n: int, visit: int, k: int, group: jax.Array, *_: jax.Array) -> tuple[jax.Array, int, int]:
@@ -63,7 +66,7 @@ def product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract: int
 def kernel_gradient(
     x: jax.Array, gradient: jax.Array, sizes: jax.Array, kernels: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """The sum of gradient [rows, out] times x [rows, in] over each group's rows, as `kernels` [groups, out, in]."""
+    """The sum of gradient [rows, out] times x [rows, in] over each group's rows: [groups, out, in], as `kernels`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     swap = _stored_transposed(kernels)
@@ -125,10 +128,16 @@ def _visits(sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, ...]:
 
 
 def _stored_transposed(kernels: jax.Array) -> bool:
-    """Whether kernels [groups, out, in] lie in a TPU's memory as [groups, in, out]: the layout that it gives to arrays
-    whose last dimension would be padded to whole tiles of 128 lanes, and whose last but one would not."""
+    """Whether kernels [groups, out, in] lie in a TPU's memory as [groups, in, out], which is where the padding to whole
+    tiles of 8 sublanes by 128 lanes takes less (as libtpu 0.0.42 decides it; a wrong guess costs a copy)."""
+    if kernels.ndim != 3:
+        return False
     _, outer, inner = kernels.shape
-    return inner % LANES != 0 and outer % LANES == 0
+    return _padded(inner, outer) < _padded(outer, inner)
+
+
+def _padded(rows: int, columns: int) -> int:
+    return -(-rows // SUBLANES) * SUBLANES * -(-columns // LANES) * LANES
 
 
 def _pad_rows(x: jax.Array, groups: int) -> tuple[jax.Array, int]:
@@ -138,9 +147,11 @@ def _pad_rows(x: jax.Array, groups: int) -> tuple[jax.Array, int]:
     return jnp.pad(x, ((0, -rows % block), (0, 0))), block
 
 
-def _block(size: int, limit: int) -> int:
-    """All of `size`, or a multiple of the lanes that divides it and is at most `limit` (at least one vector of lanes)."""
-    if size <= limit or size % LANES:
+def _block(size: int, limit: int, *, whole: bool = False) -> int:
+    """All of `size`, or a multiple of the lanes that is at most `limit` (but at least the lanes) and divides `size`, if
+    one more than half as large does or if it must leave nothing over (`whole`)."""
+    if size <= limit or (whole and size % LANES):
         return size
     limit = max(limit // LANES * LANES, LANES)
-    return next(block for block in range(limit, 0, -LANES) if size % block == 0)
+    blocks = range(limit, 0 if whole else limit // 2, -LANES)
+    return next((block for block in blocks if size % block == 0), limit)

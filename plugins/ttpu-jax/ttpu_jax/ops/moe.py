@@ -3,7 +3,7 @@ the experts' output, where each token is given to its own experts only."""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -118,39 +118,48 @@ def run_experts(
 
     Args:
         x: [tokens, hidden].
-        chosen, weights: [tokens, count]; weights are cast to x's dtype.
+        chosen: [tokens, count], numbers of experts.
+        weights: [tokens, count], cast to x's dtype.
         kernels: of the experts from number `first` on.
         platform: where this runs, see `grouped_linear`.
 
     Returns:
         float32 [tokens, hidden]: in several parts, they have yet to be added up.
     """
-    tokens, count = chosen.shape
-    experts = len(kernels.up)
+    count, experts = chosen.shape[1], len(kernels.up)
     # Assignments are numbered choice by choice, so that what they give is summed over a leading axis.
     expert = chosen.T.reshape(-1) - first
-    here = (expert >= 0) & (expert < experts)
-    expert = jnp.where(here, expert, experts)  # those of absent experts are sorted behind all others
+    here = (expert >= 0) & (expert < experts) if experts < spec.num_experts else None
+    if here is not None:
+        expert = jnp.where(here, expert, experts)  # those of absent experts are sorted behind all others
     order = jnp.argsort(expert, stable=True)
     place = jnp.argsort(order)
     sizes = (expert[:, None] == jnp.arange(experts)).sum(0, dtype=jnp.int32)
-    sorted_expert = jnp.minimum(expert[order], experts - 1)
-    weight = weights.T.reshape(-1).astype(x.dtype)
+    expert = expert[order]
+    weight = _where(here, weights.T.reshape(-1).astype(x.dtype))[order, None]
 
-    rows = _gather(x, order, place, count)
+    sorting = _Sorting(order, place, here)
+    rows = _dispatch(x, sorting, count)
     if spec.router.weight_on == "input":
-        rows = rows * weight[order, None]
-        weight = jnp.ones_like(weight)
-    inner = _linear(rows, kernels.up, kernels.up_bias, sorted_expert, sizes, platform).astype(jnp.float32)
+        rows = rows * weight
+    inner = _linear(rows, kernels.up, kernels.up_bias, expert, sizes, platform)
     if spec.gated:
-        gate, up = jnp.split(inner, 2, axis=-1)
+        gate, up = (half.astype(jnp.float32) for half in jnp.split(inner, 2, axis=-1))
         inner = gated_activation(gate, up, spec.activation)
     else:
-        inner = activate(inner, spec.activation)
-    out = _linear(inner.astype(x.dtype), kernels.down, kernels.down_bias, sorted_expert, sizes, platform)
-    out = _gather(out, place, order, 1).astype(jnp.float32)
-    weight = jnp.where(here, weight, 0).astype(jnp.float32)
-    return (out * weight[:, None]).reshape(count, tokens, -1).sum(0)
+        inner = activate(inner.astype(jnp.float32), spec.activation)
+    down_bias = None if kernels.down_bias is None else _of_expert(kernels.down_bias.astype(x.dtype), expert)
+    if spec.router.weight_on == "output":
+        # The same as on the output, for fewer features, and before the rounding to x's dtype.
+        inner = inner * weight
+        down_bias = None if down_bias is None else down_bias * weight
+    out = _linear(inner.astype(x.dtype), kernels.down, None, expert, sizes, platform)
+    return _combine(out if down_bias is None else out + down_bias, sorting, count)
+
+
+def _where(kept: jax.Array | None, x: jax.Array) -> jax.Array:
+    """x [n, ...], zero where not `kept` [n] (None: all are)."""
+    return x if kept is None else jnp.where(kept.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
 
 def _linear(
@@ -162,28 +171,49 @@ def _linear(
     platform: str,
 ) -> jax.Array:
     """x [rows, in], kernels [experts, *out, in], expert [rows]: [rows, out]."""
-    experts, inner = len(kernels), kernels.shape[-1]
-    product = grouped_linear(x, kernels.reshape(experts, -1, inner).astype(x.dtype), sizes, platform)
-    return product if bias is None else product + bias.reshape(experts, -1).astype(x.dtype)[expert]
+    product = grouped_linear(x, kernels.astype(x.dtype), sizes, platform)
+    return product if bias is None else product + _of_expert(bias.reshape(len(bias), -1).astype(x.dtype), expert)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _gather(x: jax.Array, index: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
-    """x [n, features] repeated `copies` times and permuted by `index` [copies * n], whose inverse is `inverse`.
-
-    Its gradient gathers too, where that of indexing would scatter, which is slow on a TPU."""
-    return x[index % len(x)] if copies > 1 else x[index]
+def _of_expert(values: jax.Array, expert: jax.Array) -> jax.Array:
+    """values [experts, n] of each row's expert [rows]: [rows, n]; zero for an absent expert, whose number is too large,
+    so that its rows add nothing to the gradient either."""
+    return values.at[expert].get(mode="fill", fill_value=0)
 
 
-def _gather_forward(
-    x: jax.Array, index: jax.Array, inverse: jax.Array, copies: int
-) -> tuple[jax.Array, jax.Array]:
-    return _gather(x, index, inverse, copies), inverse
+class _Sorting(NamedTuple):
+    """The assignment that each sorted row is for, the row of each assignment, and which assignments are to an expert
+    that is here (None: all): [count * tokens]."""
+
+    order: jax.Array
+    place: jax.Array
+    here: jax.Array | None
 
 
-def _gather_gradient(copies: int, inverse: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None, None]:
-    permuted = gradient[inverse].reshape(copies, -1, gradient.shape[-1])
-    return permuted.sum(0, dtype=jnp.float32).astype(gradient.dtype), None, None
+# Each is the other's gradient, so that neither has to scatter, which is slow on a TPU.
 
 
-_gather.defvjp(_gather_forward, _gather_gradient)
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _dispatch(x: jax.Array, sorting: _Sorting, count: int) -> jax.Array:
+    """Each sorted row's token: x [tokens, features] → [count * tokens, features]."""
+    return x[sorting.order % len(x)]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _combine(rows: jax.Array, sorting: _Sorting, count: int) -> jax.Array:
+    """The sum of each token's rows: rows [count * tokens, features] → float32 [tokens, features]."""
+    parts = rows[sorting.place].reshape(count, -1, rows.shape[-1])
+    here = [None] * count if sorting.here is None else list(sorting.here.reshape(count, -1))
+    # A reduction of all would first store them in float32, and a mask on all would be stored too (libtpu 0.0.42).
+    return reduce(jnp.add, (_where(kept, part.astype(jnp.float32)) for kept, part in zip(here, parts, strict=True)))
+
+
+_dispatch.defvjp(
+    lambda x, sorting, count: (_dispatch(x, sorting, count), sorting),
+    lambda count, sorting, gradient: (_combine(gradient, sorting, count).astype(gradient.dtype), None),
+)
+_combine.defvjp(
+    # The rows go along for their dtype: an array without elements.
+    lambda rows, sorting, count: (_combine(rows, sorting, count), (sorting, rows[:0])),
+    lambda count, kept, gradient: (_dispatch(gradient.astype(kept[1].dtype), kept[0], count), None),
+)

@@ -1,15 +1,21 @@
 """Softmax attention by name: `attend` takes one implementation or, where that does not serve, the reference."""
 
 from ttpu_jax.ops.attention.api import IMPLEMENTATIONS, attend, implementation
+from ttpu_jax.ops.attention.choice import AttentionChoice, KindChoice, attention_choice, canonical_options, choose
 from ttpu_jax.ops.attention.context import AttentionContext, Implementation
 from ttpu_jax.ops.attention.reference import SMALLEST_BLOCK, eager, visibility
 
 __all__ = [
     "IMPLEMENTATIONS",
     "SMALLEST_BLOCK",
+    "AttentionChoice",
     "AttentionContext",
     "Implementation",
+    "KindChoice",
     "attend",
+    "attention_choice",
+    "canonical_options",
+    "choose",
     "eager",
     "implementation",
     "visibility",

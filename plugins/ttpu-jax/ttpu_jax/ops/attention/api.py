@@ -7,13 +7,31 @@ from importlib import import_module
 
 import jax
 
-from ttpu_core.errors import PluginError
+from ttpu_core.errors import PluginError, RequestError
 from ttpu_core.spec import AttentionSpec
-from ttpu_jax.ops.attention.context import AttentionContext, Implementation
+from ttpu_jax.ops.attention import flash, splash
+from ttpu_jax.ops.attention.blocks import check_splash_options
+from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Options
 from ttpu_jax.ops.attention.reference import SegmentIds, eager
 
-REFERENCE = Implementation("eager", eager)
-IMPLEMENTATIONS: dict[str, Implementation] = {"eager": REFERENCE}
+
+def _no_options(options: Options) -> None:
+    if options:
+        raise RequestError(
+            f"attention_config has {', '.join(name for name, _ in options)}, but eager attention has no settings: "
+            "leave it out, or use splash_attention."
+        )
+
+
+REFERENCE = Implementation("eager", eager, check_options=_no_options)
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    one.name: one
+    for one in (
+        REFERENCE,
+        Implementation("xla_flash_attention", flash.flash_attention, flash.serves, flash.check_options),
+        Implementation("splash_attention", splash.splash_attention, splash.serves, check_splash_options),
+    )
+}
 
 
 def attend(

@@ -1,0 +1,234 @@
+"""Deliberately wrong plugins fail, with a message that names the hook to correct; right ones pass."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from broken import GEMMA2, LLAMA, MISTRAL, QWEN2, RIGHT, cases
+
+from ttpu_conformance.check import checks_for
+from ttpu_conformance.runner import run
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+def changed(source: str, old: str, new: str) -> str:
+    assert old in source
+    return source.replace(old, new)
+
+
+def failures(folder: Path, model_type: str, source: str, *only: str) -> dict[str, str]:
+    """Check id → reason, of those that fail."""
+    results = run(checks_for(cases(folder, model_type, source, "wrong"), "quick", only=only))
+    return {result.check: result.reason for result in results if result.status == "failed"}
+
+
+@pytest.mark.parametrize("model_type", RIGHT)
+def test_a_right_plugin_passes_the_quick_checks(tmp_path: Path, model_type: str) -> None:
+    results = list(run(checks_for(cases(tmp_path, model_type, RIGHT[model_type], "right"), "quick")))
+    assert {f"{result.check}: {result.reason}" for result in results if result.status == "failed"} == set()
+    assert len(results) > 10
+
+
+SWAPPED = """
+from ttpu_core.mapping import Stack
+
+@hookimpl
+def ttpu_flax_mapping(spec):
+    mapping = layout.standard_mapping(spec)
+    swapped = {p: Stack(r.parts[::-1]) for p, r in mapping.rules if p.endswith("gate_up.kernel")}
+    return layout.replace_rules(mapping, swapped)
+"""
+INTERLEAVED = """
+@hookimpl
+def ttpu_rope(config, attention):
+    return rope_from_config(config, head_dim=attention.head_dim, layout="interleaved")
+"""
+WRONG = {
+    "missing 1+w": ("gemma2", changed(GEMMA2, "offset=1.0, ", ""), "NormSpec(offset=1)", "ttpu_norm"),
+    "wrong rope layout": ("llama", LLAMA + INTERLEAVED, "layout='half'", "ttpu_rope"),
+    "gate and up swapped": ("llama", LLAMA + SWAPPED, "gate and up", "ttpu_flax_mapping"),
+    "window off by one": (
+        "mistral",
+        changed(
+            MISTRAL, 'config.positive_int("sliding_window", default=None)', 'config.positive_int("sliding_window") - 1'
+        ),
+        "window=13 instead of 12",
+        "ttpu_attention",
+    ),
+    "forgotten bias": ("qwen2", changed(QWEN2, "qkv_bias=True", "qkv_bias=False"), "qkv_bias=True", "ttpu_attention"),
+    "embedding not scaled": (
+        "gemma2",
+        changed(GEMMA2, "scale=plain.hidden_size**0.5", "scale=None"),
+        "EmbeddingSpec(scale=8)",
+        "ttpu_embedding",
+    ),
+    "wrong final softcap": (
+        "gemma2",
+        changed(GEMMA2, 'softcap=config.number("final_logit_softcapping", default=None))', "softcap=30.0)"),
+        "HeadSpec(softcap=1.5)",
+        "ttpu_head",
+    ),
+    "wrong attention softcap": (
+        "gemma2",
+        changed(GEMMA2, 'config.number("attn_logit_softcapping", default=None)', "50.0"),
+        "logit_softcap=2",
+        "ttpu_attention",
+    ),
+    "wrong activation": (
+        "gemma2",
+        changed(GEMMA2, 'defaults.activation(config, "hidden_activation")', 'ActivationSpec("gelu")'),
+        "gelu_tanh",
+        "ttpu_mlp",
+    ),
+    "two mistakes": (
+        "gemma2",
+        changed(changed(GEMMA2, "offset=1.0, ", ""), "scale=plain.hidden_size**0.5", "scale=None"),
+        "EmbeddingSpec(scale=8) in `ttpu_embedding` and NormSpec(offset=1) in `ttpu_norm` the logits agree",
+        "`ttpu_embedding`, `ttpu_norm`",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_mistake_is_caught_and_the_hook_to_correct_is_named(tmp_path: Path, mistake: str) -> None:
+    model_type, source, change, hook = WRONG[mistake]
+    reason = failures(tmp_path, model_type, source, "float32_logits")["float32_logits"]
+    assert change in reason
+    assert reason.rstrip(".").endswith(f"correct `{hook.strip('`')}`")
+
+
+UNMAPPED_BIAS = """
+@hookimpl
+def ttpu_flax_mapping(spec):
+    mapping = layout.standard_mapping(spec)
+    return replace(mapping, ignored=(*mapping.ignored, r".*_proj\\.bias"))
+"""
+NO_RULE = """
+@hookimpl
+def ttpu_flax_mapping(spec):
+    mapping = layout.standard_mapping(spec)
+    return replace(mapping, rules=tuple(rule for rule in mapping.rules if rule[0] != "layers.1.mlp.down.kernel"))
+"""
+AXES = """
+@hookimpl
+def ttpu_sharding_rules():
+    return [({pattern!r}, {axes!r})]
+"""
+ROPE_OF_ANY_TYPE = """
+@hookimpl
+def ttpu_rope(config, attention):
+    section = config.section("rope_parameters") or config
+    section.get("rope_type")
+    return RopeSpec(theta=section.number("rope_theta"), rotary_dim=attention.head_dim)
+"""
+ROPE_OF_NEW_JSON_ALONE = """
+@hookimpl
+def ttpu_rope(config, attention):
+    section = config.section("rope_parameters")
+    return rope_from_config(config, head_dim=attention.head_dim, theta=1.0) if section else NO_ROPE
+"""
+EVERY_KEY_READ = """
+@hookimpl
+def ttpu_config(config):
+    return config.with_defaults({key: config.get(key) for key in config})
+"""
+LIST_IN_MIXER = """
+@hookimpl
+def ttpu_norm(config):
+    return NormSpec(eps=UnfrozenFloat(config.number("rms_norm_eps")))
+
+class UnfrozenFloat:
+    def __init__(self, value):
+        self.value = value
+
+    def __float__(self):
+        return self.value
+"""
+ANOTHER_EACH_TIME = """
+@hookimpl
+def ttpu_norm(config):
+    return NormSpec(eps=1e-6 + hash("the seed of string hashes changes") % 1000 * 1e-9)
+"""
+BREACHES = {
+    "a tensor is dropped among the ignored": (
+        "qwen2",
+        changed(QWEN2, "qkv_bias=True", "qkv_bias=False") + UNMAPPED_BIAS,
+        "ignored_tensors_do_not_matter",
+        r"nothing reads model.layers.0.self_attn.k_proj.bias, .* map it in `ttpu_flax_mapping`",
+    ),
+    "a parameter has no rule": (
+        "llama",
+        NO_RULE,
+        "float32_logits",
+        "no rule for the parameter 'layers.1.mlp.down.kernel': add to `ttpu_flax_mapping`",
+    ),
+    "a logical axis does not exist": (
+        "llama",
+        AXES.format(pattern="head.kernel", axes=("vocabulary", "embed")),
+        "logical_axes",
+        "head.kernel .* correct `ttpu_sharding_rules`",
+    ),
+    "logical axes are changed over": (
+        "llama",
+        AXES.format(pattern="embed.embedding", axes=("embed", "vocab")),
+        "logical_axes",
+        "embed.embedding .* calls its dimension of 200 'embed', .* 64 in this model: correct `ttpu_sharding_rules`",
+    ),
+    "a large parameter is not cut": (
+        "llama",
+        AXES.format(pattern=".*gate_up.kernel", axes=(None, None, None)),
+        "sharded_fsdp",
+        "lie whole on every device, .* `ttpu_sharding_rules`",
+    ),
+    "an unknown rope is taken": (
+        "llama",
+        ROPE_OF_ANY_TYPE,
+        "unknown_rope_is_refused",
+        "is accepted, .* use `rope_from_config` in `ttpu_rope`",
+    ),
+    "old rope JSON is not read": (
+        "llama",
+        ROPE_OF_NEW_JSON_ALONE,
+        "old_rope_json",
+        "instead of rope_parameters, layer 0 gets .* correct `ttpu_rope`",
+    ),
+    "every key counts as read": (
+        "llama",
+        EVERY_KEY_READ,
+        "unknown_key_is_reported",
+        "let hooks ask a config for the keys",
+    ),
+    "a key is not read": ("mistral", LLAMA, "config_keys_are_read", "nobody reads 'sliding_window' in the config"),
+    "a framework is imported": (
+        "llama",
+        "import transformers",
+        "imports_no_framework",
+        "describing a 'llama' config imports transformers",
+    ),
+    "another process describes another model": (
+        "llama",
+        ANOTHER_EACH_TIME,
+        "description_is_deterministic",
+        "another process describes the same config by other values",
+    ),
+    "a value can change": ("llama", LIST_IN_MIXER, "spec_is_frozen", "eps is a UnfrozenFloat, which can change"),
+    "a window that the test never passes": (
+        "mistral",
+        changed(MISTRAL, 'config.positive_int("sliding_window", default=None)', "4096"),
+        "windows_are_passed",
+        "layer 0 sees 4096 tokens and the test sequence has 40",
+    ),
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_a_broken_contract_is_caught_by_its_check(tmp_path: Path, breach: str) -> None:
+    model_type, source, check, message = BREACHES[breach]
+    reasons = failures(tmp_path, model_type, source, check)
+    assert re.search(message, reasons[check])

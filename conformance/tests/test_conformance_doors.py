@@ -1,0 +1,254 @@
+"""Both doors: what pytest collects, what the command prints and writes, and the rules about expected failures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from broken import LLAMA, cases
+from typer.testing import CliRunner
+
+from ttpu_conformance import parametrize_with_checks
+from ttpu_conformance.check import Item, Measured, all_checks, check, checks_for
+from ttpu_conformance.errors import CheckFailure, DeclarationError, NotApplicable, NotProven
+from ttpu_conformance.report import Report
+from ttpu_conformance.runner import Result, run_one
+from ttpu_core.cli.main import app
+from ttpu_core.errors import PluginError
+
+EXPECTED = [{"check": "float32_logits", "reason": "known to be off"}]
+
+
+def items(folder: Path, *only: str, **section: Any) -> list[Item]:
+    return list(checks_for(cases(folder, "llama", LLAMA, "doors", **section), only=only))
+
+
+def replaced(item: Item, function: Any) -> Item:
+    """The item with a check that does something else."""
+    from dataclasses import replace
+
+    return replace(item, check=replace(item.check, function=function))
+
+
+def raising(error: Exception) -> Any:
+    def function(case: Any) -> None:
+        raise error
+
+    return function
+
+
+# -- pytest
+
+
+def test_pytest_collects_one_test_for_each_check_and_case(tmp_path: Path) -> None:
+    made = cases(tmp_path, "llama", LLAMA, "doors", variants={"biased": {"attention_bias": True}})
+    mark = parametrize_with_checks("llama", registry=made[0].registry, declaration=made[0].declaration)
+    names, parameters = mark.mark.args
+    assert names == ("case", "check")
+    ids = [parameter.id for parameter in parameters]
+    assert "llama-base-float32_logits" in ids and "llama-biased-float32_logits" in ids
+    assert (
+        "llama-base-gradients" in ids and "llama-biased-gradients" not in ids
+    )  # heavy: the base, and what asks for it
+    assert len(ids) == len(set(ids))
+
+
+def test_pytest_takes_expected_failures_as_strict_xfails(tmp_path: Path) -> None:
+    made = cases(tmp_path, "llama", LLAMA, "doors", expected_failures=EXPECTED)
+    mark = parametrize_with_checks("llama", registry=made[0].registry, declaration=made[0].declaration)
+    marked = {parameter.id: parameter.marks for parameter in mark.mark.args[1]}
+    (xfail,) = marked["llama-base-float32_logits"]
+    assert (xfail.name, xfail.kwargs) == ("xfail", {"reason": "known to be off", "strict": True})
+    assert marked["llama-base-logical_axes"] == ()
+
+
+def test_pytest_skips_what_cannot_be_asked_with_the_reason(tmp_path: Path) -> None:
+    from ttpu_conformance.pytest_door import PytestCheck
+
+    (item,) = items(tmp_path, "logical_axes")
+    for reason in (NotApplicable("no rope"), NotProven("no TPU")):
+        with pytest.raises(pytest.skip.Exception, match=str(reason)):
+            PytestCheck(replaced(item, raising(reason)).check)(item.case)
+
+
+def test_a_model_type_that_nobody_describes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="conformance of 'olive' was asked for, but no usable plugin describes it"):
+        parametrize_with_checks("olive")
+
+
+def test_a_check_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeclarationError, match=r"check 'float31_logits' was asked for, but the checks are .*float32"):
+        items(tmp_path, "float31_logits")
+
+
+# -- expected failures
+
+
+def test_a_failure_that_is_expected_is_reported_as_such(tmp_path: Path) -> None:
+    (item,) = items(tmp_path, "float32_logits", expected_failures=EXPECTED)
+    result = run_one(replaced(item, raising(CheckFailure("off by one", error=0.5, tolerance=0.1))))
+    assert (result.status, result.error, result.tolerance) == ("expected failure", 0.5, 0.1)
+    assert result.reason == "known to be off (off by one)"
+
+
+def test_an_expected_failure_that_passes_is_a_failure(tmp_path: Path) -> None:
+    (item,) = items(tmp_path, "float32_logits", expected_failures=EXPECTED)
+    result = run_one(replaced(item, lambda case: Measured(0.0, 1.0)))
+    assert result.status == "failed"
+    assert "declared to fail (known to be off), but it passes: remove" in result.reason
+    result = run_one(replaced(item, raising(NotApplicable("no rope"))))
+    assert result.status == "failed" and "but it does not apply" in result.reason
+
+
+def test_an_expected_failure_of_a_missing_device_stays_unproven(tmp_path: Path) -> None:
+    (item,) = items(tmp_path, "float32_logits", expected_failures=EXPECTED)
+    assert run_one(replaced(item, raising(NotProven("no TPU")))).status == "skipped"
+
+
+def test_a_check_that_stumbles_fails_and_says_over_what(tmp_path: Path) -> None:
+    (item,) = items(tmp_path, "logical_axes")
+    result = run_one(replaced(item, raising(KeyError("x"))))
+    assert (result.status, result.reason) == ("failed", "the check stumbled over KeyError: 'x'")
+
+
+# -- the report
+
+
+def result(status: Any, **values: Any) -> Result:
+    return Result(
+        **{
+            "model_type": "llama",
+            "variant": "base",
+            "plugin": "ttpu-llama 0.1.0",
+            "check": "float32_logits",
+            "level": "numerics",
+            "status": status,
+            "reason": "",
+            "error": 1e-6,
+            "tolerance": 2e-5,
+            "seconds": 0.5,
+            "details": {},
+        }
+        | values
+    )
+
+
+def report(*results: Result) -> Report:
+    return Report({"jax": "0.10.2", "libtpu": None}, "cpu", "full", results)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "message", "color"),
+    [
+        (["passed", "passed"], "2 passed", "brightgreen"),
+        (["passed", "not applicable"], "1 passed", "brightgreen"),
+        (["passed", "expected failure", "expected failure"], "1 passed, 2 expected failures", "yellow"),
+        (["passed", "skipped"], "1 passed, 1 skipped", "yellow"),
+        (["passed", "failed"], "1 passed, 1 failed", "red"),
+        (["skipped"], "0 passed, 1 skipped", "red"),
+    ],
+)
+def test_the_badge_says_what_was_proven(statuses: list[str], message: str, color: str) -> None:
+    badge = report(*map(result, statuses)).badge()
+    assert badge == {"schemaVersion": 1, "label": "ttpu conformance", "message": message, "color": color}
+
+
+def test_json_holds_every_result_and_is_read_back() -> None:
+    made = report(result("passed"), result("failed", reason="off"))
+    document = json.loads(json.dumps(made.to_json()))
+    assert (document["suite"], document["passed"], document["plugins"]) == (
+        "ttpu-conformance",
+        False,
+        ["ttpu-llama 0.1.0"],
+    )
+    assert set(document["results"][0]) == {
+        "model_type", "variant", "plugin", "check", "level", "status", "reason", "error", "tolerance", "seconds",
+        "details",
+    }  # fmt: skip
+    assert Report.joined([document]) == made
+
+
+def test_markdown_has_a_row_for_each_type_and_program_and_every_reason() -> None:
+    from ttpu_conformance.markdown import markdown
+
+    about = {
+        "slice": "v5e:2x4", "mesh": {"tensor": 8}, "task": "decode", "batch": 32, "context": 2048,
+        "peak_bytes": 3 * 2**30, "hbm_bytes": 16 * 2**30, "collectives": {"all-reduce": {"count": 65, "bytes": 1}},
+        "predicted_seconds": 0.004, "compile_seconds": 6.2,
+    }  # fmt: skip
+    text = markdown(
+        report(
+            result("passed"),
+            result("expected failure", variant="sliding", check="bfloat16_logits", reason="rounds twice"),
+            result("passed", variant="Llama-8B@v5e", check="compiled_decode", level="compile", details=about),
+        )
+    )
+    assert "| `llama` | 2 | 1 | 1 | 1.0e-06 |" in text
+    assert "| Llama-8B | decode 32 × 2048 | v5e:2x4 | tensor=8 | 3.00 of 16.00 | 65 all-reduce | 4.0 | 6 |" in text
+    assert "- `llama` sliding, bfloat16_logits: rounds twice" in text
+
+
+# -- the command
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["conformance", *arguments])
+
+
+def test_the_command_refuses_what_makes_no_sense() -> None:
+    assert invoke().exit_code == 2
+    assert invoke("llama", "--all").exit_code == 2
+    assert invoke("llama", "--only", "float31_logits").exit_code == 2
+    assert invoke("llama", "--compile-for", "v9").exit_code == 2
+
+
+def test_a_missing_tpu_fails_if_it_is_required() -> None:
+    finished = invoke("llama", "--require-tpu", "--only", "logical_axes")
+    assert finished.exit_code == 2
+    assert "there is no TPU here" in finished.stderr
+
+
+@pytest.mark.torch
+def test_a_missing_tpu_is_said_and_counts_as_not_proven(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "result.json"
+    finished = invoke("llama", "--device", "tpu", "--only", "float32_logits", "--json", str(file))
+    assert finished.exit_code == 1  # nothing was proven
+    results = json.loads(file.read_text())["results"]
+    assert {one["status"] for one in results} == {"skipped"}
+    assert all("there is no TPU here" in one["reason"] for one in results)
+
+
+@pytest.mark.torch
+def test_the_command_writes_json_badge_and_markdown(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    files = [str(tmp_path / name) for name in ("a.json", "b.json", "c.md")]
+    finished = invoke(
+        "llama", "--only", "logical_axes", "--json", files[0], "--badge", files[1], "--markdown", files[2]
+    )
+    assert finished.exit_code == 0, finished.output
+    assert "logical_axes" in finished.output and "passed" in finished.output
+    document = json.loads(Path(files[0]).read_text())
+    assert document["passed"] and document["versions"]["ttpu-core"]
+    assert json.loads(Path(files[1]).read_text())["color"] == "brightgreen"
+    assert Path(files[2]).read_text().startswith("# Conformance")
+
+
+@pytest.mark.torch
+def test_the_command_fails_where_a_promise_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from ttpu_conformance import check as registered
+
+    all_checks()
+    monkeypatch.setattr(registered, "_CHECKS", dict(registered._CHECKS))
+
+    @check("contract", scope="type")
+    def check_that_fails(case: Any) -> None:
+        """It never holds."""
+        raise CheckFailure("the moon is not made of cheese")
+
+    finished = invoke("llama", "--only", "that_fails")
+    assert finished.exit_code == 1
+    assert "llama-base-that_fails: the moon is not made of cheese" in finished.output

@@ -1,0 +1,21 @@
+"""Every gemma model type against transformers, by the conformance kit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from ttpu_conformance import parametrize_with_checks
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+TYPES = ("gemma", "gemma2", "vaultgemma", "gemma3_text", "gemma3", "gemma3n_text", "gemma4_text", "gemma4")
+
+
+@parametrize_with_checks(*TYPES)
+def test_gemma(case: Any, check: Any) -> None:
+    check(case)

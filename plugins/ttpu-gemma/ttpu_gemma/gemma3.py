@@ -1,0 +1,84 @@
+"""Gemma 3: gemma 2's block with normalised queries and keys instead of caps, five layers with windows for each without,
+and a rope for either. The text models, and the text part of the multimodal ones (MedGemma and ShieldGemma 2 too)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ttpu_core import ModelConfig, defaults, hookimpl
+from ttpu_core.mapping import FlaxMapping
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec
+from ttpu_gemma.common import (
+    layer_types,
+    note_unused_rope,
+    refuse_bidirectional,
+    rope_by_layer_type,
+    ttpu_embedding,
+    ttpu_head,
+    ttpu_mlp,
+    ttpu_norm,
+    window,
+)
+from ttpu_gemma.gemma2 import CONFIG_DEFAULTS as GEMMA2_DEFAULTS
+from ttpu_gemma.gemma2 import ttpu_block
+from ttpu_gemma.text import text_config, text_mapping, text_names
+
+__all__ = [
+    "ttpu_attention",
+    "ttpu_block",
+    "ttpu_config",
+    "ttpu_embedding",
+    "ttpu_flax_mapping",
+    "ttpu_head",
+    "ttpu_mlp",
+    "ttpu_norm",
+]
+
+PARENT = "gemma3"
+CONFIG_DEFAULTS: dict[str, Any] = GEMMA2_DEFAULTS | {
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "sliding_window_pattern": 6,
+}
+
+
+@hookimpl
+def ttpu_config(config: ModelConfig) -> ModelConfig:
+    """The text model's config with the class's defaults."""
+    config = text_config(config, PARENT, CONFIG_DEFAULTS)
+    refuse_bidirectional(config)
+    # transformers reads the cap but applies none, and writes down the pattern from which it made `layer_types`.
+    config.get("attn_logit_softcapping")
+    config.get("_sliding_window_pattern")
+    note_unused_rope(config, _layer_types(config))
+    return config
+
+
+@hookimpl
+def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
+    """Grouped queries, normalised like the keys, in a window or not."""
+    kind = _layer_types(config)[layer]
+    attention, norm = defaults.ttpu_attention(config), ttpu_norm(config)
+    return replace(
+        attention,
+        scale=config.number("query_pre_attn_scalar") ** -0.5,
+        window=window(config, kind),
+        rope=rope_by_layer_type(config, kind, attention.head_dim),
+        q_norm=norm,
+        k_norm=norm,
+    )
+
+
+@hookimpl
+def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
+    """The usual names, below `language_model` in a multimodal checkpoint."""
+    if spec.model_type == PARENT:
+        return text_mapping(spec, text_names("language_model.model.", "language_model.lm_head"))
+    return text_mapping(spec, text_names("model."))
+
+
+def _layer_types(config: ModelConfig) -> tuple[str, ...]:
+    return layer_types(config, config.positive_int("sliding_window_pattern"))

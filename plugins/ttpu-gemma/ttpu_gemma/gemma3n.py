@@ -1,0 +1,198 @@
+"""Gemma 3n: four residual streams of which each layer computes one and predicts the rest (AltUp, arXiv 2301.13310), a
+low-rank side path (Laurel, arXiv 2411.07501), per-layer embeddings, sparse activations in the first layers, and keys
+and values that the last layers share. The text models, and the text part of the multimodal ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ttpu_core import ModelConfig, axes, defaults, hookimpl
+from ttpu_core.defaults import activation
+from ttpu_core.errors import ConfigError
+from ttpu_core.layout import replace_rules
+from ttpu_core.mapping import FlaxMapping, Stack, Tensor
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, BlockSpec, EmbeddingSpec, MLPSpec, NormSpec, Parameter
+from ttpu_gemma import common
+from ttpu_gemma.common import (
+    kv_source,
+    layer_types,
+    note_unused_rope,
+    plain_norm,
+    rope_by_layer_type,
+    ttpu_head,
+    window,
+)
+from ttpu_gemma.gemma3 import CONFIG_DEFAULTS as GEMMA3_DEFAULTS
+from ttpu_gemma.per_layer import Parameters, PerLayerSpec, part, per_layer_spec, tensors
+from ttpu_gemma.text import text_config, text_mapping, text_names, without_shared_keys
+
+__all__ = [
+    "ttpu_attention",
+    "ttpu_block",
+    "ttpu_config",
+    "ttpu_embedding",
+    "ttpu_flax_mapping",
+    "ttpu_head",
+    "ttpu_mlp",
+    "ttpu_norm",
+]
+
+PARENT = "gemma3n"
+CONFIG_DEFAULTS: dict[str, Any] = GEMMA3_DEFAULTS | {
+    "vocab_size": 262_400,
+    "hidden_size": 2048,
+    "intermediate_size": 16_384,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 512,
+    "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": 262_144,
+    "hidden_size_per_layer_input": 256,
+    "altup_active_idx": 0,
+    "altup_correct_scale": True,
+    "altup_num_inputs": 4,
+    "num_kv_shared_layers": 15,
+    "laurel_rank": 64,
+}
+PERIOD = 5  # every fifth layer sees everything
+NO_SAY = (
+    "query_pre_attn_scalar",  # published files have it, though the scale is 1
+    "attn_logit_softcapping",
+    "altup_coef_clip",  # bounds coefficients while training
+    "altup_lr_multiplier",
+)
+
+
+@hookimpl
+def ttpu_config(config: ModelConfig) -> ModelConfig:
+    """The text model's config with the class's defaults."""
+    config = text_config(config, PARENT, CONFIG_DEFAULTS)
+    for key in NO_SAY:
+        config.get(key)
+    note_unused_rope(config, layer_types(config, PERIOD))
+    streams, active = config.positive_int("altup_num_inputs"), config.require("altup_active_idx", int)
+    if streams < 2 or not 0 <= active < streams:
+        raise ConfigError(
+            f"{config.source} has {streams} AltUp streams of which number {active} is computed, but 2 or more are "
+            f"needed, counted from 0: correct `altup_num_inputs` or `altup_active_idx`."
+        )
+    return config
+
+
+@hookimpl
+def ttpu_norm(config: ModelConfig) -> NormSpec:
+    """RMSNorm that multiplies by w before the cast back."""
+    return plain_norm(common.ttpu_norm(config))
+
+
+@hookimpl
+def ttpu_embedding(config: ModelConfig) -> EmbeddingSpec:
+    """Gemma's embedding, as several streams, with the per-layer ones beside it."""
+    own = _per_layer(config)
+    streams, hidden = config.positive_int("altup_num_inputs"), own.hidden_size
+    projections = Parameter((streams - 1, hidden, hidden), (None, axes.MLP, axes.EMBED))
+    altup = (("altup.project.kernel", projections), ("altup.unembed.kernel", projections))
+    custom = part("gemma3n_embedding", "gemma3n:StreamEmbedding", (*own.embedding_parameters(), *altup), per_layer=own)
+    return replace(common.ttpu_embedding(config), custom=custom)
+
+
+@hookimpl
+def ttpu_block(config: ModelConfig) -> BlockSpec:
+    """Norms around the sub-layers, with AltUp, Laurel and the per-layer embedding around those."""
+    own = _per_layer(config)
+    custom = part(
+        "gemma3n_block",
+        "gemma3n:Block",
+        (*own.layer_parameters(), *_block_parameters(config)),
+        per_layer=own,
+        active=config.require("altup_active_idx", int),
+        scale_active=config.flag("altup_correct_scale"),
+    )
+    return BlockSpec("sandwich", custom=custom)
+
+
+@hookimpl
+def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
+    """Normalised queries, keys and values, which need no scale."""
+    kinds, attention = layer_types(config, PERIOD), defaults.ttpu_attention(config)
+    norm = ttpu_norm(config)
+    return replace(
+        attention,
+        scale=1.0,
+        window=window(config, kinds[layer]),
+        rope=rope_by_layer_type(config, kinds[layer], attention.head_dim),
+        q_norm=norm,
+        k_norm=norm,
+        v_norm=plain_norm(norm, scale=False),
+        kv_from_layer=kv_source(config, layer, kinds),
+    )
+
+
+@hookimpl
+def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec:
+    """A gated MLP of the layer's own width and sparsity."""
+    count = config.positive_int("num_hidden_layers")
+    widths = config.get("intermediate_size")
+    widths = config.int_list("intermediate_size") if isinstance(widths, tuple) else (widths,) * count
+    usual = (0.95,) * (10 if count > 10 else 0) + (0.0,) * (count - 10 if count > 10 else count)
+    sparsity = config.items("activation_sparsity_pattern", default=usual)
+    for key, values in (("intermediate_size", widths), ("activation_sparsity_pattern", sparsity)):
+        if len(values) != count:
+            raise ConfigError(
+                f"{config.source} gives {len(values)} values as {key!r} for {count} layers, but needs one for each: "
+                f"correct it, or `num_hidden_layers`."
+            )
+    return MLPSpec(widths[layer], activation(config, "hidden_activation"), sparsity=float(sparsity[layer]))
+
+
+@hookimpl
+def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMapping:
+    """The usual names for the usual parts, below `language_model` in a multimodal checkpoint."""
+    base = "model.language_model." if spec.model_type == PARENT else "model."
+    hidden, streams = spec.hidden_size, config.positive_int("altup_num_inputs")
+    rules = dict(_per_layer(config).rules(base))
+    for role, name in (("project", "altup_projections"), ("unembed", "altup_unembed_projections")):
+        each = tuple(Tensor(f"{base}{name}.{index}.weight", (hidden, hidden)) for index in range(streams - 1))
+        rules[f"embed.altup.{role}.kernel"] = Stack(each)
+    for layer in range(spec.num_layers):
+        where = f"layers.{layer}."
+        rules |= tensors(where, _block_parameters(config), "", BLOCK_TENSORS, base + where)
+    shared = [i for i, kind in enumerate(spec.layers) if getattr(kind.mixer, "kv_from_layer", None) is not None]
+    return without_shared_keys(replace_rules(text_mapping(spec, text_names(base)), rules), shared)
+
+
+BLOCK_TENSORS = {
+    "altup.scale": "altup.correct_output_scale",
+    "altup.correct.kernel": "altup.correction_coefs.weight",
+    "altup.predict.kernel": "altup.prediction_coefs.weight",
+    "altup.router.kernel": "altup.modality_router.weight",
+    "altup.norm.scale": "altup.router_norm.weight",
+    "laurel.left.kernel": "laurel.linear_left.weight",
+    "laurel.right.kernel": "laurel.linear_right.weight",
+    "laurel.norm.scale": "laurel.post_laurel_norm.weight",
+}
+
+
+def _per_layer(config: ModelConfig) -> PerLayerSpec:
+    config.positive_int("hidden_size_per_layer_input")
+    own = per_layer_spec(config, ttpu_norm(config), activation(config, "hidden_activation"))
+    assert own is not None
+    return own
+
+
+def _block_parameters(config: ModelConfig) -> Parameters:
+    """What AltUp and Laurel store in each layer."""
+    hidden, streams = config.positive_int("hidden_size"), config.positive_int("altup_num_inputs")
+    rank = config.positive_int("laurel_rank")
+    return (
+        ("altup.scale", Parameter((hidden,), (axes.NORM,), "zeros")),
+        ("altup.correct.kernel", Parameter((streams, streams), (None, None))),
+        ("altup.predict.kernel", Parameter((streams * streams, streams), (None, None))),
+        ("altup.router.kernel", Parameter((streams, hidden), (None, axes.EMBED))),
+        ("altup.norm.scale", Parameter((hidden,), (axes.NORM,), "ones")),
+        ("laurel.left.kernel", Parameter((rank, hidden), (None, axes.EMBED))),
+        ("laurel.right.kernel", Parameter((hidden, rank), (axes.EMBED, None))),
+        ("laurel.norm.scale", Parameter((hidden,), (axes.NORM,), "ones")),
+    )

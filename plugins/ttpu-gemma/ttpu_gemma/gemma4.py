@@ -1,0 +1,228 @@
+"""Gemma 4: heads of another size on the layers without windows, values that may be the keys, shared keys and values,
+per-layer embeddings where the config has them, and in the larger models experts beside the dense MLP. The text models,
+and the text part of the multimodal ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ttpu_core import ModelConfig, axes, defaults, hookimpl
+from ttpu_core.defaults import activation
+from ttpu_core.errors import ConfigError
+from ttpu_core.layout import replace_rules
+from ttpu_core.mapping import Expression, FlaxMapping, Tensor
+from ttpu_core.rope import RopeSpec, rope_from_config
+from ttpu_core.spec import (
+    ArchitectureSpec,
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    MLPSpec,
+    MoESpec,
+    Parameter,
+    RouterSpec,
+)
+from ttpu_gemma import common
+from ttpu_gemma.common import (
+    FULL,
+    THETAS,
+    kv_source,
+    note_unused_rope,
+    plain_norm,
+    refuse_bidirectional,
+    ttpu_head,
+    window,
+)
+from ttpu_gemma.gemma3 import CONFIG_DEFAULTS as GEMMA3_DEFAULTS
+from ttpu_gemma.gemma3n import ttpu_norm
+from ttpu_gemma.per_layer import Parameters, PerLayerSpec, part, per_layer_spec, tensors
+from ttpu_gemma.text import text_config, text_mapping, text_names, without_shared_keys
+
+__all__ = [
+    "ttpu_attention",
+    "ttpu_block",
+    "ttpu_config",
+    "ttpu_embedding",
+    "ttpu_flax_mapping",
+    "ttpu_head",
+    "ttpu_mlp",
+    "ttpu_norm",
+]
+
+PARENT = "gemma4"
+CONFIG_DEFAULTS: dict[str, Any] = GEMMA3_DEFAULTS | {
+    "vocab_size": 262_144,
+    "num_hidden_layers": 30,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262_144,
+    "hidden_size_per_layer_input": 256,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+    "use_double_wide_mlp": False,
+    "global_head_dim": 512,
+}
+PERIOD = 6  # every sixth layer sees everything, and the last one in any case
+
+
+@hookimpl
+def ttpu_config(config: ModelConfig) -> ModelConfig:
+    """The text model's config with the class's defaults."""
+    config = text_config(config, PARENT, CONFIG_DEFAULTS)
+    refuse_bidirectional(config, harmless=("vision",))
+    note_unused_rope(config, _layer_types(config))
+    return config
+
+
+@hookimpl
+def ttpu_embedding(config: ModelConfig) -> EmbeddingSpec:
+    """Gemma's embedding, with the per-layer ones beside it."""
+    own = _per_layer(config)
+    if own is None:
+        return common.ttpu_embedding(config)
+    custom = part("per_layer_embedding", "per_layer:PerLayerEmbedding", own.embedding_parameters(), per_layer=own)
+    return replace(common.ttpu_embedding(config), custom=custom)
+
+
+@hookimpl
+def ttpu_block(config: ModelConfig) -> BlockSpec:
+    """Norms around the sub-layers, three more where there are experts, and one factor on what leaves the layer."""
+    own, experts = _per_layer(config), _expert_parameters(config)
+    if own is None and not experts:
+        return BlockSpec("sandwich", layer_scalar=True)
+    parameters = (*(own.layer_parameters() if own else ()), *experts)
+    custom = part("gemma4_block", "gemma4:Block", parameters, per_layer=own, norm=ttpu_norm(config))
+    return BlockSpec("sandwich", layer_scalar=True, custom=custom)
+
+
+@hookimpl
+def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
+    """Normalised queries, keys and values, which need no scale; heads differ between the types of layers."""
+    kinds, norm = _layer_types(config), ttpu_norm(config)
+    kind = kinds[layer]
+    changes = _overrides(config, layer, kind)
+    attention = defaults.ttpu_attention(config.with_values(changes))
+    return replace(
+        attention,
+        scale=1.0,
+        window=window(config, kind),
+        rope=_rope(config, kind, attention.head_dim),
+        q_norm=norm,
+        k_norm=norm,
+        v_norm=plain_norm(norm, scale=False),
+        value_is_key=config.flag("attention_k_eq_v") and kind == FULL,
+        kv_from_layer=kv_source(config, layer, kinds),
+    )
+
+
+@hookimpl
+def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
+    """A gated MLP, twice as wide where keys and values are shared if the config says so, alone or beside experts."""
+    act, width = activation(config, "hidden_activation"), config.positive_int("intermediate_size")
+    shared = kv_source(config, layer, _layer_types(config)) is not None
+    dense = MLPSpec(width * (2 if config.flag("use_double_wide_mlp") and shared else 1), act)
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        config.get(key)  # written though it counts for nothing
+    if not config.flag("enable_moe_block"):
+        return dense
+    router = RouterSpec(
+        renormalize=True,
+        norm=plain_norm(ttpu_norm(config), scale=False),
+        input_scale=config.positive_int("hidden_size") ** -0.5,
+        expert_scale=True,
+    )
+    return MoESpec(
+        num_experts=config.positive_int("num_experts"),
+        experts_per_token=config.positive_int("top_k_experts"),
+        intermediate_size=config.positive_int("moe_intermediate_size"),
+        activation=act,
+        router=router,
+        dense=dense,
+    )
+
+
+@hookimpl
+def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMapping:
+    """The usual names for the usual parts, below `language_model` in a multimodal checkpoint."""
+    base = "model.language_model." if spec.model_type == PARENT else "model."
+    names = replace(
+        text_names(base),
+        router="router.proj",
+        router_scale="router.scale",
+        router_expert_scale="router.per_expert_scale",
+    )
+    own, rules = _per_layer(config), dict[str, Expression | None]()
+    if own is not None:
+        rules |= own.rules(base)
+    for index, layer in enumerate(spec.layers):
+        where = f"layers.{index}."
+        rules |= tensors(where, _expert_parameters(config), "", EXPERT_NORMS, base + where)
+        if isinstance(layer.mlp, MoESpec):
+            count, inner, hidden = layer.mlp.num_experts, layer.mlp.intermediate_size, spec.hidden_size
+            up = Tensor(f"{base}{where}experts.gate_up_proj", (count, 2 * inner, hidden))
+            rules[f"{where}moe.experts.gate_up.kernel"] = up.reshape(count, 2, inner, hidden)
+            down = Tensor(f"{base}{where}experts.down_proj", (count, hidden, inner))
+            rules[f"{where}moe.experts.down.kernel"] = down
+    shared = [i for i, layer in enumerate(spec.layers) if getattr(layer.mixer, "kv_from_layer", None) is not None]
+    return without_shared_keys(replace_rules(text_mapping(spec, names), rules), shared)
+
+
+EXPERT_NORMS = {
+    "dense_post_norm.scale": "post_feedforward_layernorm_1.weight",
+    "experts_norm.scale": "pre_feedforward_layernorm_2.weight",
+    "experts_post_norm.scale": "post_feedforward_layernorm_2.weight",
+}
+
+
+def _expert_parameters(config: ModelConfig) -> Parameters:
+    """The norms that a layer has for its experts and the MLP beside them."""
+    if not config.flag("enable_moe_block"):
+        return ()
+    scale = Parameter((config.positive_int("hidden_size"),), (axes.NORM,), "ones")
+    return tuple((name, scale) for name in EXPERT_NORMS)
+
+
+def _layer_types(config: ModelConfig) -> tuple[str, ...]:
+    return (*common.layer_types(config, PERIOD)[:-1], FULL)
+
+
+def _per_layer(config: ModelConfig) -> PerLayerSpec | None:
+    return per_layer_spec(config, ttpu_norm(config), activation(config, "hidden_activation"))
+
+
+def _overrides(config: ModelConfig, layer: int, kind: str) -> dict[str, int]:
+    """Head size and number of KV heads where a layer's differ: as transformers 5 writes them, by layer, or for all
+    layers of full attention, as published files have them.
+
+    Raises:
+        ConfigError: a layer is given another key.
+    """
+    config.get("global_head_dim")
+    kv_heads = config.positive_int("num_global_key_value_heads", default=None)
+    by_layer = config.section("per_layer_config")
+    if by_layer is None:
+        if kind != FULL:
+            return {}
+        own = {"head_dim": config.positive_int("global_head_dim")}
+        if kv_heads is not None and config.flag("attention_k_eq_v"):
+            own["num_key_value_heads"] = kv_heads
+        return own
+    # Layer numbers are padded with zeros to one width.
+    section = next((by_layer.section(key) for key in by_layer if key.isdecimal() and int(key) == layer), None)
+    for key in section or ():
+        if key not in ("head_dim", "num_key_value_heads"):
+            raise ConfigError(
+                f"{config.source} gives layer {layer} its own {key!r}, but gemma 4 lets layers differ in 'head_dim' "
+                "and 'num_key_value_heads' only: correct `per_layer_config`."
+            )
+    return {key: section.positive_int(key) for key in section} if section is not None else {}
+
+
+def _rope(config: ModelConfig, kind: str, head_dim: int) -> RopeSpec:
+    """Rope of a layer type; without parameters a quarter of the pairs turn on layers of full attention."""
+    if config.section("rope_parameters"):
+        return rope_from_config(config, head_dim=head_dim, layer_type=kind, theta=THETAS[kind])
+    positions = config.positive_int("max_position_embeddings")
+    usual = RopeSpec(theta=THETAS[kind], rotary_dim=head_dim, max_position_embeddings=positions)
+    return replace(usual, type="proportional", proportion=0.25) if kind == FULL else usual

@@ -1,0 +1,87 @@
+"""Per-layer embeddings (gemma 3n and 4): each token has a second, narrow embedding for each layer, which is let into
+the residual stream there. In: sizes; out: the parameters and mapping rules of what makes them and lets them in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttpu_core import ModelConfig, axes
+from ttpu_core.layout import Rules
+from ttpu_core.mapping import Tensor
+from ttpu_core.spec import ActivationSpec, CustomSpec, NormSpec, Parameter
+
+Parameters = tuple[tuple[str, Parameter], ...]
+
+
+@dataclass(frozen=True)
+class PerLayerSpec:
+    """Sizes of the per-layer embeddings, and the norm and activation around them."""
+
+    vocab_size: int
+    features: int
+    layers: int
+    hidden_size: int
+    norm: NormSpec
+    activation: ActivationSpec
+
+    def embedding_parameters(self) -> Parameters:
+        """The packed table, and the projection of the usual embedding that is added to its rows."""
+        packed = self.layers * self.features
+        return (
+            ("per_layer.embedding", Parameter((self.vocab_size, packed), (axes.VOCAB, axes.EMBED))),
+            ("per_layer.projection.kernel", Parameter((packed, self.hidden_size), (None, axes.EMBED))),
+            ("per_layer.norm.scale", Parameter((self.features,), (None,), "ones")),
+        )
+
+    def layer_parameters(self) -> Parameters:
+        """A layer's gate and projection; too narrow to be worth the exchange that cutting them would cost."""
+        return (
+            ("per_layer.gate.kernel", Parameter((self.features, self.hidden_size), (None, axes.EMBED))),
+            ("per_layer.projection.kernel", Parameter((self.hidden_size, self.features), (axes.EMBED, None))),
+            ("per_layer.norm.scale", Parameter((self.hidden_size,), (axes.NORM,), "ones")),
+        )
+
+    def rules(self, base: str) -> Rules:
+        """Where a checkpoint, whose text model's tensors are below `base`, keeps all of them."""
+        names = {
+            "embedding": "embed_tokens_per_layer.weight",
+            "projection.kernel": "per_layer_model_projection.weight",
+            "norm.scale": "per_layer_projection_norm.weight",
+        }
+        yield from tensors("embed.", self.embedding_parameters(), "per_layer.", names, base)
+        names = {
+            "gate.kernel": "per_layer_input_gate.weight",
+            "projection.kernel": "per_layer_projection.weight",
+            "norm.scale": "post_per_layer_input_norm.weight",
+        }
+        for layer in range(self.layers):
+            where = f"layers.{layer}."
+            yield from tensors(where, self.layer_parameters(), "per_layer.", names, base + where)
+
+
+def tensors(path: str, parameters: Parameters, group: str, names: dict[str, str], base: str) -> Rules:
+    """Rules for those parameters below `path` of which `names` has the rest after `group`: a tensor of the same shape
+    by that name below `base`."""
+    for name, parameter in parameters:
+        if name.startswith(group) and name.removeprefix(group) in names:
+            yield path + name, Tensor(base + names[name.removeprefix(group)], parameter.shape)
+
+
+def per_layer_spec(config: ModelConfig, norm: NormSpec, activation: ActivationSpec) -> PerLayerSpec | None:
+    """What a config says of per-layer embeddings; None where it has none of them."""
+    features, _ = config.get("hidden_size_per_layer_input"), config.get("vocab_size_per_layer_input")
+    if not features:
+        return None
+    return PerLayerSpec(
+        vocab_size=config.positive_int("vocab_size_per_layer_input"),
+        features=config.positive_int("hidden_size_per_layer_input"),
+        layers=config.positive_int("num_hidden_layers"),
+        hidden_size=config.positive_int("hidden_size"),
+        norm=norm,
+        activation=activation,
+    )
+
+
+def part(name: str, implementation: str, parameters: Parameters, **options: object) -> CustomSpec:
+    """A part of a gemma model that is implemented in `ttpu_gemma.jax`."""
+    return CustomSpec(name, (("jax", f"ttpu_gemma.jax.{implementation}"),), parameters, tuple(options.items()))

@@ -1,0 +1,57 @@
+"""The attention kernels compiled for TPUs that are not there, cut over a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ttpu_core.spec import AttentionSpec
+from ttpu_jax.aot.compile import compile_for
+from ttpu_jax.aot.topology import make_mesh, tpu_topology
+from ttpu_jax.ops.attention import AttentionContext, attend
+
+pytestmark = pytest.mark.tpu_compile
+
+GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=128)
+
+
+@pytest.mark.parametrize("topology_name", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        pytest.param("splash_attention", replace(GQA, head_dim=80, window=700, logit_softcap=30.0), id="splash"),
+        pytest.param("xla_flash_attention", GQA, id="flash"),
+    ],
+)
+def test_a_kernel_compiles_for_a_tpu_and_each_device_keeps_to_itself(
+    topology_name: str, name: str, spec: AttentionSpec
+) -> None:
+    topology = tpu_topology(topology_name)
+    mesh = make_mesh(topology, {"data": 2, "tensor": 2})
+    context = AttentionContext(mesh=mesh, batch_axes=("data",), head_axes=("tensor",), platform="tpu")
+
+    def abstract(shape: tuple[int, ...], *cut: str | None, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*cut)))
+
+    seq, heads = 2000, "tensor"
+    query = abstract((2, seq, spec.num_kv_heads, spec.q_per_kv, spec.head_dim), "data", None, heads)
+    key = abstract((2, spec.num_kv_heads, seq, spec.head_dim), "data", heads)
+    positions = abstract((2, seq), "data", dtype="int32")
+
+    def forward(query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array) -> jax.Array:
+        return attend(name, query, key, value, positions, positions, spec, context=context)
+
+    def gradients(query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array) -> Any:
+        mixed, back = jax.vjp(lambda *arrays: forward(*arrays, positions), query, key, value)
+        return back(mixed)
+
+    prefill = compile_for(topology, forward, query, key, key, positions)
+    training = compile_for(topology, gradients, query, key, key, positions)
+    assert [program.hlo_text.count("tpu_custom_call") for program in (prefill, training)] == [1, 3]
+    assert prefill.collectives == training.collectives == ()
+    scores = 4 * query.size // spec.head_dim * seq // 4  # bytes in float32, of the rows and heads of one device
+    assert max(prefill.temp_bytes, training.temp_bytes) < scores

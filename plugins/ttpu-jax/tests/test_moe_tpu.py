@@ -1,0 +1,85 @@
+"""A layer of Qwen3-30B-A3B's experts compiles for a TPU slice as it should: cut, not gathered, and not copied."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ttpu_core.parameters import layer_parameters
+from ttpu_core.plan.strategy import parse_mesh
+from ttpu_core.spec import AttentionSpec, LayerSpec, MoESpec, NormSpec, RouterSpec
+from ttpu_jax.aot.compile import CompiledProgram, compile_for
+from ttpu_jax.aot.topology import make_mesh, tpu_topology
+from ttpu_jax.model.modules import RESIDUAL, Parameters, Runtime
+from ttpu_jax.model.moe import MoE
+from ttpu_jax.params.placement import Placement
+
+pytestmark = pytest.mark.tpu_compile
+
+HIDDEN = 2048
+SPEC = MoESpec(128, 8, 768, router=RouterSpec(renormalize=True))
+KERNEL_BYTES = 128 * 3 * 768 * HIDDEN * 2
+
+
+def compiled(mesh_text: str, batch: int, seq: int, *, gradient: bool = False) -> CompiledProgram:
+    """The layer, or its gradient, for eight v5e devices."""
+    topology = tpu_topology("v5e:2x4")
+    placement = Placement(make_mesh(topology, parse_mesh(mesh_text)))
+    layer = LayerSpec(AttentionSpec(2, 2, 8), SPEC, NormSpec())
+    table = {
+        path.removeprefix("moe."): parameter
+        for path, parameter in layer_parameters(layer, HIDDEN).items()
+        if path.startswith("moe.")
+    }
+    values = {
+        path: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16, sharding=placement.parameter(path, p))
+        for path, p in table.items()
+    }
+    shape = (batch, seq, HIDDEN)
+    sharding = placement.sharding(placement.divisible(RESIDUAL, shape), shape, "x")
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    def forward(values: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return MoE(SPEC, Parameters(values, table), Runtime(placement))(x)
+
+    def loss(values: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return forward(values, x).astype(jnp.float32).sum()
+
+    return compile_for(topology, jax.grad(loss) if gradient else forward, values, x)
+
+
+def kernel_copies(program: CompiledProgram) -> list[str]:
+    """Instructions that write out an eighth of a kernel or more, wherever its experts and features are cut."""
+    shapes = re.findall(r"= bf16\[(?:128|16),[\d,]+\]\S* (?:copy|transpose)\(%[\w.-]+\)", program.hlo_text)
+    return [line for line in shapes if elements(line) >= 128 * 768 * HIDDEN // 8]
+
+
+def elements(line: str) -> int:
+    found = re.search(r"\[([\d,]+)\]", line)
+    assert found is not None
+    total = 1
+    for size in found[1].split(","):
+        total *= int(size)
+    return total
+
+
+@pytest.mark.parametrize("mesh", ["tensor=8", "expert=8"])
+def test_a_decode_step_reads_its_share_of_the_experts_where_it_lies(mesh: str) -> None:
+    program = compiled(mesh, 32, 1)
+    assert all(collective.result_bytes < 2**20 for collective in program.collectives), program.collectives
+    assert {collective.op for collective in program.collectives} <= {"all-reduce", "all-gather"}
+    assert kernel_copies(program) == []
+    assert program.argument_bytes <= KERNEL_BYTES / 8 + 2**20
+    assert program.peak_bytes <= 1.5 * program.argument_bytes  # VMEM, where a part is fetched ahead, counts as well
+    assert program.hlo_text.count('custom_call_target="tpu_custom_call"') == 2
+
+
+@pytest.mark.slow
+def test_a_gradient_gathers_over_fsdp_and_copies_nothing_more() -> None:
+    program = compiled("fsdp=2,tensor=4", 8, 128, gradient=True)
+    gathered = [c for c in program.collectives if c.op == "all-gather" and c.result_bytes > 2**20]
+    assert sum(c.result_bytes for c in gathered) <= KERNEL_BYTES / 4 * 2  # forward, and once more for the gradient
+    assert program.peak_bytes <= 8 * KERNEL_BYTES / 8

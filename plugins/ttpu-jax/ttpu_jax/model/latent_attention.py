@@ -1,0 +1,162 @@
+"""Latent attention (`ttpu_core.latent_attention`) as a Flax NNX module. Among tokens that are all here, each head's keys
+and values are made and attended to like any others; a cache is read as it lies, its latents serving as keys and values
+that all heads share (the "absorbed" form: arXiv 2405.04434, section 2.1.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ttpu_core import axes
+from ttpu_core.spec import AttentionSpec, MixerSpec, QueryTemperature
+from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step
+from ttpu_jax.ops import attention as attention_ops
+from ttpu_jax.ops.attention.reference import MASKED
+from ttpu_jax.ops.rope import rotate
+from ttpu_jax.ops.temperature import query_factor
+
+State = Mapping[str, jax.Array]
+
+
+class LatentAttention(nnx.Module):
+    """Attention whose cache holds one latent and one rotated key per token."""
+
+    def __init__(self, spec: MixerSpec, values: Parameters, runtime: Runtime) -> None:
+        self.spec, self.runtime = spec, runtime
+        self.heads: int = spec.option("num_heads")
+        self.rank: int = spec.option("kv_lora_rank")
+        self.plain: int = spec.option("qk_nope_head_dim")
+        self.attention = AttentionSpec(
+            num_heads=self.heads,
+            num_kv_heads=self.heads,
+            head_dim=self.plain + spec.option("qk_rope_head_dim"),
+            v_head_dim=spec.option("v_head_dim"),
+            scale=spec.option("scale"),
+        )
+        norm = spec.option("norm")
+        short = spec.option("q_lora_rank") is not None
+        self.query_down = Linear(values.at("query_down"), runtime) if short else None
+        self.query_norm = Norm(norm, values.at("query_norm")) if short else None
+        self.query = Linear(values.at("query_up" if short else "query"), runtime)
+        self.kv_down, self.kv_norm = Linear(values.at("kv_down"), runtime), Norm(norm, values.at("kv_norm"))
+        self.key_up, self.value_up = Linear(values.at("key_up"), runtime), Linear(values.at("value_up"), runtime)
+        self.output = Linear(values.at("output"), runtime)
+
+    def __call__(self, x: jax.Array, step: Step, state: State | None = None) -> tuple[jax.Array, State | None]:
+        """x [batch, seq, hidden]: the same shape (or the last token's, [batch, 1, hidden]), and the state with these
+        tokens' latents [batch, slots, kv_lora_rank] and rotated keys [batch, slots, qk_rope_head_dim] in it."""
+        latent, rope_key = self._compress(x, step)
+        if state is not None:
+            state = {
+                "latent": _written(state["latent"], latent, step.slot),
+                "rope_key": _written(state["rope_key"], rope_key, step.slot),
+            }
+        query, positions = self._queries(x, step)
+        if state is None or step.fresh:
+            mixed = self._expanded(query, latent, rope_key, positions, step.key_positions)
+        else:
+            mixed = self._absorbed(query, state["latent"], state["rope_key"], positions, step.key_positions)
+        return self.output(mixed.reshape(*mixed.shape[:2], -1)), state
+
+    def _compress(self, x: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+        """The latent [batch, seq, kv_lora_rank] and the rotated key [batch, seq, qk_rope_head_dim] of each token."""
+        both = self.kv_down(x)
+        return self.kv_norm(both[..., : self.rank]), self._rotated(both[..., self.rank :], step)
+
+    def _queries(self, x: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+        """Queries [batch, seq, heads, qk_nope_head_dim + qk_rope_head_dim] and their positions [batch, seq]."""
+        if self.query_down is not None and self.query_norm is not None:
+            x = self.query_norm(self.query_down(x))
+        query = self._cut(self.query(x))
+        rotated = self._rotated(query[..., self.plain :], step)
+        query = jnp.concatenate([query[..., : self.plain], rotated], axis=-1)
+        temperature: QueryTemperature | None = self.spec.option("query_temperature")
+        if temperature is not None:
+            factor = query_factor(temperature, step.query_positions)
+            query = (query * factor[:, :, None, None]).astype(query.dtype)
+        if step.last_only:
+            return query[:, -1:], step.query_positions[:, -1:]
+        return query, step.query_positions
+
+    def _expanded(
+        self,
+        query: jax.Array,
+        latent: jax.Array,
+        rope_key: jax.Array,
+        query_positions: jax.Array,
+        key_positions: jax.Array,
+    ) -> jax.Array:
+        """query [batch, seq, heads, dim] over the keys and values made of the same tokens' latent [batch, seq,
+        kv_lora_rank]: [batch, seq, heads, v_head_dim]."""
+        key = self._cut(self.key_up(latent))
+        shared = jnp.broadcast_to(rope_key[:, :, None], (*key.shape[:3], rope_key.shape[-1]))
+        key, value = jnp.concatenate([key, shared], axis=-1), self._cut(self.value_up(latent))
+        placement = self.runtime.placement
+        mixed = attention_ops.attend(
+            self.runtime.attention,
+            query[:, :, :, None],
+            key.transpose(0, 2, 1, 3),
+            value.transpose(0, 2, 1, 3),
+            query_positions,
+            key_positions,
+            self.attention,
+            context=attention_ops.AttentionContext(
+                mesh=placement.mesh,
+                batch_axes=placement.cut(axes.BATCH, query.shape[0]),
+                head_axes=placement.cut(axes.Q_HEADS, self.heads),
+                platform=placement.platform,
+                own_keys=True,
+                options=self.runtime.attention_options,
+            ),
+        )
+        return mixed[:, :, :, 0]
+
+    def _absorbed(
+        self,
+        query: jax.Array,
+        latent: jax.Array,
+        rope_key: jax.Array,
+        query_positions: jax.Array,
+        key_positions: jax.Array,
+    ) -> jax.Array:
+        """As `_expanded`, of a cache: the latents are the keys of queries taken through `key_up`, and `value_up` is
+        applied to what is mixed of them. Each cached token is read once for all heads, and never expanded."""
+        key_up, value_up = self.key_up.kernel[...], self.value_up.kernel[...]
+        if self.runtime.placement.platform == "cpu":  # as in the reference: XLA:CPU wants float32 operands
+            key_up, value_up, latent, rope_key = (a.astype(jnp.float32) for a in (key_up, value_up, latent, rope_key))
+        dtype = latent.dtype
+        taken = _product("bshd,hdr->bshr", query[..., : self.plain].astype(dtype), key_up).astype(dtype)
+        scores = _product("bshr,bkr->bhsk", self._cut(taken), latent)
+        scores += _product("bshr,bkr->bhsk", query[..., self.plain :].astype(dtype), rope_key)
+        visible = attention_ops.visibility(query_positions, key_positions, self.attention)[:, None]
+        scores = jnp.where(visible, scores * self.attention.softmax_scale, MASKED)
+        probabilities = jax.nn.softmax(scores, axis=-1).astype(dtype)
+        mixed = self._cut(_product("bhsk,bkr->bshr", probabilities, latent).astype(dtype))
+        return self._cut(_product("bshr,hvr->bshv", mixed, value_up)).astype(query.dtype)
+
+    def _rotated(self, x: jax.Array, step: Step) -> jax.Array:
+        """x [batch, seq, ..., qk_rope_head_dim] at the queries' positions."""
+        rope = self.spec.rope
+        if rope is None or rope.type == "none":
+            return x
+        cos, sin = step.angles[self.runtime.ropes.index(rope)]
+        return rotate(x, cos, sin, rope)
+
+    def _cut(self, x: jax.Array) -> jax.Array:
+        """x [batch, seq, heads, features], cut by heads."""
+        return self.runtime.placement.constrain(x, axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, None)
+
+
+def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """einsum with a float32 result."""
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+def _written(cache: jax.Array, new: jax.Array, slot: jax.Array | None) -> jax.Array:
+    """cache [batch, slots, features] with new [batch, seq, features] from `slot` on."""
+    assert slot is not None
+    zero = jnp.zeros((), slot.dtype)
+    return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (zero, slot, zero))

@@ -1,0 +1,155 @@
+"""Block sizes of the kernels. In: what a caller asks for, the device kind's defaults (blocks.json), a sequence length;
+out: a padded length and sizes that divide it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ttpu_core.errors import RequestError
+from ttpu_jax.ops.attention.context import AttentionContext, Options
+
+LANES = 128  # a block is whole TPU vector registers
+SMALLEST_WINDOW_BLOCK = 512
+
+COMPUTE_OF = {"sa_block_kv_compute": "sa_block_kv", "sa_block_kv_dkv_compute": "sa_block_kv_dkv"}
+"""Block of keys that is multiplied at once → block of keys that is fetched."""
+QUERY_BLOCKS = ("sa_block_q", "sa_block_q_dkv", "sa_block_q_dq")
+BLOCKS = (*QUERY_BLOCKS, "sa_block_kv", "sa_block_kv_dkv", "sa_block_kv_dq", *COMPUTE_OF)
+LAYOUT_KEYS = ("sa_q_layout", "sa_k_layout", "sa_v_layout")
+LAYOUTS = ("HEAD_DIM_MINOR", "SEQ_MINOR")
+FUSED = "sa_use_fused_bwd_kernel"
+
+
+@dataclass(frozen=True)
+class SplashBlocks:
+    """Sizes by the keys of attention_config, each a divisor of `length`, the padded sequence."""
+
+    length: int
+    sizes: tuple[tuple[str, int], ...]
+    fused_backward: bool = False
+    layouts: tuple[str, str, str] = (LAYOUTS[0],) * 3
+
+
+def splash_blocks(
+    context: AttentionContext, length: int, head_bytes: int, reach: int | None = None
+) -> SplashBlocks:
+    """The blocks for a sequence of `length` tokens.
+
+    Args:
+        head_bytes: of one query or value of one head, whichever is wider, padded to whole registers.
+        reach: how many tokens a query sees at most, where a window or chunk bounds them. A block wider than that would
+            mostly compute scores that are masked.
+
+    What `attention_config` asks for is used as it is, unless the sequence is shorter or no multiple of it.
+    """
+    table = _table("splash_attention", device_kind(context))
+    asked = dict(context.options)
+    largest_query_block = table["query_block_bytes"] // head_bytes // LANES * LANES
+    wanted: dict[str, int] = {}
+    for name in BLOCKS:
+        size = table["blocks"][name]
+        if name in QUERY_BLOCKS:
+            size = min(size, max(LANES, largest_query_block))
+        if reach is not None:
+            size = min(size, max(SMALLEST_WINDOW_BLOCK, _tiles(reach) * LANES))
+        given = asked.get(name, size)
+        assert isinstance(given, int)
+        wanted[name] = given
+    padded, sizes = fit(length, wanted)
+    q, k, v = (str(asked.get(name, LAYOUTS[0])) for name in LAYOUT_KEYS)
+    return SplashBlocks(padded, tuple(sizes.items()), bool(asked.get(FUSED, False)), (q, k, v))
+
+
+def flash_block(context: AttentionContext) -> int:
+    """The side of the flash kernel's blocks."""
+    size: int = _table("xla_flash_attention", device_kind(context))["blocks"]["block"]
+    return size
+
+
+def fit(length: int, wanted: Mapping[str, int]) -> tuple[int, dict[str, int]]:
+    """The least padding of `length` at which each block divides the padded length and is at least half as large as
+    wanted, and those blocks."""
+    goal = {name: size // LANES for name, size in wanted.items()}
+    for compute, fetched in COMPUTE_OF.items():
+        if compute in goal:
+            goal[compute] = _divisor(goal[fetched], goal[compute])
+    tiles = _tiles(length)
+    while True:
+        fitted = {name: _divisor(tiles, size) for name, size in goal.items()}
+        for compute, fetched in COMPUTE_OF.items():
+            if compute in goal:
+                fitted[compute] = _divisor(fitted[fetched], goal[compute])
+        if all(2 * fitted[name] >= min(size, tiles) for name, size in goal.items()):
+            return tiles * LANES, {name: size * LANES for name, size in fitted.items()}
+        tiles += 1
+
+
+def check_splash_options(options: Options) -> None:
+    """Refuse what the splash kernel cannot be told.
+
+    Raises:
+        RequestError: an unknown key, a block that is no multiple of 128, or an unknown layout.
+    """
+    given = dict(options)
+    for name, value in given.items():
+        if name in BLOCKS:
+            if not isinstance(value, int) or isinstance(value, bool) or value < LANES or value % LANES:
+                raise RequestError(
+                    f"attention_config has {name}={value!r}, but a block of the splash kernel is a positive multiple "
+                    f"of {LANES}: give such as 512, 1024 or 2048, or leave it out."
+                )
+        elif name in LAYOUT_KEYS:
+            if value not in LAYOUTS:
+                raise RequestError(
+                    f"attention_config has {name}={value!r}, but a layout is {' or '.join(LAYOUTS)}: write one of them."
+                )
+        elif name == FUSED:
+            if not isinstance(value, bool):
+                raise RequestError(f"attention_config has {name}={value!r}, but it is a switch: write True or False.")
+        else:
+            raise RequestError(
+                f"attention_config has the key {name!r}, but the splash kernel takes "
+                f"{', '.join((*BLOCKS, FUSED, *LAYOUT_KEYS))}: correct it or leave it out."
+            )
+    for compute, fetched in COMPUTE_OF.items():
+        inner, outer = given.get(compute), given.get(fetched)
+        if isinstance(inner, int) and isinstance(outer, int) and outer % inner:
+            raise RequestError(
+                f"attention_config has {fetched}={outer} and {compute}={inner}, but the first is computed in pieces of "
+                "the second: make it a multiple."
+            )
+
+
+def device_kind(context: AttentionContext) -> str:
+    """What `jax.Device.device_kind` says of the devices that the program is for."""
+    device = jax.devices()[0] if context.mesh is None else context.mesh.devices.flat[0]
+    kind: str = device.device_kind
+    return kind
+
+
+def _tiles(tokens: int) -> int:
+    return max(1, -(-tokens // LANES))
+
+
+def _divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`."""
+    return next(size for size in range(min(number, limit), 0, -1) if number % size == 0)
+
+
+def _table(kernel: str, kind: str) -> Mapping[str, Any]:
+    by_kind = _data()[kernel]
+    table: Mapping[str, Any] = by_kind.get(kind, by_kind["default"])
+    return table
+
+
+@cache
+def _data() -> Mapping[str, Any]:
+    data: Mapping[str, Any] = json.loads(Path(__file__).with_name("blocks.json").read_text())
+    return data

@@ -1,0 +1,148 @@
+"""Which attention a model gets. In: what the caller asks for, the layers, the platform and a plugin's choice; out: the
+name that the layers are given, and for each kind of layer what serves prefill and decode, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.latent_attention import LATENT_ATTENTION
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, KernelChoice, LayerSpec
+from ttpu_jax.ops.attention.api import IMPLEMENTATIONS, REFERENCE, implementation
+from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Options
+
+AUTO = "auto"
+DEFAULT_ON_TPU = "splash_attention"
+ABSORBED = "its own absorbed form"  # how latent attention reads its cache, whatever is asked for
+LENGTH = 2**31 - 1  # of the sequence that the plan is made for: longer than any window
+
+
+@dataclass(frozen=True)
+class KindChoice:
+    """What serves the layers of one kind (full, sliding, chunked, latent_attention): names of implementations, and the
+    reason."""
+
+    kind: str
+    prefill: str  # and training
+    decode: str
+    reason: str
+
+    def __str__(self) -> str:
+        if self.prefill == self.decode:
+            return f"{self.prefill}: {self.reason}"
+        return f"{self.prefill} for prefill and training, {self.decode} for decode: {self.reason}"
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """`name` is what `attend` is called with; `options` are its `attention_config`."""
+
+    name: str
+    reason: str
+    options: Options
+    kinds: tuple[KindChoice, ...]
+
+
+def attention_choice(
+    spec: ArchitectureSpec, asked: str, platform: str, config: Mapping[str, Any] | None = None
+) -> AttentionChoice:
+    """`choose` for an architecture, whose plugins and patch packs may have chosen."""
+    patches = [one for one in spec.kernels if one.backend == "jax" and one.operation == "attention"]
+    return choose(asked, spec.layers, platform, patches[-1] if patches else None, config)
+
+
+def choose(
+    asked: str,
+    layers: Iterable[LayerSpec],
+    platform: str,
+    patch: KernelChoice | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> AttentionChoice:
+    """The attention of a model.
+
+    Args:
+        asked: "auto", one of `IMPLEMENTATIONS`, or an import string `package.module:function`.
+        platform: cpu, tpu or gpu.
+        patch: what a plugin or a patch pack chose; "auto" takes it, else splash on a TPU, else the reference.
+        config: `attention_config`: settings of that implementation.
+
+    Raises:
+        PluginError: no such implementation.
+        RequestError: settings that it does not have.
+        UnsupportedError: it was asked for by name, but serves no layer.
+    """
+    mixers = tuple(dict.fromkeys(found for layer in layers if (found := _attention_in(layer)) is not None))
+    options = canonical_options(config)
+    context = AttentionContext(platform=platform)
+    if asked != AUTO:
+        chosen, reason = implementation(asked), "asked for"
+        chosen.check_options(options)
+    elif patch is not None:
+        chosen, reason = implementation(patch.implementation), patch.reason or f"chosen by {patch.source or 'a plugin'}"
+        chosen.check_options(options)
+    else:
+        splash = IMPLEMENTATIONS[DEFAULT_ON_TPU]
+        splash.check_options(options)  # also where it is not taken: what is misspelt here would fail on a TPU
+        served = platform == "tpu" and any(
+            splash.serves(mixer, context, LENGTH, LENGTH) is None for _, mixer in mixers
+        )
+        chosen = splash if served else REFERENCE
+        reason = "the default on a TPU" if served else "the reference implementation, compiled by XLA"
+    kinds = tuple(dict.fromkeys(_kind(kind, mixer, chosen, context, reason) for kind, mixer in mixers))
+    if asked not in (AUTO, REFERENCE.name) and not any(chosen.name in (kind.prefill, kind.decode) for kind in kinds):
+        found = chosen.serves(mixers[0][1], context, LENGTH, LENGTH) if mixers else "its mixers are of other kinds"
+        raise UnsupportedError(
+            f"attention implementation {asked!r} was asked for, but it serves no layer of this model on a {platform} "
+            f"({found}): use auto or {REFERENCE.name}."
+        )
+    return AttentionChoice(chosen.name, reason, options if chosen is not REFERENCE else (), kinds)
+
+
+def canonical_options(config: Mapping[str, Any] | None) -> Options:
+    """`attention_config` as a value that can be compared and hashed; what is None is left to the implementation.
+
+    Raises:
+        RequestError: it is no mapping from names to numbers, switches and words.
+    """
+    if config is None:
+        return ()
+    if not isinstance(config, Mapping):
+        raise RequestError(
+            f"attention_config is the {type(config).__name__} {str(config)[:60]!r}, but a mapping from names to values "
+            "is needed: pass such as {'sa_block_q': 1024}."
+        )
+    for name, value in config.items():
+        if not isinstance(name, str) or not isinstance(value, bool | int | float | str | None):
+            raise RequestError(
+                f"attention_config has {name!r}: {value!r}, but it maps names to numbers, switches and words: correct "
+                "it or leave it out."
+            )
+    return tuple(sorted((name, value) for name, value in config.items() if value is not None))
+
+
+def _attention_in(layer: LayerSpec) -> tuple[str, AttentionSpec] | None:
+    """The kind of a layer and its attention over a sequence, if it has any."""
+    mixer = layer.mixer
+    if isinstance(mixer, AttentionSpec):
+        return mixer.kind, mixer
+    if mixer.name != LATENT_ATTENTION:
+        return None
+    heads, dim = mixer.option("num_heads"), mixer.option("qk_nope_head_dim") + mixer.option("qk_rope_head_dim")
+    return mixer.kind, AttentionSpec(heads, heads, dim, v_head_dim=mixer.option("v_head_dim"))
+
+
+def _kind(
+    kind: str, mixer: AttentionSpec, chosen: Implementation, context: AttentionContext, reason: str
+) -> KindChoice:
+    on_sequence = chosen.serves(mixer, context, LENGTH, LENGTH)
+    on_cache = chosen.serves(mixer, replace(context, own_keys=False), 1, LENGTH)
+    prefill, decode = (REFERENCE.name if why else chosen.name for why in (on_sequence, on_cache))
+    if kind == LATENT_ATTENTION:
+        decode, on_cache = ABSORBED, None
+    objections = tuple(dict.fromkeys(why for why in (on_sequence, on_cache) if why))
+    if objections:
+        reason = f"{reason}; {'; '.join(objections)}"
+    return KindChoice(kind, prefill, decode, reason)
+

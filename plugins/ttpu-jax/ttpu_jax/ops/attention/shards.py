@@ -1,0 +1,90 @@
+"""Kernels over a mesh. In: a function of whole sequences on one device; out: the same over a mesh that cuts batch and
+heads. Segments stand for every mask that depends on the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ttpu_core.spec import AttentionSpec
+from ttpu_jax.ops.attention.context import AttentionContext
+from ttpu_jax.ops.attention.reference import SegmentIds
+
+PADDING = -(2**31)  # the segment of padding tokens, which sees itself and is seen by no other
+
+LocalAttention = Callable[
+    [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None],
+    jax.Array,
+]
+
+
+def over_mesh(
+    local: LocalAttention,
+    context: AttentionContext,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: SegmentIds,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """`local(query, key, value, query segments, key segments, sinks)` on each device's rows and heads: the compiler
+    cannot cut a kernel, and would gather its operands. Shapes are those of `eager`."""
+    if context.mesh is None:
+        return local(query, key, value, *segments, sinks)
+    batch, heads = context.batch_axes or None, context.head_axes or None
+    queries = PartitionSpec(batch, None, heads, None, None)
+    keys, rows = PartitionSpec(batch, heads, None, None), PartitionSpec(batch, None)
+    sharded = jax.shard_map(
+        local,
+        mesh=context.mesh,
+        in_specs=(queries, keys, keys, rows, rows, PartitionSpec(heads, None)),
+        out_specs=queries,
+        check_vma=False,  # the kernels do not say along which mesh axes their results differ
+    )
+    result: jax.Array = sharded(query, key, value, *segments, sinks)
+    return result
+
+
+def segments_of(
+    spec: AttentionSpec,
+    query_positions: jax.Array,
+    key_positions: jax.Array,
+    segment_ids: SegmentIds | None,
+) -> SegmentIds:
+    """Segments [batch, seq] and [batch, keys] between which nothing is visible: padding, chunks, packed sequences.
+
+    A chunk is a span of positions, not of slots, so that left padding does not shift it. Chunks are numbered modulo one
+    more than a row can hold of them, to leave room for the sequence's own number."""
+    keys = key_positions.shape[1]
+
+    def numbered(positions: jax.Array, ids: jax.Array | None) -> jax.Array:
+        segments = jnp.zeros_like(positions) if ids is None else ids.astype(positions.dtype)
+        if spec.chunk is not None:
+            most = keys // spec.chunk + 2
+            segments = segments * most + positions // spec.chunk % most
+        return jnp.where(positions < 0, PADDING, segments)
+
+    of_queries, of_keys = segment_ids if segment_ids is not None else (None, None)
+    return numbered(query_positions, of_queries), numbered(key_positions, of_keys)
+
+
+def not_own_keys(context: AttentionContext, queries: int, keys: int) -> str | None:
+    """Why a kernel for whole sequences on TPUs does not serve, where that is not the layer's doing."""
+    if context.platform == "gpu":
+        return "it is a kernel for TPUs"
+    if not context.own_keys:
+        return "it attends within a sequence, not to a cache"
+    if queries != keys or queries == 1:
+        return "the queries are not all of the sequence"
+    return None
+
+
+def pad_sequence(x: jax.Array, length: int, axis: int, fill: int = 0) -> jax.Array:
+    """x with `fill` after its end along `axis`, up to `length`."""
+    missing = length - x.shape[axis]
+    if missing == 0:
+        return x
+    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], constant_values=fill)

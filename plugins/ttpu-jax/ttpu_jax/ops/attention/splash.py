@@ -1,0 +1,137 @@
+"""The splash kernel of `jax.experimental.pallas.ops.tpu`: attention over whole sequences in memory linear in their
+length, that skips what a window or causality hides. In and out: as `eager`."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttpu_core.spec import AttentionSpec
+from ttpu_jax.ops.attention.blocks import LANES, SplashBlocks, splash_blocks
+from ttpu_jax.ops.attention.context import AttentionContext
+from ttpu_jax.ops.attention.reference import SegmentIds
+from ttpu_jax.ops.attention.shards import PADDING, not_own_keys, over_mesh, pad_sequence, segments_of
+
+
+def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> str | None:
+    """Why the splash kernel cannot compute this, or None."""
+    if spec.alibi is not None:
+        return "it adds no position biases (ALiBi)"
+    return not_own_keys(context, queries, keys)
+
+
+def splash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_positions: jax.Array,
+    key_positions: jax.Array,
+    spec: AttentionSpec,
+    *,
+    sinks: jax.Array | None = None,
+    segment_ids: SegmentIds | None = None,
+    context: AttentionContext,
+) -> jax.Array:
+    """`eager` where `serves` has no objection; the result for padding queries is another finite number.
+
+    Its block sizes are `attention_config`'s, else those of blocks.json. On a CPU the kernel is interpreted."""
+    reach = min((size for size in (spec.window, spec.chunk) if size is not None), default=None)
+    wider = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
+    blocks = splash_blocks(context, query.shape[1], wider * query.dtype.itemsize, reach)
+    local = partial(_local, spec=spec, reach=reach, blocks=blocks, interpret=context.platform == "cpu")
+    segments = segments_of(spec, query_positions, key_positions, segment_ids)
+    return over_mesh(local, context, query, key, value, segments, sinks)
+
+
+def _local(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_segments: jax.Array,
+    key_segments: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    spec: AttentionSpec,
+    reach: int | None,
+    blocks: SplashBlocks,
+    interpret: bool,
+) -> jax.Array:
+    """One device's rows and heads."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    batch, seq, kv, group, dim = query.shape
+    heads = kv * group
+    # The kernel has no scale: it goes into the queries, in float32 so that it is rounded once.
+    scaled = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
+    scaled = scaled.transpose(0, 2, 3, 1, 4).reshape(batch, heads, seq, dim)
+    key, value = key.astype(query.dtype), value.astype(query.dtype)
+    arrays = [pad_sequence(x, blocks.length, 2) for x in (scaled, key, value)]
+    ids = [pad_sequence(x, blocks.length, 1, PADDING) for x in (query_segments, key_segments)]
+    ahead = 0 if spec.causal else None if reach is None else reach - 1
+    behind = None if reach is None else reach - 1
+    kernel = _kernel(heads, behind, ahead, spec.logit_softcap, blocks, interpret)
+    flat_sinks = None if sinks is None else _own_dtype_gradient(sinks.reshape(heads))
+
+    def row(q: jax.Array, k: jax.Array, v: jax.Array, of_q: jax.Array, of_k: jax.Array) -> jax.Array:
+        mixed: jax.Array = kernel(q, k, v, segment_ids=splash.SegmentIds(of_q, of_k), sinks=flat_sinks)
+        return mixed
+
+    mixed = jax.vmap(row)(*arrays, *ids)[:, :, :seq]
+    return mixed.reshape(batch, kv, group, seq, -1).transpose(0, 3, 1, 2, 4)
+
+
+@jax.custom_vjp
+def _own_dtype_gradient(x: jax.Array) -> jax.Array:
+    """x; the kernel gives the gradient of sinks in the queries' dtype, whatever theirs is."""
+    return x
+
+
+def _keep_dtype(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, jnp.zeros((0,), x.dtype)
+
+
+def _cast_gradient(like: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    return (gradient.astype(like.dtype),)
+
+
+_own_dtype_gradient.defvjp(_keep_dtype, _cast_gradient)
+
+
+@lru_cache(maxsize=64)
+def _kernel(
+    heads: int, behind: int | None, ahead: int | None, softcap: float | None, blocks: SplashBlocks, interpret: bool
+) -> Any:
+    """The kernel of one static mask: a query sees `behind` tokens before itself and `ahead` after (None: all of them).
+
+    Kept, so that equal layers are traced to equal programs; its tables are numpy arrays, which belong to no trace and
+    no device."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    from ttpu_jax.ops.attention.mask import Band
+
+    # A fused backward kernel computes all gradients: the queries' has no blocks of its own.
+    unused = ("sa_block_q_dq", "sa_block_kv_dq") if blocks.fused_backward else ()
+    sizes = {name.removeprefix("sa_"): size for name, size in blocks.sizes if name not in unused}
+    q_layout, k_layout, v_layout = (splash.QKVLayout[name] for name in blocks.layouts)
+    mask = Band(blocks.length, behind, ahead)
+    with jax.ensure_compile_time_eval():
+        kernel = splash.make_splash_mha(
+            masks.MultiHeadMask([mask] * heads),
+            block_sizes=splash.BlockSizes(
+                **sizes,
+                use_fused_bwd_kernel=blocks.fused_backward,
+                q_layout=q_layout,
+                k_layout=k_layout,
+                v_layout=v_layout,
+            ),
+            head_shards=1,
+            q_seq_shards=1,
+            attn_logits_soft_cap=softcap,
+            interpret=interpret,
+        )
+        return jax.tree.map(np.asarray, kernel)

@@ -1,0 +1,150 @@
+"""Llama 4's text model: attention in chunks on layers with rope, whole attention without rope on every fourth, and a mixture
+of experts beside a shared one. In: a config.json of `model_type` "llama4_text", or of its multimodal parent "llama4";
+out: the answers in which it differs from the core's defaults."""
+
+from dataclasses import replace
+
+from ttpu_core import ModelConfig, defaults, hookimpl
+from ttpu_core.errors import ConfigError
+from ttpu_core.layout import CheckpointNames, replace_rules, stacked_expert_rules, standard_mapping
+from ttpu_core.mapping import Expression, FlaxMapping
+from ttpu_core.rope import NO_ROPE, RopeSpec, rope_from_config
+from ttpu_core.spec import (
+    ArchitectureSpec,
+    AttentionSpec,
+    MLPSpec,
+    MoESpec,
+    NormSpec,
+    QueryTemperature,
+    RouterSpec,
+)
+
+CONFIG_DEFAULTS = {
+    "model_type": "llama4_text",
+    "vocab_size": 202_048,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16_384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "num_experts_per_tok": 1,
+    "num_local_experts": 16,
+    "interleave_moe_layer_step": 1,
+    "use_qk_norm": True,
+    "no_rope_layer_interval": 4,
+    "attention_chunk_size": 8192,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+    "attention_bias": False,
+}
+
+CHUNKED, FULL = "chunked_attention", "full_attention"
+
+NAMES = CheckpointNames(
+    gate="feed_forward.gate_proj",
+    up="feed_forward.up_proj",
+    down="feed_forward.down_proj",
+    router="feed_forward.router",
+    shared_gate_up_down=(
+        "feed_forward.shared_expert.gate_proj",
+        "feed_forward.shared_expert.up_proj",
+        "feed_forward.shared_expert.down_proj",
+    ),
+)
+PREFIXES = (("language_model.", ""),)
+IMAGES = (r"(vision_model|multi_modal_projector)\..*",)
+
+
+@hookimpl
+def ttpu_config(config: ModelConfig) -> ModelConfig:
+    """The text part, with what `Llama4TextConfig` assumes of an absent key."""
+    text = config.section("text_config") or config
+    text.get("model_type")  # a text part's can only be "llama4_text"
+    return text.with_defaults(CONFIG_DEFAULTS)
+
+
+@hookimpl
+def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
+    """With rope, queries and keys are normalised after it; without, queries grow with their position."""
+    norm: NormSpec | None = None
+    temperature: QueryTemperature | None = None
+    unscaled = NormSpec(eps=config.number("rms_norm_eps"), scale=False)
+    steps = QueryTemperature(config.number("attn_scale"), config.number("floor_scale"), shift=1.0)
+    if _has_rope(config, layer):
+        norm = unscaled if config.flag("use_qk_norm") else None
+    else:
+        temperature = steps if config.flag("attn_temperature_tuning") else None
+    return replace(
+        defaults.ttpu_attention(config),
+        chunk=_chunk(config, layer),
+        q_norm=norm,
+        k_norm=norm,
+        qk_norm_after_rope=True,
+        query_temperature=temperature,
+    )
+
+
+@hookimpl
+def ttpu_rope(config: ModelConfig, layer: int, attention: AttentionSpec) -> RopeSpec:
+    """Neighbouring features are the pairs (transformers multiplies complex numbers, in float32)."""
+    rope = rope_from_config(config, head_dim=attention.head_dim, theta=500_000.0, layout="interleaved", fp32=True)
+    return rope if _has_rope(config, layer) else NO_ROPE
+
+
+@hookimpl
+def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
+    """Experts in the layers of `moe_layers`, or in every `interleave_moe_layer_step`-th; a wider MLP in the others."""
+    activation, inner = defaults.activation(config), config.positive_int("intermediate_size")
+    wide = config.positive_int("intermediate_size_mlp")
+    step, chosen = config.positive_int("interleave_moe_layer_step"), config.int_list("moe_layers", default=None)
+    moe = MoESpec(
+        num_experts=config.positive_int("num_local_experts"),
+        experts_per_token=config.positive_int("num_experts_per_tok"),
+        intermediate_size=inner,
+        activation=activation,
+        router=RouterSpec(score="sigmoid", weight_on="input"),
+        shared=MLPSpec(inner, activation),
+    )
+    has_experts = (layer + 1) % step == 0 if chosen is None else layer in chosen
+    return moe if has_experts else MLPSpec(wide, activation)
+
+
+@hookimpl
+def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
+    """All experts of a layer in one tensor, input features first; the parent's prefix; what sees images is left out."""
+    rules: dict[str, Expression] = {}
+    for index, layer in enumerate(spec.layers):
+        if isinstance(layer.mlp, MoESpec):
+            prefix = f"model.layers.{index}.feed_forward.experts."
+            experts = stacked_expert_rules(layer.mlp, spec.hidden_size, prefix, transposed=True)
+            rules |= {f"layers.{index}.{path}": rule for path, rule in experts}
+    mapping = replace_rules(standard_mapping(spec, NAMES), rules)
+    return replace(mapping, prefixes=(*PREFIXES, *mapping.prefixes), ignored=(*IMAGES, *mapping.ignored))
+
+
+def _has_rope(config: ModelConfig, layer: int) -> bool:
+    """`no_rope_layers` has a 1 for each layer that has rope; an empty list, as published, counts as none."""
+    interval, layers = config.positive_int("no_rope_layer_interval"), config.positive_int("num_hidden_layers")
+    listed = config.int_list("no_rope_layers", default=())
+    if listed and len(listed) < layers:
+        raise ConfigError(
+            f"{config.source} has {len(listed)} entries in 'no_rope_layers' for {layers} layers, but one for each is "
+            "needed: correct it, or leave it out."
+        )
+    return bool(listed[layer]) if listed else (layer + 1) % interval != 0
+
+
+def _chunk(config: ModelConfig, layer: int) -> int | None:
+    """Where `layer_types` is silent, layers with rope attend in chunks."""
+    size = config.positive_int("attention_chunk_size", default=None)
+    chunked = _has_rope(config, layer)
+    if config.get("layer_types") is not None:
+        chunked = defaults.layer_type(config, layer, (CHUNKED, FULL)) == CHUNKED
+    return size if chunked else None

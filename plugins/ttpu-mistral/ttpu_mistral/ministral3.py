@@ -1,0 +1,61 @@
+"""Ministral 3: mistral without windows, whose queries grow with their position beyond the context that yarn stretches.
+In: a config.json of `model_type` "ministral3"; out: the answers in which it differs from the core's defaults."""
+
+from dataclasses import replace
+
+from ttpu_core import ModelConfig, defaults, hookimpl
+from ttpu_core.spec import AttentionSpec, QueryTemperature
+
+CONFIG_DEFAULTS = {
+    "vocab_size": 131_072,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
+
+@hookimpl
+def ttpu_config(config: ModelConfig) -> ModelConfig:
+    """What `Ministral3Config` assumes of an absent key."""
+    return config.with_defaults(CONFIG_DEFAULTS)
+
+
+@hookimpl
+def ttpu_attention(config: ModelConfig) -> AttentionSpec:
+    """A query temperature; a window, if there is one, on every layer."""
+    return replace(
+        defaults.ttpu_attention(config),
+        window=config.positive_int("sliding_window", default=None),
+        query_temperature=query_temperature(config),
+    )
+
+
+def query_temperature(config: ModelConfig) -> QueryTemperature | None:
+    """1 + β·log(1 + ⌊position / original context⌋), with β and the context among the rope parameters (llama 4's
+    temperature, as `get_llama_4_attn_scale` of transformers has it); None without a β."""
+    rope = config.section("rope_scaling") or config.section("rope_parameters")
+    if rope is None:
+        return None
+    rope.get("max_position_embeddings")  # repeats the config's own
+    beta = rope.number("llama_4_scaling_beta", default=0.0)
+    context = config.positive_int("max_position_embeddings")
+    period = rope.positive_int("original_max_position_embeddings", default=context)
+    return QueryTemperature(scale=beta, period=float(period)) if beta else None

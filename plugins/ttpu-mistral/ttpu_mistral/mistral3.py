@@ -1,0 +1,96 @@
+"""The text part of Mistral 3's multimodal models (Mistral Small 3.1 to 4, Ministral 3): one of this family's other types,
+behind a prefix. In: a config.json of `model_type` "mistral3"; out: the answers of the text part's own module."""
+
+from dataclasses import replace
+from inspect import signature
+from types import ModuleType
+from typing import Any
+
+from ttpu_core import ModelConfig, hookimpl
+from ttpu_core.errors import ConfigError
+from ttpu_core.layout import standard_mapping
+from ttpu_core.mapping import FlaxMapping
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MixerSpec, MLPSpec, MoESpec
+from ttpu_mistral import ministral3, mistral, mistral4
+
+TEXT_TYPES: dict[str, ModuleType] = {
+    "mistral": mistral,
+    "ministral": mistral,
+    "ministral3": ministral3,
+    "mistral4": mistral4,
+}
+
+# What `Mistral3Config` assumes where there is no text part at all: Mistral Small 3.1.
+TEXT_DEFAULTS = {
+    "model_type": "mistral",
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "intermediate_size": 32_768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000_000.0,
+    "sliding_window": None,
+    "vocab_size": 131_072,
+}
+
+PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+IMAGES = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
+
+
+@hookimpl
+def ttpu_config(config: ModelConfig) -> ModelConfig:
+    """The text part. The head is tied where the parent says so, or, where the parent is silent, the text part.
+
+    Raises:
+        ConfigError: a text part of another family.
+    """
+    text = config.section("text_config") or config.with_values(TEXT_DEFAULTS)
+    text = text.with_defaults({"model_type": "mistral"})
+    if text.model_type not in TEXT_TYPES:
+        raise ConfigError(
+            f"{config.source} of model_type 'mistral3' has a text part of type {text.model_type!r}, but "
+            f"{', '.join(TEXT_TYPES)} are known: correct `text_config`, or update ttpu-mistral."
+        )
+    tied = config.flag("tie_word_embeddings", default=text.flag("tie_word_embeddings", default=False))
+    filled: ModelConfig = _ask("ttpu_config", text)
+    return filled.with_values({"tie_word_embeddings": tied})
+
+
+@hookimpl
+def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
+    """The text part's."""
+    return _ask("ttpu_mixer", config, layer=layer)
+
+
+@hookimpl
+def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec | None:
+    """The text part's."""
+    return _ask("ttpu_attention", config, layer=layer)
+
+
+@hookimpl
+def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec | None:
+    """The text part's."""
+    return _ask("ttpu_mlp", config, layer=layer)
+
+
+@hookimpl
+def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMapping:
+    """The text part's, behind the prefixes that transformers 4 and 5 use; what sees images is left out."""
+    mapping: FlaxMapping = _ask("ttpu_flax_mapping", config, spec=spec) or standard_mapping(spec)
+    return replace(mapping, prefixes=(*PREFIXES, *mapping.prefixes), ignored=(*IMAGES, *mapping.ignored))
+
+
+def _ask(hook: str, config: ModelConfig, **arguments: Any) -> Any:
+    """The answer of the text part's module, which names the arguments that it needs; None where it has none."""
+    function = getattr(TEXT_TYPES[config.model_type], hook, None)
+    if function is None:
+        return None
+    given = {"config": config, **arguments}
+    return function(**{name: given[name] for name in signature(function).parameters})

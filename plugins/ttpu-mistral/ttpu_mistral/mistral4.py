@@ -1,0 +1,128 @@
+"""Mistral Small 4's text model: latent attention whose queries grow with position, and a mixture of experts after the
+first dense layers. In: a config.json of `model_type` "mistral4"; out: the answers in which it differs from the core's
+defaults."""
+
+from dataclasses import replace
+
+from ttpu_core import ModelConfig, defaults, hookimpl
+from ttpu_core.latent_attention import latent_attention, yarn_softmax_scale
+from ttpu_core.layout import replace_rules, stacked_expert_rules, standard_mapping
+from ttpu_core.mapping import Expression, FlaxMapping
+from ttpu_core.rope import RopeSpec, rope_from_config
+from ttpu_core.spec import ArchitectureSpec, MixerSpec, MLPSpec, MoESpec, NormSpec, RouterSpec
+from ttpu_mistral.ministral3 import query_temperature
+
+CONFIG_DEFAULTS = {
+    "vocab_size": 131_072,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "n_shared_experts": 1,
+    "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0,
+    "kv_lora_rank": 256,
+    "q_lora_rank": 1024,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1_048_576,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_interleave": True,
+    "attention_bias": False,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
+
+@hookimpl
+def ttpu_config(config: ModelConfig) -> ModelConfig:
+    """What `Mistral4Config` assumes of an absent key."""
+    for key in ("head_dim", "qk_head_dim", "num_key_value_heads"):  # follow from other keys
+        config.get(key)
+    config.get("intermediate_size")  # of dense layers, which there may be none of
+    return config.with_defaults(CONFIG_DEFAULTS)
+
+
+@hookimpl
+def ttpu_mixer(config: ModelConfig) -> MixerSpec:
+    """`Mistral4Attention`."""
+    rope = _rope(config)
+    plain, rotated = config.positive_int("qk_nope_head_dim"), config.positive_int("qk_rope_head_dim")
+    return latent_attention(
+        hidden_size=config.positive_int("hidden_size"),
+        num_heads=config.positive_int("num_attention_heads"),
+        q_lora_rank=config.positive_int("q_lora_rank", default=None),
+        kv_lora_rank=config.positive_int("kv_lora_rank"),
+        qk_nope_head_dim=plain,
+        qk_rope_head_dim=rotated,
+        v_head_dim=config.positive_int("v_head_dim"),
+        rope=rope,
+        scale=yarn_softmax_scale(rope, plain + rotated),
+        bias=config.flag("attention_bias"),
+        norm=NormSpec(eps=1e-6),  # whatever `rms_norm_eps` is
+        query_temperature=query_temperature(config),
+    )
+
+
+@hookimpl
+def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
+    """Dense layers first, then experts chosen within the best groups, beside shared ones."""
+    if layer < config.require("first_k_dense_replace", int):
+        return defaults.ttpu_mlp(config)
+    activation, inner = defaults.activation(config), config.positive_int("moe_intermediate_size")
+    return MoESpec(
+        num_experts=config.positive_int("n_routed_experts"),
+        experts_per_token=config.positive_int("num_experts_per_tok"),
+        intermediate_size=inner,
+        activation=activation,
+        router=RouterSpec(
+            renormalize=config.flag("norm_topk_prob"),
+            renormalize_eps=1e-20,
+            groups=config.positive_int("n_group"),
+            top_groups=config.positive_int("topk_group"),
+            group_score="top2_sum",
+            scaling_factor=config.number("routed_scaling_factor"),
+        ),
+        shared=MLPSpec(inner * config.positive_int("n_shared_experts"), activation),
+    )
+
+
+@hookimpl
+def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
+    """DeepSeek's names, with all experts of a layer in one tensor, or each in its own."""
+    usual = standard_mapping(spec)
+    stacked: dict[str, Expression] = {}
+    for index, layer in enumerate(spec.layers):
+        if isinstance(layer.mlp, MoESpec):
+            rules = stacked_expert_rules(layer.mlp, spec.hidden_size, f"model.layers.{index}.mlp.experts.")
+            stacked |= {f"layers.{index}.{path}": rule for path, rule in rules}
+    each_its_own = tuple((path, usual[path]) for path in stacked)
+    return replace(replace_rules(usual, stacked), alternatives=(each_its_own,) if stacked else ())
+
+
+def _rope(config: ModelConfig) -> RopeSpec:
+    """Of the rotated features; `partial_rotary_factor`, where it is written, is their share of a whole head."""
+    head_dim = config.positive_int("qk_rope_head_dim")
+    sections = (config, config.section("rope_scaling"), config.section("rope_parameters"))
+    if any(section is not None and "partial_rotary_factor" in section for section in sections):
+        head_dim += config.positive_int("qk_nope_head_dim")
+    layout = "interleaved" if config.flag("rope_interleave") else "half"
+    return rope_from_config(config, head_dim=head_dim, layout=layout)

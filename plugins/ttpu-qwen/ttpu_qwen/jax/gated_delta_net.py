@@ -1,0 +1,256 @@
+"""Gated DeltaNet (arXiv 2412.06464) for JAX: a linear attention whose state is one matrix per value head. In: the
+residual stream and the state after earlier tokens; out: what the mixer adds, and the state after these tokens.
+
+Value heads are grouped by the key head that they share, as `[key_heads, values_per_key]`, so that tensor parallelism
+cuts between groups. Everything between the projections is computed in float32, as in transformers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ttpu_core import axes
+from ttpu_core.spec import ActivationSpec, MixerSpec, NormSpec
+from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step
+from ttpu_jax.ops.activation import activate
+
+CHUNK = 64  # tokens; the work per token grows with it, the number of steps one after another shrinks
+# A TPU rounds float32 operands to bfloat16 unless told otherwise; three passes keep the state near float32.
+PRECISION = jax.lax.Precision.HIGH
+L2_EPS = 1e-6
+State = dict[str, jax.Array]
+
+
+class GatedDeltaNet(nnx.Module):
+    """A short causal convolution over queries, keys and values, the gated delta rule, and a gated norm."""
+
+    def __init__(self, spec: MixerSpec, values: Parameters, runtime: Runtime) -> None:
+        self.spec, self.runtime = spec, runtime
+        self.qkvz, self.ba = Linear(values.at("qkvz"), runtime), Linear(values.at("ba"), runtime)
+        self.conv = values["conv.kernel"]
+        self.decay_log, self.decay_bias = values["decay_log"], values["decay_bias"]
+        self.norm = Norm(NormSpec(eps=spec.option("norm_eps")), values.at("norm"))
+        self.output = Linear(values.at("output"), runtime)
+
+    def __call__(self, x: jax.Array, step: Step, state: State | None = None) -> tuple[jax.Array, State | None]:
+        """x [batch, seq, hidden]: the same shape (or the last token's), and the state "conv" [batch, kernel - 1,
+        key_heads, features] and "recurrent" [batch, key_heads, values_per_key, key_dim, value_dim]."""
+        valid = step.valid[..., None]
+        x = jnp.where(valid, x, 0)
+        # Each token depends on the one before, so no device may hold a part of the sequence.
+        fused = self._whole_sequence(self.qkvz(x))
+        ba = self._whole_sequence(self.ba(x, jnp.dtype(jnp.float32)))  # [batch, seq, key_heads, 2, values_per_key]
+        features = self.conv.shape[-1]
+        mixed, window = causal_convolution(
+            fused[..., :features], self.conv[...], None if state is None else state["conv"], step.valid
+        )
+        query, key, value = self._heads(activate(mixed, ActivationSpec(self.spec.option("activation"))))
+        decay = -jnp.exp(self.decay_log[...]) * jax.nn.softplus(ba[..., 1, :] + self.decay_bias[...])
+        decay = jnp.where(valid[..., None], decay, 0.0)
+        beta = jnp.where(valid[..., None], jax.nn.sigmoid(ba[..., 0, :]), 0.0)
+        before = None if state is None else state["recurrent"]
+        rule = recurrent_gated_delta_rule if x.shape[1] == 1 else chunk_gated_delta_rule
+        out, recurrent = rule(l2_normalize(query), l2_normalize(key), value, decay, beta, before)
+        gate = fused[..., features:].reshape(out.shape)
+        if step.last_only:
+            out, gate = out[:, -1:], gate[:, -1:]
+        out = (self.norm(out) * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+        after = None if state is None else {"conv": window, "recurrent": recurrent}
+        return self.output(out.reshape(*out.shape[:2], -1)), after
+
+    def _whole_sequence(self, x: jax.Array) -> jax.Array:
+        """x [batch, seq, key_heads, ...], cut along batch and heads only."""
+        return self.runtime.placement.constrain(x, axes.BATCH, None, axes.KV_HEADS, *(None,) * (x.ndim - 3))
+
+    def _heads(self, mixed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries and keys [..., key_heads, key_dim], values [..., key_heads, values_per_key, value_dim]."""
+        dim = self.spec.option("key_dim")
+        query, key, value = mixed[..., :dim], mixed[..., dim : 2 * dim], mixed[..., 2 * dim :]
+        return query, key, value.reshape(*value.shape[:-1], self.spec.option("values_per_key"), -1)
+
+
+def causal_convolution(
+    x: jax.Array, kernel: jax.Array, window: jax.Array | None = None, valid: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """A depthwise convolution that sees a token and the kernel - 1 before it.
+
+    Args:
+        x: [batch, seq, *features].
+        kernel: [kernel, *features]; the last entry weighs the token itself.
+        window: the inputs before the first token, [batch, kernel - 1, *features]; None is zeros.
+        valid: bool [batch, seq], which tokens are no padding; None is all. Those of a row are neighbours.
+
+    Returns:
+        float32 [batch, seq, *features], and the window after the last valid token in x's dtype.
+    """
+    width, seq = kernel.shape[0], x.shape[1]
+    if window is None:
+        window = jnp.zeros((x.shape[0], width - 1, *x.shape[2:]), x.dtype)
+    inputs = jnp.concatenate([window.astype(x.dtype), x], axis=1)
+    taps = kernel.astype(jnp.float32)
+    out = sum((inputs[:, i : i + seq].astype(jnp.float32) * taps[i] for i in range(width)), jnp.zeros((), jnp.float32))
+    if valid is None:
+        return out, inputs[:, seq:]
+    if seq == 1:
+        return out, jnp.where(valid.reshape(-1, *(1,) * (x.ndim - 1)), inputs[:, 1:], inputs[:, :-1])
+    end = jnp.where(valid, jnp.arange(1, seq + 1), 0).max(axis=1)
+    return out, jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, width - 1))(inputs, end)
+
+
+def l2_normalize(x: jax.Array) -> jax.Array:
+    """x [..., features] divided by its length, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + L2_EPS)
+
+
+def recurrent_gated_delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Token by token: the state S forgets by exp(decay), then what it recalls for the key moves towards the value by
+    the share beta, and the query reads it.
+
+    S ← exp(decay) S;  S ← S + key ⊗ beta (value - key S);  out = query S / sqrt(key_dim)
+
+    Args:
+        query, key: [batch, seq, key_heads, key_dim].
+        value: [batch, seq, key_heads, values_per_key, value_dim].
+        decay, beta: [batch, seq, key_heads, values_per_key]; decay is a logarithm, so at most 0. Where both are 0 the
+            state stays as it is.
+        state: [batch, key_heads, values_per_key, key_dim, value_dim]; None is zeros.
+
+    Returns:
+        float32 [batch, seq, key_heads, values_per_key, value_dim], and the float32 state after the last token.
+    """
+    query, key, value, decay, beta = _float32(query, key, value, decay, beta)
+    query = query * query.shape[-1] ** -0.5
+    state = _initial_state(key, value) if state is None else state.astype(jnp.float32)
+
+    def token(state: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        query, key, value, decay, beta = inputs
+        # Sums of products on the vector unit: a matrix unit has nothing to gain on one row, and would round.
+        query, key = query[:, :, None, :, None], key[:, :, None, :, None]
+        state = state * jnp.exp(decay)[..., None, None]
+        delta = (value - (state * key).sum(-2)) * beta[..., None]
+        state = state + key * delta[..., None, :]
+        return state, (state * query).sum(-2)
+
+    inputs = (query, key, value, decay, beta)
+    if query.shape[1] == 1:
+        state, out = token(state, jax.tree.map(lambda each: each[:, 0], inputs))
+        return out[:, None], state
+    state, out = jax.lax.scan(token, state, jax.tree.map(lambda each: each.swapaxes(0, 1), inputs))
+    return out.swapaxes(0, 1), state
+
+
+def chunk_gated_delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[jax.Array, jax.Array]:
+    """The same, by matrix products over chunks of tokens; only chunks follow one another (arXiv 2406.06484, 2412.06464).
+
+    Arguments and results are those of `recurrent_gated_delta_rule`; `chunk` is a power of two, and the sequence may
+    have any length. Within a chunk, with c the running sum of decay, what token i writes is
+
+        new_i = beta_i (value_i - exp(c_i) key_i S) - sum over j < i of beta_i exp(c_i - c_j) (key_i · key_j) new_j
+
+    which is a unit lower triangular system in `new`, the same for every feature of the values.
+    """
+    batch, seq = key.shape[:2]
+    chunk = min(chunk, 1 << (seq - 1).bit_length())
+    query, key, value, decay, beta = (
+        _in_chunks(each, chunk) for each in _float32(query, key, value, decay, beta)
+    )
+    query = query * query.shape[-1] ** -0.5
+    state = _initial_state(key[:, 0], value[:, 0]) if state is None else state.astype(jnp.float32)
+    # b batch, n chunk, i and j tokens of a chunk, h key heads, r values per key, k and v features
+    decay, beta, value = (jnp.moveaxis(each, 2, 4) for each in (decay, beta, value))  # [b, n, h, r, i(, v)]
+    query, key = query.swapaxes(2, 3)[:, :, :, None], key.swapaxes(2, 3)[:, :, :, None]  # [b, n, h, 1, i, k]
+    total = jnp.cumsum(decay, axis=-1)
+    pairs = total[..., :, None] - total[..., None, :]
+    earlier_or_same = jnp.tri(chunk, dtype=bool)
+    pairs = jnp.exp(jnp.where(earlier_or_same, pairs, -jnp.inf))  # masked first: later tokens' would overflow
+    coupling = _product("...ik,...jk->...ij", key, key) * pairs * beta[..., None]
+    solve = unit_lower_inverse(jnp.where(jnp.tri(chunk, k=-1, dtype=bool), coupling, 0.0))
+    written = _product("...ij,...jv->...iv", solve, value * beta[..., None])
+    recalled = _product("...ij,...jk->...ik", solve, key * (beta * jnp.exp(total))[..., None])
+    attention = _product("...ik,...jk->...ij", query, key) * pairs
+    query = query * jnp.exp(total)[..., None]
+    last = total[..., -1:]
+    key = key * jnp.exp(last - total)[..., None]
+
+    def step(state: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        written, recalled, attention, query, key, kept = inputs
+        new = written - _product("...ik,...kv->...iv", recalled, state)
+        out = _product("...ik,...kv->...iv", query, state) + _product("...ij,...jv->...iv", attention, new)
+        return state * kept[..., None] + _product("...ik,...iv->...kv", key, new), out
+
+    inputs = (written, recalled, attention, query, key, jnp.exp(last))
+    state, out = jax.lax.scan(step, state, jax.tree.map(lambda each: each.swapaxes(0, 1), inputs))
+    out = out.transpose(1, 0, 4, 2, 3, 5)  # [n, b, h, r, i, v] → [b, n, i, h, r, v]
+    return out.reshape(batch, -1, *out.shape[3:])[:, :seq], state
+
+
+@jax.custom_jvp
+def unit_lower_inverse(lower: jax.Array) -> jax.Array:
+    """(1 + lower)⁻¹ of strictly lower triangular matrices [..., n, n], n a power of two.
+
+    Inverses of the diagonal blocks of one size give those of twice the size: the block below the diagonal of
+    [[A, 0], [B, D]]⁻¹ is -D⁻¹ B A⁻¹. That is as stable as forward substitution, which a power series in `lower` is
+    not, and log2(n) pairs of products instead of n steps.
+    """
+    size = lower.shape[-1]
+    index = jnp.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    block = 1
+    while block < size:
+        same_pair = index[:, None] // (2 * block) == index // (2 * block)
+        below = jnp.where(same_pair & (index[:, None] // block != index // block), lower, 0.0)
+        if block == 1:
+            inverse = inverse - below
+        else:
+            product = _product("...ij,...jk->...ik", below, inverse)
+            inverse = inverse - _product("...ij,...jk->...ik", inverse, product)
+        block *= 2
+    return inverse
+
+
+@unit_lower_inverse.defjvp
+def _unit_lower_inverse_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """d(X⁻¹) = -X⁻¹ dX X⁻¹, so that only the inverse is kept for the gradient."""
+    inverse = unit_lower_inverse(*primals)
+    product = _product("...ij,...jk->...ik", tangents[0], inverse)
+    return inverse, -_product("...ij,...jk->...ik", inverse, product)
+
+
+def _product(subscripts: str, *operands: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, *operands, precision=PRECISION)
+
+
+def _float32(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(array.astype(jnp.float32) for array in arrays)
+
+
+def _in_chunks(x: jax.Array, chunk: int) -> jax.Array:
+    """[batch, seq, ...] → [batch, chunks, chunk, ...], padded with tokens of zeros, which change nothing."""
+    padding = -x.shape[1] % chunk
+    x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+
+
+def _initial_state(key: jax.Array, value: jax.Array) -> jax.Array:
+    """Zeros [batch, key_heads, values_per_key, key_dim, value_dim] for key [batch, seq, key_heads, key_dim]."""
+    return jnp.zeros((key.shape[0], *value.shape[2:4], key.shape[-1], value.shape[-1]), jnp.float32)

@@ -1,0 +1,51 @@
+"""Which kind of attention a layer has. In: a config and a layer's number; out: its type and its window."""
+
+from __future__ import annotations
+
+from ttpu_core import ModelConfig
+from ttpu_core.errors import ConfigError
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+def layer_type(config: ModelConfig, layer: int, assumed: str, known: tuple[str, ...]) -> str:
+    """The layer's entry in `layer_types`, or what is `assumed` where a config has no such list.
+
+    Raises:
+        ConfigError: the list has not one entry per layer, or one that the family does not know.
+    """
+    types = config.items("layer_types", default=None)
+    if types is None:
+        return assumed
+    layers = config.positive_int("num_hidden_layers")
+    if len(types) != layers or types[layer] not in known:
+        raise ConfigError(
+            f"{config.source} gives {len(types)} 'layer_types' for {layers} layers, layer {layer} among them "
+            f"{types[layer] if layer < len(types) else 'missing'!r}, but each layer needs one of {', '.join(known)}: "
+            "correct it."
+        )
+    return str(types[layer])
+
+
+def window_size(config: ModelConfig) -> int | None:
+    """Tokens in the window of sliding layers; None where the config does not use windows."""
+    config.get("sliding_window")  # files have it whether it is used or not, even as 0
+    return config.positive_int("sliding_window", default=None) if config.flag("use_sliding_window") else None
+
+
+def sliding_window(config: ModelConfig, layer: int, *, assumed: bool) -> int | None:
+    """The window of one layer, which slides if `layer_types` says so or, without that list, if it is `assumed` to.
+
+    Raises:
+        ConfigError: a sliding layer, but no window.
+    """
+    kind = layer_type(config, layer, SLIDING if assumed else FULL, (FULL, SLIDING))
+    window = window_size(config)
+    if kind == FULL:
+        return None
+    if window is None:
+        raise ConfigError(
+            f"{config.source} makes layer {layer} a {SLIDING} layer, but gives no window: set 'sliding_window' to a "
+            "number of tokens and 'use_sliding_window' to true, or make the layer full."
+        )
+    return window

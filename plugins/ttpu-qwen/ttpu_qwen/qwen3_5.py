@@ -1,0 +1,63 @@
+"""Qwen3.5, dense: `qwen3_5_text`, and the text part of the multimodal `qwen3_5`. Like Qwen3-Next, with a dense MLP, and
+with DeltaNet's input projections in tensors of their own."""
+
+from __future__ import annotations
+
+from ttpu_core import ModelConfig, hookimpl
+from ttpu_core.layout import Rules, standard_mapping
+from ttpu_core.mapping import Concat, FlaxMapping, Tensor
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, HeadSpec, MixerSpec, NormSpec
+from ttpu_qwen import hybrid, multimodal
+
+CONFIG_DEFAULTS = hybrid.CONFIG_DEFAULTS | {"vocab_size": 248_320, "num_key_value_heads": 4}
+
+
+@hookimpl
+def ttpu_config(config: ModelConfig) -> ModelConfig:
+    """The text part, with the class's defaults."""
+    return multimodal.text_config(config, CONFIG_DEFAULTS)
+
+
+@hookimpl
+def ttpu_head(config: ModelConfig) -> HeadSpec:
+    """Tied if the outermost config says so."""
+    return multimodal.head(config)
+
+
+@hookimpl
+def ttpu_norm(config: ModelConfig) -> NormSpec:
+    """RMSNorm by 1 + w."""
+    return hybrid.norm(config)
+
+
+@hookimpl
+def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
+    """Gated DeltaNet in linear layers."""
+    return hybrid.gated_delta_net(config, layer)
+
+
+@hookimpl
+def ttpu_attention(config: ModelConfig) -> AttentionSpec:
+    """Gated attention in the others."""
+    return hybrid.attention(config)
+
+
+@hookimpl
+def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
+    """The usual names, below the prefix of the text part."""
+    names = multimodal.tensor_names(spec.model_type)
+    mapping = hybrid.with_mixer_rules(standard_mapping(spec, names), spec, names, split_inputs)
+    return multimodal.either_prefix(mapping, spec.model_type)
+
+
+def split_inputs(spec: MixerSpec, hidden: int, prefix: str) -> Rules:
+    """DeltaNet's input projections: queries, keys and values in one tensor, output gate, beta and decay in one each."""
+    heads, pair, group, _ = dict(spec.parameters)["ba.kernel"].shape
+    each, values = group * spec.option("value_dim"), heads * group * spec.option("value_dim")
+    rows = 2 * heads * spec.option("key_dim") + values
+    qkv = hybrid.queries_keys_values(Tensor(f"{prefix}in_proj_qkv.weight", (rows, hidden)), spec)
+    z = Tensor(f"{prefix}in_proj_z.weight", (values, hidden)).reshape(heads, each, hidden)
+    yield "qkvz.kernel", Concat((*qkv, z), axis=1)
+    small = [Tensor(f"{prefix}in_proj_{name}.weight", (heads * group, hidden)) for name in ("b", "a")]
+    assert len(small) == pair
+    yield "ba.kernel", Concat(tuple(part.reshape(heads, 1, group, hidden) for part in small), axis=1)

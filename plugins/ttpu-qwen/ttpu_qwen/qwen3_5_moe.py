@@ -1,0 +1,75 @@
+"""Qwen3.5 with experts: `qwen3_5_moe_text`, and the text part of the multimodal `qwen3_5_moe`. Every layer has a mixture
+of experts with a shared one, and the chosen experts' weights are always renormalised."""
+
+from __future__ import annotations
+
+from ttpu_core import ModelConfig, hookimpl
+from ttpu_core.errors import ConfigError
+from ttpu_core.layout import standard_mapping
+from ttpu_core.mapping import FlaxMapping
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, HeadSpec, MixerSpec, MoESpec, NormSpec
+from ttpu_qwen import hybrid, multimodal
+from ttpu_qwen.experts import experts, with_stacked_experts
+from ttpu_qwen.qwen3_5 import split_inputs
+
+CONFIG_DEFAULTS = hybrid.CONFIG_DEFAULTS | {
+    "vocab_size": 248_320,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_experts": 256,
+}
+
+
+@hookimpl
+def ttpu_config(config: ModelConfig) -> ModelConfig:
+    """The text part, with the class's defaults.
+
+    Raises:
+        ConfigError: layers without experts, which transformers does not know for this type.
+    """
+    text = multimodal.text_config(config, CONFIG_DEFAULTS)
+    if text.items("mlp_only_layers", default=()):
+        raise ConfigError(
+            f"{config.source} lists 'mlp_only_layers', but every layer of this type has experts: correct the list to "
+            "[], or take the config.json that the checkpoint was published with."
+        )
+    return text
+
+
+@hookimpl
+def ttpu_head(config: ModelConfig) -> HeadSpec:
+    """Tied if the outermost config says so."""
+    return multimodal.head(config)
+
+
+@hookimpl
+def ttpu_norm(config: ModelConfig) -> NormSpec:
+    """RMSNorm by 1 + w."""
+    return hybrid.norm(config)
+
+
+@hookimpl
+def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
+    """Gated DeltaNet in linear layers."""
+    return hybrid.gated_delta_net(config, layer)
+
+
+@hookimpl
+def ttpu_attention(config: ModelConfig) -> AttentionSpec:
+    """Gated attention in the others."""
+    return hybrid.attention(config)
+
+
+@hookimpl
+def ttpu_mlp(config: ModelConfig) -> MoESpec:
+    """Experts with a shared one beside them."""
+    return experts(config, renormalize=True, shared=True)
+
+
+@hookimpl
+def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
+    """The usual names, below the prefix of the text part; experts one by one or in one tensor."""
+    names = multimodal.tensor_names(spec.model_type)
+    mapping = hybrid.with_mixer_rules(standard_mapping(spec, names), spec, names, split_inputs)
+    return with_stacked_experts(multimodal.either_prefix(mapping, spec.model_type), spec, names)
