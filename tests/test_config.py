@@ -137,6 +137,15 @@ def test_a_config_does_not_change() -> None:
     assert hash(config.get("rope_parameters")) is not None
 
 
+def test_values_stand_in_for_what_is_written_and_reads_count_for_both() -> None:
+    parent = ModelConfig.from_dict({"part": {"tied": False, "size": None, "other": 1}})
+    part = parent.section("part")
+    assert part is not None
+    changed = part.with_values({"tied": True, "size": 4})
+    assert (changed.flag("tied"), changed.positive_int("size"), part.flag("tied")) == (True, 4, False)
+    assert parent.keys_unread() == ("part.other",)
+
+
 def test_defaults_fill_only_what_is_not_written() -> None:
     config = llama().with_defaults({"hidden_size": 4096, "head_dim": 128, "rms_norm_eps": 1.0, "bias": True})
     assert config.positive_int("hidden_size") == 64

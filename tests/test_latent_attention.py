@@ -66,8 +66,15 @@ def test_every_parameter_has_a_rule(changes: dict[str, Any]) -> None:
 
 
 def test_each_heads_key_and_value_are_neighbours_in_one_tensor() -> None:
-    sizes = {"hidden_size": 4, "num_heads": 2, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 1}
-    mixer = latent_attention(**sizes, kv_lora_rank=1, rope=NO_ROPE)
+    mixer = latent_attention(
+        hidden_size=4,
+        num_heads=2,
+        kv_lora_rank=1,
+        qk_nope_head_dim=3,
+        qk_rope_head_dim=2,
+        v_head_dim=1,
+        rope=NO_ROPE,
+    )
     mapping = standard_mapping(model(mixer, hidden=4))
     rows = np.arange(8.0).reshape(8, 1)  # head 0: key 0 1 2, value 3; head 1: key 4 5 6, value 7
     key, value = np.empty((2, 3, 1)), np.empty((2, 1, 1))

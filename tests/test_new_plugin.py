@@ -50,6 +50,10 @@ def refused(*arguments: str | Path) -> str:
     return str(result.stderr)
 
 
+def test_help_has_examples() -> None:
+    assert "ttpu new-plugin olmo" in run("--help").stdout
+
+
 # -- names -------------------------------------------------------------------------------------------------
 
 

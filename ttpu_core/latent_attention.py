@@ -1,5 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in the core's vocabulary. In: its sizes; out: a `MixerSpec`
-that backends implement themselves. `ttpu_core.layout` has the rules for its checkpoint tensors.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in the core's vocabulary. In: its sizes; out: a
+`MixerSpec` that backends implement themselves. `ttpu_core.layout` has the rules for its checkpoint tensors.
 
 Keys and values of all heads are linear in one short latent vector per token, so that only this vector, and one rotated
 key that all heads share, are cached."""
@@ -18,6 +18,9 @@ from ttpu_core.spec import MixerSpec, NormSpec, Parameter, QueryTemperature, Sta
 LATENT_ATTENTION = "latent_attention"
 """The mixer's name."""
 
+LATENT_NORM = NormSpec(eps=1e-6)
+"""What DeepSeek's code normalises latents by, whatever `rms_norm_eps` a config has."""
+
 
 def latent_attention(
     *,
@@ -31,7 +34,7 @@ def latent_attention(
     q_lora_rank: int | None = None,
     scale: float | None = None,
     bias: bool = False,
-    norm: NormSpec = NormSpec(),
+    norm: NormSpec = LATENT_NORM,
     query_temperature: QueryTemperature | None = None,
 ) -> MixerSpec:
     """Latent attention of one layer.
@@ -84,8 +87,8 @@ def latent_attention(
 
 
 def yarn_softmax_scale(rope: RopeSpec, head_dim: int) -> float:
-    """The scale of the scores where yarn's `mscale_all_dim` sharpens them (DeepSeek-V2's code, as `yarn_apply_mscale` of
-    transformers has it): head_dim ** -0.5 * (1 + 0.1 * mscale_all_dim * log(factor)) ** 2."""
+    """The scale of the scores where yarn's `mscale_all_dim` sharpens them (DeepSeek-V2's code, as `yarn_apply_mscale`
+    of transformers has it): head_dim ** -0.5 * (1 + 0.1 * mscale_all_dim * log(factor)) ** 2."""
     factor, mscale = rope.factor or 1.0, rope.mscale_all_dim or 0.0
     sharpened = 1.0 if factor <= 1 or rope.type == "default" else 1.0 + 0.1 * mscale * math.log(factor)
     return float(head_dim**-0.5 * sharpened**2)

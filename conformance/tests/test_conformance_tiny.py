@@ -30,7 +30,10 @@ def test_sizes_are_tiny_and_optional_features_stay_off() -> None:
 
 
 def test_a_variant_comes_over_the_base_and_null_takes_a_key_away() -> None:
-    section = {"base": {"head_dim": 32}, "variants": {"whole": {"null": ["sliding_window"], "head_dim": 8}}}
+    section: dict[str, Any] = {
+        "base": {"head_dim": 32},
+        "variants": {"whole": {"null": ["sliding_window"], "head_dim": 8}},
+    }
     assert (config("mistral", **section).head_dim, config("mistral", **section).sliding_window) == (32, 13)
     whole = config("mistral", "whole", **section)
     assert (whole.head_dim, whole.sliding_window) == (8, None)

@@ -4,7 +4,9 @@ when a check first asks for them, and keeps them for the checks after it."""
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,7 +46,6 @@ class Reference:
 
     def __init__(self, declaration: Declaration, variant: Variant) -> None:
         self.declaration, self.variant = declaration, variant
-        self._folder = tempfile.TemporaryDirectory(prefix="ttpu-conformance-")
 
     @cached_property
     def model(self) -> Any:
@@ -54,9 +55,10 @@ class Reference:
     @cached_property
     def path(self) -> Path:
         """Where `model.save_pretrained` wrote it."""
-        path = Path(self._folder.name) / self.variant.name
-        self.model.save_pretrained(path)
-        return path
+        folder = Path(tempfile.mkdtemp(prefix="ttpu-conformance-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.model.save_pretrained(folder)
+        return folder
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -91,10 +93,10 @@ class Reference:
 
     def clear(self) -> None:
         """Forget the model and its files."""
-        for name in ("model", "logits", "bfloat16_logits"):
+        if "path" in vars(self):
+            self._remove()
+        for name in ("model", "path", "config", "logits", "bfloat16_logits", "token_ids"):
             vars(self).pop(name, None)
-        self._folder.cleanup()
-        vars(self).pop("path", None)
 
 
 class Case:
@@ -196,10 +198,9 @@ class Case:
 
     def clear(self) -> None:
         """Forget models and compiled programs; anything that is asked for again is made again."""
-        for name in ("model", "logits", "architecture", "checkpoint"):
+        for name in ("model", "logits", "architecture", "checkpoint", "diagnosis"):
             vars(self).pop(name, None)
         self.reference.clear()
-        self.reference = Reference(self.declaration, self.variant)
 
 
 class CompileCase(Case):

@@ -4,16 +4,19 @@ and exit status 1 if a promise does not hold."""
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ttpu_core.cli.console import stderr_console, stdout_console
+from ttpu_core.cli.console import counted, note, stderr_console, stdout_console
 
 if TYPE_CHECKING:
+    from ttpu_conformance.check import Item
     from ttpu_conformance.report import Report
     from ttpu_conformance.runner import Result
 
@@ -96,11 +99,13 @@ def conformance(
         missing = missing_device("tpu")
         if missing:
             raise UnsupportedError(f"--require-tpu was given, but {missing}: run this on a TPU machine.")
-    report = _run(types, level, device, compile_for, only or [], tuple(patch_pack or ()), attn_implementation)
+    report = None
+    for report in _run(types, level, device, compile_for, only or [], tuple(patch_pack or ()), attn_implementation):
+        for file, content in ((json_file, report.to_json()), (badge_file, report.badge())):
+            if file is not None:  # after each type, since a long run may be interrupted
+                file.write_text(json.dumps(content, indent=2) + "\n")
+    assert report is not None
     _print(report)
-    for file, content in ((json_file, report.to_json()), (badge_file, report.badge())):
-        if file is not None:
-            file.write_text(json.dumps(content, indent=2) + "\n")
     if markdown_file is not None:
         from ttpu_conformance.markdown import markdown
 
@@ -117,7 +122,8 @@ def _run(
     only: list[str],
     patch_packs: tuple[str, ...],
     attn_implementation: str,
-) -> Report:
+) -> Iterator[Report]:
+    """A report of all results so far, after each model type."""
     from ttpu_conformance.case import Options, cases_of
     from ttpu_conformance.check import EVERYWHERE, checks_for
     from ttpu_conformance.report import make_report
@@ -127,22 +133,26 @@ def _run(
     results: list[Result] = []
     chips = chips_named(compile_for)
     levels = EVERYWHERE if device is DeviceChoice.cpu else (*EVERYWHERE, "device")
-    items = [
-        item
+    items = {
+        one: list(checks_for(cases_of(one, options, compile_for=chips), level.value, levels=levels, only=only))
         for one in types
-        for item in checks_for(cases_of(one, options, compile_for=chips), level.value, levels=levels, only=only)
-    ]
+    }
+    count = sum(map(len, items.values()))
     with stderr_console().status("starting") as status:
-        pending = iter(items)
 
-        def announced():  # type: ignore[no-untyped-def]
-            for number, item in enumerate(pending):
-                status.update(f"{number + 1} of {len(items)}: {item.id}")
+        def announced(pending: list[Item]) -> Iterator[Item]:
+            for item in pending:
+                status.update(f"{len(results) + 1} of {count}: {item.id}")
                 yield item
 
-        for result in run(announced()):
-            results.append(result)
-    return make_report(results, level.value)
+        for one, pending in items.items():
+            for result in run(announced(pending)):
+                results.append(result)
+            report = make_report(results, level.value)
+            if not sys.stderr.isatty():
+                failed = sum(result.status == "failed" for result in results if result.model_type == one)
+                note(f"{one}: {counted(len(pending), 'check')}, {failed} failed")
+            yield report
 
 
 def chips_named(text: str | None) -> tuple[str, ...]:

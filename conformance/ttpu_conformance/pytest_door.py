@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ttpu_conformance.case import Options, cases_of
+from ttpu_conformance.case import Case, Options, cases_of
 from ttpu_conformance.check import Check, Depth, Level, checks_for
 from ttpu_conformance.declaration import Declaration
 from ttpu_conformance.environment import prepare
@@ -21,10 +21,11 @@ class PytestCheck:
 
     check: Check
 
-    def __call__(self, case: Any) -> None:
+    def __call__(self, case: Case) -> None:
         """Hold the promise against a case."""
         import pytest
 
+        _keep_only(case)
         try:
             self.check(case)
         except (NotApplicable, NotProven) as reason:
@@ -32,6 +33,17 @@ class PytestCheck:
 
     def __repr__(self) -> str:
         return f"{self.check.id}: {self.check.promise}"
+
+
+_latest: Case | None = None
+
+
+def _keep_only(case: Case) -> None:
+    """Let go of what the case before this one has made."""
+    global _latest
+    if _latest is not None and _latest is not case:
+        _latest.clear()
+    _latest = case
 
 
 def parametrize_with_checks(

@@ -38,22 +38,20 @@ class Result:
 
 
 def run(items: Iterable[Item]) -> Iterator[Result]:
-    """Run checks in order; a case's models are forgotten when its last check is done, and compiled programs with the last
-    case of a model type."""
+    """Run checks in order; a case's models are forgotten when its last check is done, compiled programs at the end."""
     previous: Case | None = None
     for item in items:
         if previous is not None and item.case is not previous:
             previous.clear()
-            if item.case.model_type != previous.model_type:
-                forget_programs()
         previous = item.case
         yield run_one(item)
     if previous is not None:
         previous.clear()
+        forget_programs()
 
 
 def forget_programs() -> None:
-    """Let go of what JAX keeps of functions that will not be called again."""
+    """Let go of what JAX keeps of functions that will not be called again: a process may map only so many programs."""
     import jax
 
     jax.clear_caches()

@@ -27,8 +27,8 @@ Mesh = dict[str, int]
 
 
 def inference_slices(spec: ArchitectureSpec, chip: str, hbm_bytes: int, cache_bytes: int) -> Iterator[tuple[str, Mesh]]:
-    """Slices for decode and prefill in bfloat16: heads along `tensor` and experts along `expert`, so that no weight needs
-    to be gathered."""
+    """Slices for decode and prefill in bfloat16: heads along `tensor` and experts along `expert`, so that no weight
+    needs to be gathered."""
     for name, devices in _slices(chip):
         meshes = [
             {"data": devices // tensor // expert, "expert": expert, "tensor": tensor}

@@ -88,9 +88,8 @@ def tiny_config(declaration: Declaration, variant: Variant) -> Any:
     try:
         return kind(**values)
     except Exception as error:  # config classes validate with errors of many kinds
-        raise DeclarationError(
-            f"{where} gives values that {kind.__name__} refuses ({type(error).__name__}: {' '.join(str(error).split())})."
-        ) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise DeclarationError(f"{where} gives values that {kind.__name__} refuses ({reason}).") from error
 
 
 def random_model(declaration: Declaration, variant: Variant) -> Any:

@@ -47,8 +47,6 @@ def architecture_lines(spec: ArchitectureSpec) -> list[str]:
 
 def layer_words(layer: LayerSpec) -> str:
     """One layer: mixer, norms, MLP."""
-    if layer.block.custom is not None:
-        return f"{_mixer(layer.block.custom)} as the whole block"
     mixer = attention_words(layer.mixer) if isinstance(layer.mixer, AttentionSpec) else _mixer(layer.mixer)
     parts = [mixer, *_block(layer.block, layer.norm)]
     if isinstance(layer.mlp, MLPSpec):
@@ -57,6 +55,8 @@ def layer_words(layer: LayerSpec) -> str:
         parts.append(moe_words(layer.mlp))
     else:
         parts.append("no MLP")
+    if layer.block.custom is not None:
+        parts.append(f"in a block: {_custom(layer.block.custom)}")
     return ", ".join(parts)
 
 

@@ -47,7 +47,7 @@ def check_compiled_decode(case: Case) -> Measured:
             f"{report.cache_bytes / GIB:.2f} GiB are written where they were; a mixer's state must keep its shape, "
             "dtype and sharding."
         )
-    _check_collectives(case, report)
+    check_collectives(case.architecture.spec, report)
     return _measured(report)
 
 
@@ -55,7 +55,7 @@ def check_compiled_decode(case: Case) -> Measured:
 def check_compiled_prefill(case: Case) -> Measured:
     """The prefill of the published size compiles for the chip, fits, and gathers no weight."""
     report = _compiled(case, "prefill")
-    _check_collectives(case, report)
+    check_collectives(case.architecture.spec, report)
     return _measured(report)
 
 
@@ -63,7 +63,7 @@ def check_compiled_prefill(case: Case) -> Measured:
 def check_compiled_train(case: Case) -> Measured:
     """The train step of the published size compiles for the chip and fits, fully sharded."""
     report = _compiled(case, "train")
-    _check_collectives(case, report)
+    check_collectives(case.architecture.spec, report)
     return _measured(report)
 
 
@@ -122,8 +122,8 @@ def _places(case: CompileCase, task: str) -> Iterator[tuple[str, Mesh]]:
         yield next(((slice_, usual) for slice_, usual in found if slice_ == name), (name, {}))
 
 
-def _check_collectives(case: Case, report: ProgramReport) -> None:
-    spec = case.architecture.spec
+def check_collectives(spec: ArchitectureSpec, report: ProgramReport) -> None:
+    """Refuse exchanges that a program should not need, and those that are too large to be activations."""
     mesh = dict(report.mesh)
     allowed = TRAINING if report.task == "train" else INFERENCE | (WITH_EXPERTS if mesh.get("expert", 1) > 1 else {})
     activations = report.batch * report.tokens * spec.hidden_size * 4 * _copies(spec)

@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from ttpu_conformance.case import Case
@@ -183,29 +184,24 @@ def check_old_rope_json(case: Case) -> None:
     fail("with rope_theta and rope_scaling instead of rope_parameters another model is described: correct `ttpu_rope`.")
 
 
+@lru_cache(maxsize=1)
 def _described_elsewhere(case: Case) -> tuple[str, list[str]]:
     """A digest of the description that another process gives, and the frameworks that it imported meanwhile."""
-    if not hasattr(case, "_elsewhere"):
-        job = {
-            "path": sys.path,
-            "entry_points": [(point.name, point.value, point.group) for point in case.entry_points],
-            "config": case.reference.config,
-            "patch_packs": case.options.patch_packs,
-            "frameworks": FRAMEWORKS,
-        }
-        finished = subprocess.run(
-            [sys.executable, "-c", _IN_ANOTHER_PROCESS],
-            input=json.dumps(job),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        if finished.returncode:
-            last = (finished.stderr.strip().splitlines() or ["no message"])[-1]
-            fail(f"another process cannot describe the config: {last}")
-        case._elsewhere = tuple(json.loads(finished.stdout))  # type: ignore[attr-defined]
-    digest, imported = case._elsewhere  # type: ignore[attr-defined]
-    return str(digest), list(imported)
+    job = {
+        "path": sys.path,
+        "entry_points": [(point.name, point.value, point.group) for point in case.entry_points],
+        "config": case.reference.config,
+        "patch_packs": case.options.patch_packs,
+        "frameworks": FRAMEWORKS,
+    }
+    finished = subprocess.run(
+        [sys.executable, "-c", _IN_ANOTHER_PROCESS], input=json.dumps(job), capture_output=True, text=True, timeout=300
+    )
+    if finished.returncode:
+        last = (finished.stderr.strip().splitlines() or ["no message"])[-1]
+        fail(f"another process cannot describe the config: {last}")
+    digest, imported = json.loads(finished.stdout)
+    return digest, imported
 
 
 def _parts(where: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.latent_attention import latent_attention, yarn_softmax_scale
 from ttpu_core.rope import rope_from_config
-from ttpu_core.spec import MixerSpec, MLPSpec, MoESpec, NormSpec, RouterSpec
+from ttpu_core.spec import MixerSpec, MLPSpec, MoESpec, RouterSpec
 
 
 @hookimpl
@@ -31,7 +31,6 @@ def ttpu_mixer(config: ModelConfig) -> MixerSpec:
         rope=rope,
         scale=yarn_softmax_scale(rope, plain + rotated),
         bias=config.flag("attention_bias", default=False),
-        norm=NormSpec(eps=1e-6),
     )
 
 

@@ -96,6 +96,14 @@ class TestParser:
         assert hlo.collectives(text)[0].count == 1
         assert schedule.estimate(text, "v5e").loops_without_trip_count == ("while.1",)
 
+    def test_a_kernels_metadata_over_several_lines_does_not_end_the_computation(self) -> None:
+        kernel = (
+            '%k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={'
+            '\n"xprof_metadata":"{\\"block_q\\": 512}"\n}}, metadata={op_name="splash"}'
+        )
+        text = entry(kernel, f"ROOT %r = f32[8]{{0}} all-reduce(%k), channel_id=1, {GROUP}, to_apply=%add")
+        assert [one.op for one in hlo.collectives(text)] == ["all-reduce"]
+
     def test_a_collective_counts_once_for_each_iteration_around_it(self) -> None:
         assert hlo.collectives(LOOP) == (
             hlo.Collective(

@@ -4,9 +4,9 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
+
 from ttpu_conformance.declaration import Declaration, Variant
 from ttpu_conformance.pytest_door import parametrize_with_checks
-
 from ttpu_core.registry import ARCHITECTURES, Registry
 
 pytest.importorskip("transformers")

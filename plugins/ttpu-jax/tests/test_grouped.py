@@ -39,3 +39,10 @@ def test_a_grouped_product_gives_each_row_its_own_kernel(case: str, platform: st
         assert_close(product[start:end], x[start:end] @ kernels[group].T) if size else None
         assert_close(to_x[start:end], gradient[start:end] @ kernels[group]) if size else None
         assert_close(to_kernels[group], gradient[start:end].T @ x[start:end])
+
+
+def test_a_cpu_does_not_convert_kernels_that_no_row_needs() -> None:
+    x, kernels = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64, 96, 64), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((64,), jnp.int32)
+    compiled = jax.jit(grouped_linear, static_argnums=3).lower(x, kernels, sizes, "cpu").compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * 96 * 64 * 2 / 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -131,12 +132,13 @@ def test_gradients_do_not_depend_on_the_form_that_computes_the_logits() -> None:
     def loss(params: Any, *, cached: bool) -> jax.Array:
         if cached:
             cache = empty_cache(model.spec, len(TOKENS), 16, model.placement, FLOAT32)
-            logits = model.decoder(params)(TOKENS, None, cache)[0]
+            logits = model.decoder(params)(jnp.array(TOKENS), None, cache)[0]
         else:
-            positions = np.broadcast_to(np.arange(TOKENS.shape[1], dtype=np.int32), TOKENS.shape)
-            logits = model.decoder(params)(TOKENS, positions)[0]
+            positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+            logits = model.decoder(params)(jnp.array(TOKENS), positions)[0]
         return -jax.nn.log_softmax(logits)[..., 0].mean()
 
-    expanded, absorbed = (jax.jit(jax.grad(loss), static_argnames="cached")(model.params, cached=c) for c in (False, True))
+    gradient_of = jax.jit(jax.grad(loss), static_argnames="cached")
+    expanded, absorbed = (gradient_of(model.params, cached=cached) for cached in (False, True))
     for path, gradient in expanded.items():
         np.testing.assert_allclose(absorbed[path], gradient, atol=1e-4 * np.abs(gradient).max(), err_msg=path)

@@ -1,6 +1,6 @@
-"""Llama 4's text model: attention in chunks on layers with rope, whole attention without rope on every fourth, and a mixture
-of experts beside a shared one. In: a config.json of `model_type` "llama4_text", or of its multimodal parent "llama4";
-out: the answers in which it differs from the core's defaults."""
+"""Llama 4's text model: attention in chunks on layers with rope, whole attention without rope on every fourth, and a
+mixture of experts beside a shared one. In: a config.json of `model_type` "llama4_text", or of its multimodal parent
+"llama4"; out: the answers in which it differs from the core's defaults."""
 
 from dataclasses import replace
 

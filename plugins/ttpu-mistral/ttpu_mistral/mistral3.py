@@ -1,5 +1,5 @@
-"""The text part of Mistral 3's multimodal models (Mistral Small 3.1 to 4, Ministral 3): one of this family's other types,
-behind a prefix. In: a config.json of `model_type` "mistral3"; out: the answers of the text part's own module."""
+"""The text part of Mistral 3's multimodal models (Mistral Small 3.1 to 4, Ministral 3): one of this family's other
+types, behind a prefix. In: a config.json of `model_type` "mistral3"; out: the answers of the text part's own module."""
 
 from dataclasses import replace
 from inspect import signature

@@ -9,7 +9,7 @@ from ttpu_core.latent_attention import latent_attention, yarn_softmax_scale
 from ttpu_core.layout import replace_rules, stacked_expert_rules, standard_mapping
 from ttpu_core.mapping import Expression, FlaxMapping
 from ttpu_core.rope import RopeSpec, rope_from_config
-from ttpu_core.spec import ArchitectureSpec, MixerSpec, MLPSpec, MoESpec, NormSpec, RouterSpec
+from ttpu_core.spec import ArchitectureSpec, MixerSpec, MLPSpec, MoESpec, RouterSpec
 from ttpu_mistral.ministral3 import query_temperature
 
 CONFIG_DEFAULTS = {
@@ -77,7 +77,6 @@ def ttpu_mixer(config: ModelConfig) -> MixerSpec:
         rope=rope,
         scale=yarn_softmax_scale(rope, plain + rotated),
         bias=config.flag("attention_bias"),
-        norm=NormSpec(eps=1e-6),  # whatever `rms_norm_eps` is
         query_temperature=query_temperature(config),
     )
 

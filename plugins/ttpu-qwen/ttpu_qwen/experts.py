@@ -1,5 +1,5 @@
-"""Mixtures of experts as Qwen describes them. In: a config; out: the `MoESpec` of a layer, and the rules for experts that
-are published as one tensor."""
+"""Mixtures of experts as Qwen describes them. In: a config; out: the `MoESpec` of a layer, and the rules for experts
+that are published as one tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ttpu_core.layout import CheckpointNames
 from ttpu_core.mapping import Expression, FlaxMapping, Tensor
 from ttpu_core.spec import ArchitectureSpec, MLPSpec, MoESpec, RouterSpec
 
-SHARED_EXPERT = tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down"))
+SHARED_EXPERT = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
 
 
 def is_sparse(config: ModelConfig, layer: int) -> bool:

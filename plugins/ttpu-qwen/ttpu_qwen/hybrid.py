@@ -1,5 +1,5 @@
-"""What Qwen3-Next and Qwen3.5 have in common: three layers of Gated DeltaNet, then one of attention whose output is gated.
-In: a config; out: the mixers of a layer, and the rules of its mapping.
+"""What Qwen3-Next and Qwen3.5 have in common: three layers of Gated DeltaNet, then one of attention whose output is
+gated. In: a config; out: the mixers of a layer, and the rules of its mapping.
 
 One tensor holds the queries and the gates of a head; one fused kernel per key head holds what DeltaNet projects."""
 
@@ -120,8 +120,8 @@ def gated_delta_net(config: ModelConfig, layer: int) -> MixerSpec | None:
 def with_mixer_rules(
     mapping: FlaxMapping, spec: ArchitectureSpec, names: CheckpointNames, input_rules: InputRules
 ) -> FlaxMapping:
-    """The mapping, with the rules for gated attention and for Gated DeltaNet, whose input projections a checkpoint keeps
-    as `input_rules` say."""
+    """The mapping, with the rules for gated attention and for Gated DeltaNet, whose input projections a checkpoint
+    keeps as `input_rules` say."""
     rules: dict[str, Expression | None] = {}
     for index, layer in enumerate(spec.layers):
         prefix, path = names.layer.format(layer=index), f"layers.{index}."
@@ -177,4 +177,3 @@ def queries_keys_values(rows: Tensor, spec: MixerSpec) -> list[Tensor]:
         rows[keys : 2 * keys].reshape(heads, dim, last),
         rows[2 * keys :].reshape(heads, group * value_dim, last),
     ]
-

@@ -19,8 +19,10 @@ SILU = ("silu", "swish")
 TEXT, WHOLE = "model.", "model.language_model."
 VISION = r"model\.visual\..*"
 # Of the vision part, or of the heads that predict further tokens, or names: they leave the text part as it is.
-OF_OTHER_PARTS = ("model_type", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
-                  "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # fmt: skip
+OF_OTHER_PARTS = (
+    "model_type", "language_model_only", "image_token_id", "video_token_id", "vision_start_token_id",
+    "vision_end_token_id", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+)  # fmt: skip
 
 
 def text_config(config: ModelConfig, defaults: Mapping[str, Any]) -> ModelConfig:

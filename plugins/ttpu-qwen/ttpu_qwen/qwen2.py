@@ -26,6 +26,7 @@ CONFIG_DEFAULTS = {
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """A qwen2 config with the class's defaults; the sizes that make a model are required."""
+    config.get("use_mrope")  # published files have it; for text alone the three positions of mrope are one
     return config.with_defaults(CONFIG_DEFAULTS)
 
 

@@ -1,5 +1,5 @@
-"""Qwen3.5 with experts: `qwen3_5_moe_text`, and the text part of the multimodal `qwen3_5_moe`. Every layer has a mixture
-of experts with a shared one, and the chosen experts' weights are always renormalised."""
+"""Qwen3.5 with experts: `qwen3_5_moe_text`, and the text part of the multimodal `qwen3_5_moe`. Every layer has a
+mixture of experts with a shared one, and the chosen experts' weights are always renormalised."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) ?\(.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([^\s=]+) = ")
 _NAME = re.compile(r"%([^\s,(){}]+)")
+_KERNEL_METADATA = re.compile(r"(kernel_metadata=\{)\n(.*)\n(\}\})")  # the one attribute that is written over three lines
 _COUNT = re.compile(r"(?:num_partitions|replica_count)=(\d+)")
 
 
@@ -138,7 +139,7 @@ def parse(text: str) -> Module:
     computations: dict[str, tuple[Instruction, ...]] = {}
     entry, name = "", ""
     lines: list[Instruction] = []
-    for line in text.splitlines():
+    for line in _KERNEL_METADATA.sub(r"\1\2\3", text).splitlines():
         opening = _COMPUTATION.match(line) if line[:1] in ("%", "E") else None
         if opening:
             name, lines = opening.group(2), []

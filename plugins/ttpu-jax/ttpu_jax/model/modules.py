@@ -15,7 +15,7 @@ from flax import nnx
 
 from ttpu_core import axes
 from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec
-from ttpu_jax.ops.activation import activate, sparsify
+from ttpu_jax.ops.activation import activate, gated_activation, sparsify
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.norm import normalize
 from ttpu_jax.params.placement import Placement
@@ -132,7 +132,9 @@ class MLP(nnx.Module):
         wide = jnp.dtype(jnp.float32)
         if self.spec.gated:
             pair = self.gate_up(x, wide)
-            inner = activate(sparsify(pair[..., 0, :], self.spec.sparsity), self.spec.activation) * pair[..., 1, :]
+            inner = gated_activation(
+                sparsify(pair[..., 0, :], self.spec.sparsity), pair[..., 1, :], self.spec.activation
+            )
         else:
             inner = activate(sparsify(self.up(x, wide), self.spec.sparsity), self.spec.activation)
         inner = inner.astype(x.dtype)

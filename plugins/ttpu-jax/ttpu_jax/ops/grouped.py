@@ -13,8 +13,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from ttpu_jax.ops import grouped_tpu
-
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_linear(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, platform: str) -> jax.Array:
@@ -27,10 +25,13 @@ def grouped_linear(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, pla
         platform: cpu, tpu or gpu, where this runs; "tpu-interpreted" runs the TPU's kernels on a CPU.
 
     Returns:
-        [rows, out] in x's dtype, `out` all output dimensions merged; differentiable in x and in kernels. Rows after the last group are undefined, perhaps
-        not even numbers, and so is x's gradient there: to make them zero would take as long as to write them.
+        [rows, out] in x's dtype, all output dimensions merged; differentiable in x and in kernels. Rows after the last
+        group are undefined, perhaps not even numbers, and so is x's gradient there: to make them zero would take as
+        long as to write them.
     """
     if platform.startswith("tpu"):
+        from ttpu_jax.ops import grouped_tpu  # Pallas takes 0.4 s to import
+
         return grouped_tpu.product(x, kernels, group_sizes, contract=1, interpret=platform != "tpu")
     if platform == "cpu":
         return _cpu_product(x, _merged(kernels), group_sizes, contract=1)
@@ -48,6 +49,8 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array, None]:
     x, kernels, sizes = residuals
     if platform.startswith("tpu"):
+        from ttpu_jax.ops import grouped_tpu
+
         interpret = platform != "tpu"
         to_x = grouped_tpu.product(gradient, kernels, sizes, contract=0, interpret=interpret)
         to_kernels = grouped_tpu.kernel_gradient(x, gradient, sizes, kernels, interpret=interpret)
@@ -87,7 +90,9 @@ def _cpu_product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract
 
     def visit(group: jax.Array, start: jax.Array, out: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(padded, start, size)
-        kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
+        # XLA:CPU slices bfloat16 as float32, and without the barrier would convert all kernels for it before the loop.
+        held, group = jax.lax.optimization_barrier((kernels, group))
+        kernel = jax.lax.dynamic_index_in_dim(held, group, keepdims=False)
         if widened:
             rows, kernel = rows.astype(jnp.float32), kernel.astype(jnp.float32)
         product = jax.lax.dot_general(rows, kernel, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)

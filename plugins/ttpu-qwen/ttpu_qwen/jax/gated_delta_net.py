@@ -129,7 +129,7 @@ def recurrent_gated_delta_rule(
     """
     query, key, value, decay, beta = _float32(query, key, value, decay, beta)
     query = query * query.shape[-1] ** -0.5
-    state = _initial_state(key, value) if state is None else state.astype(jnp.float32)
+    before = _initial_state(key, value) if state is None else state.astype(jnp.float32)
 
     def token(state: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         query, key, value, decay, beta = inputs
@@ -142,10 +142,10 @@ def recurrent_gated_delta_rule(
 
     inputs = (query, key, value, decay, beta)
     if query.shape[1] == 1:
-        state, out = token(state, jax.tree.map(lambda each: each[:, 0], inputs))
-        return out[:, None], state
-    state, out = jax.lax.scan(token, state, jax.tree.map(lambda each: each.swapaxes(0, 1), inputs))
-    return out.swapaxes(0, 1), state
+        after, out = token(before, jax.tree.map(lambda each: each[:, 0], inputs))
+        return out[:, None], after
+    after, out = jax.lax.scan(token, before, jax.tree.map(lambda each: each.swapaxes(0, 1), inputs))
+    return out.swapaxes(0, 1), after
 
 
 def chunk_gated_delta_rule(
@@ -158,7 +158,7 @@ def chunk_gated_delta_rule(
     *,
     chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same, by matrix products over chunks of tokens; only chunks follow one another (arXiv 2406.06484, 2412.06464).
+    """The same by matrix products over chunks of tokens, so that only chunks follow one another (arXiv 2412.06464).
 
     Arguments and results are those of `recurrent_gated_delta_rule`; `chunk` is a power of two, and the sequence may
     have any length. Within a chunk, with c the running sum of decay, what token i writes is
@@ -169,11 +169,9 @@ def chunk_gated_delta_rule(
     """
     batch, seq = key.shape[:2]
     chunk = min(chunk, 1 << (seq - 1).bit_length())
-    query, key, value, decay, beta = (
-        _in_chunks(each, chunk) for each in _float32(query, key, value, decay, beta)
-    )
+    query, key, value, decay, beta = (_in_chunks(each, chunk) for each in _float32(query, key, value, decay, beta))
     query = query * query.shape[-1] ** -0.5
-    state = _initial_state(key[:, 0], value[:, 0]) if state is None else state.astype(jnp.float32)
+    before = _initial_state(key[:, 0], value[:, 0]) if state is None else state.astype(jnp.float32)
     # b batch, n chunk, i and j tokens of a chunk, h key heads, r values per key, k and v features
     decay, beta, value = (jnp.moveaxis(each, 2, 4) for each in (decay, beta, value))  # [b, n, h, r, i(, v)]
     query, key = query.swapaxes(2, 3)[:, :, :, None], key.swapaxes(2, 3)[:, :, :, None]  # [b, n, h, 1, i, k]
@@ -197,9 +195,9 @@ def chunk_gated_delta_rule(
         return state * kept[..., None] + _product("...ik,...iv->...kv", key, new), out
 
     inputs = (written, recalled, attention, query, key, jnp.exp(last))
-    state, out = jax.lax.scan(step, state, jax.tree.map(lambda each: each.swapaxes(0, 1), inputs))
+    after, out = jax.lax.scan(step, before, jax.tree.map(lambda each: each.swapaxes(0, 1), inputs))
     out = out.transpose(1, 0, 4, 2, 3, 5)  # [n, b, h, r, i, v] → [b, n, i, h, r, v]
-    return out.reshape(batch, -1, *out.shape[3:])[:, :seq], state
+    return out.reshape(batch, -1, *out.shape[3:])[:, :seq], after
 
 
 @jax.custom_jvp
@@ -227,9 +225,7 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
 
 
 @unit_lower_inverse.defjvp
-def _unit_lower_inverse_jvp(
-    primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def _unit_lower_inverse_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """d(X⁻¹) = -X⁻¹ dX X⁻¹, so that only the inverse is kept for the gradient."""
     inverse = unit_lower_inverse(*primals)
     product = _product("...ij,...jk->...ik", tangents[0], inverse)
