@@ -34,7 +34,7 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) ?\(.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([^\s=]+) = ")
 _NAME = re.compile(r"%([^\s,(){}]+)")
-_KERNEL_METADATA = re.compile(r"(kernel_metadata=\{)\n(.*)\n(\}\})")  # the one attribute that is written over three lines
+_KERNEL_METADATA = re.compile(r"(kernel_metadata=\{)\n(.*)\n(\}\})")  # the one attribute that is several lines
 _COUNT = re.compile(r"(?:num_partitions|replica_count)=(\d+)")
 
 
