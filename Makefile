@@ -22,7 +22,8 @@ EDITABLE      := $(DISTRIBUTIONS:%=-e %)
 # What only developers and authors of plugins install.
 TEST_EDITABLE := $(EDITABLE) -e conformance
 PACKAGES      := ttpu.py ttpu_core plugins/ttpu-jax/ttpu_jax conformance/ttpu_conformance \
-                 $(foreach family,$(FAMILIES),plugins/ttpu-$(family)/ttpu_$(family))
+                 $(foreach family,$(FAMILIES),plugins/ttpu-$(family)/ttpu_$(family)) \
+                 examples/ttpu-olmo/ttpu_olmo examples/ttpu-pack-attention/ttpu_pack_attention
 NEWEST_TESTS   = $(wildcard plugins/*/tests tests)
 
 PIP := -m pip install --quiet --disable-pip-version-check

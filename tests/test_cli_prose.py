@@ -51,7 +51,9 @@ OTHERS: dict[type, dict[str, Any]] = {
         "value_scale": 2.0, "value_is_key": True, "kv_from_layer": 3, "num_heads": 16, "num_kv_heads": 8,
     },
     ActivationSpec: {"name": "gelu", "alpha": 1.7, "limit": 7.0},
-    MLPSpec: {"activation": ActivationSpec("relu2"), "gated": False, "bias": True, "inner_norm": NormSpec(), "sparsity": 0.95},
+    MLPSpec: {
+        "activation": ActivationSpec("relu2"), "gated": False, "bias": True, "inner_norm": NormSpec(), "sparsity": 0.95,
+    },
     RouterSpec: {
         "score": "sigmoid", "renormalize": False, "correction_bias": True, "bias": True, "group_score": "top2_sum",
         "scaling_factor": 2.5, "weight_on": "input", "logit_softcap": 30.0, "norm": NormSpec(), "input_scale": 0.1,

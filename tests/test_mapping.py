@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttpu_core.layout import standard_mapping
 from ttpu_core.errors import MappingError
+from ttpu_core.layout import standard_mapping
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Shape, Stack, Tensor, gather, scatter, stack_layers
 from ttpu_core.rope import RopeSpec
 from ttpu_core.spec import (

@@ -129,7 +129,8 @@ def _attention(spec: AttentionSpec, hidden: int) -> Named:
         if spec.qkv_bias:
             yield "value.bias", Parameter((kv, value_dim), (axes.KV_HEADS, axes.HEAD_DIM), "zeros")
     if spec.output_gate is not None:
-        each, each_axes = (kv, group), (axes.KV_HEADS, axes.Q_PER_KV)
+        each: tuple[int, ...] = (kv, group)
+        each_axes: tuple[str, ...] = (axes.KV_HEADS, axes.Q_PER_KV)
         if spec.output_gate.per == "feature":
             each, each_axes = (*each, value_dim), (*each_axes, axes.HEAD_DIM)
         yield "gate.kernel", Parameter((*each, hidden), (*each_axes, axes.EMBED))

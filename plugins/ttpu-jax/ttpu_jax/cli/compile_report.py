@@ -46,9 +46,13 @@ def compile_report(
     topology: Annotated[
         list[str], typer.Option("--topology", metavar="NAME", help="A TPU slice, as in v5e:2x4; repeat for more.")
     ],
-    task: Annotated[TaskChoice, typer.Option(help="One token a row, a whole prompt, both, or a training step.")] = TaskChoice.both,
+    task: Annotated[
+        TaskChoice, typer.Option(help="One token a row, a whole prompt, both, or a training step.")
+    ] = TaskChoice.both,
     batch: Annotated[int, typer.Option(min=1, help="Rows of the decode or training step.")] = 32,
-    context: Annotated[int, typer.Option(min=1, help="Cache slots of each row of the decode step, or tokens of each row to train on.")] = 2048,
+    context: Annotated[
+        int, typer.Option(min=1, help="Cache slots of each row of the decode step, or tokens of each row to train on.")
+    ] = 2048,
     prefill: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that prefill reads, in one row.")] = 2048,
     dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16, float32.")] = "bfloat16",
     mesh: Annotated[
