@@ -235,7 +235,8 @@ def _mixer(spec: MixerSpec) -> str:
 
 def _custom(spec: CustomSpec) -> str:
     """A part that the shared decoder does not know, without options that hold whole specs."""
-    options = ", ".join(f"{name}={value}" for name, value in spec.options if isinstance(value, int | float | str))
+    plain = [(name, value) for name, value in spec.options if isinstance(value, int | float | str)]
+    options = ", ".join(f"{name}={f'{value:g}' if isinstance(value, float) else value}" for name, value in plain)
     backends = ", ".join(name for name, _ in spec.implementations)
     whose = f"of the plugin's own, for {backends}" if backends else "of the backend's own"
     return f"{spec.name.replace('_', ' ')}{f' ({options})' if options else ''} {whose}"

@@ -98,9 +98,8 @@ class TestParser:
 
     def test_a_kernels_metadata_over_several_lines_does_not_end_the_computation(self) -> None:
         kernel = (
-            '%k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", '
-            'frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block_q\\": 512}"\n}}, '
-            'metadata={op_name="splash"}'
+            '%k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes='
+            '{kernel_metadata={\n"xprof_metadata":"{\\"block_q\\": 512}"\n}}, metadata={op_name="splash"}'
         )
         text = entry(kernel, f"ROOT %r = f32[8]{{0}} all-reduce(%k), channel_id=1, {GROUP}, to_apply=%add")
         assert [one.op for one in hlo.collectives(text)] == ["all-reduce"]

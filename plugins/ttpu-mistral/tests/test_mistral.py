@@ -3,6 +3,7 @@ window, how experts are stored, and which text part a multimodal parent has."""
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -162,3 +163,17 @@ def test_the_text_part_is_found_behind_either_prefix_and_images_are_left_out(pre
         tensors["language_model.lm_head.weight"] = tensors.pop("lm_head.weight")
     images = {"vision_tower.ln_pre.weight": (8,), "multi_modal_projector.norm.weight": (8,)}
     assert mapping.resolve(tensors | images).keys() == mapping.tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("ministral-8b", 8_019_808_256),
+        ("mixtral-8x7b", 46_702_792_704),
+    ],
+)
+def test_the_published_configs_describe_models_of_the_published_sizes(name: str, parameters: int) -> None:
+    config = ModelConfig.from_file(str(files("ttpu_mistral") / "configs" / f"{name}.json"))
+    architecture = default_registry().architecture(config, [])
+    assert architecture.spec.num_parameters == parameters and refuse_ignored(config) == ()

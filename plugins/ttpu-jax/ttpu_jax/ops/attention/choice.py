@@ -92,10 +92,10 @@ def choose(
         reason = "the default on a TPU" if served else "the reference implementation, compiled by XLA"
     kinds = tuple(dict.fromkeys(_kind(kind, mixer, chosen, context, reason) for kind, mixer in mixers))
     if asked not in (AUTO, REFERENCE.name) and not any(chosen.name in (kind.prefill, kind.decode) for kind in kinds):
-        found = chosen.serves(mixers[0][1], context, LENGTH, LENGTH) if mixers else "its mixers are of other kinds"
+        why = chosen.serves(mixers[0][1], context, LENGTH, LENGTH) if mixers else "its mixers are of other kinds"
         raise UnsupportedError(
             f"attention implementation {asked!r} was asked for, but it serves no layer of this model on a {platform} "
-            f"({found}): use auto or {REFERENCE.name}."
+            f"({why}): use auto or {REFERENCE.name}."
         )
     return AttentionChoice(chosen.name, reason, options if chosen is not REFERENCE else (), kinds)
 
