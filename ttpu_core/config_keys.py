@@ -13,7 +13,9 @@ NOT_IN_THE_FORWARD_PASS = frozenset(
     {
         # who wrote the file, and which classes it was written for
         "architectures", "auto_map", "custom_pipelines", "_name_or_path", "name_or_path", "transformers_version",
-        "_commit_hash", "unsloth_version", "unsloth_fixed", "for_llm_compressor", "tokenizer_class", "processor_class", "finetuning_task",
+        "_commit_hash", "unsloth_version", "unsloth_fixed", "for_llm_compressor", "tokenizer_class",
+        "processor_class",
+        "finetuning_task",
         # how to hold and run it; the backend is told these separately
         "torch_dtype", "dtype", "use_bfloat16", "torchscript", "return_dict", "use_return_dict", "use_cache",
         "output_attentions", "output_hidden_states", "output_router_logits", "_attn_implementation",
