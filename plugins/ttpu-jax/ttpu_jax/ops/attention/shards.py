@@ -4,6 +4,8 @@ heads. Segments stand for every mask that depends on the data."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,20 +33,43 @@ def over_mesh(
     sinks: jax.Array | None,
 ) -> jax.Array:
     """`local(query, key, value, query segments, key segments, sinks)` on each device's rows and heads: the compiler
-    cannot cut a kernel, and would gather its operands. Shapes are those of `eager`."""
+    cannot cut a kernel, and would gather its operands. Shapes are those of `eager`.
+
+    Its gradient is each device's own. JAX's for a `shard_map` would add up those of devices that compute the same (a
+    mesh axis that cuts neither batch nor heads), since a kernel does not say that they do."""
     if context.mesh is None:
         return local(query, key, value, *segments, sinks)
     batch, heads = context.batch_axes or None, context.head_axes or None
     queries = PartitionSpec(batch, None, heads, None, None)
-    keys, rows = PartitionSpec(batch, heads, None, None), PartitionSpec(batch, None)
-    sharded = jax.shard_map(
-        local,
-        mesh=context.mesh,
-        in_specs=(queries, keys, keys, rows, rows, PartitionSpec(heads, None)),
-        out_specs=queries,
-        check_vma=False,  # the kernels do not say along which mesh axes their results differ
-    )
-    result: jax.Array = sharded(query, key, value, *segments, sinks)
+    keys, rows, per_head = PartitionSpec(batch, heads), PartitionSpec(batch), PartitionSpec(heads)
+    own = PartitionSpec(context.mesh.axis_names)  # one on each device, along an axis that is put before the others
+    differentiable, fixed = (queries, keys, keys, per_head), (rows, rows)
+    on_devices = partial(jax.shard_map, mesh=context.mesh, check_vma=False)
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, s: jax.Array | None, *ids: jax.Array) -> jax.Array:
+        return local(q, k, v, ids[0], ids[1], s)
+
+    @jax.custom_vjp
+    def run(*arrays: Any) -> Any:
+        return on_devices(attention, in_specs=(*differentiable, *fixed), out_specs=queries)(*arrays)
+
+    def forward(*arrays: Any) -> Any:
+        def one(q: Any, k: Any, v: Any, s: Any, *ids: Any) -> Any:
+            mixed, gradients_of = jax.vjp(lambda *arrays: attention(*arrays, *ids), q, k, v, s)
+            return mixed, jax.tree.map(lambda x: x[None], gradients_of)
+
+        return on_devices(one, in_specs=(*differentiable, *fixed), out_specs=(queries, own))(*arrays)
+
+    def backward(gradients_of: Any, gradient: Any) -> Any:
+        def one(gradients_of: Any, gradient: Any) -> Any:
+            q, k, v, s = jax.tree.map(lambda x: x[0], gradients_of)(gradient)
+            return q, k, v, s if s is None else jax.lax.psum(s, context.batch_axes)
+
+        gradients = on_devices(one, in_specs=(own, queries), out_specs=differentiable)(gradients_of, gradient)
+        return (*gradients, None, None)
+
+    run.defvjp(forward, backward)
+    result: jax.Array = run(query, key, value, sinks, *segments)
     return result
 
 
