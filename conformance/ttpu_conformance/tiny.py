@@ -112,7 +112,7 @@ def random_model(declaration: Declaration, variant: Variant) -> Any:
         raise NotProven(f"transformers cannot make the reference model here: {why}") from error
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for tensor in _random_tensors(model):
+        for tensor in filter(torch.numel, _random_tensors(model)):
             noise = torch.randn(tensor.shape, generator=generator)
             if tensor.ndim <= 1 or bool((tensor == tensor.flatten()[0]).all()):
                 tensor.add_(NOISE * noise)  # norms stay around 1, or around 0 where the model uses 1 + w

@@ -21,7 +21,6 @@ from ttpu_core.axes import PARAMETER_AXES
 from ttpu_core.config import ModelConfig
 from ttpu_core.config_keys import keys_ignored
 from ttpu_core.errors import ConfigError, TTPUError
-from ttpu_core.spec import AttentionSpec
 
 FRAMEWORKS = ("torch", "torch_xla", "jax", "jaxlib", "flax", "transformers", "ttpu_jax")
 UNKNOWN = "a_key_that_no_plugin_can_know"
@@ -146,9 +145,8 @@ def check_unknown_rope_is_refused(case: Case) -> None:
     changed = json.loads(json.dumps(case.reference.config))
     part = changed.get("text_config", changed)
     rope = part.get("rope_parameters")
-    layers = case.architecture.spec.layers
-    rotated = [layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionSpec) and layer.mixer.rope]
-    if not isinstance(rope, dict) or all(one.type == "none" for one in rotated):
+    ropes = [getattr(layer.mixer, "rope", None) for layer in case.architecture.spec.layers]
+    if not isinstance(rope, dict) or all(one is not None and one.type == "none" for one in ropes):
         raise NotApplicable("this model rotates nothing, or its config has no rope parameters")
     nested = [entry for entry in rope.values() if isinstance(entry, dict)]
     for entry in nested or [rope]:

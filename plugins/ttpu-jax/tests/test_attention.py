@@ -203,11 +203,12 @@ def test_the_mask_tells_the_kernel_of_each_block_whether_all_some_or_none_of_it_
 # Attending
 
 
-def inputs(queries: int, keys: int) -> tuple[jax.Array, ...]:
+def inputs(queries: int, keys: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Queries, keys, values and both positions; the queries are the last of the keys' tokens."""
     shapes = (2, queries, 2, 2, 8), (2, 2, keys, 8), (2, 2, keys, 8)
-    arrays = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+    query, key, value = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
     places = jnp.broadcast_to(jnp.arange(keys), (2, keys))
-    return (*arrays, places[:, keys - queries :], places)
+    return query, key, value, places[:, keys - queries :], places
 
 
 @pytest.mark.parametrize(("queries", "keys", "own"), [(1, 40, False), (8, 40, False), (40, 40, False), (1, 40, True)])

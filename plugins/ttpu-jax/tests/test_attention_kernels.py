@@ -18,7 +18,10 @@ from ttpu_jax.ops.attention import IMPLEMENTATIONS, AttentionContext, attend
 
 BLOCKS = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
 SMALL_BLOCKS = tuple((f"sa_block_{name}", 128) for name in BLOCKS)  # several of them in a sequence of 256
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+FAST_COMPILE: dict[str, str | bool] = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 MHA = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=64)
 GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64)
