@@ -42,6 +42,7 @@ def chat(
     weights_dir: options.WeightsDir = None,
     dtype: options.Dtype = "auto",
     mesh: options.Mesh = None,
+    attn_implementation: options.AttnImplementation = "auto",
     backend: options.Backend = "jax",
     patch_pack: options.PatchPacks = None,
 ) -> None:
@@ -74,7 +75,14 @@ def chat(
         deterministic=deterministic,
     )
     session = open_session(
-        name, backend=backend, dtype=dtype, mesh=mesh, patch_packs=patch_pack, chat=True, quiet=quiet
+        name,
+        backend=backend,
+        dtype=dtype,
+        mesh=mesh,
+        attn_implementation=attn_implementation,
+        patch_packs=patch_pack,
+        chat=True,
+        quiet=quiet,
     )
     interactive = sys.stdin.isatty()
     if interactive and not quiet:

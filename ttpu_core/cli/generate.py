@@ -49,6 +49,7 @@ def generate(
     weights_dir: options.WeightsDir = None,
     dtype: options.Dtype = "auto",
     mesh: options.Mesh = None,
+    attn_implementation: options.AttnImplementation = "auto",
     backend: options.Backend = "jax",
     patch_pack: options.PatchPacks = None,
 ) -> None:
@@ -86,7 +87,14 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     asked: Prompt = [{"role": "user", "content": text}] if chat else text
     session = open_session(
-        name, backend=backend, dtype=dtype, mesh=mesh, patch_packs=patch_pack, chat=chat, quiet=quiet
+        name,
+        backend=backend,
+        dtype=dtype,
+        mesh=mesh,
+        attn_implementation=attn_implementation,
+        patch_packs=patch_pack,
+        chat=chat,
+        quiet=quiet,
     )
     with session.progress:
         events = _collect(session, asked, decoding, logprobs, None if as_json else text if echo else "")

@@ -30,6 +30,12 @@ Mesh = Annotated[
     str | None,
     typer.Option(metavar="AXIS=N", help="Devices to cut the model over, such as tensor=2.", rich_help_panel=MODEL),
 ]
+AttnImplementation = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help="The attention that runs: auto, or a name that the backend knows.", rich_help_panel=MODEL
+    ),
+]
 Backend = Annotated[
     str,
     typer.Option(metavar="NAME", help="The installed backend that runs the model.", rich_help_panel=MODEL),

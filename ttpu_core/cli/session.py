@@ -87,6 +87,7 @@ def open_session(
     backend: str,
     dtype: str,
     mesh: str | None,
+    attn_implementation: str,
     patch_packs: Sequence[str] | None,
     chat: bool,
     quiet: bool,
@@ -114,7 +115,8 @@ def open_session(
     runner = registry.backend(backend)
     progress = LoadProgress(quiet=quiet)
     try:
-        model = runner.load(architecture, checkpoint, dtype=dtype, mesh=mesh, progress=progress)
+        named = {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
+        model = runner.load(architecture, checkpoint, dtype=dtype, mesh=mesh, progress=progress, **named)
     except BaseException:  # also Ctrl-C: a bar that is left running would overwrite the error
         progress.close()
         raise

@@ -30,6 +30,13 @@ OVERLAP_COLLECTIVES: Mapping[str, CompilerOption] = MappingProxyType({
     "xla_enable_async_all_gather": True,
 })
 
+# For fully sharded training: weights are gathered whole in the background, instead of piece by piece around each
+# product. Llama-3.1-8B on v5e:4x4: a predicted step of 1.23 s instead of 2.62, without 9,633 collective permutes.
+TRAINING_OPTIONS: Mapping[str, CompilerOption] = MappingProxyType({
+    **OVERLAP_COLLECTIVES,
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
+})
+
 # As libtpu 0.0.42 says it: "... required for HLO temporaries (37.29G) exceeds available HBM (15.75G)."
 _SIZE = r"([\d.]+)([KMGT]?)"
 _HBM_EXHAUSTED = re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}|Used {_SIZE} of {_SIZE} hbm")

@@ -18,7 +18,7 @@ import numpy as np
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec
-from ttpu_jax.aot.compile import CompiledProgram, compile_for
+from ttpu_jax.aot.compile import TRAINING_OPTIONS, CompiledProgram, compile_for
 from ttpu_jax.aot.schedule import Breakdown
 from ttpu_jax.aot.steps import AbstractProgram, Task, inference_step, train_step
 from ttpu_jax.aot.topology import TpuTopology, make_mesh, tpu_topology
@@ -144,7 +144,13 @@ def compile_report(
     else:
         step = inference_step(spec, runtime, kind, batch=batch, tokens=tokens, context=context, stacked=stacked)
     step.function.__name__ = f"{task} of {spec.model_type}"  # how an error names the program
-    program = compile_for(topology, step.function, *step.arguments, donate_argnums=step.donated)
+    program = compile_for(
+        topology,
+        step.function,
+        *step.arguments,
+        donate_argnums=step.donated,
+        compiler_options=TRAINING_OPTIONS if task == "train" else None,
+    )
     return ProgramReport(
         model_type=spec.model_type,
         num_parameters=spec.num_parameters,

@@ -62,6 +62,9 @@ def compile_report(
     layers: Annotated[
         LayersChoice, typer.Option(help="Compile every layer, or one in a loop: compiles sooner, runs slower.")
     ] = LayersChoice.unrolled,
+    attn_implementation: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, eager, xla_flash_attention, splash_attention, or module:name.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compile a model for TPUs that are not there: memory, collectives and predicted time of a step.
@@ -102,6 +105,7 @@ def compile_report(
                         dtype=dtype,
                         mesh=axes,
                         layers=layers.value,
+                        attn_implementation=attn_implementation,
                     )
                 )
     if as_json:
