@@ -14,12 +14,10 @@ from ttpu_conformance.case import CompileCase, cases_of
 from ttpu_conformance.check import checks_for
 from ttpu_conformance.errors import CheckFailure
 from ttpu_conformance.runner import run_one
-from ttpu_conformance.slices import inference_slices, training_slices
 from ttpu_core.architecture import Architecture
 from ttpu_core.config import ModelConfig
 from ttpu_core.registry import Registry
 
-GIB = 2**30
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -48,19 +46,6 @@ def compile_cases(folder: Path, config: dict[str, Any], **section: Any) -> list[
     declared = declaration("llama", published=published, **section)
     made = cases_of("llama", registry=registry(folder), declaration=declared, compile_for=["v5e"])
     return [case for case in made if isinstance(case, CompileCase)]
-
-
-def test_inference_takes_the_smallest_slice_that_holds_weights_and_cache(tmp_path: Path) -> None:
-    spec = described(tmp_path, LLAMA_8B).spec
-    cache = spec.kv_bytes_per_token(2) * 32 * 2048
-    assert next(inference_slices(spec, "v5e", int(15.75 * GIB), cache)) == ("v5e:2x2", {"tensor": 4})
-    assert next(inference_slices(spec, "v5p", int(95.74 * GIB), cache)) == ("v5p:2x2x1", {"tensor": 4})
-    assert next(inference_slices(spec, "tpu7x", int(94.75 * GIB), cache)) == ("tpu7x:2x2x1", {"tensor": 8})
-
-
-def test_training_shards_weights_and_optimizer_over_all_devices(tmp_path: Path) -> None:
-    spec = described(tmp_path, LLAMA_8B).spec
-    assert next(training_slices(spec, "v5e", int(15.75 * GIB))) == ("v5e:4x4", {"fsdp": 16})
 
 
 def test_compile_checks_run_for_published_models_only(tmp_path: Path) -> None:

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 from ttpu_conformance.case import Case, CompileCase
 from ttpu_conformance.check import Measured, check, fail
 from ttpu_conformance.errors import NotProven
-from ttpu_conformance.slices import Mesh, inference_slices, training_slices
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
 from ttpu_core.plan.strategy import parse_mesh
 from ttpu_core.spec import ArchitectureSpec, MoESpec
 
 if TYPE_CHECKING:
     from ttpu_jax.aot.report import ProgramReport
+    from ttpu_jax.aot.slices import Place
 
 GIB = 2**30
 ROWS, CONTEXT = 32, 2048  # of decode; a prefill reads one row of CONTEXT tokens, a train step one row a device
-MOST_SLICES = 3  # that are tried, upwards, where the compiler says that a program does not fit
 
 # What programs that only multiply activations with weights that stay where they are may exchange, and why. Each is also
 # bounded in size: on average no more than the step's activations, so that a gathered weight or expert is found.
@@ -68,41 +67,31 @@ def check_compiled_train(case: Case) -> Measured:
 
 
 def _compiled(case: Case, task: Any) -> ProgramReport:
-    from ttpu_jax.aot.report import compile_report
+    from ttpu_jax.aot.slices import fitting_report
 
     assert isinstance(case, CompileCase)
-    refused: UnsupportedError | None = None
-    tried: list[str] = []
-    for name, mesh in _places(case, task):
-        devices = 1
-        for size in mesh.values():
-            devices *= size
-        rows = {"decode": ROWS, "prefill": 1, "train": devices}[task]
-        tried.append(name)
-        try:
-            return compile_report(
-                case.architecture,
-                name,
-                task=task,
-                batch=rows,
-                context=CONTEXT,
-                mesh=mesh,
-                layers="unrolled" if task == "decode" else "scan",
-            )
-        except MissingDependencyError as error:
-            raise NotProven(str(error)) from error
-        except UnsupportedError as error:
-            if "HBM" not in str(error) or len(tried) >= MOST_SLICES:
-                raise
-            refused = error
-    raise refused or UnsupportedError(
-        f"no {case.chip} slice of up to 256 chips has a mesh that divides {case.published.name} and holds it for "
-        f"{task}: declare a slice and a mesh for it in conformance.toml."
-    )
+    try:
+        report = fitting_report(
+            case.architecture,
+            _places(case, task),
+            task=task,
+            batch={"decode": ROWS, "prefill": 1, "train": None}[task],
+            context=CONTEXT,
+            layers="unrolled" if task == "decode" else "scan",
+        )
+    except MissingDependencyError as error:
+        raise NotProven(str(error)) from error
+    if report is None:
+        raise UnsupportedError(
+            f"no {case.chip} slice of up to 256 chips has a mesh that divides {case.published.name} and holds it for "
+            f"{task}: declare a slice and a mesh for it in conformance.toml."
+        )
+    return report
 
 
-def _places(case: CompileCase, task: str) -> Iterator[tuple[str, Mesh]]:
+def _places(case: CompileCase, task: str) -> Iterator[Place]:
     """Slices and meshes to try: the declared one alone, or the smallest that may hold the model and larger ones."""
+    from ttpu_jax.aot.slices import inference_slices, training_slices
     from ttpu_jax.aot.topology import chip_named
 
     chip, spec, declared = chip_named(case.chip), case.architecture.spec, case.slice
@@ -110,9 +99,9 @@ def _places(case: CompileCase, task: str) -> Iterator[tuple[str, Mesh]]:
     name = declared.train_slice if train else declared.slice
     mesh = declared.train_mesh if train else declared.mesh
     found = (
-        training_slices(spec, chip.name, chip.hbm_bytes)
+        training_slices(spec, chip)
         if train
-        else inference_slices(spec, chip.name, chip.hbm_bytes, spec.kv_bytes_per_token(2) * ROWS * CONTEXT)
+        else inference_slices(spec, chip, spec.kv_bytes_per_token(2) * ROWS * CONTEXT)
     )
     if name is None:
         yield from found

@@ -1,110 +1,108 @@
-"""Which slice of a TPU generation a program needs. In: an architecture and a generation; out: slices and meshes, from
-the smallest on which weights, cache and optimizer fit by their sizes; the compiler has the last word."""
+"""Which slice of a TPU generation a program needs. In: an architecture and a chip; out: slices from the smallest that
+may hold it upwards, each with a mesh that divides every parameter. The compiler has the last word."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import gcd, prod
+from collections.abc import Iterable, Iterator
+from math import prod
 from typing import Any
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MixerSpec, MoESpec
+from ttpu_core.plan.strategy import DEFAULT_STRATEGY
+from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.aot.report import ProgramReport, compile_report
 from ttpu_jax.aot.steps import Task
-from ttpu_jax.aot.topology import Chip, chip_named
-from ttpu_jax.params.dtypes import model_dtype
+from ttpu_jax.aot.topology import Chip
 
-MOST_CHIPS = 256
-MARGIN = 0.9  # of a device's memory for what is known; the rest is for what the compiler adds
-TRAINING_BYTES = 16  # per parameter: float32 weight, gradient and two moments
+Mesh = dict[str, int]
+Place = tuple[str, Mesh]
+
+# Sizes in chips that machines come in, the smallest first (cloud.google.com/tpu/docs), up to 256.
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBIC = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
+
+ROOM = 0.8
+"""The share of a device's memory that weights, optimizer and cache may take for a slice to be tried."""
+
+TRAINING_BYTES = 16
+"""For each parameter: float32 weight, gradient and two moments."""
+
+MOST_TRIED = 3
+"""Slices that are tried, upwards, where the compiler says that a program does not fit."""
 
 
-def fitting_report(architecture: Architecture, generation: str, *, task: Task, **options: Any) -> ProgramReport:
-    """`compile_report` on the smallest slice of a generation on which the program fits; `options` are its own.
+def fitting_report(
+    architecture: Architecture, places: Iterable[Place], *, task: Task, batch: int | None = None, **options: Any
+) -> ProgramReport | None:
+    """`compile_report` on the first of some places on which the program fits; None where there is no place.
+
+    Args:
+        batch: rows; None is one for each device.
+        options: those of `compile_report`.
 
     Raises:
-        UnsupportedError: no slice of up to 256 chips holds it, or the program cannot be compiled at all.
+        UnsupportedError: it fits on none of the first three, or cannot be compiled at all.
     """
-    refused = None
-    for topology, mesh in candidates(architecture.spec, generation, task=task, **_sizes(options)):
-        rows = options | ({"batch": prod(mesh.values())} if task == "train" and "batch" not in options else {})
+    refused: UnsupportedError | None = None
+    for _, (name, mesh) in zip(range(MOST_TRIED), places, strict=False):
         try:
-            return compile_report(architecture, topology, task=task, mesh=mesh, **rows)
+            return compile_report(
+                architecture, name, task=task, mesh=mesh, batch=batch or prod(mesh.values()), **options
+            )
         except UnsupportedError as error:
-            if "GiB of HBM" not in str(error):
+            if "HBM" not in str(error):
                 raise
             refused = error
-    raise UnsupportedError(
-        f"{task} of this {architecture.spec.model_type} model fits on no slice of up to {MOST_CHIPS} {generation} "
-        f"chips{'' if refused is None else f' ({refused})'}: use a smaller batch or context."
-    )
+    if refused is not None:
+        raise refused
+    return None
 
 
-def candidates(
-    spec: ArchitectureSpec, generation: str, *, task: Task, batch: int = 32, context: int = 2048, bytes_each: int = 2
-) -> Iterator[tuple[str, dict[str, int]]]:
-    """(slice, mesh) from the smallest whose devices have room for what is known to lie there.
-
-    Training shards everything over `fsdp`. Serving cuts heads and MLPs over `tensor` as far as the KV heads allow,
-    experts over `expert` with what is left, and the batch over `data` with the rest.
-    """
-    chip = chip_named(generation)
-    for shape in _shapes(chip):
-        devices = prod(shape) * chip.devices_per_chip
-        name = f"{chip.name}:{'x'.join(map(str, shape))}"
-        mesh = {"fsdp": devices} if task == "train" else _serving_mesh(spec, devices)
-        if mesh is None:
-            continue
-        if task == "train":
-            needed = TRAINING_BYTES * spec.num_parameters / devices
-        else:
-            cache = spec.kv_bytes_per_token(bytes_each) * (batch if task == "decode" else 1) * context
-            cut = mesh.get("tensor", 1)
-            experts = _expert_parameters(spec)
-            weights = (spec.num_parameters - experts) / cut + experts / (cut * mesh.get("expert", 1))
-            needed = weights * bytes_each + cache / devices
-        if needed <= MARGIN * chip.hbm_bytes:
-            yield name, mesh
+def inference_slices(spec: ArchitectureSpec, chip: Chip, cache_bytes: int) -> Iterator[Place]:
+    """Slices for decode and prefill in bfloat16: heads along `tensor` and experts along `expert`, so that no weight
+    needs to be gathered; what is left over along `data`."""
+    for name, devices in _slices(chip):
+        meshes = [
+            {"data": devices // tensor // expert, "expert": expert, "tensor": tensor}
+            for tensor in _divisors(devices)
+            for expert in _divisors(devices // tensor)
+        ]
+        sized = [(_bytes_per_device(spec, mesh, 2), mesh) for mesh in meshes]
+        fitting = [(size, mesh["expert"], index) for index, (size, mesh) in enumerate(sized) if size is not None]
+        if fitting:
+            size, _, index = min(fitting)
+            mesh = sized[index][1]
+            cache = cache_bytes / mesh["tensor"] / mesh["data"]
+            if size + cache <= ROOM * chip.hbm_bytes:
+                yield name, {axis: size for axis, size in mesh.items() if size > 1} or {"tensor": 1}
 
 
-def _serving_mesh(spec: ArchitectureSpec, devices: int) -> dict[str, int] | None:
-    tensor = gcd(devices, *_heads(spec))
-    rest = devices // tensor
-    experts = {layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, MoESpec)}
-    if not experts:
-        return {"data": rest, "tensor": tensor}
-    expert = gcd(rest, *experts)
-    return {"data": rest // expert, "expert": expert, "tensor": tensor}
+def training_slices(spec: ArchitectureSpec, chip: Chip) -> Iterator[Place]:
+    """Slices for a training step, everything fully sharded."""
+    for name, devices in _slices(chip):
+        size = _bytes_per_device(spec, {"fsdp": devices}, TRAINING_BYTES)
+        if size is not None and size <= ROOM * chip.hbm_bytes:
+            yield name, {"fsdp": devices}
 
 
-def _heads(spec: ArchitectureSpec) -> Iterator[int]:
-    """What `tensor` has to divide in every layer."""
-    for layer in spec.layers:
-        if isinstance(layer.mixer, AttentionSpec):
-            yield layer.mixer.num_kv_heads
-    heads = ("kv_heads", "q_heads")
-    for layer in spec.layers:
-        if isinstance(layer.mixer, MixerSpec):
-            for _, parameter in layer.mixer.parameters:
-                yield from (n for n, axis in zip(parameter.shape, parameter.axes, strict=True) if axis in heads)
+def _slices(chip: Chip) -> Iterator[tuple[str, int]]:
+    """Names of slices and how many devices they have."""
+    for size in _FLAT if chip.dimensions == 2 else _CUBIC:
+        yield f"{chip.name}:{size}", prod(map(int, size.split("x"))) * chip.devices_per_chip
 
 
-def _expert_parameters(spec: ArchitectureSpec) -> int:
-    return sum(parameter.size for path, parameter in spec.parameters.items() if ".moe.experts." in path)
+def _bytes_per_device(spec: ArchitectureSpec, mesh: Mesh, bytes_per_element: int) -> float | None:
+    """Bytes of parameters on one device; None where the mesh does not divide them."""
+    total = 0.0
+    for path, parameter in spec.parameters.items():
+        try:
+            cut = DEFAULT_STRATEGY.mesh_axes(parameter.axes, parameter.shape, mesh, path)
+        except UnsupportedError:
+            return None
+        total += parameter.size * bytes_per_element / prod(mesh[axis] for axes in cut for axis in axes)
+    return total
 
 
-def _shapes(chip: Chip) -> Iterator[tuple[int, ...]]:
-    """Slices that exist, by size: the shortest side doubles."""
-    shape = [1, 1] if chip.dimensions == 2 else [2, 2, 1]
-    while prod(shape) <= min(MOST_CHIPS, chip.pod_chips):
-        yield tuple(shape)
-        shape[shape.index(min(shape))] *= 2
-        shape.sort()
-
-
-def _sizes(options: dict[str, Any]) -> dict[str, int]:
-    sizes = {name: options[name] for name in ("batch", "context") if name in options}
-    return sizes | {"bytes_each": model_dtype(options.get("dtype", "bfloat16")).itemsize}
-
-
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
