@@ -602,7 +602,8 @@ def test_every_option_reaches_the_model(checkpoint: Path, calls: list[Any]) -> N
 
     options = (
         "--max-new-tokens 9 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 "
-        "--presence-penalty 0.2 --frequency-penalty 0.3 --seed 7 --stop END --stop FIN --dtype bfloat16 --mesh tensor=2"
+        "--presence-penalty 0.2 --frequency-penalty 0.3 --seed 7 --stop END --stop FIN --dtype bfloat16 --mesh tensor=2 "
+        "--attn-implementation splash_attention"
     )
     generated(checkpoint, "-p", "hi", *options.split())
     assert calls[-1][0] == "hi"
@@ -619,7 +620,9 @@ def test_every_option_reaches_the_model(checkpoint: Path, calls: list[Any]) -> N
         "seed": 7,
         "stop_strings": ["END", "FIN"],
     }
-    assert fake_backend.LOADS == [{"dtype": "bfloat16", "mesh": "tensor=2"}]
+    assert fake_backend.LOADS == [
+        {"dtype": "bfloat16", "mesh": "tensor=2", "attn_implementation": "splash_attention"}
+    ]
 
 
 def test_underscore_spellings_and_weights_dir_are_accepted(checkpoint: Path, calls: list[Any]) -> None:
