@@ -347,8 +347,9 @@ def test_an_unknown_patch_pack_is_refused(checkpoint: Path) -> None:
 
 def test_list_plugins_groups_model_types_by_distribution() -> None:
     shown = run("list-plugins").stdout
-    [family] = [line.split() for line in shown.splitlines() if line.lstrip().startswith("family")]
-    assert family == ["family", "llama", "ttpu-llama", metadata.version("ttpu-llama"), "llama", "available"]
+    [llama] = [line.split() for line in shown.splitlines() if "ttpu-llama" in line]
+    version = metadata.version("ttpu-llama")
+    assert llama == ["family", "llama", "ttpu-llama", version, "llama,", "llama4,", "llama4_text", "available"]
     assert "it was built for ttpu-core<0.0.1" in shown
 
 
@@ -400,7 +401,7 @@ def test_doctor_asks_each_backend_and_names_what_is_missing(monkeypatch: pytest.
     assert report["backends"]["fake"]["devices"] == ["fake:0"]
     assert "pip install libfake" in report["missing"].values()
     assert "excluded by TTPU_DISABLE_PLUGINS" in report["backends"]["jax"]["error"]
-    assert report["families"]["ttpu-llama"] == ["llama"]
+    assert report["families"]["ttpu-llama"] == ["llama", "llama4", "llama4_text"]
     shown = run("doctor").stdout
     assert "devices: fake:0" in shown and "pip install libfake" in shown and sys.executable in shown
 
