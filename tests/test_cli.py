@@ -603,8 +603,8 @@ def test_every_option_reaches_the_model(checkpoint: Path, calls: list[Any]) -> N
 
     options = (
         "--max-new-tokens 9 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 "
-        "--presence-penalty 0.2 --frequency-penalty 0.3 --seed 7 --stop END --stop FIN --dtype bfloat16 --mesh tensor=2 "
-        "--attn-implementation splash_attention"
+        "--presence-penalty 0.2 --frequency-penalty 0.3 --seed 7 --stop END --stop FIN --dtype bfloat16 "
+        "--mesh tensor=2 --attn-implementation splash_attention"
     )
     generated(checkpoint, "-p", "hi", *options.split())
     assert calls[-1][0] == "hi"

@@ -252,3 +252,18 @@ def test_the_command_fails_where_a_promise_does_not_hold(monkeypatch: pytest.Mon
     finished = invoke("llama", "--only", "that_fails")
     assert finished.exit_code == 1
     assert "llama-base-that_fails: the moon is not made of cheese" in finished.output
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_several_processes_give_the_results_of_one(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    found = []
+    for jobs in ("1", "2"):
+        file = tmp_path / f"{jobs}.json"
+        finished = invoke("llama", "llama4_text", "--only", "spec_is_frozen", "--jobs", jobs, "--json", str(file))
+        assert finished.exit_code == 0, finished.output
+        found.append(
+            [(one["model_type"], one["check"], one["status"]) for one in json.loads(file.read_text())["results"]]
+        )
+    assert found[0] == found[1] == [(kind, "spec_is_frozen", "passed") for kind in ("llama", "llama4_text")]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ttpu_conformance.check import Item
     from ttpu_conformance.report import Report
     from ttpu_conformance.runner import Result
+    from ttpu_conformance.session import Request
 
 
 class DeviceChoice(StrEnum):
@@ -61,6 +62,10 @@ def conformance(
         typer.Option("--patch-pack", metavar="NAME", help="Check under this patch pack; repeat for more."),
     ] = None,
     attn_implementation: Annotated[str, typer.Option(metavar="NAME", help="As in from_pretrained.")] = "auto",
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes, each with one model type at a time; as many as cores unless said."),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write every result as JSON.")
     ] = None,
@@ -81,7 +86,10 @@ def conformance(
 
       ttpu conformance llama --compile-for v5e,v6e --json llama.json
     """
+    from ttpu_conformance.case import Options
+    from ttpu_conformance.check import EVERYWHERE
     from ttpu_conformance.environment import missing_device, prepare
+    from ttpu_conformance.session import Request, usual_jobs
     from ttpu_core.errors import RequestError, UnsupportedError
     from ttpu_core.registry import default_registry
 
@@ -99,8 +107,15 @@ def conformance(
         missing = missing_device("tpu")
         if missing:
             raise UnsupportedError(f"--require-tpu was given, but {missing}: run this on a TPU machine.")
+    request = Request(
+        level.value,
+        EVERYWHERE if device is DeviceChoice.cpu else (*EVERYWHERE, "device"),
+        tuple(only or ()),
+        chips_named(compile_for),
+        Options(device.value, tuple(patch_pack or ()), attn_implementation),
+    )
     report = None
-    for report in _run(types, level, device, compile_for, only or [], tuple(patch_pack or ()), attn_implementation):
+    for report in _reports(types, request, jobs or usual_jobs(types, request.options)):
         for file, content in ((json_file, report.to_json()), (badge_file, report.badge())):
             if file is not None:  # after each type, since a long run may be interrupted
                 file.write_text(json.dumps(content, indent=2) + "\n")
@@ -114,45 +129,30 @@ def conformance(
         raise typer.Exit(1)
 
 
-def _run(
-    types: list[str],
-    level: LevelChoice,
-    device: DeviceChoice,
-    compile_for: str | None,
-    only: list[str],
-    patch_packs: tuple[str, ...],
-    attn_implementation: str,
-) -> Iterator[Report]:
+def _reports(types: list[str], request: Request, jobs: int) -> Iterator[Report]:
     """A report of all results so far, after each model type."""
-    from ttpu_conformance.case import Options, cases_of
-    from ttpu_conformance.check import EVERYWHERE, checks_for
     from ttpu_conformance.report import make_report
-    from ttpu_conformance.runner import run
+    from ttpu_conformance.session import check_types
 
-    options = Options(device.value, patch_packs, attn_implementation)
-    results: list[Result] = []
-    chips = chips_named(compile_for)
-    levels = EVERYWHERE if device is DeviceChoice.cpu else (*EVERYWHERE, "device")
-    items = {
-        one: list(checks_for(cases_of(one, options, compile_for=chips), level.value, levels=levels, only=only))
-        for one in types
-    }
-    count = sum(map(len, items.values()))
-    with stderr_console().status("starting") as status:
+    sizes = {one: len(request.items(one)) for one in types}  # what is not known is refused before anything runs
+    done: dict[str, list[Result]] = {}
+    begun = 0
+    with stderr_console().status(f"{counted(len(types), 'model type')} in {jobs} processes") as status:
 
-        def announced(pending: list[Item]) -> Iterator[Item]:
-            for item in pending:
-                status.update(f"{len(results) + 1} of {count}: {item.id}")
-                yield item
+        def announce(item: Item) -> None:
+            nonlocal begun
+            begun += 1
+            status.update(f"{begun} of {sum(sizes.values())}: {item.id}")
 
-        for one, pending in items.items():
-            for result in run(announced(pending)):
-                results.append(result)
-            report = make_report(results, level.value)
+        for one, results in check_types(types, request, jobs, announce):
+            done[one] = results
+            failed = sum(result.status == "failed" for result in results)
+            line = f"{one}: {counted(sizes[one], 'check')}, {failed} failed"
             if not sys.stderr.isatty():
-                failed = sum(result.status == "failed" for result in results if result.model_type == one)
-                note(f"{one}: {counted(len(pending), 'check')}, {failed} failed")
-            yield report
+                note(line)
+            elif jobs > 1:
+                status.update(f"{len(done)} of {counted(len(types), 'model type')} ({line})")
+            yield make_report([result for kind in types for result in done.get(kind, [])], request.depth)
 
 
 def chips_named(text: str | None) -> tuple[str, ...]:

@@ -1,0 +1,83 @@
+"""A run over several model types. In: the types and what is asked of each; out: their results, type by type as they are
+done, from this process or from several."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+from ttpu_conformance.case import Options, cases_of
+from ttpu_conformance.check import Depth, Item, Level, checks_for
+from ttpu_conformance.environment import prepare
+from ttpu_conformance.runner import Result, run
+from ttpu_core.errors import TTPUError
+
+MOST_JOBS = 8
+"""Processes that are started unless more are asked for; each takes one to two GiB."""
+
+Announce = Callable[[Item], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of every model type: see `ttpu_conformance.check.checks_for`."""
+
+    depth: Depth
+    levels: tuple[Level, ...]
+    only: tuple[str, ...]
+    chips: tuple[str, ...]
+    options: Options
+
+    def items(self, model_type: str) -> list[Item]:
+        """The checks of one model type.
+
+        Raises:
+            PluginError, DeclarationError: no such plugin, or something that the kit does not know.
+        """
+        cases = cases_of(model_type, self.options, compile_for=self.chips)
+        return list(checks_for(cases, self.depth, levels=self.levels, only=self.only))
+
+
+def usual_jobs(types: Sequence[str], options: Options) -> int:
+    """How many processes serve: one for each core and type, and a TPU serves one alone."""
+    return 1 if options.device == "tpu" else min(os.cpu_count() or 1, len(types), MOST_JOBS)
+
+
+def check_types(
+    types: Sequence[str], request: Request, jobs: int, announce: Announce = lambda item: None
+) -> Iterator[tuple[str, list[Result]]]:
+    """The results of each type as it is done; where one process serves, `announce` hears of each check before it runs.
+
+    Raises:
+        TTPUError: a process ended by itself.
+    """
+    if jobs == 1:
+        for model_type in types:
+            yield model_type, list(run(_announced(request.items(model_type), announce)))
+        return
+    # Spawned: JAX and torch have threads, which a fork would lose.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=prepare, initargs=(request.options.device,)) as pool:
+        running = {pool.submit(_check_type, model_type, request): model_type for model_type in types}
+        for done in as_completed(running):
+            try:
+                yield running[done], done.result()
+            except BrokenProcessPool as error:
+                raise TTPUError(
+                    f"a process that checked one of {', '.join(types)} ended by itself, for lack of memory or by a "
+                    "crash in a library: run again with --jobs 1, which shows at which check."
+                ) from error
+
+
+def _check_type(model_type: str, request: Request) -> list[Result]:
+    return list(run(request.items(model_type)))
+
+
+def _announced(items: list[Item], announce: Announce) -> Iterator[Item]:
+    for item in items:
+        announce(item)
+        yield item
