@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
-from ttpu_conformance.declaration import Declaration, Variant
-from ttpu_conformance.pytest_door import parametrize_with_checks
 from ttpu_core.registry import ARCHITECTURES, Registry
 
-pytest.importorskip("transformers")
+pytest.importorskip("torch")
+pytest.importorskip("ttpu_conformance")
+from ttpu_conformance.declaration import Declaration, Variant
+from ttpu_conformance.pytest_door import parametrize_with_checks
+
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 BASE: dict[str, Any] = {
