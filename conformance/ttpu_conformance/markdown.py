@@ -57,7 +57,16 @@ def _lines(report: Report) -> Iterator[str]:
         found = [result for result in report.results if result.status == status]
         if found:
             yield from ["", f"## {title}", ""]
-            yield from (f"- `{r.model_type}` {r.variant}, {r.check}: {r.reason}" for r in found)
+            yield from _reasons(found)
+
+
+def _reasons(results: list[Result]) -> Iterator[str]:
+    """A line for each reason that a variant has, with the checks that it holds for."""
+    by_reason: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for result in results:
+        by_reason[result.model_type, result.variant, result.reason].append(result.check)
+    for (model_type, variant, reason), checks in by_reason.items():
+        yield f"- `{model_type}` {variant}, {', '.join(checks)}: {reason}"
 
 
 def _types(results: list[Result]) -> Iterator[str]:
