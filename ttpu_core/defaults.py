@@ -51,13 +51,19 @@ def activation(config: ModelConfig, key: str = "hidden_act", default: str = "sil
 
 
 def layer_type(
-    config: ModelConfig, layer: int, known: tuple[str, ...] = ("sliding_attention", "full_attention")
+    config: ModelConfig,
+    layer: int,
+    known: tuple[str, ...] = ("sliding_attention", "full_attention"),
+    *,
+    assumed: str | None = None,
 ) -> str:
-    """A layer's entry in `layer_types`, which must be there.
+    """A layer's entry in `layer_types`, or what is `assumed` where a config has no such list; None: it must be there.
 
     Raises:
         ConfigError: not one entry per layer, or a kind of layer that is not among `known`.
     """
+    if assumed is not None and config.get("layer_types") is None:
+        return assumed
     types, layers = config.items("layer_types"), config.positive_int("num_hidden_layers")
     if len(types) != layers:
         raise ConfigError(

@@ -18,8 +18,8 @@ from ttpu_core.cli.console import note
 from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError
 
 TRACEBACK_VARIABLE = "TTPU_TRACEBACK"
-COMMAND_EXTRAS = {"compile-report": "jax"}
-"""The extras of ttpu-core that bring a command of our own backends."""
+BROUGHT_BY = {"compile-report": '"ttpu-core[jax]"', "conformance": "ttpu-conformance"}
+"""What `pip install` takes for a command of our own distributions."""
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as a shell reports them
 
@@ -45,10 +45,10 @@ class CommandGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that is going to run, so an added one is imported now."""
         asked = args[0].replace("_", "-")
-        if asked in COMMAND_EXTRAS and self.get_command(ctx, asked) is None:
+        if asked in BROUGHT_BY and self.get_command(ctx, asked) is None:
             raise MissingDependencyError(
                 f"the command {asked!r} was asked for, but the plugin that adds it is not installed: "
-                f'`pip install "ttpu-core[{COMMAND_EXTRAS[asked]}]"` brings it.'
+                f"`pip install {BROUGHT_BY[asked]}` brings it."
             )
         name, command, rest = super().resolve_command(ctx, args)
         if isinstance(command, AddedCommand) and not ctx.resilient_parsing:

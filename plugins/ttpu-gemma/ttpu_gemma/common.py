@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ttpu_core import ModelConfig, hookimpl
+from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.defaults import activation
 from ttpu_core.errors import ConfigError, UnsupportedError
 from ttpu_core.rope import RopeSpec, rope_from_config
@@ -57,16 +57,7 @@ def layer_type(config: ModelConfig, layer: int, period: int) -> str:
     Raises:
         ConfigError: `layer_types` has another length than the model, or names a type that gemma does not have.
     """
-    types = config.items("layer_types", default=None)
-    if types is None:
-        return SLIDING if (layer + 1) % period else FULL
-    count = config.positive_int("num_hidden_layers")
-    if len(types) != count or not set(types) <= {FULL, SLIDING}:
-        raise ConfigError(
-            f"{config.source} gives {len(types)} layer_types ({', '.join(sorted(set(map(str, types))))}) for {count} "
-            f"layers, but needs one for each, {FULL!r} or {SLIDING!r}: correct `layer_types` or `num_hidden_layers`."
-        )
-    return str(types[layer])
+    return defaults.layer_type(config, layer, assumed=SLIDING if (layer + 1) % period else FULL)
 
 
 def window(config: ModelConfig, kind: str) -> int | None:

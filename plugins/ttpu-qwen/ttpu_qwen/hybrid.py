@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ttpu_core import ModelConfig, axes
+from ttpu_core import ModelConfig, axes, hookimpl
 from ttpu_core import defaults as core
 from ttpu_core.errors import ConfigError
 from ttpu_core.layout import CheckpointNames, Rules, norm_rules, replace_rules
@@ -22,7 +22,7 @@ from ttpu_core.spec import (
     Parameter,
     StateSpec,
 )
-from ttpu_qwen.layer_types import FULL, LINEAR, layer_type
+from ttpu_qwen.layer_types import FULL, LINEAR
 
 CONFIG_DEFAULTS = {
     "num_key_value_heads": 2,
@@ -47,12 +47,14 @@ PREDICTION_HEADS = r"mtp\..*"
 InputRules = Callable[[MixerSpec, int, str], Rules]
 
 
-def norm(config: ModelConfig) -> NormSpec:
+@hookimpl
+def ttpu_norm(config: ModelConfig) -> NormSpec:
     """RMSNorm by 1 + w, multiplied in float32."""
     return replace(core.ttpu_norm(config), offset=1.0, scale_in_fp32=True)
 
 
-def attention(config: ModelConfig) -> AttentionSpec:
+@hookimpl
+def ttpu_attention(config: ModelConfig) -> AttentionSpec:
     """Attention with norms on heads, and a sigmoid gate for each feature of its output.
 
     Raises:
@@ -63,11 +65,12 @@ def attention(config: ModelConfig) -> AttentionSpec:
             f"{config.source} sets 'attn_output_gate' to false, but {config.model_type} has a gate in every attention "
             "layer, in transformers too: remove the key, or describe that model by a plugin of its own."
         )
-    plain = core.ttpu_attention(config)
-    return replace(plain, q_norm=norm(config), k_norm=norm(config), output_gate=OutputGate(bias=plain.qkv_bias))
+    plain, norm = core.ttpu_attention(config), ttpu_norm(config)
+    return replace(plain, q_norm=norm, k_norm=norm, output_gate=OutputGate(bias=plain.qkv_bias))
 
 
-def gated_delta_net(config: ModelConfig, layer: int) -> MixerSpec | None:
+@hookimpl
+def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
     """Gated DeltaNet in linear layers; None in the others.
 
     Raises:
@@ -75,7 +78,7 @@ def gated_delta_net(config: ModelConfig, layer: int) -> MixerSpec | None:
     """
     interval = config.positive_int("full_attention_interval")
     assumed = LINEAR if (layer + 1) % interval else FULL
-    if layer_type(config, layer, assumed, (LINEAR, FULL)) == FULL:
+    if core.layer_type(config, layer, (LINEAR, FULL), assumed=assumed) == FULL:
         return None
     heads, value_heads = (config.positive_int(f"linear_num_{kind}_heads") for kind in ("key", "value"))
     if value_heads % heads:

@@ -1,30 +1,12 @@
-"""Which kind of attention a layer has. In: a config and a layer's number; out: its type and its window."""
+"""Which kind of attention a layer has. In: a config and a layer's number; out: its window."""
 
 from __future__ import annotations
 
 from ttpu_core import ModelConfig
+from ttpu_core.defaults import layer_type
 from ttpu_core.errors import ConfigError
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-
-
-def layer_type(config: ModelConfig, layer: int, assumed: str, known: tuple[str, ...]) -> str:
-    """The layer's entry in `layer_types`, or what is `assumed` where a config has no such list.
-
-    Raises:
-        ConfigError: the list has not one entry per layer, or one that the family does not know.
-    """
-    types = config.items("layer_types", default=None)
-    if types is None:
-        return assumed
-    layers = config.positive_int("num_hidden_layers")
-    if len(types) != layers or types[layer] not in known:
-        raise ConfigError(
-            f"{config.source} gives {len(types)} 'layer_types' for {layers} layers, layer {layer} among them "
-            f"{types[layer] if layer < len(types) else 'missing'!r}, but each layer needs one of {', '.join(known)}: "
-            "correct it."
-        )
-    return str(types[layer])
 
 
 def window_size(config: ModelConfig) -> int | None:
@@ -39,7 +21,7 @@ def sliding_window(config: ModelConfig, layer: int, *, assumed: bool) -> int | N
     Raises:
         ConfigError: a sliding layer, but no window.
     """
-    kind = layer_type(config, layer, SLIDING if assumed else FULL, (FULL, SLIDING))
+    kind = layer_type(config, layer, assumed=SLIDING if assumed else FULL)
     window = window_size(config)
     if kind == FULL:
         return None

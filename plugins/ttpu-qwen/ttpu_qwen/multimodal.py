@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ttpu_core import ModelConfig
+from ttpu_core import ModelConfig, hookimpl
 from ttpu_core.errors import ConfigError
 from ttpu_core.layout import CheckpointNames
 from ttpu_core.mapping import FlaxMapping
@@ -53,7 +53,8 @@ def text_config(config: ModelConfig, defaults: Mapping[str, Any]) -> ModelConfig
     return text.with_defaults(defaults)
 
 
-def head(config: ModelConfig) -> HeadSpec:
+@hookimpl
+def ttpu_head(config: ModelConfig) -> HeadSpec:
     """Tied as the parent says where there is one, else as the config itself does."""
     own = config.flag("tie_word_embeddings")
     return HeadSpec(tied=config.flag(TIED_BY_PARENT, default=own))

@@ -6,40 +6,20 @@ from __future__ import annotations
 from ttpu_core import ModelConfig, hookimpl
 from ttpu_core.layout import Rules, standard_mapping
 from ttpu_core.mapping import Concat, FlaxMapping, Tensor
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, HeadSpec, MixerSpec, NormSpec
+from ttpu_core.spec import ArchitectureSpec, MixerSpec
 from ttpu_qwen import hybrid, multimodal
 
 CONFIG_DEFAULTS = hybrid.CONFIG_DEFAULTS | {"vocab_size": 248_320, "num_key_value_heads": 4}
+
+# Hooks of this module too.
+ttpu_norm, ttpu_mixer, ttpu_attention = hybrid.ttpu_norm, hybrid.ttpu_mixer, hybrid.ttpu_attention
+ttpu_head = multimodal.ttpu_head
 
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """The text part, with the class's defaults."""
     return multimodal.text_config(config, CONFIG_DEFAULTS)
-
-
-@hookimpl
-def ttpu_head(config: ModelConfig) -> HeadSpec:
-    """Tied if the outermost config says so."""
-    return multimodal.head(config)
-
-
-@hookimpl
-def ttpu_norm(config: ModelConfig) -> NormSpec:
-    """RMSNorm by 1 + w."""
-    return hybrid.norm(config)
-
-
-@hookimpl
-def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
-    """Gated DeltaNet in linear layers."""
-    return hybrid.gated_delta_net(config, layer)
-
-
-@hookimpl
-def ttpu_attention(config: ModelConfig) -> AttentionSpec:
-    """Gated attention in the others."""
-    return hybrid.attention(config)
 
 
 @hookimpl

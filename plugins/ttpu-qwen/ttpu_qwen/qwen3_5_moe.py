@@ -7,7 +7,7 @@ from ttpu_core import ModelConfig, hookimpl
 from ttpu_core.errors import ConfigError
 from ttpu_core.layout import standard_mapping
 from ttpu_core.mapping import FlaxMapping
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, HeadSpec, MixerSpec, MoESpec, NormSpec
+from ttpu_core.spec import ArchitectureSpec, MoESpec
 from ttpu_qwen import hybrid, multimodal
 from ttpu_qwen.experts import experts, with_stacked_experts
 from ttpu_qwen.qwen3_5 import split_inputs
@@ -19,6 +19,10 @@ CONFIG_DEFAULTS = hybrid.CONFIG_DEFAULTS | {
     "num_experts_per_tok": 8,
     "num_experts": 256,
 }
+
+# Hooks of this module too.
+ttpu_norm, ttpu_mixer, ttpu_attention = hybrid.ttpu_norm, hybrid.ttpu_mixer, hybrid.ttpu_attention
+ttpu_head = multimodal.ttpu_head
 
 
 @hookimpl
@@ -35,30 +39,6 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
             "[], or take the config.json that the checkpoint was published with."
         )
     return text
-
-
-@hookimpl
-def ttpu_head(config: ModelConfig) -> HeadSpec:
-    """Tied if the outermost config says so."""
-    return multimodal.head(config)
-
-
-@hookimpl
-def ttpu_norm(config: ModelConfig) -> NormSpec:
-    """RMSNorm by 1 + w."""
-    return hybrid.norm(config)
-
-
-@hookimpl
-def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
-    """Gated DeltaNet in linear layers."""
-    return hybrid.gated_delta_net(config, layer)
-
-
-@hookimpl
-def ttpu_attention(config: ModelConfig) -> AttentionSpec:
-    """Gated attention in the others."""
-    return hybrid.attention(config)
 
 
 @hookimpl

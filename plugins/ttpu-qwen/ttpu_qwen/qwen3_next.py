@@ -7,7 +7,7 @@ from ttpu_core import ModelConfig, hookimpl
 from ttpu_core import defaults as core
 from ttpu_core.layout import CheckpointNames, Rules, standard_mapping
 from ttpu_core.mapping import FlaxMapping, Tensor
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MixerSpec, MLPSpec, MoESpec, NormSpec
+from ttpu_core.spec import ArchitectureSpec, MixerSpec, MLPSpec, MoESpec
 from ttpu_qwen import hybrid
 from ttpu_qwen.experts import SHARED_EXPERT, experts, is_sparse, with_stacked_experts
 
@@ -22,30 +22,15 @@ CONFIG_DEFAULTS = hybrid.CONFIG_DEFAULTS | {
 }
 NAMES = CheckpointNames(shared_gate_up_down=SHARED_EXPERT)
 
+# Hooks of this module too.
+ttpu_norm, ttpu_mixer, ttpu_attention = hybrid.ttpu_norm, hybrid.ttpu_mixer, hybrid.ttpu_attention
+
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """A qwen3_next config with the class's defaults."""
     config.get("use_sliding_window")  # published files have it, but no layer of this type slides
     return config.with_defaults(CONFIG_DEFAULTS)
-
-
-@hookimpl
-def ttpu_norm(config: ModelConfig) -> NormSpec:
-    """RMSNorm by 1 + w."""
-    return hybrid.norm(config)
-
-
-@hookimpl
-def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
-    """Gated DeltaNet in linear layers."""
-    return hybrid.gated_delta_net(config, layer)
-
-
-@hookimpl
-def ttpu_attention(config: ModelConfig) -> AttentionSpec:
-    """Gated attention in the others."""
-    return hybrid.attention(config)
 
 
 @hookimpl

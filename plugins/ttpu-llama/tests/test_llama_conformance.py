@@ -1,4 +1,4 @@
-"""Llama 4 against transformers, by the conformance kit."""
+"""Llama and Llama 4 against transformers, by the conformance kit."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from ttpu_conformance import parametrize_with_checks
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 
-@parametrize_with_checks("llama4_text", "llama4")
-def test_llama4(case: Any, check: Any) -> None:
+@parametrize_with_checks("llama", "llama4_text", "llama4")
+def test_llama(case: Any, check: Any) -> None:
     check(case)
