@@ -199,8 +199,8 @@ def test_gemma4_pictures_that_see_all_of_themselves_are_no_matter_for_text() -> 
 @pytest.mark.parametrize(
     ("model_type", "keys", "sentence"),
     [
-        ("gemma2", {"layer_types": [FULL]}, "gives 1 layer_types .* for 4 layers"),
-        ("gemma2", {"layer_types": [FULL, FULL, FULL, "chunked"]}, "'full_attention' or 'sliding_attention'"),
+        ("gemma2", {"layer_types": [FULL]}, "has 1 entries in 'layer_types' for 4 layers"),
+        ("gemma2", {"layer_types": [FULL, FULL, FULL, "chunked"]}, "'sliding_attention' or 'full_attention'"),
         ("gemma3n_text", {"num_kv_shared_layers": 3}, "none before them is of layer 1's type 'full_attention'"),
         ("gemma3n_text", {"num_kv_shared_layers": 4}, "none before them is of layer 0's type"),
         ("gemma3n_text", {"altup_num_inputs": 1}, "2 or more are needed"),
