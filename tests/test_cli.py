@@ -450,6 +450,7 @@ def test_a_command_of_a_backend_that_is_not_installed_says_which_install_brings_
     monkeypatch.setattr(registry_module, "default_registry", lambda: Registry([]))
     assert 'pip install "ttpu-core[jax]"' in error("compile-report", "x", "--topology", "v5e:2x4")
     assert 'pip install "ttpu-core[jax]"' in error("compile_report", "--help")
+    assert "`pip install ttpu-conformance`" in error("conformance", "llama")
 
 
 def test_an_error_of_an_added_command_is_one_line_as_it_was_written() -> None:
