@@ -70,6 +70,16 @@ class CheckpointNames:
     post_mlp_norm: str = "post_feedforward_layernorm"
     layer_scalar: str = "layer_scalar"
 
+    def below(self, base: str, head: str = "lm_head") -> CheckpointNames:
+        """These names with the base model's tensors below `base` instead of "model."."""
+        return replace(
+            self,
+            layer=f"{base}layers.{{layer}}.",
+            embedding=f"{base}embed_tokens.weight",
+            final_norm=f"{base}norm",
+            head=head,
+        )
+
     def norm(self, layer: LayerSpec, role: str) -> str:
         """The name of one of a layer's norms over the residual stream."""
         if role == "mlp_norm" and self.mlp_norm is None:

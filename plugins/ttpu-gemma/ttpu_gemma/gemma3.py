@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ttpu_core import ModelConfig, defaults, hookimpl
+from ttpu_core.layout import CheckpointNames, standard_mapping
 from ttpu_core.mapping import FlaxMapping
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec
+from ttpu_core.text_part import text_mapping
 from ttpu_gemma.common import (
     layer_types,
     note_unused_rope,
@@ -22,7 +24,7 @@ from ttpu_gemma.common import (
 )
 from ttpu_gemma.gemma2 import CONFIG_DEFAULTS as GEMMA2_DEFAULTS
 from ttpu_gemma.gemma2 import ttpu_block
-from ttpu_gemma.text import text_config, text_mapping, text_names
+from ttpu_gemma.text import text_config
 
 __all__ = [
     "ttpu_attention",
@@ -75,9 +77,10 @@ def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
 @hookimpl
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
     """The usual names, below `language_model` in a multimodal checkpoint."""
+    below = ("model.", "lm_head")
     if spec.model_type == PARENT:
-        return text_mapping(spec, text_names("language_model.model.", "language_model.lm_head"))
-    return text_mapping(spec, text_names("model."))
+        below = ("language_model.model.", "language_model.lm_head")
+    return text_mapping(standard_mapping(spec, CheckpointNames().below(*below)), *below)
 
 
 def _layer_types(config: ModelConfig) -> tuple[str, ...]:

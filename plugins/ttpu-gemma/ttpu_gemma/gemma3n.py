@@ -10,9 +10,10 @@ from typing import Any
 from ttpu_core import ModelConfig, axes, defaults, hookimpl
 from ttpu_core.defaults import activation
 from ttpu_core.errors import ConfigError
-from ttpu_core.layout import replace_rules
+from ttpu_core.layout import CheckpointNames, replace_rules, standard_mapping
 from ttpu_core.mapping import FlaxMapping, Stack, Tensor
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, BlockSpec, EmbeddingSpec, MLPSpec, NormSpec, Parameter
+from ttpu_core.text_part import text_mapping
 from ttpu_gemma import common
 from ttpu_gemma.common import (
     kv_source,
@@ -25,7 +26,7 @@ from ttpu_gemma.common import (
 )
 from ttpu_gemma.gemma3 import CONFIG_DEFAULTS as GEMMA3_DEFAULTS
 from ttpu_gemma.per_layer import Parameters, PerLayerSpec, part, per_layer_spec, tensors
-from ttpu_gemma.text import text_config, text_mapping, text_names, without_shared_keys
+from ttpu_gemma.text import text_config, without_shared_keys
 
 __all__ = [
     "ttpu_attention",
@@ -160,7 +161,8 @@ def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMappin
         where = f"layers.{layer}."
         rules |= tensors(where, _block_parameters(config), "", BLOCK_TENSORS, base + where)
     shared = [i for i, kind in enumerate(spec.layers) if getattr(kind.mixer, "kv_from_layer", None) is not None]
-    return without_shared_keys(replace_rules(text_mapping(spec, text_names(base)), rules), shared)
+    mapping = replace_rules(standard_mapping(spec, CheckpointNames().below(base)), rules)
+    return without_shared_keys(text_mapping(mapping, base), shared)
 
 
 BLOCK_TENSORS = {

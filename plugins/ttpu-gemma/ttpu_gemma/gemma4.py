@@ -10,7 +10,7 @@ from typing import Any
 from ttpu_core import ModelConfig, axes, defaults, hookimpl
 from ttpu_core.defaults import activation
 from ttpu_core.errors import ConfigError
-from ttpu_core.layout import replace_rules
+from ttpu_core.layout import CheckpointNames, replace_rules, standard_mapping
 from ttpu_core.mapping import Expression, FlaxMapping, Tensor
 from ttpu_core.rope import RopeSpec, rope_from_config
 from ttpu_core.spec import (
@@ -23,6 +23,7 @@ from ttpu_core.spec import (
     Parameter,
     RouterSpec,
 )
+from ttpu_core.text_part import text_mapping
 from ttpu_gemma import common
 from ttpu_gemma.common import (
     FULL,
@@ -37,7 +38,7 @@ from ttpu_gemma.common import (
 from ttpu_gemma.gemma3 import CONFIG_DEFAULTS as GEMMA3_DEFAULTS
 from ttpu_gemma.gemma3n import ttpu_norm
 from ttpu_gemma.per_layer import Parameters, PerLayerSpec, part, per_layer_spec, tensors
-from ttpu_gemma.text import text_config, text_mapping, text_names, without_shared_keys
+from ttpu_gemma.text import text_config, without_shared_keys
 
 __all__ = [
     "ttpu_attention",
@@ -146,12 +147,11 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
 def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMapping:
     """The usual names for the usual parts, below `language_model` in a multimodal checkpoint."""
     base = "model.language_model." if spec.model_type == PARENT else "model."
-    names = replace(
-        text_names(base),
+    names = CheckpointNames(
         router="router.proj",
         router_scale="router.scale",
         router_expert_scale="router.per_expert_scale",
-    )
+    ).below(base)
     own, rules = _per_layer(config), dict[str, Expression | None]()
     if own is not None:
         rules |= own.rules(base)
@@ -165,7 +165,8 @@ def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMappin
             down = Tensor(f"{base}{where}experts.down_proj", (count, hidden, inner))
             rules[f"{where}moe.experts.down.kernel"] = down
     shared = [i for i, layer in enumerate(spec.layers) if getattr(layer.mixer, "kv_from_layer", None) is not None]
-    return without_shared_keys(replace_rules(text_mapping(spec, names), rules), shared)
+    mapping = replace_rules(standard_mapping(spec, names), rules)
+    return without_shared_keys(text_mapping(mapping, base), shared)
 
 
 EXPERT_NORMS = {

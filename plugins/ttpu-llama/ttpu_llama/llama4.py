@@ -18,6 +18,7 @@ from ttpu_core.spec import (
     QueryTemperature,
     RouterSpec,
 )
+from ttpu_core.text_part import text_config, text_mapping
 
 CONFIG_DEFAULTS = {
     "model_type": "llama4_text",
@@ -58,16 +59,12 @@ NAMES = CheckpointNames(
         "feed_forward.shared_expert.down_proj",
     ),
 )
-PREFIXES = (("language_model.", ""),)
-IMAGES = (r"(vision_model|multi_modal_projector)\..*",)
 
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """The text part, with what `Llama4TextConfig` assumes of an absent key."""
-    text = config.section("text_config") or config
-    text.get("model_type")  # a text part's can only be "llama4_text"
-    return text.with_defaults(CONFIG_DEFAULTS)
+    return text_config(config, tied=False).with_defaults(CONFIG_DEFAULTS)
 
 
 @hookimpl
@@ -125,8 +122,7 @@ def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
             prefix = f"model.layers.{index}.feed_forward.experts."
             experts = stacked_expert_rules(layer.mlp, spec.hidden_size, prefix, transposed=True)
             rules |= {f"layers.{index}.{path}": rule for path, rule in experts}
-    mapping = replace_rules(standard_mapping(spec, NAMES), rules)
-    return replace(mapping, prefixes=(*PREFIXES, *mapping.prefixes), ignored=(*IMAGES, *mapping.ignored))
+    return text_mapping(replace_rules(standard_mapping(spec, NAMES), rules))
 
 
 def _has_rope(config: ModelConfig, layer: int) -> bool:

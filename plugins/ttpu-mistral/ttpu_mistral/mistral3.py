@@ -1,12 +1,11 @@
 """The text part of Mistral 3's multimodal models (Mistral Small 3.1 to 4, Ministral 3): one of this family's other
 types, behind a prefix. In: a config.json of `model_type` "mistral3"; out: the answers of the text part's own module."""
 
-from dataclasses import replace
 from inspect import signature
 from types import ModuleType
 from typing import Any
 
-from ttpu_core import ModelConfig, hookimpl
+from ttpu_core import ModelConfig, hookimpl, text_part
 from ttpu_core.errors import ConfigError
 from ttpu_core.layout import standard_mapping
 from ttpu_core.mapping import FlaxMapping
@@ -35,13 +34,6 @@ TEXT_DEFAULTS = {
     "vocab_size": 131_072,
 }
 
-PREFIXES = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-)
-IMAGES = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
-
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
@@ -50,16 +42,16 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
     Raises:
         ConfigError: a text part of another family.
     """
-    text = config.section("text_config") or config.with_values(TEXT_DEFAULTS)
-    text = text.with_defaults({"model_type": "mistral"})
+    if "text_config" not in config:
+        config = config.with_values(TEXT_DEFAULTS)
+    text = text_part.text_config(config).with_defaults({"model_type": "mistral"})
     if text.model_type not in TEXT_TYPES:
         raise ConfigError(
             f"{config.source} of model_type 'mistral3' has a text part of type {text.model_type!r}, but "
             f"{', '.join(TEXT_TYPES)} are known: correct `text_config`, or update ttpu-mistral."
         )
-    tied = config.flag("tie_word_embeddings", default=text.flag("tie_word_embeddings", default=False))
     filled: ModelConfig = _ask("ttpu_config", text)
-    return filled.with_values({"tie_word_embeddings": tied})
+    return filled
 
 
 @hookimpl
@@ -84,7 +76,7 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec | None:
 def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMapping:
     """The text part's, behind the prefixes that transformers 4 and 5 use; what sees images is left out."""
     mapping: FlaxMapping = _ask("ttpu_flax_mapping", config, spec=spec) or standard_mapping(spec)
-    return replace(mapping, prefixes=(*PREFIXES, *mapping.prefixes), ignored=(*IMAGES, *mapping.ignored))
+    return text_part.text_mapping(mapping)
 
 
 def _ask(hook: str, config: ModelConfig, **arguments: Any) -> Any:

@@ -13,7 +13,6 @@ CONFIG_DEFAULTS = hybrid.CONFIG_DEFAULTS | {"vocab_size": 248_320, "num_key_valu
 
 # Hooks of this module too.
 ttpu_norm, ttpu_mixer, ttpu_attention = hybrid.ttpu_norm, hybrid.ttpu_mixer, hybrid.ttpu_attention
-ttpu_head = multimodal.ttpu_head
 
 
 @hookimpl

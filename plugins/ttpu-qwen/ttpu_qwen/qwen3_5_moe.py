@@ -22,7 +22,6 @@ CONFIG_DEFAULTS = hybrid.CONFIG_DEFAULTS | {
 
 # Hooks of this module too.
 ttpu_norm, ttpu_mixer, ttpu_attention = hybrid.ttpu_norm, hybrid.ttpu_mixer, hybrid.ttpu_attention
-ttpu_head = multimodal.ttpu_head
 
 
 @hookimpl
