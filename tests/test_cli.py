@@ -623,7 +623,7 @@ def test_every_option_reaches_the_model(checkpoint: Path, calls: list[Any]) -> N
         "stop_strings": ["END", "FIN"],
     }
     assert fake_backend.LOADS == [
-        {"dtype": "bfloat16", "mesh": "tensor=2", "attn_implementation": "splash_attention"}
+        {"dtype": "bfloat16", "parallelism_strategy": "tensor=2", "attn_implementation": "splash_attention"}
     ]
 
 

@@ -57,11 +57,11 @@ OTHERS: dict[type, dict[str, Any]] = {
     RouterSpec: {
         "score": "sigmoid", "renormalize": False, "correction_bias": True, "bias": True, "group_score": "top2_sum",
         "scaling_factor": 2.5, "weight_on": "input", "logit_softcap": 30.0, "norm": NormSpec(), "input_scale": 0.1,
-        "expert_scale": True,
+        "expert_scale": True, "groups": 2,
     },
     MoESpec: {
         "activation": ActivationSpec("gelu"), "gated": False, "router": RouterSpec(), "expert_bias": True,
-        "shared": None, "shared_gate": True, "dense": MLP,
+        "shared": None, "shared_gate": True, "dense": MLP, "num_experts": 16, "experts_per_token": 1,
     },
     BlockSpec: {"placement": "sandwich", "residual_multiplier": 0.5, "layer_scalar": True, "custom": LINEAR},
     EmbeddingSpec: {"scale": 2.0, "norm": NormSpec(), "positions": None, "custom": LINEAR},
@@ -81,6 +81,8 @@ UNSAID = {
         "long_attention_factor",
     },
     MixerSpec: {"parameters", "state"},  # counted elsewhere
+    AttentionSpec: {"norm_features"},  # how a mesh pads it, which is not the model's own
+    EmbeddingSpec: {"table_rows"},
 }  # fmt: skip
 
 SPOKEN = [

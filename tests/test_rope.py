@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from ttpu_core import ModelConfig
-from ttpu_core.errors import ConfigError
+from ttpu_core.config_keys import refuse_ignored
+from ttpu_core.errors import ConfigError, UnsupportedError
 from ttpu_core.rope import NO_ROPE, ROPE_TYPES, RopeSpec, dynamic_base, inverse_frequencies, rope_from_config
 
 HEAD_DIM, MAX_POSITIONS = 64, 4096
@@ -83,6 +84,7 @@ def old_style(name: str) -> dict[str, Any]:
 
 
 def rope_of(config: dict[str, Any], **options: Any) -> RopeSpec:
+    options = {"partial": True, **options}
     return rope_from_config(ModelConfig.from_dict({"model_type": "llama", **config}), head_dim=HEAD_DIM, **options)
 
 
@@ -236,6 +238,24 @@ def test_yarn_without_a_factor_extends_from_the_original_length() -> None:
 )
 def test_a_value_without_angles_is_refused(name: str, changes: dict[str, Any], words: str) -> None:
     assert words in refusal(new_style(name, **changes))
+
+
+def test_a_share_of_the_head_is_read_only_where_the_model_rotates_one() -> None:
+    """Most classes of transformers rotate whole heads, whatever a file says; `refuse_ignored` then speaks."""
+    config = ModelConfig.from_dict({"model_type": "llama", **new_style("default", partial_rotary_factor=0.5)})
+    assert rope_from_config(config, head_dim=HEAD_DIM).rotary_dim == HEAD_DIM
+    with pytest.raises(UnsupportedError, match="'rope_parameters.partial_rotary_factor' to 0.5"):
+        refuse_ignored(config)
+
+
+def test_the_older_base_of_some_layers_has_a_key_of_its_own() -> None:
+    config = ModelConfig.from_dict({"model_type": "x", "rope_theta": 5e5, "local": 2e4, "rope_parameters": {"a": {}}})
+    assert rope_from_config(config, head_dim=8, layer_type="a", theta_key="local").theta == 2e4
+
+
+def test_longrope_over_a_context_of_one_token_is_refused() -> None:
+    config = new_style("longrope", original_max_position_embeddings=1, attention_factor=None)
+    assert "divides by its logarithm" in refusal(config)
 
 
 def test_a_layer_without_rope_has_no_frequencies() -> None:

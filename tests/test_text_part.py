@@ -16,7 +16,7 @@ def parent(**keys: object) -> ModelConfig:
 
 def test_a_config_without_a_text_part_is_the_text_model_s_own() -> None:
     config = parent(tie_word_embeddings=True, hidden_size=8)
-    assert text_config(config, tied=False) is config
+    assert text_config(config, ("part",), tied=False) is config
 
 
 @pytest.mark.parametrize(
@@ -33,18 +33,23 @@ def test_the_parent_decides_whether_the_head_is_tied(
     whole: bool | None, part: bool | None, otherwise: bool | None, tied: bool | None
 ) -> None:
     config = parent(tie_word_embeddings=whole, text_config={"model_type": "part", "tie_word_embeddings": part})
-    assert text_config(config, tied=otherwise).get("tie_word_embeddings") == tied
-    assert config.keys_unread() == ("model_type",)
+    assert text_config(config, ("part",), tied=otherwise).get("tie_word_embeddings") == tied
+    assert config.keys_unread() == ("model_type",)  # the parent's own, which nobody asked for here
 
 
 def test_the_parent_s_special_tokens_hold_and_the_text_model_s_where_it_has_none() -> None:
-    text = text_config(parent(eos_token_id=[1, 106], text_config={"eos_token_id": 1, "bos_token_id": 2}))
+    text = text_config(parent(eos_token_id=[1, 106], text_config={"eos_token_id": 1, "bos_token_id": 2}), ("part",))
     assert (text.get("eos_token_id"), text.get("bos_token_id")) == ((1, 106), 2)
 
 
 def test_a_text_part_that_is_no_object_is_refused() -> None:
     with pytest.raises(ConfigError, match="'text_config' to the string \"llama\", but an object is needed"):
-        text_config(parent(text_config="llama"))
+        text_config(parent(text_config="llama"), ("part",))
+
+
+def test_a_text_part_of_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a text part of type 'other', but part, third are known there"):
+        text_config(parent(text_config={"model_type": "other"}), ("part", "third"))
 
 
 @pytest.mark.parametrize("base", ["model.", "model.language_model.", "language_model.model."])

@@ -47,10 +47,11 @@ class AutoModelForTPU:
         from ttpu_core.checkpoint import open_checkpoint
         from ttpu_core.config_keys import refuse_ignored
         from ttpu_core.registry import default_registry
+        from ttpu_core.tied import described
 
         checkpoint = open_checkpoint(path_or_id, revision=revision)
         registry = default_registry()
-        architecture = registry.architecture(checkpoint.config, patch_packs)
+        checkpoint, architecture = described(registry, checkpoint, patch_packs)
         for sentence in refuse_ignored(checkpoint.config):
             warnings.warn(sentence, stacklevel=2)
         return registry.backend(backend).load(architecture, checkpoint, dtype=dtype, **options)

@@ -59,6 +59,11 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
         """A config of JSON values: None, booleans, numbers, strings, lists or tuples, mappings of them."""
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(
+                f"{source} was asked for as a model config, but it is {_describe(mapping)} where a mapping from keys to "
+                "values is needed: pass what config.json holds."
+            )
         try:
             return _freeze_mapping(mapping, source, None, "", set())
         except RecursionError:
@@ -134,6 +139,14 @@ class ModelConfig:
         return self._typed(key, *_KINDS[float], default)
 
     @overload
+    def positive_number(self, key: str) -> float: ...
+    @overload
+    def positive_number(self, key: str, default: D) -> float | D: ...
+    def positive_number(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A finite number above zero, as a float."""
+        return self._typed(key, "a number above zero", _positive_number, default)
+
+    @overload
     def flag(self, key: str) -> bool: ...
     @overload
     def flag(self, key: str, default: D) -> bool | D: ...
@@ -164,6 +177,14 @@ class ModelConfig:
     def int_list(self, key: str, default: Any = _REQUIRED) -> Any:
         """A list of integers, as a tuple."""
         return self._typed(key, "a list of integers", _integers, default)
+
+    @overload
+    def number_list(self, key: str) -> tuple[float, ...]: ...
+    @overload
+    def number_list(self, key: str, default: D) -> tuple[float, ...] | D: ...
+    def number_list(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A list of finite numbers, as a tuple of floats."""
+        return self._typed(key, "a list of numbers", _numbers, default)
 
     def section(self, key: str) -> "ModelConfig | None":
         """The object under `key` (text_config, rope_parameters), or None where it is absent or null."""
@@ -318,8 +339,16 @@ def _finite(value: Any) -> float:
     return float(value) if real and math.isfinite(value) else _no()
 
 
+def _positive_number(value: Any) -> float:
+    return _finite(value) if _finite(value) > 0 else _no()
+
+
 def _integers(value: Any) -> tuple[int, ...]:
     return tuple(map(_integer, _instance(tuple)(value)))
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    return tuple(map(_finite, _instance(tuple)(value)))
 
 
 def _instance(kind: type[T]) -> Callable[[Any], T]:

@@ -58,7 +58,7 @@ CHANGES_THE_FORWARD_PASS: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (), "alibi": (False,), "parallel_attn": (False,), "use_parallel_residual": (False,),
     "use_qk_norm": (False,), "qk_layernorm": (False,), "attn_output_gate": (False,), "num_kv_shared_layers": (0,),
     "use_bidirectional_attention": (False,), "kv_lora_rank": (0,), "q_lora_rank": (0,), "attn_temperature_tuning": (),
-    "partial_rotary_factor": (1.0,), "rotary_pct": (1.0,), "rope_scaling": (), "no_rope_layers": ((),),
+    "partial_rotary_factor": (1.0,), "rotary_pct": (1.0,), "rope_scaling": (), "no_rope_layers": ([],),
     # experts
     "num_experts": (0, 1), "num_local_experts": (0, 1), "n_routed_experts": (0, 1),
     # the stream and the head

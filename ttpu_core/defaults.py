@@ -41,7 +41,8 @@ def activation(config: ModelConfig, key: str = "hidden_act", default: str = "sil
     Raises:
         ConfigError: a name that no backend knows.
     """
-    name = config.text(key, default=default)
+    written = key in tuple(config)
+    name = config.text(key) if written else default
     if name not in ACTIVATIONS:
         raise ConfigError(
             f"{config.source} asks for the activation {name!r} under {key!r}, but the known ones are "
@@ -99,7 +100,7 @@ def ttpu_head(config: ModelConfig) -> HeadSpec:
 @hookimpl
 def ttpu_norm(config: ModelConfig) -> NormSpec:
     """RMSNorm with a scale."""
-    return NormSpec(eps=config.number("rms_norm_eps", default=1e-6))
+    return NormSpec(eps=config.positive_number("rms_norm_eps", default=1e-6))
 
 
 @hookimpl

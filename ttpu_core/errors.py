@@ -32,3 +32,11 @@ class RequestError(TTPUError, ValueError):
 
 class MissingDependencyError(TTPUError, ImportError):
     """A command or class needs a distribution that is not installed; the message names the `pip install`."""
+
+
+class LaunchError(TTPUError):
+    """Several processes cannot be started, cannot find each other, or one of them failed."""
+
+
+class PlanError(TTPUError):
+    """A plan file that is missing, malformed, of another version, or made for another model."""

@@ -254,8 +254,28 @@ def moe_rules(spec: MoESpec, hidden: int, names: CheckpointNames, prefix: str) -
         yield from mlp_rules("moe.dense", spec.dense, hidden, _mlp_names(names, prefix))
 
 
+def stacked_experts(
+    spec: ArchitectureSpec,
+    names: CheckpointNames | None = None,
+    experts: str = "mlp.experts.",
+    *,
+    transposed: bool = False,
+) -> dict[str, Expression]:
+    """Rules by Flax path for the gated experts of all layers, where those of a layer are one tensor each for all gates
+    and ups, and for all downs; `experts` stands before their names within a layer. See `stacked_expert_rules`."""
+    names = names or CheckpointNames()
+    return {
+        f"layers.{index}.{path}": rule
+        for index, layer in enumerate(spec.layers)
+        if isinstance(layer.mlp, MoESpec)
+        for path, rule in stacked_expert_rules(
+            layer.mlp, spec.hidden_size, names.layer.format(layer=index) + experts, transposed=transposed
+        )
+    }
+
+
 def stacked_expert_rules(spec: MoESpec, hidden: int, prefix: str, *, transposed: bool = False) -> Rules:
-    """Rules for gated experts that are one tensor each for all of a layer's gates and ups, and for its downs.
+    """Rules for one layer's gated experts in two tensors.
 
     Args:
         prefix: what stands before `gate_up_proj` [experts, 2 * inner, hidden], gates first, and `down_proj` [experts,
@@ -291,6 +311,11 @@ def replace_rules(mapping: FlaxMapping, rules: Mapping[str, Expression | None]) 
     added = [(path, rule) for path, rule in rules.items() if path not in known]
     changed = tuple((path, rule) for path, rule in (*kept, *added) if rule is not None)
     return replace(mapping, rules=changed)
+
+
+def with_alternative(mapping: FlaxMapping, rules: Mapping[str, Expression]) -> FlaxMapping:
+    """The mapping for checkpoints too that hold the tensors of these rules, by Flax path, instead of its own."""
+    return replace(mapping, alternatives=(*mapping.alternatives, tuple(rules.items()))) if rules else mapping
 
 
 def _mlp_names(names: CheckpointNames, prefix: str) -> tuple[str, str, str]:

@@ -19,6 +19,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ttpu_core.errors import MappingError
+from ttpu_core.padding import Padding
 from ttpu_core.strides import Layout, covers_once
 
 if TYPE_CHECKING:
@@ -198,7 +199,24 @@ class Stack:
             yield from part.leaves()
 
 
-Expression = Tensor | Concat | Stack
+@dataclass(frozen=True)
+class Padded:
+    """Another expression with parts of it repeated and zeros between them, as a mesh needs it."""
+
+    part: Expression
+    padding: Padding
+
+    @property
+    def result_shape(self) -> Shape:
+        """Shape with the padding."""
+        return self.padding.shape
+
+    def leaves(self) -> Iterator[Tensor]:
+        """Every checkpoint tensor below."""
+        yield from self.part.leaves()
+
+
+Expression = Tensor | Concat | Stack | Padded
 ReadTensor = Callable[[str], "np.ndarray"]
 
 
@@ -206,6 +224,12 @@ def gather(expression: Expression, read: ReadTensor, out: np.ndarray) -> None:
     """HF → Flax: fill `out` (result shape, any dtype) from checkpoint tensors, one in memory at a time."""
     if isinstance(expression, Tensor):
         out[...] = expression.view(read(expression.name))
+    elif isinstance(expression, Padded):
+        import numpy as np
+
+        original = np.empty(expression.part.result_shape, out.dtype)
+        gather(expression.part, read, original)
+        out[...] = expression.padding.pad(original)
     else:
         for part, region in expression.split(out):
             gather(part, read, region)
@@ -215,6 +239,8 @@ def scatter(expression: Expression, value: np.ndarray, buffer: Callable[[Tensor]
     """Flax → HF: write `value` into the checkpoint arrays that `buffer` hands out, one per tensor name."""
     if isinstance(expression, Tensor):
         expression.view(buffer(expression))[...] = value
+    elif isinstance(expression, Padded):
+        scatter(expression.part, expression.padding.unpad(value), buffer)
     else:
         for part, region in expression.split(value):
             scatter(part, region, buffer)
@@ -334,6 +360,12 @@ class FlaxMapping:
             )
         return found
 
+    def canonical(self, available: Iterable[str]) -> dict[str, str]:
+        """From the names that the rules use, those of tied tensors included, to the names in a checkpoint."""
+        wanted = self.tensors
+        found = {self._canonical(actual, wanted): actual for actual in available}
+        return {name: actual for name, actual in found.items() if name in wanted or name in self.tied}
+
     def _check_tensors(self) -> None:
         """Every checkpoint tensor has one shape, and each of its elements is used once."""
         users: dict[str, list[Tensor]] = defaultdict(list)
@@ -385,6 +417,16 @@ def stack_layers(mapping: FlaxMapping, spec: ArchitectureSpec) -> FlaxMapping:
             for rest in copies[0]:
                 rules.append((f"groups.{number}.{position}.{rest}", Stack(tuple(copy[rest] for copy in copies))))
     return replace(mapping, rules=tuple(rules), alternatives=())
+
+
+def pad_mapping(mapping: FlaxMapping, paddings: Mapping[str, Padding]) -> FlaxMapping:
+    """The mapping for parameters that are padded as `ttpu_core.plan.padding` says, by Flax path."""
+
+    def padded(rules: tuple[tuple[str, Expression], ...]) -> tuple[tuple[str, Expression], ...]:
+        return tuple((path, Padded(rule, paddings[path]) if path in paddings else rule) for path, rule in rules)
+
+    alternatives = tuple(padded(rules) for rules in mapping.alternatives)
+    return replace(mapping, rules=padded(mapping.rules), alternatives=alternatives)
 
 
 def _parts(frozen: tuple[Any, ...]) -> tuple[int | slice, ...]:

@@ -66,7 +66,7 @@ def norm_names(layer: LayerSpec) -> tuple[str, ...]:
 
 def _model(spec: ArchitectureSpec) -> Named:
     embedding, hidden = spec.embedding, spec.hidden_size
-    yield "embed.embedding", Parameter((embedding.vocab_size, hidden), (axes.VOCAB, axes.EMBED))
+    yield "embed.embedding", Parameter((embedding.rows, hidden), (axes.VOCAB, axes.EMBED))
     if embedding.positions is not None:
         rows = embedding.positions + embedding.position_offset
         yield "embed.positions", Parameter((rows, hidden), (axes.POSITION, axes.EMBED))
@@ -79,9 +79,9 @@ def _model(spec: ArchitectureSpec) -> Named:
     if spec.final_norm is not None:
         yield from _prefixed("final_norm", _norm(spec.final_norm, (hidden,), (axes.NORM,)))
     if not spec.head.tied:
-        yield "head.kernel", Parameter((spec.vocab_size, hidden), (axes.VOCAB, axes.EMBED))
+        yield "head.kernel", Parameter((embedding.rows, hidden), (axes.VOCAB, axes.EMBED))
     if spec.head.bias:
-        yield "head.bias", Parameter((spec.vocab_size,), (axes.VOCAB,), "zeros")
+        yield "head.bias", Parameter((embedding.rows,), (axes.VOCAB,), "zeros")
 
 
 def _layer(layer: LayerSpec, hidden: int) -> Named:

@@ -75,13 +75,21 @@ def rope_from_config(
     head_dim: int,
     layer_type: str | None = None,
     theta: float = 10_000.0,
+    theta_key: str = "rope_theta",
+    partial: bool = False,
     **overrides: Any,
 ) -> RopeSpec:
     """Read a config's rope parameters in either JSON form.
 
     The new form is `rope_parameters` (flat, or keyed by layer type); the old one is `rope_theta`, `rope_scaling` with
-    `type` or `rope_type`, and `partial_rotary_factor`. `theta` is the family's default base. `overrides` set fields of
-    the result that a family knows and a config does not say (`layout`, `fp32`, ...).
+    `type` or `rope_type`, and `partial_rotary_factor`. `overrides` set fields of the result that a family knows and a
+    config does not say (`layout`, `fp32`, ...).
+
+    Args:
+        theta: the family's default base.
+        theta_key: where the old form has the base, for layers that have one of their own.
+        partial: the model rotates the share `partial_rotary_factor` of a head's features; the classes of most types
+            never look at it, and where it is not read it is refused.
 
     Raises:
         ConfigError: an unknown rope type, or a parameter that its type needs is missing.
@@ -98,14 +106,16 @@ def rope_from_config(
         )
     for key in _REQUIRED.get(rope_type, ()):
         section.require(key)
-    partial = section.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0))
-    if not 0 < partial <= 1:
+    share = 1.0
+    if partial or rope_type == "proportional":
+        share = section.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0))
+    if not 0 < share <= 1:
         raise ConfigError(
-            f"{config.source} sets 'partial_rotary_factor' to {partial:g}, but a share of a head's features is needed, "
+            f"{config.source} sets 'partial_rotary_factor' to {share:g}, but a share of a head's features is needed, "
             "above 0 and up to 1: correct it."
         )
     # "proportional" turns only a share of the pairs, yet spans the whole head (transformers, gemma 4).
-    rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * partial)
+    rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * share)
     if rotary_dim <= 0 or rotary_dim % 2:
         raise ConfigError(
             f"{config.source} rotates {rotary_dim} of {head_dim} features per head, but rotary embeddings need a "
@@ -123,7 +133,7 @@ def rope_from_config(
         factor = max_positions / original if factor is None else factor
     spec = RopeSpec(
         type=rope_type,  # type: ignore[arg-type]
-        theta=section.number("rope_theta", default=config.number("rope_theta", default=theta)),
+        theta=section.number("rope_theta", default=config.number(theta_key, default=theta)),
         rotary_dim=rotary_dim,
         factor=factor,
         max_position_embeddings=max_positions,
@@ -138,7 +148,7 @@ def rope_from_config(
         truncate=section.flag("truncate", default=True),
         short_factor=_factors(section, "short_factor", rotary_dim // 2) if rope_type == "longrope" else (),
         long_factor=_factors(section, "long_factor", rotary_dim // 2) if rope_type == "longrope" else (),
-        proportion=partial if rope_type == "proportional" else 1.0,
+        proportion=share if rope_type == "proportional" else 1.0,
     )
     _check(config, spec)
     return replace(spec, **overrides)
@@ -229,6 +239,11 @@ def _check(config: ModelConfig, spec: RopeSpec) -> None:
     if spec.type == "yarn" and spec.theta == 1:
         raise ConfigError(
             f"{config.source} sets the rope parameter 'rope_theta' to 1, but yarn divides by its logarithm: correct it."
+        )
+    if spec.type == "longrope" and spec.attention_factor is None and spec.original_max_position_embeddings == 1:
+        raise ConfigError(
+            f"{config.source} stretches a context of 1 token by longrope, whose attention factor divides by its "
+            "logarithm: correct 'original_max_position_embeddings'."
         )
     if spec.type == "dynamic" and spec.rotary_dim <= 2:
         raise ConfigError(

@@ -2,12 +2,13 @@
 the file, as one `TensorInfo` (dtype, shape, byte range) per tensor, and the bytes themselves on request."""
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from ttpu_core.config import parse_json_object
 from ttpu_core.errors import CheckpointError
@@ -87,20 +88,55 @@ def read_tensor_into(
         raise ValueError(f"{info.name!r} needs a writable, contiguous buffer of at least {nbytes} bytes")
     if nbytes == 0:
         return  # memoryview.cast refuses an empty view
-    view, position = buffer.cast("B")[:nbytes], info.start + offset
-    try:
-        descriptor = os.open(info.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    with TensorReader() as reader:
+        reader.read_into(info, buffer.cast("B")[:nbytes], offset)
+
+
+class TensorReader:
+    """Reads ranges of tensors, from several threads if need be. Files stay open until it is closed."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def read_into(self, info: TensorInfo, view: memoryview, offset: int = 0) -> None:
+        """Fill `view`, writable bytes, from the tensor's byte `offset` on.
+
+        Raises:
+            CheckpointError: the file cannot be read, or has become shorter than its header promised.
+        """
+        nbytes, position = len(view), info.start + offset
         try:
+            descriptor = self._open(info.file)
             while len(view):  # Linux reads at most 2 GiB per call
                 count = os.preadv(descriptor, [view], position)
                 if count == 0:
                     lost = f"{len(view)} of {nbytes} bytes are missing"
                     raise _malformed(info.file, f"it is truncated inside tensor {info.name!r} ({lost})")
                 view, position = view[count:], position + count
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise _unreadable(info.file, error) from None
+        except OSError as error:
+            raise _unreadable(info.file, error) from None
+
+    def _open(self, file: Path) -> int:
+        descriptor = self._descriptors.get(file)
+        if descriptor is None:
+            with self._lock:
+                descriptor = self._descriptors.get(file)
+                if descriptor is None:
+                    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                    self._descriptors[file] = descriptor
+        return descriptor
 
 
 def _read_raw_header(file: Path) -> tuple[bytes, int, int]:

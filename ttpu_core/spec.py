@@ -89,7 +89,9 @@ class AttentionSpec:
     `window` counts the tokens a query sees, itself included; `chunk` bounds
     attention to blocks of that many positions. `qk_norm_scope` "head" normalises each head with one shared scale,
     "full" all heads at once before they are split, "per_head" each head with its own scale. `kv_from_layer` reads
-    the keys and values of an earlier layer; `value_is_key` takes the unrotated key projection as value."""
+    the keys and values of an earlier layer; `value_is_key` takes the unrotated key projection as value. `norm_features`
+    are the features of queries and of keys that a norm over all heads counts where some heads are padding
+    (`ttpu_core.plan.padding`)."""
 
     num_heads: int
     num_kv_heads: int
@@ -117,6 +119,7 @@ class AttentionSpec:
     value_scale: float = 1.0
     value_is_key: bool = False
     kv_from_layer: int | None = None
+    norm_features: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         """Refuse query heads that the KV heads cannot share evenly, which `q_per_kv` would drop."""
@@ -250,6 +253,27 @@ class MoESpec:
     shared_gate: bool = False
     dense: MLPSpec | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse a choice that cannot be made."""
+        router, experts = self.router, self.num_experts
+        if not 1 <= self.experts_per_token <= experts:
+            raise ConfigError(
+                f"a mixture was described that gives each token {self.experts_per_token} of {experts} experts, but it "
+                "must be at least one and at most all: correct the config or `ttpu_mlp`."
+            )
+        if router.groups < 1 or experts % router.groups or not 1 <= router.top_groups <= router.groups:
+            raise ConfigError(
+                f"a mixture was described that chooses from {router.top_groups} of {router.groups} groups of {experts} "
+                "experts, but the groups must share the experts evenly and be as many: correct the config or "
+                "`ttpu_mlp`."
+            )
+        if router.top_groups * (experts // router.groups) < self.experts_per_token:
+            raise ConfigError(
+                f"a mixture was described whose {router.top_groups} best groups hold "
+                f"{router.top_groups * (experts // router.groups)} experts, fewer than the {self.experts_per_token} of "
+                "each token: correct the config or `ttpu_mlp`."
+            )
+
 
 @dataclass(frozen=True)
 class BlockSpec:
@@ -269,7 +293,8 @@ class BlockSpec:
 class EmbeddingSpec:
     """Token embedding. `scale` multiplies it in the weights' dtype; `positions` rows of learned positions start at
     `position_offset`. A `custom` embedding has parameters of its own beside the table, and may give each layer an
-    input beside the residual stream, or make the stream of several."""
+    input beside the residual stream, or make the stream of several. `table_rows` counts the rows of table and head
+    where they are padded (`ttpu_core.plan.padding`): those from `vocab_size` on belong to no token."""
 
     vocab_size: int
     hidden_size: int
@@ -278,6 +303,12 @@ class EmbeddingSpec:
     positions: int | None = None
     position_offset: int = 0
     custom: CustomSpec | None = None
+    table_rows: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the token table and of the head, with those that belong to no token."""
+        return self.vocab_size if self.table_rows is None else self.table_rows
 
 
 @dataclass(frozen=True)
@@ -378,7 +409,7 @@ class ArchitectureSpec:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding table."""
+        """Tokens that the model knows."""
         return self.embedding.vocab_size
 
     @property

@@ -3,7 +3,6 @@ when a check first asks for them, and keeps them for the checks after it."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import weakref
@@ -18,7 +17,8 @@ import numpy as np
 
 from ttpu_conformance.declaration import BASE, Declaration, Published, Slice, Variant, declaration_for
 from ttpu_conformance.environment import Device
-from ttpu_conformance.tiny import SEQUENCE, random_model
+from ttpu_conformance.errors import NotProven
+from ttpu_conformance.tiny import SEQUENCE, random_model, tiny_config, written_config
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint, open_checkpoint
 from ttpu_core.config import ModelConfig
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 ROWS = 4
 """Sequences of a test batch."""
+
+UNPUBLISHED = "unpublished"
+"""The name of the published model that a type has not declared."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,13 @@ class Reference:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json as transformers wrote it."""
-        return dict(json.loads((self.path / "config.json").read_text()))
+        """config.json as transformers writes it; needs no weights."""
+        return written_config(self.declaration, self.variant)
+
+    @cached_property
+    def transformers_config(self) -> Any:
+        """The same as an object of its transformers class."""
+        return tiny_config(self.declaration, self.variant)
 
     @cached_property
     def logits(self) -> np.ndarray:
@@ -81,7 +89,7 @@ class Reference:
     @cached_property
     def token_ids(self) -> np.ndarray:
         """int64 [ROWS, SEQUENCE]."""
-        text = self.model.config.get_text_config()
+        text = self.transformers_config.get_text_config()
         return np.random.default_rng(0).integers(0, text.vocab_size, (ROWS, SEQUENCE))
 
     def logits_of(self, model: Any, ids: np.ndarray) -> np.ndarray:
@@ -95,7 +103,7 @@ class Reference:
         """Forget the model and its files."""
         if "path" in vars(self):
             self._remove()
-        for name in ("model", "path", "config", "logits", "bfloat16_logits", "token_ids"):
+        for name in ("model", "path", "config", "transformers_config", "logits", "bfloat16_logits", "token_ids"):
             vars(self).pop(name, None)
 
 
@@ -156,8 +164,8 @@ class Case:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """What the plugin says of the checkpoint."""
-        return self.describe(self.checkpoint.config)
+        """What the plugin says of the config."""
+        return self.describe(self.config())
 
     @cached_property
     def model(self) -> JaxModel:
@@ -204,32 +212,43 @@ class Case:
 
 
 class CompileCase(Case):
-    """A published model of a model type, to be compiled for one TPU generation."""
+    """A published model of a model type, to be compiled for one TPU generation; None where the type declares none, so
+    that this is said."""
 
     def __init__(
         self,
         registry: Registry,
         declaration: Declaration,
-        published: Published,
+        published: Published | None,
         chip: str,
         options: Options = Options(),
     ) -> None:
-        super().__init__(registry, declaration, Variant(f"{published.name}@{chip}"), options)
+        name = UNPUBLISHED if published is None else published.name
+        super().__init__(registry, declaration, Variant(f"{name}@{chip}"), options)
         self.published, self.chip = published, chip
 
     @property
     def names(self) -> tuple[str, ...]:
         """The model's name, with and without the generation."""
-        return self.variant.name, self.published.name
+        return (self.variant.name,) if self.published is None else (self.variant.name, self.published.name)
 
     @property
     def slice(self) -> Slice:
         """What is declared about where to compile it."""
-        return self.published.slices.get(self.chip, Slice())
+        return Slice() if self.published is None else self.published.slices.get(self.chip, Slice())
 
     @cached_property
     def architecture(self) -> Architecture:
-        """What the plugin says of the published config."""
+        """What the plugin says of the published config.
+
+        Raises:
+            NotProven: there is none.
+        """
+        if self.published is None:
+            raise NotProven(
+                f"{self.declaration.source} declares no published model of type {self.model_type!r}, so that nothing "
+                f'was compiled for {self.chip}: add [{self.model_type}.published."…"] with a real config.json.'
+            )
         return self.describe(ModelConfig.from_file(self.published.config))
 
 
@@ -269,7 +288,7 @@ def cases_of(
         *(Case(registry, declaration, variant, options) for variant in declaration.variants),
         *(
             CompileCase(registry, declaration, published, chip, options)
-            for published in declaration.published
+            for published in declaration.published or (None,)
             for chip in compile_for
         ),
     ]

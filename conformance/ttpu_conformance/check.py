@@ -10,11 +10,15 @@ from typing import Any, Literal
 
 from ttpu_conformance.case import Case, CompileCase
 from ttpu_conformance.declaration import ExpectedFailure
+from ttpu_conformance.environment import Device
 from ttpu_conformance.errors import CheckFailure, DeclarationError
+from ttpu_core.errors import RequestError
 
 Level = Literal["contract", "numerics", "sharded", "compile", "device"]
 LEVELS: tuple[Level, ...] = ("contract", "numerics", "sharded", "compile", "device")
 EVERYWHERE: tuple[Level, ...] = ("contract", "numerics", "sharded", "compile")
+"""Levels that need no device beside the CPU."""
+
 Depth = Literal["quick", "full"]
 Scope = Literal["type", "variant", "heavy"]
 
@@ -146,15 +150,38 @@ def checks_for(
 
     Raises:
         DeclarationError: an id that does not exist, here or in a plugin's expected failures.
+        RequestError: a check of `only` whose level is not among those asked for, so that it would never run.
     """
     known = all_checks()
-    chosen = checks_named(only) or list(known.values())
+    cases, chosen = list(cases), checks_named(only) or list(known.values())
     wanted = EVERYWHERE if levels is None else tuple(levels)
+    if only:
+        _refuse_unasked(chosen, wanted, compiling=any(isinstance(case, CompileCase) for case in cases))
     for case in cases:
         case.declaration.check_ids(known)
         for one in chosen:
             if one.level in wanted and one.applies_to(case, "full" if only else depth):
                 yield Item(one, case, case.declaration.expected_failure(one.id, case.names))
+
+
+def levels_on(device: Device) -> tuple[Level, ...]:
+    """The levels that are checked on a device."""
+    return EVERYWHERE if device == "cpu" else (*EVERYWHERE, "device")
+
+
+def _refuse_unasked(chosen: Iterable[Check], wanted: tuple[Level, ...], *, compiling: bool) -> None:
+    for one in chosen:
+        if one.level == "compile" and not compiling:
+            raise RequestError(
+                f"the check {one.id!r} was asked for alone, but it compiles published models and no chip was named: "
+                "add --compile-for to the command, as in --compile-for v5e."
+            )
+        if one.level not in wanted:
+            add = "--device tpu, or device='tpu' in a test" if one.level == "device" else "its level"
+            raise RequestError(
+                f"the check {one.id!r} was asked for alone, but it is of the level {one.level!r} and those asked for "
+                f"are {', '.join(wanted)}: add {add}."
+            )
 
 
 def fail(sentence: str, *, error: float | None = None, tolerance: float | None = None) -> Any:

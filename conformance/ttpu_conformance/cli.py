@@ -4,6 +4,7 @@ and exit status 1 if a promise does not hold."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -87,7 +88,7 @@ def conformance(
       ttpu conformance llama --compile-for v5e,v6e --json llama.json
     """
     from ttpu_conformance.case import Options
-    from ttpu_conformance.check import EVERYWHERE
+    from ttpu_conformance.check import levels_on
     from ttpu_conformance.environment import missing_device, prepare
     from ttpu_conformance.session import Request, usual_jobs
     from ttpu_core.errors import RequestError, UnsupportedError
@@ -101,6 +102,8 @@ def conformance(
             + ("both --all and some model types" if model_type else "no model type")
             + f"; installed plugins describe {', '.join(registry.model_types()) or 'none'}: name some, or pass --all."
         )
+    for option, file in (("--json", json_file), ("--badge", badge_file), ("--markdown", markdown_file)):
+        refuse_unwritable(option, file)
     device = DeviceChoice.tpu if require_tpu else device
     prepare(device.value)
     if require_tpu:
@@ -109,7 +112,7 @@ def conformance(
             raise UnsupportedError(f"--require-tpu was given, but {missing}: run this on a TPU machine.")
     request = Request(
         level.value,
-        EVERYWHERE if device is DeviceChoice.cpu else (*EVERYWHERE, "device"),
+        levels_on(device.value),
         tuple(only or ()),
         chips_named(compile_for),
         Options(device.value, tuple(patch_pack or ()), attn_implementation),
@@ -118,7 +121,7 @@ def conformance(
     for report in _reports(types, request, jobs or usual_jobs(types, request.options)):
         for file, content in ((json_file, report.to_json()), (badge_file, report.badge())):
             if file is not None:  # after each type, since a long run may be interrupted
-                file.write_text(json.dumps(content, indent=2) + "\n")
+                file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     assert report is not None
     _print(report)
     if markdown_file is not None:
@@ -155,6 +158,27 @@ def _reports(types: list[str], request: Request, jobs: int) -> Iterator[Report]:
             yield make_report([result for kind in types for result in done.get(kind, [])], request.depth)
 
 
+def refuse_unwritable(option: str, file: Path | None) -> None:
+    """Refuse a file that could not be written, before the work whose results it is for.
+
+    Raises:
+        RequestError: it is a directory, or its directory is not there or may not be written.
+    """
+    from ttpu_core.errors import RequestError
+
+    if file is None:
+        return
+    why = None
+    if file.is_dir():
+        why = "that is a directory"
+    elif not file.parent.is_dir():
+        why = f"there is no directory {file.parent}"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        why = "it may not be written"
+    if why:
+        raise RequestError(f"{option} was given {file}, but {why}: name a file that can be written.")
+
+
 def chips_named(text: str | None) -> tuple[str, ...]:
     """Chips by the names that the compiler knows, from a list with commas.
 
@@ -174,6 +198,7 @@ STYLES = {
     "failed": "bold red",
     "expected failure": "yellow",
     "skipped": "yellow",
+    "expected skip": "yellow",
     "not applicable": "dim",
 }
 
@@ -209,6 +234,8 @@ def _print(report: Report) -> None:
         if told or result.status not in ("passed", "not applicable"):
             where = f"{result.model_type}-{result.variant}-{result.check}"
             console.print(Text.assemble((result.status, STYLES[result.status]), f" {where}: {result.reason}"))
+    for sentence in report.unproven.values():
+        console.print(Text.assemble(("failed", STYLES["failed"]), f" {sentence}"))
     counts = ", ".join(f"{number} {status}" for status, number in report.counts.items())
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items() if version)
     seconds = sum(result.seconds for result in report.results)

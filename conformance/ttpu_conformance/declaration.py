@@ -16,7 +16,7 @@ FILE = "conformance.toml"
 BASE = "base"
 NULL = "null"  # TOML has no null: `null = ["sliding_window"]` sets these keys to None
 
-_SECTION = ("transformers", BASE, "variants", "heavy", "published", "expected_failures")
+_SECTION = ("transformers", BASE, "variants", "heavy", "published", "expected_failures", "not_proven")
 _EXPECTED = ("check", "variant", "reason")
 _SLICE = ("slice", "mesh", "train_slice", "train_mesh")
 
@@ -62,7 +62,8 @@ class Declaration:
     """What a plugin declares about one model type.
 
     `transformers` names the class of the reference model, where it is not the auto class's. `heavy` names the variants
-    besides the base for which the costly checks run."""
+    besides the base for which the costly checks run. `not_proven` says what the reference model needs that is not
+    everywhere; without it a reference that cannot be made is a failure."""
 
     model_type: str
     source: str = "the kit's defaults"
@@ -72,6 +73,7 @@ class Declaration:
     heavy: tuple[str, ...] = ()
     published: tuple[Published, ...] = ()
     expected_failures: tuple[ExpectedFailure, ...] = ()
+    not_proven: str | None = None
 
     def variant(self, name: str) -> Variant:
         """The variant of a name.
@@ -180,6 +182,12 @@ def parse_declaration(model_type: str, section: Any, source: str, folder: Path) 
     transformers = section.get("transformers")
     if transformers is not None and not isinstance(transformers, str):
         raise DeclarationError(f"{source} sets transformers in {at} to {transformers!r}, but a class's name is needed.")
+    not_proven = section.get("not_proven")
+    if not_proven is not None and not (isinstance(not_proven, str) and not_proven.strip()):
+        raise DeclarationError(
+            f"{source} sets not_proven in {at} to {not_proven!r}, but a sentence is needed that says what its "
+            "reference model needs: write one, or leave it out."
+        )
     heavy = section.get("heavy", [])
     if not isinstance(heavy, list) or not all(name in names for name in heavy):
         raise DeclarationError(
@@ -196,6 +204,7 @@ def parse_declaration(model_type: str, section: Any, source: str, folder: Path) 
         tuple(heavy),
         published,
         tuple(_expected(source, at, entry, places) for entry in section.get("expected_failures", ())),
+        not_proven,
     )
 
 

@@ -26,6 +26,20 @@ SHARED = 0.02
 """The first token's error over the largest one, above which a mistake is one that the first token shares."""
 
 
+EVERY_HOOK = (
+    "ttpu_embedding",
+    "ttpu_rope",
+    "ttpu_norm",
+    "ttpu_attention",
+    "ttpu_mlp",
+    "ttpu_block",
+    "ttpu_head",
+    "ttpu_flax_mapping",
+    "ttpu_final_norm",
+)
+"""Hooks whose answers change logits, those first that have few changes to try."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where two models first differ: a sentence, the hooks that it points at, and how to ask a model for that place."""
@@ -78,14 +92,21 @@ def _first_difference(case: Case, architecture: Architecture) -> Place | None:
     ids = case.reference.token_ids
     if relative_error(model.logits(ids), case.reference.logits) <= FLOAT32:
         return None
-    for layers, wanted in enumerate(_reference_streams(case)):
-        errors = _errors(residual_stream(model, ids, layers), wanted)
+    streams = _reference_streams(case)
+    if streams is None:
+        sentence = "where they first differ cannot be seen, since transformers does not show this model's residual stream"
+        return Place(sentence, EVERY_HOOK, None)
+    for layers, wanted in enumerate(streams):
+        errors = _errors(residual_stream(model, ids, layers, several=_several(wanted)), wanted)
         if not errors.max() <= STREAM:
             # A mistake that every token shares shows at the first one too, if not always above the tolerance.
             shared = not errors[0] <= SHARED * errors.max()
             token = 0 if shared else int(np.argmax(~(errors <= STREAM)))
             return _place(layers, model.spec.num_layers, token)
-    return Place("the models agree up to the head", ("ttpu_head", "ttpu_flax_mapping"), None)
+    hooks = ("ttpu_head", "ttpu_flax_mapping")
+    if _several(streams[-1]):
+        return Place("the models agree up to the final norm", ("ttpu_final_norm", "ttpu_embedding", *hooks), None)
+    return Place("the models agree up to the head", hooks, None)
 
 
 def _place(layers: int, of: int, token: int) -> Place:
@@ -109,7 +130,7 @@ def _explanation(case: Case, architecture: Architecture, place: Place) -> Hypoth
     """The first change that makes the models agree at the place, those of the hooks that it points at first."""
     candidates = [one for one in hypotheses(architecture) if one.hook in place.hooks]
     candidates.sort(key=lambda one: place.hooks.index(one.hook))
-    streams = _reference_streams(case) if place.layers is not None else []
+    streams = (_reference_streams(case) if place.layers is not None else None) or []
     for one in candidates:
         try:
             model = case.load(architecture=_changed(case, architecture, one))
@@ -123,7 +144,9 @@ def _explanation(case: Case, architecture: Architecture, place: Place) -> Hypoth
 def _agrees(case: Case, model: JaxModel, place: Place, streams: list[np.ndarray]) -> bool:
     ids = case.reference.token_ids
     if place.layers is not None:
-        return bool(_errors(residual_stream(model, ids, place.layers), streams[place.layers]).max() <= STREAM)
+        wanted = streams[place.layers]
+        errors = _errors(residual_stream(model, ids, place.layers, several=_several(wanted)), wanted)
+        return bool(errors.max() <= STREAM)
     if "do not fit" in place.sentence:
         return True  # it could be loaded
     return relative_error(model.logits(ids), case.reference.logits) <= FLOAT32
@@ -136,9 +159,9 @@ def _changed(case: Case, architecture: Architecture, hypothesis: Hypothesis) -> 
     return described_as(case, hypothesis.spec)
 
 
-def _reference_streams(case: Case) -> list[np.ndarray]:
-    """The reference's residual stream after the embedding and after each layer, the last one normalised; empty where
-    transformers does not give it in this form."""
+def _reference_streams(case: Case) -> list[np.ndarray] | None:
+    """The reference's residual stream after the embedding and after each layer, in the forms of `residual_stream`; None
+    where transformers does not give it so."""
     import torch
 
     model: Any = case.reference.model
@@ -146,14 +169,28 @@ def _reference_streams(case: Case) -> list[np.ndarray]:
         states = model(input_ids=torch.tensor(case.reference.token_ids), output_hidden_states=True).hidden_states
     spec = case.architecture.spec
     shape = (*case.reference.token_ids.shape, spec.hidden_size)
-    if states is None or len(states) != spec.num_layers + 1 or any(tuple(state.shape) != shape for state in states):
-        return []
-    return [state.float().numpy() for state in states]
+    if states is None or len(states) != spec.num_layers + 1:
+        return None
+    streams = []
+    for state in states:
+        if tuple(state.shape[-3:]) != shape or state.ndim > len(shape) + 1:
+            return None
+        array = state.float().numpy()
+        streams.append(np.moveaxis(array, 0, 2) if array.ndim > len(shape) else array)
+    return streams
+
+
+def _several(stream: np.ndarray) -> bool:
+    """Whether these are several residual streams beside each other, as in gemma3n."""
+    return stream.ndim > 3
 
 
 def _errors(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     """The largest error of each token over the batch, [seq], as a share of the reference's scale."""
-    return np.asarray(np.abs(ours - theirs).max(axis=(0, 2)) / np.abs(theirs).max())
+    if ours.shape != theirs.shape:
+        raise ValueError(f"streams of {ours.shape} and {theirs.shape} cannot be compared")
+    others = tuple(axis for axis in range(ours.ndim) if axis != 1)
+    return np.asarray(np.abs(ours - theirs).max(axis=others) / np.abs(theirs).max())
 
 
 def _listed(hooks: tuple[str, ...]) -> str:

@@ -28,3 +28,7 @@ class NotApplicable(Exception):
 
 class NotProven(Exception):
     """The check could not run here (no such device, no such library); the promise is neither kept nor broken."""
+
+
+class NoReference(NotProven):
+    """A library that the reference model is made with is not installed."""

@@ -3,6 +3,8 @@ every way that the shared decoder can be run, and gradients by checkpoint tensor
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -11,15 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.mapping import pad_mapping
 from ttpu_core.parameters import stacked_parameters
 from ttpu_core.spec import ArchitectureSpec, HeadSpec, Parameter
+from ttpu_jax.aot.steps import inference_step
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.params.export import export_tensors
+from ttpu_jax.params.padding import project_gradients
 
 
 class JaxModel:
@@ -63,27 +69,31 @@ class JaxModel:
             part, cache = self._step(
                 self.model.params, ids[:, begin : begin + length].astype(np.int32), cache, fresh and begin == 0
             )
-            parts.append(np.asarray(part, np.float32))
+            parts.append(np.asarray(part, np.float32)[..., : self.spec.vocab_size])
             begin += length
         return np.concatenate(parts, axis=1)
 
     def stacked_logits(self, ids: np.ndarray) -> np.ndarray:
         """Logits with equal layers stacked and scanned over, instead of unrolled."""
-        params = stack(self.spec, self.model.params)
-        table = stacked_parameters(self.spec)
+        spec = self.model.programs.spec
+        params = stack(spec, self.model.params)
+        table = stacked_parameters(spec)
         run = jax.jit(lambda params, ids, positions: self._decoder(params, table, stacked=True)(ids, positions)[0])
-        return np.asarray(run(params, ids.astype(np.int32), _positions(ids)), np.float32)
+        logits = np.asarray(run(params, ids.astype(np.int32), _positions(ids)), np.float32)
+        return logits[..., : self.spec.vocab_size]
 
     def loss_and_gradients(self, ids: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
         """Mean next-token cross entropy, and its gradient for each checkpoint tensor by name."""
 
         def loss(params: dict[str, jax.Array], ids: jax.Array, positions: jax.Array) -> jax.Array:
-            logits = self._decoder(params, self.spec.parameters)(ids, positions)[0]
+            logits = self._decoder(params, self.model.programs.spec.parameters)(ids, positions)[0]
             logged = jax.nn.log_softmax(logits[:, :-1])
             return -jnp.take_along_axis(logged, ids[:, 1:, None], axis=-1).mean()
 
         value, gradients = jax.jit(jax.value_and_grad(loss))(self.model.params, ids.astype(np.int32), _positions(ids))
-        return float(value), export_tensors(self.architecture.mapping, gradients)
+        gradients = project_gradients(gradients, self.model.programs.spec, self.model.paddings)
+        mapping = pad_mapping(self.architecture.mapping, self.model.paddings)
+        return float(value), export_tensors(mapping, gradients)
 
     @property
     def replicated_share(self) -> float:
@@ -91,35 +101,66 @@ class JaxModel:
         arrays = self.model.params.values()
         return sum(a.size for a in arrays if a.sharding.is_fully_replicated) / sum(a.size for a in arrays)
 
+    def share_cut(self, axis: str, within: str = "") -> tuple[float, dict[str, float]]:
+        """How much of the kernels whose paths contain `within` is cut along a mesh axis.
+
+        Returns:
+            The share of their elements that is, and the shares of those that are not, by path without its layer's
+            number, the largest first."""
+        kernels = {p: a for p, a in self.model.params.items() if a.ndim > 1 and within in p}
+        elements = sum(array.size for array in kernels.values())
+        whole: dict[str, float] = defaultdict(float)
+        for path, array in kernels.items():
+            if axis not in jax.tree.leaves(tuple(array.sharding.spec)):
+                whole[re.sub(r"\.\d+\.", ".*.", path)] += array.size / elements
+        return 1 - sum(whole.values()), dict(sorted(whole.items(), key=lambda one: -one[1]))
+
+    def layer_definitions(self) -> list[Any]:
+        """What jit tells the layers' traced bodies apart by, from a decoder that is made anew."""
+        return [nnx.split(layer)[0] for layer in self.model.module.layers]
+
+    def decode_program(self, rows: int, slots: int) -> str:
+        """The text of the decode program before the compiler sees it, traced anew with a decoder that is made anew."""
+        jax.clear_caches()
+        programs = self.model.programs
+        step = inference_step(
+            self.spec, programs.runtime, programs.cache_dtype, batch=rows, tokens=1, context=slots, stacked=False
+        )
+        return str(jax.jit(step.function, donate_argnums=step.donated).lower(*step.arguments).as_text())
+
     def _decoder(self, params: Any, table: dict[str, Parameter], *, stacked: bool = False) -> Decoder:
-        return Decoder(self.spec, params, table, self.model.programs.runtime, stacked=stacked)
+        programs = self.model.programs
+        return Decoder(programs.spec, params, table, programs.runtime, stacked=stacked)
 
     @cached_property
     def _step(self) -> Any:
         def step(params: Any, ids: jax.Array, cache: Any, fresh: bool) -> Any:
-            return self._decoder(params, self.spec.parameters)(ids, None, cache, fresh=fresh)
+            return self._decoder(params, self.model.programs.spec.parameters)(ids, None, cache, fresh=fresh)
 
         return jax.jit(step, static_argnums=3)
 
 
-def residual_stream(loaded: JaxModel, ids: np.ndarray, layers: int) -> np.ndarray:
-    """The residual stream [batch, seq, hidden] after so many layers; after all of them, with the final norm.
+def residual_stream(loaded: JaxModel, ids: np.ndarray, layers: int, *, several: bool = False) -> np.ndarray:
+    """The residual stream [batch, seq, hidden] after so many layers; after all of them, with the final norm. Where a
+    model has `several`, all of them [batch, seq, streams, hidden], without that norm.
 
-    The model is cut there and given a head that is the identity, so that no module needs to be opened."""
+    The model is cut there, so that no module needs to be opened."""
     spec, runtime = loaded.spec, loaded.model.programs.runtime
     cut = replace(
         spec,
         layers=spec.layers[:layers],
-        head=HeadSpec(),
-        final_norm=spec.final_norm if layers == spec.num_layers else None,
+        head=HeadSpec(tied=True),
+        final_norm=spec.final_norm if layers == spec.num_layers and not several else None,
         parameter_axes=(),
     )
     table = cut.parameters
     params = {path: array for path, array in loaded.model.params.items() if path in table}
-    params["head.kernel"] = jnp.eye(spec.hidden_size)
 
     def run(params: Any, ids: jax.Array, positions: jax.Array) -> jax.Array:
-        return Decoder(cut, params, table, runtime)(ids, positions)[0]
+        decoder = Decoder(cut, params, table, runtime)
+        if several:
+            decoder.embed.collapse = lambda x: x
+        return decoder.hidden(ids, positions)[0]
 
     return np.asarray(jax.jit(run)(params, ids.astype(np.int32), _positions(ids)), np.float32)
 

@@ -43,6 +43,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"Made by `ttpu conformance` (level {report.level}, on {report.device}). {versions}; {plugins}."
     yield ""
     yield ", ".join(f"{number} {status}" for status, number in report.counts.items()) + "."
+    for sentence in report.unproven.values():
+        yield from ["", f"**{sentence[0].upper()}{sentence[1:]}**"]
     numbers = [result for result in report.results if result.level != "compile"]
     if numbers:
         yield from _types(numbers)
@@ -53,6 +55,7 @@ def _lines(report: Report) -> Iterator[str]:
         ("failed", "Failed"),
         ("expected failure", "Expected failures"),
         ("skipped", "Not proven here"),
+        ("expected skip", "Not proven here, as declared"),
     ):
         found = [result for result in report.results if result.status == status]
         if found:
@@ -80,7 +83,7 @@ def _types(results: list[Result]) -> Iterator[str]:
     yield "|---" * len(COLUMNS) + "|"
     for model_type, members in by_type.items():
         passed = sum(result.status == "passed" for result in members)
-        others = sum(result.status in ("failed", "expected failure", "skipped") for result in members)
+        others = sum(result.status not in ("passed", "not applicable") for result in members)
         low = _worst(members, "bfloat16_logits")
         cells = [
             f"`{model_type}`",

@@ -1,38 +1,45 @@
 """The door for pytest: `@parametrize_with_checks("qwen3")` makes one test of each check and case, with ids such as
-`qwen3-base-float32_logits`. Expected failures become strict xfails."""
+`qwen3-base-float32_logits`, whose outcomes are those of the command: expected failures are xfails, and fail where they
+pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ttpu_conformance.case import Case, Options, cases_of
-from ttpu_conformance.check import Check, Depth, Level, checks_for
+from ttpu_conformance.check import Depth, Item, Level, checks_for, levels_on
 from ttpu_conformance.declaration import Declaration
-from ttpu_conformance.environment import prepare
-from ttpu_conformance.errors import NotApplicable, NotProven
+from ttpu_conformance.environment import Device, prepare
+from ttpu_conformance.errors import CheckFailure
+from ttpu_conformance.runner import outcome
 from ttpu_core.registry import Registry
 
 
 @dataclass(frozen=True)
 class PytestCheck:
-    """A check that skips, with the reason, where it has nothing to say."""
+    """A check of one case as a test: it skips, with the reason, where it has nothing to say."""
 
-    check: Check
+    item: Item
 
     def __call__(self, case: Case) -> None:
         """Hold the promise against a case."""
         import pytest
 
         _keep_only(case)
-        try:
-            self.check(case)
-        except (NotApplicable, NotProven) as reason:
-            pytest.skip(str(reason))
+        found = outcome(replace(self.item, case=case))
+        if found.status == "expected failure":
+            pytest.xfail(found.reason)
+        if found.status == "failed":
+            if isinstance(found.raised, CheckFailure):
+                raise found.raised
+            raise CheckFailure(found.reason) from found.raised
+        if found.status != "passed":
+            pytest.skip(found.reason)
 
     def __repr__(self) -> str:
-        return f"{self.check.id}: {self.check.promise}"
+        return f"{self.item.check.id}: {self.item.check.promise}"
 
 
 _latest: Case | None = None
@@ -50,6 +57,7 @@ def parametrize_with_checks(
     *model_types: str,
     level: Depth = "full",
     levels: Iterable[Level] | None = None,
+    device: Device = "cpu",
     only: Iterable[str] = (),
     patch_packs: Iterable[str] = (),
     attn_implementation: str = "auto",
@@ -61,7 +69,9 @@ def parametrize_with_checks(
     Args:
         model_types: Hugging Face model types that installed plugins describe.
         level: "quick" for the selection that takes seconds per type, or "full".
-        levels: which levels of checks; None is contract, numerics and sharded, which run on any machine.
+        levels: which levels of checks; None is contract, numerics and sharded, which run on any machine, and on a TPU
+            device too.
+        device: where numbers are computed; "tpu" skips with the reason where there is none.
         only: check ids, instead of all.
         patch_packs: installed patch packs under which to check.
         attn_implementation: as in `from_pretrained`.
@@ -71,17 +81,16 @@ def parametrize_with_checks(
     for devices; where a test module uses it earlier, set the variable in `conftest.py`.
 
     Raises:
-        PluginError, DeclarationError: while tests are collected.
+        PluginError, DeclarationError, RequestError: while tests are collected.
     """
     import pytest
 
-    prepare()
-    options = Options(patch_packs=tuple(patch_packs), attn_implementation=attn_implementation)
+    prepare(device)
+    options = Options(device, patch_packs=tuple(patch_packs), attn_implementation=attn_implementation)
+    wanted = levels_on(device) if levels is None else tuple(levels)
     parameters = []
     for model_type in model_types:
         cases = cases_of(model_type, options, registry=registry, declaration=declaration)
-        for item in checks_for(cases, level, levels=levels, only=only):
-            expected = item.expected
-            marks = () if expected is None else (pytest.mark.xfail(reason=expected.reason, strict=True),)
-            parameters.append(pytest.param(item.case, PytestCheck(item.check), id=item.id, marks=marks))
+        for item in checks_for(cases, level, levels=wanted, only=only):
+            parameters.append(pytest.param(item.case, PytestCheck(item), id=item.id))
     return pytest.mark.parametrize(("case", "check"), parameters)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -29,11 +30,25 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed and something was proven."""
-        return not self.counts["failed"] and self.counts["passed"] > 0
+        """Whether nothing failed, and something was proven of every model type that was asked anything."""
+        return not self.counts["failed"] and not self.unproven and self.counts["passed"] > 0
+
+    @property
+    def unproven(self) -> dict[str, str]:
+        """Model types without one passed check → a sentence that says so. Those of which nothing could be asked, and
+        those whose plugin declares that they cannot be proven everywhere, are none of them."""
+        by_type: dict[str, Counter[str]] = defaultdict(Counter)
+        for result in self.results:
+            by_type[result.model_type][result.status] += 1
+        return {
+            model_type: f"nothing was proven of {model_type!r}: of {sum(counts.values())} checks none passed "
+            f"({_counted(counts)}); run it where they can run."
+            for model_type, counts in by_type.items()
+            if not counts["passed"] and counts.keys() - {"not applicable", "expected skip"}
+        }
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values; a number that is not finite becomes None, which JSON has."""
         return {
             "suite": "ttpu-conformance",
             "versions": self.versions,
@@ -41,8 +56,9 @@ class Report:
             "device": self.device,
             "level": self.level,
             "passed": self.passed,
+            "unproven": self.unproven,
             "counts": dict(self.counts),
-            "results": [asdict(result) for result in self.results],
+            "results": [_finite(asdict(result)) for result in self.results],
         }
 
     @classmethod
@@ -56,14 +72,13 @@ class Report:
         """What shields.io reads from an endpoint."""
         counts = self.counts
         message = f"{counts['passed']} passed"
-        for status in ("failed", "expected failure", "skipped"):
+        others = ("failed", "expected failure", "skipped", "expected skip")
+        for status in others:
             if counts[status]:
                 message += f", {counts[status]} {status}" + (
-                    "s" if status.endswith("failure") and counts[status] > 1 else ""
+                    "s" if status.startswith("expected") and counts[status] > 1 else ""
                 )
-        color = (
-            "red" if not self.passed else "yellow" if counts["expected failure"] or counts["skipped"] else "brightgreen"
-        )
+        color = "red" if not self.passed else "yellow" if any(counts[status] for status in others) else "brightgreen"
         return {"schemaVersion": 1, "label": "ttpu conformance", "message": message, "color": color}
 
 
@@ -73,6 +88,19 @@ def make_report(results: Sequence[Result], level: str) -> Report:
 
     kinds = sorted({device.device_kind for device in jax.devices()})
     return Report({name: _version(name) for name in DISTRIBUTIONS}, ", ".join(kinds), level, tuple(results))
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {status}" for status, number in counts.items())
+
+
+def _finite(value: Any) -> Any:
+    """The same plain value with None for infinities and what is not a number."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _version(name: str) -> str | None:

@@ -21,13 +21,13 @@ def old_style(reference: Reference) -> dict[str, Any] | None:
         return None
     nested = {name: entry for name, entry in rope.items() if isinstance(entry, dict)}
     part |= _nested(nested) if nested else _flat(rope)
-    kind = type(reference.model.config)
+    kind = type(reference.transformers_config)
     try:
         with warnings.catch_warnings(action="ignore"):  # transformers deprecates the form that is asked for here
             read = kind.from_dict(json.loads(json.dumps(values))).get_text_config().rope_parameters
     except Exception:  # a form that this config class never had
         return None
-    return values if _same(read, reference.model.config.get_text_config().rope_parameters) else None
+    return values if _same(read, reference.transformers_config.get_text_config().rope_parameters) else None
 
 
 def _flat(rope: dict[str, Any]) -> dict[str, Any]:

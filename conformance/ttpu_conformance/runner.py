@@ -1,5 +1,5 @@
-"""Runs checks. In: the items that `checks_for` lists; out: one `Result` each, with the rules about expected failures
-applied."""
+"""Runs checks. In: the items that `checks_for` lists; out: one `Result` each, with the rules about missing devices,
+missing references and expected failures applied, which are those of both doors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ttpu_conformance.case import Case
 from ttpu_conformance.check import Item, Level, Measured
-from ttpu_conformance.environment import missing_device
-from ttpu_conformance.errors import CheckFailure, NotApplicable, NotProven
+from ttpu_conformance.environment import Device, missing_device
+from ttpu_conformance.errors import CheckFailure, NoReference, NotApplicable, NotProven
 from ttpu_core.cli.commands import TRACEBACK_VARIABLE
 from ttpu_core.errors import TTPUError
 
-Status = Literal["passed", "failed", "expected failure", "not applicable", "skipped"]
+Status = Literal["passed", "failed", "expected failure", "not applicable", "skipped", "expected skip"]
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,7 @@ def forget_programs() -> None:
 def run_one(item: Item) -> Result:
     """One check; nothing that it raises gets out, except what ends the process."""
     began = time.perf_counter()
-    status, reason, measured = _outcome(item)
-    expected = item.expected
-    if expected is not None and status == "failed":
-        status, reason = "expected failure", f"{expected.reason} ({reason})"
-    elif expected is not None and status in ("passed", "not applicable"):
-        found = "it passes" if status == "passed" else "it does not apply"
-        reason = (
-            f"this was declared to fail ({expected.reason}), but {found}: remove the expected failure from "
-            f"{item.case.declaration.source}."
-        )
-        status = "failed"
+    found = outcome(item)
     record = item.case.record
     return Result(
         item.case.model_type,
@@ -78,32 +68,80 @@ def run_one(item: Item) -> Result:
         f"{record.distribution} {record.version}",
         item.check.id,
         item.check.level,
-        status,
-        reason,
-        measured.error,
-        measured.tolerance,
+        found.status,
+        found.reason,
+        found.measured.error,
+        found.measured.tolerance,
         time.perf_counter() - began,
-        dict(measured.details),
+        dict(found.measured.details),
     )
 
 
-def _outcome(item: Item) -> tuple[Status, str, Measured]:
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a check, and what it raised where it failed by itself."""
+
+    status: Status
+    reason: str
+    measured: Measured = field(default_factory=Measured)
+    raised: Exception | None = None
+
+
+def outcome(item: Item) -> Outcome:
+    """One check, with what is declared about it: a failure may be expected, and then nothing else may happen."""
+    found, expected = _attempt(item), item.expected
+    if expected is None or isinstance(found.raised, NoReference):
+        return found
+    if found.status == "failed":
+        return Outcome("expected failure", f"{expected.reason} ({found.reason})", found.measured)
+    if found.status in ("passed", "not applicable"):
+        instead = "it passes" if found.status == "passed" else "it does not apply"
+        reason = (
+            f"this was declared to fail ({expected.reason}), but {instead}: remove the expected failure from "
+            f"{item.case.declaration.source}."
+        )
+        return Outcome("failed", reason, found.measured)
+    return found
+
+
+def needed_device(item: Item) -> Device:
+    """The device that a check needs: kernels are checked on a TPU, and descriptions and compilers run anywhere."""
+    if item.check.level == "device":
+        return "tpu"
+    return "cpu" if item.check.level in ("contract", "compile") else item.case.options.device
+
+
+def _attempt(item: Item) -> Outcome:
     try:
-        missing = missing_device(item.case.options.device) if item.check.level != "contract" else None
+        missing = missing_device(needed_device(item))
         if missing:
             raise NotProven(missing)
         measured = item.check(item.case)
-        return "passed", measured.note, measured
+        return Outcome("passed", measured.note, measured)
     except CheckFailure as failure:
-        return "failed", str(failure), Measured(failure.error, failure.tolerance)
+        return Outcome("failed", str(failure), Measured(failure.error, failure.tolerance), failure)
     except NotApplicable as reason:
-        return "not applicable", str(reason), Measured()
+        return Outcome("not applicable", str(reason))
+    except NoReference as missing_library:
+        return _without_reference(item, missing_library)
     except NotProven as reason:
-        return "skipped", str(reason), Measured()
+        return Outcome("skipped", str(reason))
     except TTPUError as error:
-        return "failed", " ".join(str(error).split()), Measured()
+        return Outcome("failed", " ".join(str(error).split()), raised=error)
     except Exception as error:  # a check that stumbles proves nothing, and must not stop the others
         if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
             traceback.print_exc()
         text = " ".join(str(error).split())[:400]
-        return "failed", f"the check stumbled over {type(error).__name__}: {text}", Measured()
+        return Outcome("failed", f"the check stumbled over {type(error).__name__}: {text}", raised=error)
+
+
+def _without_reference(item: Item, missing: NoReference) -> Outcome:
+    """A failure, unless the plugin declares that its reference model cannot be made everywhere."""
+    declaration = item.case.declaration
+    if declaration.not_proven is not None:
+        return Outcome("expected skip", f"{declaration.not_proven} ({missing})", raised=missing)
+    reason = (
+        f'{str(missing).rstrip(".")}: install what is missing, or say with not_proven = "…" under '
+        f"[{declaration.model_type}] in conformance.toml what the reference model needs."
+    )
+    return Outcome("failed", reason, raised=missing)

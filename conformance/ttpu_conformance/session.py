@@ -37,6 +37,7 @@ class Request:
 
         Raises:
             PluginError, DeclarationError: no such plugin, or something that the kit does not know.
+            RequestError: a check that would never run.
         """
         cases = cases_of(model_type, self.options, compile_for=self.chips)
         return list(checks_for(cases, self.depth, levels=self.levels, only=self.only))
@@ -61,7 +62,8 @@ def check_types(
         return
     # Spawned: JAX and torch have threads, which a fork would lose.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=prepare, initargs=(request.options.device,)) as pool:
+    pool = ProcessPoolExecutor(jobs, context, initializer=prepare, initargs=(request.options.device,))
+    try:
         running = {pool.submit(_check_type, model_type, request): model_type for model_type in types}
         for done in as_completed(running):
             try:
@@ -71,6 +73,8 @@ def check_types(
                     f"a process that checked one of {', '.join(types)} ended by itself, for lack of memory or by a "
                     "crash in a library: run again with --jobs 1, which shows at which check."
                 ) from error
+    finally:  # whoever stops listening does not want the types that have not begun
+        pool.shutdown(cancel_futures=True)
 
 
 def _check_type(model_type: str, request: Request) -> list[Result]:

@@ -3,13 +3,14 @@ weight, norm, bias and saved buffer is random, so that nothing can be forgotten 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any
 
 from ttpu_conformance.declaration import NULL, Declaration, Variant
-from ttpu_conformance.errors import DeclarationError, NotProven
+from ttpu_conformance.errors import DeclarationError, NoReference
 
 SEQUENCE = 40
 """Tokens of a test sequence: longer than the tiny windows, chunks and original contexts below."""
@@ -92,11 +93,18 @@ def tiny_config(declaration: Declaration, variant: Variant) -> Any:
         raise DeclarationError(f"{where} gives values that {kind.__name__} refuses ({reason}).") from error
 
 
+def written_config(declaration: Declaration, variant: Variant) -> dict[str, Any]:
+    """config.json as `save_pretrained` of the reference model writes it, without making that model."""
+    config = tiny_config(declaration, variant)
+    config.architectures, config.dtype = [reference_class(declaration).__name__], "float32"
+    return dict(json.loads(config.to_json_string()))
+
+
 def random_model(declaration: Declaration, variant: Variant) -> Any:
     """A float32 torch model in evaluation mode with eager attention; equal in every process.
 
     Raises:
-        NotProven: a library that its class needs is not installed.
+        NoReference: a library that its class needs is not installed.
     """
     import torch
     from transformers.utils import logging
@@ -109,7 +117,7 @@ def random_model(declaration: Declaration, variant: Variant) -> Any:
         model = reference_class(declaration)._from_config(config, attn_implementation="eager").eval().float()
     except ImportError as error:  # as for the pictures of a multimodal model
         why = " ".join(str(error).split())
-        raise NotProven(f"transformers cannot make the reference model here: {why}") from error
+        raise NoReference(f"transformers cannot make the reference model here: {why}") from error
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for tensor in filter(torch.numel, _random_tensors(model)):

@@ -48,7 +48,8 @@ def generate(
     deterministic: options.Deterministic = False,
     weights_dir: options.WeightsDir = None,
     dtype: options.Dtype = "auto",
-    mesh: options.Mesh = None,
+    parallelism_strategy: options.ParallelismStrategy = None,
+    plan: options.PlanFile = None,
     attn_implementation: options.AttnImplementation = "auto",
     backend: options.Backend = "jax",
     patch_pack: options.PatchPacks = None,
@@ -90,14 +91,18 @@ def generate(
         name,
         backend=backend,
         dtype=dtype,
-        mesh=mesh,
+        parallelism_strategy=parallelism_strategy,
+        plan=plan,
         attn_implementation=attn_implementation,
         patch_packs=patch_pack,
         chat=chat,
         quiet=quiet,
     )
     with session.progress:
-        events = _collect(session, asked, decoding, logprobs, None if as_json else text if echo else "")
+        shown = session.speaks and not as_json
+        events = _collect(session, asked, decoding, logprobs, (text if echo else "") if shown else None)
+    if not session.speaks:
+        return
     timings = session.model.timings
     if as_json:
         print_json(_as_json(events, timings, logprobs is not None))

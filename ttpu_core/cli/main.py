@@ -12,8 +12,11 @@ from ttpu_core.cli.chat import chat
 from ttpu_core.cli.commands import CONTEXT_SETTINGS, CommandGroup
 from ttpu_core.cli.generate import generate
 from ttpu_core.cli.info import info
+from ttpu_core.cli.launch import launch
 from ttpu_core.cli.new_plugin import new_plugin
+from ttpu_core.cli.plan import plan
 from ttpu_core.cli.plugins import doctor, list_plugins
+from ttpu_core.launch.contract import is_one_of_several, leave_at_once
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -24,8 +27,10 @@ app = typer.Typer(
 )
 app.command("list-plugins")(list_plugins)
 app.command("info")(info)
+app.command("plan")(plan)
 app.command("generate")(generate)
 app.command("chat")(chat)
+app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
 app.command("doctor")(doctor)
 app.command("new-plugin")(new_plugin)
 
@@ -56,7 +61,12 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    app(prog_name="ttpu")
+    try:
+        app(prog_name="ttpu")
+    except SystemExit as ending:
+        if ending.code and is_one_of_several():
+            leave_at_once(ending.code if isinstance(ending.code, int) else 1)
+        raise
 
 
 if __name__ == "__main__":

@@ -26,9 +26,20 @@ Dtype = Annotated[
     str,
     typer.Option(metavar="DTYPE", help="float32, bfloat16, float16, or auto: as stored.", rich_help_panel=MODEL),
 ]
-Mesh = Annotated[
+ParallelismStrategy = Annotated[
     str | None,
-    typer.Option(metavar="AXIS=N", help="Devices to cut the model over, such as tensor=2.", rich_help_panel=MODEL),
+    typer.Option(
+        "--parallelism-strategy",
+        "--sharding-strategy",
+        "--mesh",
+        metavar="STRATEGY",
+        help="How to cut the model over devices: fsdp, dp, mp, 2d, 3d, auto, 2x4, or data=2,tensor=4.",
+        rich_help_panel=MODEL,
+    ),
+]
+PlanFile = Annotated[
+    str | None,
+    typer.Option("--plan", metavar="FILE", help="The same, as ttpu plan --save wrote it.", rich_help_panel=MODEL),
 ]
 AttnImplementation = Annotated[
     str,

@@ -60,6 +60,13 @@ class Session:
     checkpoint: Checkpoint
     progress: LoadProgress
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this process prints the answer: of several, which all compute it, the first one does."""
+        from ttpu_core.launch.contract import is_first_process
+
+        return is_first_process()
+
     def stream(self, prompt: Prompt, decoding: Decoding, **more: Any) -> Iterator[StreamEvent]:
         """Events of one answer; the progress disappears with the first text, which shares the terminal with it.
 
@@ -86,7 +93,8 @@ def open_session(
     *,
     backend: str,
     dtype: str,
-    mesh: str | None,
+    parallelism_strategy: str | None,
+    plan: str | None,
     attn_implementation: str,
     patch_packs: Sequence[str] | None,
     chat: bool,
@@ -100,6 +108,7 @@ def open_session(
     from ttpu_core.checkpoint import open_checkpoint
     from ttpu_core.config_keys import refuse_ignored
     from ttpu_core.registry import default_registry
+    from ttpu_core.tied import described
 
     checkpoint = open_checkpoint(name)
     if chat and not has_chat_template(checkpoint):
@@ -109,14 +118,19 @@ def open_session(
             "--chat, or an instruction-tuned checkpoint."
         )
     registry = default_registry()
-    architecture = registry.architecture(checkpoint.config, patch_packs)
+    checkpoint, architecture = described(registry, checkpoint, patch_packs)
     for sentence in refuse_ignored(checkpoint.config):
         note(f"warning: {sentence}.")
     runner = registry.backend(backend)
     progress = LoadProgress(quiet=quiet)
     try:
-        named = {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
-        model = runner.load(architecture, checkpoint, dtype=dtype, mesh=mesh, progress=progress, **named)
+        asked = {
+            "parallelism_strategy": parallelism_strategy,
+            "plan": plan,
+            "attn_implementation": None if attn_implementation == "auto" else attn_implementation,
+        }
+        named = {name: value for name, value in asked.items() if value is not None}
+        model = runner.load(architecture, checkpoint, dtype=dtype, progress=progress, **named)
     except BaseException:  # also Ctrl-C: a bar that is left running would overwrite the error
         progress.close()
         raise

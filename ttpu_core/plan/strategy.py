@@ -3,7 +3,6 @@ axes that cut each dimension. One table serves every backend."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -69,21 +68,3 @@ DEFAULT_STRATEGY = Strategy(
     )
 )
 """Megatron tensor parallelism (arXiv 1909.08053) along `tensor`, fully sharded parameters along `fsdp`."""
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """A mesh written as "tensor=8" or "data=2,tensor=4".
-
-    Raises:
-        UnsupportedError: an unknown axis, an axis named twice, or a size that is not a positive number.
-    """
-    mesh: dict[str, int] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
-        if match is None or match[1] not in MESH_AXES or int(match[2]) < 1 or match[1] in mesh:
-            raise UnsupportedError(
-                f"the mesh {text!r} was asked for, but {part.strip()!r} in it is not an axis and its size; write for "
-                f"example 'data=2,tensor=4', with each of {', '.join(MESH_AXES)} at most once."
-            )
-        mesh[match[1]] = int(match[2])
-    return mesh

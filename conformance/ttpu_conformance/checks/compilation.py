@@ -10,7 +10,7 @@ from ttpu_conformance.case import Case, CompileCase
 from ttpu_conformance.check import Measured, check, fail
 from ttpu_conformance.errors import NotProven
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
-from ttpu_core.plan.strategy import parse_mesh
+from ttpu_core.plan.parallelism import parse_mesh
 from ttpu_core.spec import ArchitectureSpec, MoESpec
 
 if TYPE_CHECKING:
@@ -70,9 +70,10 @@ def _compiled(case: Case, task: Any) -> ProgramReport:
     from ttpu_jax.aot.slices import fitting_report
 
     assert isinstance(case, CompileCase)
+    architecture = case.architecture
     try:
         report = fitting_report(
-            case.architecture,
+            architecture,
             _places(case, task),
             task=task,
             batch={"decode": ROWS, "prefill": 1, "train": None}[task],
@@ -83,7 +84,7 @@ def _compiled(case: Case, task: Any) -> ProgramReport:
         raise NotProven(str(error)) from error
     if report is None:
         raise UnsupportedError(
-            f"no {case.chip} slice of up to 256 chips has a mesh that divides {case.published.name} and holds it for "
+            f"no {case.chip} slice of up to 256 chips has a mesh that divides {case.variant.name} and holds it for "
             f"{task}: declare a slice and a mesh for it in conformance.toml."
         )
     return report

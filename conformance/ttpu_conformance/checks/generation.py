@@ -1,4 +1,4 @@
-"""Generation through the door that users take: greedy tokens of transformers, by programs that are compiled once."""
+"""Generation through the door that users take: greedy tokens of transformers, by one decode program."""
 
 from __future__ import annotations
 
@@ -44,7 +44,42 @@ def check_greedy_tokens(case: Case) -> None:
 
 @check("numerics", scope="heavy", quick="base")
 def check_decode_compiles_once(case: Case) -> None:
-    """Once a shape was generated with, generating with it again compiles nothing, whatever the tokens are."""
+    """Decoding is one program: made anew it is the same to the letter, its equal layers are traced once, and generating
+    again compiles nothing.
+
+    The last part guards the backend, whose programs are kept by shape; what a plugin's own mixer or block can spoil are
+    the first two."""
+    _refuse_changing_layers(case)
+    first, again = (case.model.decode_program(len(PROMPTS), max(PROMPTS) + NEW_TOKENS) for _ in range(2))
+    if first != again:
+        lines = zip(first.splitlines(), again.splitlines(), strict=False)
+        one, other = next(((a, b) for a, b in lines if a != b), ("", ""))
+        fail(
+            f"the decode program traced anew is another: {_short(one)!r} became {_short(other)!r}; a mixer, block or "
+            "embedding must depend on nothing but its spec, and draw no number while it is traced."
+        )
+    _refuse_compiling_again(case)
+
+
+def _refuse_changing_layers(case: Case) -> None:
+    layers = case.architecture.spec.layers
+    first, again = case.model.layer_definitions(), case.model.layer_definitions()
+    for index, (one, other) in enumerate(zip(first, again, strict=True)):
+        if one != other or hash(one) != hash(other):
+            fail(
+                f"layer {index} made anew does not equal itself, so that every program traces it again: the class that "
+                "`ttpu_mixer` or `ttpu_block` names must keep only modules, specs and plain values, and no function or "
+                "object that it makes."
+            )
+        equal = next(other for other in range(index + 1) if layers[other] == layers[index])
+        if first[equal] != one:
+            fail(
+                f"layers {equal} and {index} have equal specs, but their modules differ, so that each is traced by "
+                "itself: the class that `ttpu_mixer` or `ttpu_block` names must build the same from the same spec."
+            )
+
+
+def _refuse_compiling_again(case: Case) -> None:
     import jax
 
     compiled: list[str] = []
@@ -62,14 +97,18 @@ def check_decode_compiles_once(case: Case) -> None:
         jax.monitoring.unregister_event_duration_listener(listen)
     if compiled:
         fail(
-            f"generating again with the same shapes compiled {len(compiled)} programs: something in the model depends "
-            "on the values of tokens, or makes a new function at each call (a mixer's implementation?)."
+            f"generating again with the same shapes compiled {len(compiled)} programs: something outside the decode "
+            "program depends on the values of tokens, or makes a new function at each call."
         )
 
 
 def _generate(case: Case, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """The new tokens [rows, NEW_TOKENS]."""
     return np.asarray(case.model.model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS))[:, ids.shape[1] :]
+
+
+def _short(line: str) -> str:
+    return line.strip()[:120]
 
 
 @lru_cache

@@ -16,6 +16,7 @@ from ttpu_conformance.measure import (
     relative_error,
     typical_error,
 )
+from ttpu_conformance.rope_length import CONTEXT_KEYS, depends_on_length, rope_of, short_context
 from ttpu_conformance.tiny import SEQUENCE
 from ttpu_core.errors import TTPUError
 from ttpu_core.spec import AttentionSpec
@@ -39,8 +40,15 @@ def check_float32_logits(case: Case) -> Measured:
 
 @check("numerics", quick="all")
 def check_windows_are_passed(case: Case) -> None:
-    """The test sequence is longer than every window and chunk, so that masks are really tested."""
+    """The test sequence is longer than every window, chunk, and context from which on a rope depends on length."""
     for index, layer in enumerate(case.architecture.spec.layers):
+        rope = rope_of(layer)
+        if rope is not None and rope.depends_on_length and short_context(rope) >= SEQUENCE:
+            fail(
+                f"layer {index} has a rope of type {rope.type!r}, which turns by other angles beyond "
+                f"{short_context(rope)} tokens, and the test sequence has {SEQUENCE}, so that those would never be "
+                f"tested: declare a smaller {CONTEXT_KEYS[rope.type]} in conformance.toml, or correct `ttpu_rope`."
+            )
         if not isinstance(layer.mixer, AttentionSpec):
             continue
         reach = max(layer.mixer.window or 0, layer.mixer.chunk or 0)
@@ -86,18 +94,23 @@ def check_batch_invariance(case: Case) -> Measured:
 def check_padding_invariance(case: Case) -> Measured:
     """A row's logits do not depend on padding, on its left or on its right."""
     ids = case.reference.token_ids
+    lengths = (SEQUENCE, SEQUENCE - 7, SEQUENCE - 16, SEQUENCE - 1)
+    # A part of a longer row has the logits of a row of its own, unless the rope turns longer rows otherwise.
+    alone = [case.logits[row, :length] for row, length in enumerate(lengths)]
+    if depends_on_length(case.architecture.spec):
+        alone = [case.model.logits(ids[row : row + 1, :length])[0] for row, length in enumerate(lengths)]
     worst = 0.0
     for left in (True, False):
         padded, mask = np.zeros_like(ids), np.zeros_like(ids)
         places = []
-        for row, length in enumerate((SEQUENCE, SEQUENCE - 7, SEQUENCE - 16, SEQUENCE - 1)):
+        for row, length in enumerate(lengths):
             place = slice(SEQUENCE - length, SEQUENCE) if left else slice(0, length)
             padded[row, place], mask[row, place] = ids[row, :length], 1
             places.append(place)
         ours = case.model.logits(padded, mask)
         side = "left" if left else "right"
         for row, place in enumerate(places):
-            error = relative_error(ours[row, place], case.logits[row, : place.stop - place.start])
+            error = relative_error(ours[row, place], alone[row])
             hold(error, FLOAT32, f"with padding on the {side} a row's logits change")
             worst = max(worst, error)
     return Measured(worst, FLOAT32)

@@ -4,6 +4,8 @@ scanned over."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,8 +15,13 @@ from ttpu_conformance.environment import missing_virtual_devices
 from ttpu_conformance.errors import NotApplicable, NotProven
 from ttpu_conformance.measure import FLOAT32, hold, relative_error
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.plan.strategy import DEFAULT_STRATEGY, parse_mesh
+from ttpu_core.plan.padding import pad_architecture
+from ttpu_core.plan.parallelism import parse_mesh
+from ttpu_core.plan.strategy import DEFAULT_STRATEGY
 from ttpu_core.spec import ArchitectureSpec, MoESpec
+
+if TYPE_CHECKING:
+    from ttpu_conformance.jax_model import JaxModel
 
 FSDP = ("fsdp=8", "fsdp=4", "fsdp=2")
 TENSOR = ("fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2", "fsdp=4,tensor=2", "data=4,tensor=2", "tensor=2")
@@ -24,26 +31,44 @@ REPLICATED = 0.05
 """The most of a model that may lie whole on every device when it is fully sharded: norms and biases are 2 % of the tiny
 models."""
 
+WHOLE = 0.15
+"""The most of the kernels' elements that `tensor` may leave whole: routers and projections of low rank are, up to 11 % of
+a tiny model (gemma3n_text)."""
+
+LARGE = 0.05
+"""From this share of the elements on, each kernel (all layers' together) must be cut: the largest that families leave
+whole has 2.5 %, the smallest of attention, MLP and vocabulary in a tiny llama 9 %."""
+
+MOST_NAMED = 4
+
 
 @check("sharded", scope="heavy")
 def check_sharded_fsdp(case: Case) -> Measured:
     """Logits with parameters cut along `fsdp` are those of one device, and the parameters are really cut."""
     mesh = _first_that_fits(case.architecture.spec, FSDP)
-    return _sharded(case, mesh, cut=True)
+    model, error = _sharded(case, mesh)
+    if model.replicated_share > REPLICATED:
+        fail(
+            f"on the mesh {mesh} {model.replicated_share:.0%} of the parameters lie whole on every device, where "
+            f"{REPLICATED:.0%} is allowed: name logical axes for the large ones in `ttpu_sharding_rules`, or in the "
+            "mixer's parameters."
+        )
+    return _held(mesh, error, f"{model.replicated_share:.1%} of the parameters lie whole on every device")
 
 
 @check("sharded", scope="heavy")
 def check_sharded_tensor(case: Case) -> Measured:
-    """Logits with heads, MLP and vocabulary cut along `tensor` are those of one device."""
-    return _sharded(case, _first_that_fits(case.architecture.spec, TENSOR))
+    """Logits with heads, MLP and vocabulary cut along `tensor` are those of one device, and the kernels are really
+    cut."""
+    return _cut(case, _first_that_fits(case.architecture.spec, TENSOR), "tensor")
 
 
 @check("sharded", scope="heavy")
 def check_sharded_experts(case: Case) -> Measured:
-    """Logits with experts cut along `expert` are those of one device."""
+    """Logits with experts cut along `expert` are those of one device, and the experts are really cut."""
     if not any(isinstance(layer.mlp, MoESpec) for layer in case.architecture.spec.layers):
         raise NotApplicable("this model has no experts that the core knows of")
-    return _sharded(case, _first_that_fits(case.architecture.spec, EXPERT))
+    return _cut(case, _first_that_fits(case.architecture.spec, EXPERT), "expert", within=".experts.")
 
 
 @check("numerics", scope="heavy")
@@ -53,30 +78,43 @@ def check_stacked_layers(case: Case) -> Measured:
     return hold(relative_error(ours, case.logits), FLOAT32, "with layers stacked the logits differ from unrolled ones")
 
 
-def _sharded(case: Case, mesh: str, *, cut: bool = False) -> Measured:
+def _cut(case: Case, mesh: str, axis: str, within: str = "") -> Measured:
+    """The logits on a mesh, if the kernels whose paths contain `within` are cut along one of its axes."""
+    model, error = _sharded(case, mesh)
+    share, whole = model.share_cut(axis, within)
+    if 1 - share > WHOLE or max(whole.values(), default=0.0) >= LARGE:
+        named = ", ".join(f"{path} ({part:.0%})" for path, part in list(whole.items())[:MOST_NAMED])
+        fail(
+            f"on the mesh {mesh} {1 - share:.0%} of the kernels' elements are not cut along {axis!r}, where {WHOLE:.0%} "
+            f"is allowed and {LARGE:.0%} for any one kernel; whole are {named}: name the logical axes that {axis!r} "
+            "cuts in `ttpu_sharding_rules`, or in the mixer's parameters."
+        )
+    return _held(mesh, error, f"{share:.1%} of the kernels' elements are cut along {axis!r}")
+
+
+def _sharded(case: Case, mesh: str) -> tuple[JaxModel, float]:
+    """The model on a mesh, and the error of its logits."""
     missing = missing_virtual_devices()
     if missing:
         raise NotProven(missing)
     ids = np.concatenate([case.reference.token_ids] * 2)  # eight rows, for eight devices
     model = case.load(mesh=mesh)
-    if cut and model.replicated_share > REPLICATED:
-        fail(
-            f"on the mesh {mesh} {model.replicated_share:.0%} of the parameters lie whole on every device, where "
-            f"{REPLICATED:.0%} is allowed: name logical axes for the large ones in `ttpu_sharding_rules`, or in the "
-            "mixer's parameters."
-        )
-    wanted = np.concatenate([case.logits] * 2)
-    error = relative_error(model.logits(ids), wanted)
-    return hold(error, FLOAT32, f"on the mesh {mesh} the logits differ from those of one device")
+    return model, relative_error(model.logits(ids), np.concatenate([case.logits] * 2))
+
+
+def _held(mesh: str, error: float, note: str) -> Measured:
+    measured = hold(error, FLOAT32, f"on the mesh {mesh} the logits differ from those of one device")
+    return replace(measured, note=f"{mesh}: {note}")
 
 
 def _first_that_fits(spec: ArchitectureSpec, meshes: Iterable[str]) -> str:
-    """The first mesh whose axes divide every parameter."""
+    """The first mesh whose axes divide every parameter, padded where it can be."""
     refused = None
     for text in meshes:
         mesh = parse_mesh(text)
         try:
-            for path, parameter in spec.parameters.items():
+            padded, _ = pad_architecture(spec, mesh)
+            for path, parameter in padded.parameters.items():
                 DEFAULT_STRATEGY.mesh_axes(parameter.axes, parameter.shape, mesh, path)
         except UnsupportedError as error:
             refused = error

@@ -46,7 +46,13 @@ def test_old_and_new_files_describe_the_same_model() -> None:
     assert attentions(rope_theta=10_000, rope_scaling=YARN) == attentions(rope_parameters=nested)
 
 
-@pytest.mark.parametrize("types", [["full_attention"] * 7, ["full_attention"] * 7 + ["linear_attention"]])
-def test_a_layer_without_a_known_type_is_refused(types: list[str]) -> None:
-    with pytest.raises(ConfigError, match="layer 7 in 'layer_types'"):
+@pytest.mark.parametrize(
+    ("types", "sentence"),
+    [
+        (["full_attention"] * 7, "7 entries in 'layer_types' for 8 layers"),
+        (["full_attention"] * 7 + ["linear_attention"], "'linear_attention' for layer 7 in 'layer_types'"),
+    ],
+)
+def test_a_layer_without_a_known_type_is_refused(types: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
         attentions(layer_types=types)

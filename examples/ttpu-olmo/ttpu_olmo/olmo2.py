@@ -26,7 +26,7 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
 @hookimpl
 def ttpu_norm(config: ModelConfig) -> NormSpec:
     """`Olmo2RMSNorm` multiplies by its weight before it casts back, `LlamaRMSNorm` after."""
-    return NormSpec(eps=config.number("rms_norm_eps"), scale_in_fp32=True)
+    return NormSpec(eps=config.positive_number("rms_norm_eps"), scale_in_fp32=True)
 
 
 @hookimpl

@@ -3,8 +3,7 @@ config.json of `model_type` "olmo3"; out: the answers in which it differs from t
 
 from dataclasses import replace
 
-from ttpu_core import ModelConfig, hookimpl
-from ttpu_core.errors import ConfigError
+from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.rope import RopeSpec, rope_from_config
 from ttpu_core.spec import AttentionSpec
 
@@ -18,16 +17,19 @@ ttpu_norm, ttpu_block = olmo2.ttpu_norm, olmo2.ttpu_block  # hooks of this modul
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """What `Olmo3Config` assumes of an absent key: every fourth layer sees everything."""
-    layers = range(config.positive_int("num_hidden_layers"))
-    types = [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in layers]
-    return config.with_defaults({**olmo2.CONFIG_DEFAULTS, "sliding_window": 4096, "layer_types": types})
+    """What `Olmo3Config` assumes of an absent key."""
+    return config.with_defaults({**olmo2.CONFIG_DEFAULTS, "sliding_window": 4096})
+
+
+def kind_of(config: ModelConfig, layer: int) -> str:
+    """What `layer_types` says, or every fourth layer full, as `Olmo3Config` has it."""
+    return defaults.layer_type(config, layer, assumed=SLIDING if (layer + 1) % 4 else FULL)
 
 
 @hookimpl
 def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
     """`Olmo3Attention` is OLMo 2's, with a window in the layers that `layer_types` says."""
-    sliding = layer_type(config, layer) == SLIDING
+    sliding = kind_of(config, layer) == SLIDING
     return replace(olmo2.ttpu_attention(config), window=config.positive_int("sliding_window") if sliding else None)
 
 
@@ -35,7 +37,7 @@ def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
 def ttpu_rope(config: ModelConfig, layer: int, attention: AttentionSpec) -> RopeSpec:
     """`Olmo3Config` has rope parameters for each kind of layer. Files of transformers 4 have one base for all, and one
     `rope_scaling` that only the layers of full attention follow."""
-    kind = layer_type(config, layer)
+    kind = kind_of(config, layer)
     old, new = config.section("rope_scaling"), config.section("rope_parameters")
     described = kind == FULL if old is not None else new is not None and kind in new
     if described:
@@ -46,19 +48,3 @@ def ttpu_rope(config: ModelConfig, layer: int, attention: AttentionSpec) -> Rope
         max_position_embeddings=config.positive_int("max_position_embeddings"),
         fp32=True,
     )
-
-
-def layer_type(config: ModelConfig, layer: int) -> str:
-    """The layer's entry in `layer_types`.
-
-    Raises:
-        ConfigError: there is none, or a kind of layer that OLMo 3 does not have.
-    """
-    types = config.items("layer_types")
-    if layer >= len(types) or types[layer] not in (SLIDING, FULL):
-        found = repr(types[layer]) if layer < len(types) else "nothing"
-        raise ConfigError(
-            f"{config.source} has {found} for layer {layer} in 'layer_types', but {SLIDING!r} or {FULL!r} is needed "
-            "for each of `num_hidden_layers`: correct it."
-        )
-    return str(types[layer])

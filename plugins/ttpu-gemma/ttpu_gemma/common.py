@@ -15,13 +15,14 @@ from ttpu_core.spec import EmbeddingSpec, HeadSpec, MLPSpec, NormSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}
+OLDER_THETAS = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}  # where older files have the base
 """Bases of rope by layer type, where a model has two (gemma 3 and later)."""
 
 
 @hookimpl
 def ttpu_norm(config: ModelConfig) -> NormSpec:
     """RMSNorm that multiplies by 1 + w before the cast back."""
-    return NormSpec(eps=config.number("rms_norm_eps"), offset=1.0, scale_in_fp32=True)
+    return NormSpec(eps=config.positive_number("rms_norm_eps"), offset=1.0, scale_in_fp32=True)
 
 
 @hookimpl
@@ -35,7 +36,7 @@ def ttpu_embedding(config: ModelConfig) -> EmbeddingSpec:
 def ttpu_head(config: ModelConfig) -> HeadSpec:
     """The embedding's table again, with capped logits where the config has a cap."""
     return HeadSpec(
-        tied=config.flag("tie_word_embeddings"), softcap=config.number("final_logit_softcapping", default=None)
+        tied=config.flag("tie_word_embeddings"), softcap=config.positive_number("final_logit_softcapping", default=None)
     )
 
 
@@ -71,11 +72,12 @@ def rope_by_layer_type(config: ModelConfig, kind: str, head_dim: int) -> RopeSpe
     full layers' and `rope_local_base_freq` is the sliding ones'."""
     scaling, by_type = config.section("rope_scaling"), config.section("rope_parameters")
     own = by_type.section(kind) if by_type is not None else None
+    older = OLDER_THETAS[kind]
     if own is not None and not scaling:
-        return rope_from_config(config, head_dim=head_dim, layer_type=kind, theta=THETAS[kind])
+        return rope_from_config(config, head_dim=head_dim, layer_type=kind, theta=THETAS[kind], theta_key=older)
     if kind == FULL and scaling:
         return rope_from_config(config, head_dim=head_dim, theta=THETAS[kind])
-    theta = config.number("rope_theta" if kind == FULL else "rope_local_base_freq", default=THETAS[kind])
+    theta = config.number(older, default=THETAS[kind])
     positions = config.positive_int("max_position_embeddings")
     return RopeSpec(theta=theta, rotary_dim=head_dim, max_position_embeddings=positions)
 
@@ -83,7 +85,7 @@ def rope_by_layer_type(config: ModelConfig, kind: str, head_dim: int) -> RopeSpe
 def note_unused_rope(config: ModelConfig, kinds: Iterable[str]) -> None:
     """Count as read what a config says about the rope of layer types that are not among the model's `kinds`."""
     by_type = config.section("rope_parameters")
-    for kind, older in ((FULL, "rope_theta"), (SLIDING, "rope_local_base_freq")):
+    for kind, older in OLDER_THETAS.items():
         if kind not in kinds:
             config.get(older)
             unused = by_type.section(kind) if by_type is not None else None

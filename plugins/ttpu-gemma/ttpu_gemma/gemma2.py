@@ -62,7 +62,7 @@ def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
     """Grouped queries with a scale of their own and a cap on the logits, in a window or not."""
     return replace(
         defaults.ttpu_attention(config),
-        scale=config.number("query_pre_attn_scalar") ** -0.5,
-        logit_softcap=config.number("attn_logit_softcapping", default=None),
+        scale=config.positive_number("query_pre_attn_scalar") ** -0.5,
+        logit_softcap=config.positive_number("attn_logit_softcapping", default=None),
         window=window(config, layer_type(config, layer, PERIOD)),
     )

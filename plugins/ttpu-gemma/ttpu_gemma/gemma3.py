@@ -66,7 +66,7 @@ def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
     attention, norm = defaults.ttpu_attention(config), ttpu_norm(config)
     return replace(
         attention,
-        scale=config.number("query_pre_attn_scalar") ** -0.5,
+        scale=config.positive_number("query_pre_attn_scalar") ** -0.5,
         window=window(config, kind),
         rope=rope_by_layer_type(config, kind, attention.head_dim),
         q_norm=norm,

@@ -135,17 +135,23 @@ def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
 def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec:
     """A gated MLP of the layer's own width and sparsity."""
     count = config.positive_int("num_hidden_layers")
-    widths = config.get("intermediate_size")
-    widths = config.int_list("intermediate_size") if isinstance(widths, tuple) else (widths,) * count
+    listed = isinstance(config.get("intermediate_size"), tuple)
+    key = "intermediate_size"
+    widths = config.int_list(key) if listed else (config.positive_int(key),) * count
     usual = (0.95,) * (10 if count > 10 else 0) + (0.0,) * (count - 10 if count > 10 else count)
-    sparsity = config.items("activation_sparsity_pattern", default=usual)
+    sparsity = config.number_list("activation_sparsity_pattern", default=usual)
     for key, values in (("intermediate_size", widths), ("activation_sparsity_pattern", sparsity)):
         if len(values) != count:
             raise ConfigError(
                 f"{config.source} gives {len(values)} values as {key!r} for {count} layers, but needs one for each: "
                 f"correct it, or `num_hidden_layers`."
             )
-    return MLPSpec(widths[layer], activation(config, "hidden_activation"), sparsity=float(sparsity[layer]))
+    if min(widths) < 1 or not all(0 <= share < 1 for share in sparsity):
+        raise ConfigError(
+            f"{config.source} has a width below 1 in 'intermediate_size', or a share outside 0 to 1 in "
+            "'activation_sparsity_pattern': correct it."
+        )
+    return MLPSpec(widths[layer], activation(config, "hidden_activation"), sparsity=sparsity[layer])
 
 
 @hookimpl

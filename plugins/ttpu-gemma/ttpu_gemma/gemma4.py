@@ -10,8 +10,8 @@ from typing import Any
 from ttpu_core import ModelConfig, axes, defaults, hookimpl
 from ttpu_core.defaults import activation
 from ttpu_core.errors import ConfigError
-from ttpu_core.layout import CheckpointNames, replace_rules, standard_mapping
-from ttpu_core.mapping import Expression, FlaxMapping, Tensor
+from ttpu_core.layout import CheckpointNames, replace_rules, stacked_experts, standard_mapping
+from ttpu_core.mapping import Expression, FlaxMapping
 from ttpu_core.rope import RopeSpec, rope_from_config
 from ttpu_core.spec import (
     ArchitectureSpec,
@@ -152,18 +152,12 @@ def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMappin
         router_scale="router.scale",
         router_expert_scale="router.per_expert_scale",
     ).below(base)
-    own, rules = _per_layer(config), dict[str, Expression | None]()
+    own, rules = _per_layer(config), dict[str, Expression | None](stacked_experts(spec, names, "experts."))
     if own is not None:
         rules |= own.rules(base)
     for index, layer in enumerate(spec.layers):
         where = f"layers.{index}."
         rules |= tensors(where, _expert_parameters(config), "", EXPERT_NORMS, base + where)
-        if isinstance(layer.mlp, MoESpec):
-            count, inner, hidden = layer.mlp.num_experts, layer.mlp.intermediate_size, spec.hidden_size
-            up = Tensor(f"{base}{where}experts.gate_up_proj", (count, 2 * inner, hidden))
-            rules[f"{where}moe.experts.gate_up.kernel"] = up.reshape(count, 2, inner, hidden)
-            down = Tensor(f"{base}{where}experts.down_proj", (count, hidden, inner))
-            rules[f"{where}moe.experts.down.kernel"] = down
     shared = [i for i, layer in enumerate(spec.layers) if getattr(layer.mixer, "kv_from_layer", None) is not None]
     mapping = replace_rules(standard_mapping(spec, names), rules)
     return without_shared_keys(text_mapping(mapping, base), shared)

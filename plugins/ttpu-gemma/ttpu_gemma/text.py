@@ -19,7 +19,7 @@ def text_config(config: ModelConfig, parent: str, defaults: Mapping[str, Any]) -
     """
     if config.model_type == parent:
         config.require("text_config", ModelConfig)
-    return text_part.text_config(config, tied=True).with_defaults(defaults)
+    return text_part.text_config(config, (f"{parent}_text",), tied=True).with_defaults(defaults)
 
 
 def without_shared_keys(mapping: FlaxMapping, shared: Iterable[int]) -> FlaxMapping:

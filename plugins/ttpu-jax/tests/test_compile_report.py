@@ -121,12 +121,13 @@ class TestMeshes:
         assert report.collectives == ()
         assert report.cache_bytes == CACHE
 
-    def test_a_mesh_that_cuts_the_heads_is_named_where_tensor_cannot_take_all_devices(self) -> None:
+    def test_more_devices_than_kv_heads_hold_replicas_of_them(self) -> None:
         pytest.importorskip("libtpu")
-        with pytest.raises(UnsupportedError, match=r"has 2 KV heads .* such as data=4,tensor=2"):
-            compile_report(architecture(num_key_value_heads=2), "v5e:2x4")
-        with pytest.raises(UnsupportedError, match=r"has 3 KV heads .* such as data=8\."):
-            compile_report(architecture(num_key_value_heads=3, num_attention_heads=6), "v5e:2x4")
+        scarce = architecture(num_key_value_heads=2)
+        report = compile_report(scarce, "v5e:2x4", batch=BATCH, context=CONTEXT)
+        assert report.num_parameters == scarce.spec.num_parameters
+        assert report.cache_bytes == CACHE // 8  # of the eight KV heads that the devices need
+        assert count(report, "all-reduce") == 2 * LAYERS + 1
 
 
 @pytest.mark.tpu_compile

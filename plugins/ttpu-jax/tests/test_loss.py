@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,10 +12,12 @@ import pytest
 from tiny import llama_checkpoint
 
 from ttpu_core import default_registry, open_checkpoint
+from ttpu_core.parameters import stacked_parameters
 from ttpu_jax.model import loss as loss_module
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.loss import next_token_loss
 from ttpu_jax.model.modules import Runtime, different_ropes
+from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.load import load_parameters
 from ttpu_jax.params.placement import local_placement
 
@@ -66,3 +69,28 @@ def test_gradients_are_the_same_when_activations_are_computed_again(model: tuple
     for path, gradient in kept.items():
         scale = np.abs(gradient).max()
         np.testing.assert_allclose(again[path], gradient, atol=1e-5 * scale, err_msg=path)
+
+
+def test_gradients_of_stacked_layers_are_the_same_when_activations_are_computed_again(model: tuple[Any, Any]) -> None:
+    """Of a pair of layers that occurs twice, and of a layer that occurs once."""
+    decoder, _ = model
+    spec = decoder(model[1]).spec
+    layer = spec.layers[0]
+    windowed = replace(layer, mixer=replace(layer.mixer, window=5))
+    spec = replace(
+        spec, layers=(windowed, layer, windowed, layer, replace(layer, mixer=replace(layer.mixer, window=7)))
+    )
+    assert [(len(group.unit), group.repeats) for group in spec.groups()] == [(2, 2), (1, 1)]
+    table, placement = stacked_parameters(spec), local_placement()
+    params = random_parameters(table, placement, np.dtype(np.float32))
+    runtime = Runtime(placement, ropes=different_ropes(spec.layers))
+
+    def gradients(*, remat: bool) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return plain_loss(Decoder(spec, params, table, runtime, stacked=True, remat=remat), TOKENS, REAL)
+
+        return jax.jit(jax.grad(loss))(params)
+
+    kept, again = gradients(remat=False), gradients(remat=True)
+    for path, gradient in kept.items():
+        np.testing.assert_allclose(again[path], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=path)

@@ -233,3 +233,17 @@ def test_abstract_parameters_have_the_shapes_and_shardings_of_real_ones(path: Pa
     assert {n: (a.shape, a.dtype, a.sharding) for n, a in real.items()} == {
         n: (a.shape, a.dtype, a.sharding) for n, a in abstract.items()
     }
+
+
+def test_a_head_of_its_own_wins_over_a_config_that_ties_it(tmp_path: Path) -> None:
+    """As in transformers, which ties nothing where the checkpoint holds two different tensors."""
+    path = llama_checkpoint(tmp_path / "untied", tie_word_embeddings=False)
+    tokens = np.arange(8)[None]
+    expected = AutoModelForTPU.from_pretrained(path)(tokens).logits
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
+    model = AutoModelForTPU.from_pretrained(path)
+    np.testing.assert_array_equal(model(tokens).logits, expected)
+    saved = model.save_pretrained(tmp_path / "saved")
+    assert json.loads((saved / "config.json").read_text())["tie_word_embeddings"] is False
+    np.testing.assert_array_equal(AutoModelForTPU.from_pretrained(saved)(tokens).logits, expected)

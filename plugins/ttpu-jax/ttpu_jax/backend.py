@@ -13,17 +13,24 @@ from typing import Any
 import jax
 import numpy as np
 
+from ttpu_core import axes
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import CheckpointError, RequestError
+from ttpu_core.mapping import pad_mapping
+from ttpu_core.plan.parallelism import Rules
+from ttpu_core.plan.plan import Plan
+from ttpu_core.plan.verification import Verification
 from ttpu_jax.causal_lm import JaxCausalLM
+from ttpu_jax.distributed import initialize
 from ttpu_jax.generation.programs import Programs
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
+from ttpu_jax.parallel import placement_for
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.load import load_parameters
-from ttpu_jax.params.placement import local_placement
+from ttpu_jax.params.padding import pad_for
 
 ProgressCallback = Callable[[str, float, float], None]
 
@@ -40,6 +47,10 @@ class JaxBackend:
         *,
         dtype: Any = "auto",
         mesh: Any = None,
+        parallelism_strategy: Any = None,
+        sharding_strategy: Any = None,
+        sharding_rules: Rules | None = None,
+        plan: Any = None,
         attn_implementation: str = "auto",
         attention_config: Mapping[str, Any] | None = None,
         progress: ProgressCallback | None = None,
@@ -49,7 +60,12 @@ class JaxBackend:
 
         Args:
             dtype: "auto" (as stored), "float32", "bfloat16", "float16", or a numpy, jax or torch dtype.
-            mesh: devices to cut the model over: "tensor=4", a jax Mesh, or None for one device.
+            parallelism_strategy: how the model is cut over devices: "fsdp", "dp", "mp", "2d", "3d", "auto" (the planner
+                chooses), a shape such as "2x4" (data × tensor) or a mesh such as "data=2,tensor=4". None is one device.
+            sharding_strategy: the same.
+            mesh: the same, or a jax Mesh.
+            plan: a plan, or the file that `ttpu plan --save` wrote, instead of a strategy.
+            sharding_rules: logical axis → the mesh axes that cut it, or None, in place of the usual ones.
             attn_implementation: "auto", "eager", "xla_flash_attention", "splash_attention", or an import string
                 `package.module:function`; what it does not serve (decode, for the two kernels) is "eager".
             attention_config: settings of that implementation, such as {"sa_block_q": 1024} for splash_attention.
@@ -60,19 +76,31 @@ class JaxBackend:
         """
         if unknown:
             raise RequestError(
-                f"from_pretrained() was given {', '.join(sorted(unknown))}, but the JAX backend takes dtype, mesh, "
-                "attn_implementation, attention_config and progress: leave it out."
+                f"from_pretrained() was given {', '.join(sorted(unknown))}, but the JAX backend takes dtype, "
+                "parallelism_strategy, sharding_strategy, mesh, plan, sharding_rules, attn_implementation, "
+                "attention_config and progress: leave it out."
             )
         began = time.perf_counter()
-        spec = architecture.spec
-        check_supported(spec)
+        initialize()
+        check_supported(architecture.spec)
         architecture = replace(architecture, mapping=architecture.mapping.suited_to(checkpoint.tensors))
         held = model_dtype(dtype, checkpoint)
-        placement = local_placement(mesh)
-        attention = attention_choice(spec, attn_implementation, placement.platform, attention_config)
+        placement = placement_for(
+            architecture.spec,
+            parallelism_strategy=parallelism_strategy,
+            sharding_strategy=sharding_strategy,
+            mesh=mesh,
+            plan=plan,
+            sharding_rules=sharding_rules,
+        )
+        spec, paddings = pad_for(architecture.spec, placement)
+        attention = attention_choice(
+            spec, attn_implementation, placement.platform, attention_config, placement.axes_of(axes.SEQUENCE)
+        )
         runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))
-        params = load_parameters(checkpoint, architecture.mapping, spec.parameters, placement, held, on_load)
+        mapping = pad_mapping(architecture.mapping, paddings)
+        params = load_parameters(checkpoint, mapping, spec.parameters, placement, held, on_load)
         # XLA:CPU computes attention in float32 (ops/attention), so a bfloat16 cache would be converted at every
         # step.
         cache_dtype = np.dtype(np.float32) if placement.platform == "cpu" else held
@@ -80,10 +108,19 @@ class JaxBackend:
         programs = Programs(spec, spec.parameters, runtime, params, cache_dtype, on_compile=on_compile)
         tokenizer = load_tokenizer(checkpoint)
         seconds = time.perf_counter() - began
-        return JaxCausalLM(architecture, checkpoint, programs, params, held, tokenizer, seconds)
+        return JaxCausalLM(architecture, checkpoint, programs, params, held, tokenizer, seconds, paddings)
+
+    def verify_plan(
+        self, architecture: Architecture, plan: Plan, *, progress: Callable[[str], None] | None = None
+    ) -> tuple[Verification, ...]:
+        """What the TPU compiler says of each program of a plan, see `ttpu_jax.aot.verify`."""
+        from ttpu_jax.aot.verify import verify_plan
+
+        return verify_plan(architecture, plan, progress=progress)
 
     def kernels(self, architecture: Architecture) -> Mapping[str, str]:
         """Operation → implementation and why: on this machine, and where that is no TPU, on one."""
+        initialize()
         here, on_tpu = (_attention_by_kind(architecture, platform) for platform in (jax.default_backend(), "tpu"))
         table = {
             f"attention ({kind})": words if words == on_tpu[kind] else f"{words}. On a TPU: {on_tpu[kind]}"
@@ -93,6 +130,7 @@ class JaxBackend:
 
     def doctor(self) -> Mapping[str, Any]:
         """Devices, versions, and whether TPU programs can be compiled here."""
+        initialize()
         names = ("jax", "jaxlib", "flax", "transformers", "safetensors", "libtpu")
         versions = {name: _version(name) for name in names}
         return {

@@ -12,6 +12,8 @@ import numpy as np
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import RequestError
+from ttpu_core.mapping import pad_mapping
+from ttpu_core.plan.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.generation import loop
 from ttpu_jax.generation.options import GenerationOptions, options_from
@@ -28,7 +30,8 @@ class JaxCausalLM:
 
     Attributes:
         architecture: what the family plugin says of it; `spec` is its data.
-        params: Flax path → `jax.Array`.
+        params: Flax path → `jax.Array`, padded as the mesh needs them.
+        paddings: Flax path → how a parameter is padded, for those that are.
         tokenizer: the checkpoint's transformers tokenizer, or None.
         timings: of loading, and of the last call of `generate` or `stream`.
     """
@@ -42,10 +45,12 @@ class JaxCausalLM:
         dtype: np.dtype[Any],
         tokenizer: Any = None,
         load_seconds: float = 0.0,
+        paddings: Paddings | None = None,
     ) -> None:
         self.architecture, self.params, self.dtype, self.tokenizer = architecture, params, dtype, tokenizer
         self.timings = Timings(load_seconds=load_seconds)
         self.programs = programs
+        self.paddings: Paddings = paddings or {}
         self._checkpoint = checkpoint
 
     @property
@@ -57,7 +62,8 @@ class JaxCausalLM:
     def module(self) -> Decoder:
         """The decoder as a Flax NNX module over these parameters."""
         programs = self.programs
-        return Decoder(self.spec, self.params, self.spec.parameters, programs.runtime, stacked=programs.stacked)
+        spec = programs.spec
+        return Decoder(spec, self.params, spec.parameters, programs.runtime, stacked=programs.stacked)
 
     @property
     def context(self) -> int:
@@ -161,7 +167,10 @@ class JaxCausalLM:
         config = json.loads(raw.read_text()) if raw and raw.is_file() else self.architecture.config.to_dict()
         config.pop("torch_dtype", None)
         config["dtype"] = self.dtype.name
-        return save_checkpoint(directory, self.architecture.mapping, self.params, config, source)
+        if self._checkpoint and self._checkpoint.config.get("tie_word_embeddings") is False:
+            config["tie_word_embeddings"] = False  # also where the weights said so against the file
+        mapping = pad_mapping(self.architecture.mapping, self.paddings)
+        return save_checkpoint(directory, mapping, self.params, config, source)
 
     def _request(
         self, inputs: Any, config: Any, mask: Any, arguments: dict[str, Any]

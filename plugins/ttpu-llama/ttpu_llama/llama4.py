@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.errors import ConfigError
-from ttpu_core.layout import CheckpointNames, replace_rules, stacked_expert_rules, standard_mapping
-from ttpu_core.mapping import Expression, FlaxMapping
+from ttpu_core.layout import CheckpointNames, replace_rules, stacked_experts, standard_mapping
+from ttpu_core.mapping import FlaxMapping
 from ttpu_core.rope import NO_ROPE, RopeSpec, rope_from_config
 from ttpu_core.spec import (
     ArchitectureSpec,
@@ -20,6 +20,7 @@ from ttpu_core.spec import (
 )
 from ttpu_core.text_part import text_config, text_mapping
 
+PARENT = "llama4"
 CONFIG_DEFAULTS = {
     "model_type": "llama4_text",
     "vocab_size": 202_048,
@@ -64,7 +65,7 @@ NAMES = CheckpointNames(
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """The text part, with what `Llama4TextConfig` assumes of an absent key."""
-    return text_config(config, tied=False).with_defaults(CONFIG_DEFAULTS)
+    return text_config(config, ("llama4_text",), tied=False).with_defaults(CONFIG_DEFAULTS)
 
 
 @hookimpl
@@ -72,7 +73,7 @@ def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
     """With rope, queries and keys are normalised after it; without, queries grow with their position."""
     norm: NormSpec | None = None
     temperature: QueryTemperature | None = None
-    unscaled = NormSpec(eps=config.number("rms_norm_eps"), scale=False)
+    unscaled = NormSpec(eps=config.positive_number("rms_norm_eps"), scale=False)
     steps = QueryTemperature(config.number("attn_scale"), config.number("floor_scale"), shift=1.0)
     if _has_rope(config, layer):
         norm = unscaled if config.flag("use_qk_norm") else None
@@ -116,13 +117,12 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
 @hookimpl
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
     """All experts of a layer in one tensor, input features first; the parent's prefix; what sees images is left out."""
-    rules: dict[str, Expression] = {}
-    for index, layer in enumerate(spec.layers):
-        if isinstance(layer.mlp, MoESpec):
-            prefix = f"model.layers.{index}.feed_forward.experts."
-            experts = stacked_expert_rules(layer.mlp, spec.hidden_size, prefix, transposed=True)
-            rules |= {f"layers.{index}.{path}": rule for path, rule in experts}
-    return text_mapping(replace_rules(standard_mapping(spec, NAMES), rules))
+    below = ("model.", "lm_head")
+    if spec.model_type == PARENT:
+        below = ("language_model.model.", "language_model.lm_head")
+    names = NAMES.below(*below)
+    experts = stacked_experts(spec, names, "feed_forward.experts.", transposed=True)
+    return text_mapping(replace_rules(standard_mapping(spec, names), experts), *below)
 
 
 def _has_rope(config: ModelConfig, layer: int) -> bool:

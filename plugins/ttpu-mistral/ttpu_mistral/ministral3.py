@@ -1,7 +1,9 @@
 """Ministral 3: mistral without windows, whose queries grow with their position beyond the context that yarn stretches.
 In: a config.json of `model_type` "ministral3"; out: the answers in which it differs from the core's defaults."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.spec import AttentionSpec, QueryTemperature
@@ -35,7 +37,14 @@ CONFIG_DEFAULTS = {
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """What `Ministral3Config` assumes of an absent key."""
-    return config.with_defaults(CONFIG_DEFAULTS)
+    return with_usual_rope(config.with_defaults(CONFIG_DEFAULTS), CONFIG_DEFAULTS)
+
+
+def with_usual_rope(config: ModelConfig, usual: Mapping[str, Any]) -> ModelConfig:
+    """The config with the class's rope where it writes a null, which its class takes for an absent key."""
+    if "rope_parameters" in config or "rope_scaling" in config:
+        return config
+    return config.with_values({"rope_parameters": usual["rope_parameters"]})
 
 
 @hookimpl

@@ -1,17 +1,19 @@
 """The text part of Mistral 3's multimodal models (Mistral Small 3.1 to 4, Ministral 3): one of this family's other
 types, behind a prefix. In: a config.json of `model_type` "mistral3"; out: the answers of the text part's own module."""
 
+from dataclasses import replace
 from inspect import signature
 from types import ModuleType
 from typing import Any
 
 from ttpu_core import ModelConfig, hookimpl, text_part
-from ttpu_core.errors import ConfigError
 from ttpu_core.layout import standard_mapping
-from ttpu_core.mapping import FlaxMapping
+from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack, Tensor
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MixerSpec, MLPSpec, MoESpec
 from ttpu_mistral import ministral3, mistral, mistral4
 
+Rules = tuple[tuple[str, Expression], ...]
+BELOW = "language_model."
 TEXT_TYPES: dict[str, ModuleType] = {
     "mistral": mistral,
     "ministral": mistral,
@@ -44,12 +46,7 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
     """
     if "text_config" not in config:
         config = config.with_values(TEXT_DEFAULTS)
-    text = text_part.text_config(config).with_defaults({"model_type": "mistral"})
-    if text.model_type not in TEXT_TYPES:
-        raise ConfigError(
-            f"{config.source} of model_type 'mistral3' has a text part of type {text.model_type!r}, but "
-            f"{', '.join(TEXT_TYPES)} are known: correct `text_config`, or update ttpu-mistral."
-        )
+    text = text_part.text_config(config, TEXT_TYPES).with_defaults({"model_type": "mistral"})
     filled: ModelConfig = _ask("ttpu_config", text)
     return filled
 
@@ -74,9 +71,27 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec | None:
 
 @hookimpl
 def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMapping:
-    """The text part's, behind the prefixes that transformers 4 and 5 use; what sees images is left out."""
+    """The text part's below `language_model`, found behind the prefixes that transformers 4 and 5 use too; what sees
+    images is left out."""
     mapping: FlaxMapping = _ask("ttpu_flax_mapping", config, spec=spec) or standard_mapping(spec)
-    return text_part.text_mapping(mapping)
+    mapping = replace(
+        mapping,
+        rules=_below(mapping.rules),
+        tied=tuple(f"{BELOW}{name}" for name in mapping.tied),
+        alternatives=tuple(map(_below, mapping.alternatives)),
+    )
+    return text_part.text_mapping(mapping, f"{BELOW}model.", f"{BELOW}lm_head")
+
+
+def _below(rules: Rules) -> Rules:
+    """The rules with all tensors below `language_model`."""
+
+    def below(rule: Expression) -> Expression:
+        if isinstance(rule, Tensor):
+            return replace(rule, name=f"{BELOW}{rule.name}")
+        return replace(rule, parts=tuple(map(below, rule.parts))) if isinstance(rule, Concat | Stack) else rule
+
+    return tuple((path, below(rule)) for path, rule in rules)
 
 
 def _ask(hook: str, config: ModelConfig, **arguments: Any) -> Any:

@@ -2,15 +2,13 @@
 first dense layers. In: a config.json of `model_type` "mistral4"; out: the answers in which it differs from the core's
 defaults."""
 
-from dataclasses import replace
-
 from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.latent_attention import latent_attention, yarn_softmax_scale
-from ttpu_core.layout import replace_rules, stacked_expert_rules, standard_mapping
-from ttpu_core.mapping import Expression, FlaxMapping
+from ttpu_core.layout import replace_rules, stacked_experts, standard_mapping, with_alternative
+from ttpu_core.mapping import FlaxMapping
 from ttpu_core.rope import RopeSpec, rope_from_config
 from ttpu_core.spec import ArchitectureSpec, MixerSpec, MLPSpec, MoESpec, RouterSpec
-from ttpu_mistral.ministral3 import query_temperature
+from ttpu_mistral.ministral3 import query_temperature, with_usual_rope
 
 CONFIG_DEFAULTS = {
     "vocab_size": 131_072,
@@ -58,7 +56,7 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
     for key in ("head_dim", "qk_head_dim", "num_key_value_heads"):  # follow from other keys
         config.get(key)
     config.get("intermediate_size")  # of dense layers, which there may be none of
-    return config.with_defaults(CONFIG_DEFAULTS)
+    return with_usual_rope(config.with_defaults(CONFIG_DEFAULTS), CONFIG_DEFAULTS)
 
 
 @hookimpl
@@ -107,14 +105,8 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
 @hookimpl
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
     """DeepSeek's names, with all experts of a layer in one tensor, or each in its own."""
-    usual = standard_mapping(spec)
-    stacked: dict[str, Expression] = {}
-    for index, layer in enumerate(spec.layers):
-        if isinstance(layer.mlp, MoESpec):
-            rules = stacked_expert_rules(layer.mlp, spec.hidden_size, f"model.layers.{index}.mlp.experts.")
-            stacked |= {f"layers.{index}.{path}": rule for path, rule in rules}
-    each_its_own = tuple((path, usual[path]) for path in stacked)
-    return replace(replace_rules(usual, stacked), alternatives=(each_its_own,) if stacked else ())
+    usual, stacked = standard_mapping(spec), stacked_experts(spec)
+    return with_alternative(replace_rules(usual, stacked), {path: usual[path] for path in stacked})
 
 
 def _rope(config: ModelConfig) -> RopeSpec:
@@ -124,4 +116,4 @@ def _rope(config: ModelConfig) -> RopeSpec:
     if any(section is not None and "partial_rotary_factor" in section for section in sections):
         head_dim += config.positive_int("qk_nope_head_dim")
     layout = "interleaved" if config.flag("rope_interleave") else "half"
-    return rope_from_config(config, head_dim=head_dim, layout=layout)
+    return rope_from_config(config, head_dim=head_dim, layout=layout, partial=True)

@@ -95,7 +95,7 @@ def test_layer_types_win_over_max_window_layers() -> None:
         ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
         ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types"),
         ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types"),
-        ("qwen3_moe", {**EXPERTS, "num_experts_per_tok": 4}, "num_experts_per_tok"),
+        ("qwen3_moe", {**EXPERTS, "num_experts_per_tok": 4}, "each token 4 of 3 experts"),
         ("qwen3_next", {**LINEAR, **EXPERTS, "linear_num_value_heads": 3}, "linear_num_value_heads"),
         ("qwen3_next", {**LINEAR, **EXPERTS, "layer_types": ["sliding_attention"] * 4}, "layer_types"),
         ("qwen3_5_text", {**LINEAR, "attn_output_gate": False}, "attn_output_gate"),

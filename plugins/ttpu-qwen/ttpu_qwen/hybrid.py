@@ -13,6 +13,7 @@ from ttpu_core import defaults as core
 from ttpu_core.errors import ConfigError
 from ttpu_core.layout import CheckpointNames, Rules, norm_rules, replace_rules
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Tensor
+from ttpu_core.rope import rope_from_config
 from ttpu_core.spec import (
     ArchitectureSpec,
     AttentionSpec,
@@ -66,7 +67,8 @@ def ttpu_attention(config: ModelConfig) -> AttentionSpec:
             "layer, in transformers too: remove the key, or describe that model by a plugin of its own."
         )
     plain, norm = core.ttpu_attention(config), ttpu_norm(config)
-    return replace(plain, q_norm=norm, k_norm=norm, output_gate=OutputGate(bias=plain.qkv_bias))
+    rope = rope_from_config(config, head_dim=plain.head_dim, partial=True)
+    return replace(plain, rope=rope, q_norm=norm, k_norm=norm, output_gate=OutputGate(bias=plain.qkv_bias))
 
 
 @hookimpl
@@ -111,7 +113,7 @@ def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
             ("value_dim", value_dim),
             ("conv_kernel", kernel),
             ("activation", core.activation(config).name),
-            ("norm_eps", config.number("rms_norm_eps")),
+            ("norm_eps", config.positive_number("rms_norm_eps")),
         ),
         state=(
             StateSpec("conv", (kernel - 1, heads, mixed), (None, axes.KV_HEADS, None)),

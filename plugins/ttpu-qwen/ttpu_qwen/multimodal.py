@@ -12,6 +12,12 @@ from ttpu_core.layout import CheckpointNames
 from ttpu_core.mapping import FlaxMapping
 from ttpu_qwen.experts import SHARED_EXPERT
 
+TEXT_TYPES = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_text": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_5_moe_text": "qwen3_5_moe_text",
+}
 SILU = ("silu", "swish")
 # Of the vision part, or of the heads that predict further tokens, or names: they leave the text part as it is.
 OF_OTHER_PARTS = (
@@ -26,7 +32,7 @@ def text_config(config: ModelConfig, defaults: Mapping[str, Any]) -> ModelConfig
     Raises:
         ConfigError: a gated norm with another activation than SiLU.
     """
-    text = text_part.text_config(config, tied=False)
+    text = text_part.text_config(config, (TEXT_TYPES[config.model_type],), tied=False)
     for part in (config, text):
         for key in OF_OTHER_PARTS:
             part.get(key)

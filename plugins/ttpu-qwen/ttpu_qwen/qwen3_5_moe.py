@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from ttpu_core import ModelConfig, hookimpl
 from ttpu_core.errors import ConfigError
-from ttpu_core.layout import standard_mapping
+from ttpu_core.layout import stacked_experts, standard_mapping, with_alternative
 from ttpu_core.mapping import FlaxMapping
 from ttpu_core.spec import ArchitectureSpec, MoESpec
 from ttpu_qwen import hybrid, multimodal
-from ttpu_qwen.experts import experts, with_stacked_experts
+from ttpu_qwen.experts import experts
 from ttpu_qwen.qwen3_5 import split_inputs
 
 CONFIG_DEFAULTS = hybrid.CONFIG_DEFAULTS | {
@@ -48,7 +48,8 @@ def ttpu_mlp(config: ModelConfig) -> MoESpec:
 
 @hookimpl
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
-    """The usual names, below the prefix of the text part; experts one by one or in one tensor."""
+    """The usual names, below the prefix of the text part. Experts one by one, as transformers saves them, or all of a
+    layer in two tensors, as they are published."""
     names = multimodal.tensor_names(spec.model_type)
     mapping = hybrid.with_mixer_rules(standard_mapping(spec, names), spec, names, split_inputs)
-    return with_stacked_experts(multimodal.either_prefix(mapping, spec.model_type), spec, names)
+    return with_alternative(multimodal.either_prefix(mapping, spec.model_type), stacked_experts(spec, names))

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from ttpu_core import ModelConfig, hookimpl
 from ttpu_core import defaults as core
-from ttpu_core.layout import CheckpointNames, standard_mapping
+from ttpu_core.layout import stacked_experts, standard_mapping, with_alternative
 from ttpu_core.mapping import FlaxMapping
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MLPSpec, MoESpec
-from ttpu_qwen.experts import experts, is_sparse, with_stacked_experts
+from ttpu_qwen.experts import experts, is_sparse
 from ttpu_qwen.layer_types import window_size
 
 CONFIG_DEFAULTS = {
@@ -55,4 +55,4 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
 @hookimpl
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
     """The usual names."""
-    return with_stacked_experts(standard_mapping(spec), spec, CheckpointNames())
+    return with_alternative(standard_mapping(spec), stacked_experts(spec))

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from ttpu_core import ModelConfig, hookimpl
 from ttpu_core import defaults as core
-from ttpu_core.layout import CheckpointNames, Rules, standard_mapping
+from ttpu_core.layout import CheckpointNames, Rules, stacked_experts, standard_mapping, with_alternative
 from ttpu_core.mapping import FlaxMapping, Tensor
 from ttpu_core.spec import ArchitectureSpec, MixerSpec, MLPSpec, MoESpec
 from ttpu_qwen import hybrid
-from ttpu_qwen.experts import SHARED_EXPERT, experts, is_sparse, with_stacked_experts
+from ttpu_qwen.experts import SHARED_EXPERT, experts, is_sparse
 
 CONFIG_DEFAULTS = hybrid.CONFIG_DEFAULTS | {
     "vocab_size": 151_936,
@@ -44,7 +44,7 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
     """DeltaNet's input projections are fused and grouped by key head on disk as they are here."""
     mapping = hybrid.with_mixer_rules(standard_mapping(spec, NAMES), spec, NAMES, _fused_inputs)
-    return with_stacked_experts(mapping, spec, NAMES)
+    return with_alternative(mapping, stacked_experts(spec, NAMES))
 
 
 def _fused_inputs(spec: MixerSpec, hidden: int, prefix: str) -> Rules:

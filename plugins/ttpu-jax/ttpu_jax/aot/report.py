@@ -9,15 +9,17 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from math import gcd, prod
+from math import prod
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from ttpu_core import axes
 from ttpu_core.architecture import Architecture
-from ttpu_core.errors import RequestError, UnsupportedError
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec
+from ttpu_core.errors import RequestError
+from ttpu_core.plan.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.spec import ArchitectureSpec, MoESpec
 from ttpu_jax.aot.compile import TRAINING_OPTIONS, CompiledProgram, compile_for
 from ttpu_jax.aot.schedule import Breakdown
 from ttpu_jax.aot.steps import AbstractProgram, Task, inference_step, train_step
@@ -103,6 +105,8 @@ def compile_report(
     context: int = 2048,
     dtype: Any = "bfloat16",
     mesh: Mapping[str, int] | None = None,
+    slices: Mapping[str, int] | None = None,
+    strategy: Strategy = DEFAULT_STRATEGY,
     layers: Layers = "unrolled",
     attn_implementation: str = "auto",
     attention_config: Mapping[str, Any] | None = None,
@@ -117,6 +121,8 @@ def compile_report(
         topology_name: as in "v5e:2x4", see `ttpu_jax.aot.topology.tpu_topology`.
         dtype: of weights and cache, see `ttpu_jax.params.dtypes.model_dtype`.
         mesh: mesh axis → devices along it; None cuts every layer over all devices (`tensor`; `fsdp` for training).
+        slices: mesh axis → slices along it, where there are several; None puts them on the first axes that divide.
+        strategy: which mesh axes cut which logical axes.
         layers: "unrolled" compiles each layer, with a cache array of its own; "scan" compiles one and loops.
         attn_implementation, attention_config: as from_pretrained() takes them.
 
@@ -135,8 +141,11 @@ def compile_report(
     kind = model_dtype(dtype)
     topology = tpu_topology(topology_name)
     usual = {"fsdp": len(topology.devices)} if task == "train" else None
-    placement = Placement(make_mesh(topology, mesh or usual or _tensor_parallel(spec, topology)))
-    attention = attention_choice(spec, attn_implementation, placement.platform, attention_config)
+    axes_and_sizes = mesh or usual or {"tensor": len(topology.devices)}
+    placement = Placement(make_mesh(topology, axes_and_sizes, slices), strategy)
+    attention = attention_choice(
+        spec, attn_implementation, placement.platform, attention_config, placement.axes_of(axes.SEQUENCE)
+    )
     runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
     stacked, tokens = layers == "scan", 1 if task == "decode" else context
     if task == "train":
@@ -171,31 +180,13 @@ def compile_report(
         aliased_bytes=program.alias_bytes,
         collectives=_collective_totals(program),
         predicted_seconds=program.estimate.seconds,
-        roofline_seconds=_roofline_seconds(spec, topology, step, batch, tokens, task),
+        roofline_seconds=_roofline_seconds(step.spec, topology, step, batch, tokens, task),
         breakdown=program.estimate.breakdown,
         unmodelled=_unmodelled_totals(program),
         loops_without_trip_count=len(program.estimate.loops_without_trip_count),
         compile_seconds=program.compile_seconds,
         jax_version=jax.__version__,
         libtpu_version=metadata.version("libtpu"),
-    )
-
-
-def _tensor_parallel(spec: ArchitectureSpec, topology: TpuTopology) -> dict[str, int]:
-    """All devices on the `tensor` axis.
-
-    Raises:
-        UnsupportedError: they do not divide the KV heads; it names a mesh that does.
-    """
-    devices = len(topology.devices)
-    kv_heads = gcd(*(layer.mixer.num_kv_heads for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)))
-    if kv_heads % devices == 0:
-        return {"tensor": devices}
-    fits = gcd(kv_heads, devices)
-    raise UnsupportedError(
-        f"{topology.name!r} was asked for without a mesh, which means tensor={devices}, but {spec.model_type} has "
-        f"{kv_heads} KV heads and tensor must divide them: give a mesh, such as "
-        f"{f'data={devices // fits},tensor={fits}' if fits > 1 else f'data={devices}'}."
     )
 
 

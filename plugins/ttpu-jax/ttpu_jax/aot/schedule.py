@@ -11,12 +11,12 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field, fields
 
+from ttpu_core.plan.links import HOP_SECONDS, collective_seconds
+
 from .hlo import COLLECTIVE_OPS, Instruction, Module, collective_bytes, fused_collective, parse
 from .topology import Chip, chip_named
 
-# An assumption, no measurement: about a microsecond a hop (jax-ml.github.io/scaling-book), and a ring that is used in
-# both directions needs half as many hops.
-HOP_SECONDS = 0.5e-6
+__all__ = ["HOP_SECONDS", "Breakdown", "InstructionCost", "ScheduleEstimate", "Unmodelled", "estimate"]
 
 _TOP = 12
 _COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
@@ -84,30 +84,6 @@ def estimate(hlo_text: str, chip: str) -> ScheduleEstimate:
         unmodelled=tuple(ledger.unmodelled),
         loops_without_trip_count=tuple(ledger.loops_without_trip_count),
     )
-
-
-def collective_seconds(
-    op: str, result_bytes: int, group_size: int, link_bytes_per_second: float, axes: int = 1
-) -> float:
-    """Time of one collective on a ring that uses both directions of `axes` dimensions of the interconnect.
-
-    `result_bytes`: bytes of the result on one device. The factors are what one device sends, as a share of them, with
-    g = group size: an all-gather forwards every shard but its own; a reduce-scatter the same, its result being one
-    shard; an all-reduce is both; an all-to-all's pieces travel half as far. Scaling book, section 3, has the algebra.
-    """
-    if group_size <= 1:
-        return 0.0
-    others = (group_size - 1) / group_size
-    sent = {
-        "all-gather": others,
-        "reduce-scatter": group_size - 1.0,
-        "all-reduce": 2 * others,
-        "all-to-all": others / 2,
-        "ragged-all-to-all": others / 2,
-        "collective-permute": 1.0,
-    }[op]
-    hops = 1 if op == "collective-permute" else group_size - 1
-    return result_bytes * sent / (2 * link_bytes_per_second * axes) + hops * HOP_SECONDS
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
 """The programs that are compiled for a slice that is not there. In: an architecture, a placement and sizes; out: the
-function, its abstract arguments, and which of them it may write over."""
+function, its abstract arguments, and which of them it may write over. What the mesh does not divide is padded here."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ttpu_jax.model.loss import next_token_loss
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.ops.sampling import SamplingFeatures, SamplingParams, sample, sampling_inputs
 from ttpu_jax.params.initialize import abstract_parameters
+from ttpu_jax.params.padding import pad_for, project_gradients
 from ttpu_jax.params.placement import Placement
 
 Task = Literal["decode", "prefill", "train"]
@@ -29,12 +30,14 @@ LEARNING_RATE = 1e-4  # any number: the program is the same
 
 @dataclass(frozen=True)
 class AbstractProgram:
-    """A function with what it is called with; `held` is what it writes over: a cache, or weights and optimizer."""
+    """A function with what it is called with; `held` is what it writes over: a cache, or weights and optimizer. `spec`
+    is the architecture as the mesh needs it."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donated: tuple[int, ...]
     held: Any
+    spec: ArchitectureSpec
 
 
 def inference_step(
@@ -50,6 +53,7 @@ def inference_step(
     """`tokens` tokens of each row, into a cache of `context` slots: one is a decode step, `context` the prefill of an
     empty cache. Gives each row's likeliest next token and the cache."""
     placement = runtime.placement
+    spec, _ = pad_for(spec, placement)
     table = _table(spec, stacked=stacked)
     params = abstract_parameters(table, placement, dtype)
     cache = empty_cache(spec, batch, context, placement, dtype, stacked=stacked, abstract=True)
@@ -62,7 +66,7 @@ def inference_step(
         greedy = sampling_inputs([SamplingParams(seed=0)] * batch)
         return sample(logits[:, -1], greedy, None, jnp.zeros(batch, jnp.int32), SamplingFeatures()).token, updated
 
-    return AbstractProgram(step, (params, _tokens(batch, tokens, placement), cache), (2,), cache.layers)
+    return AbstractProgram(step, (params, _tokens(batch, tokens, placement), cache), (2,), cache.layers, spec)
 
 
 def train_step(
@@ -75,8 +79,10 @@ def train_step(
     stacked: bool,
 ) -> AbstractProgram:
     """One step of AdamW on the next-token loss of `batch` rows. Weights and moments are float32; the model computes in
-    `dtype`, and each layer's activations again for its gradient. Gives weights, optimizer state and loss."""
+    `dtype`, and each layer's activations again for its gradient. Gives weights, optimizer state and loss. `spec` is not
+    padded yet: a step leaves replicas equal and zeros zero."""
     placement = runtime.placement
+    spec, paddings = pad_for(spec, placement)
     table = _table(spec, stacked=stacked)
     params = abstract_parameters(table, placement, np.dtype(np.float32))
     optimizer = optax.adamw(LEARNING_RATE)
@@ -88,10 +94,11 @@ def train_step(
             return next_token_loss(Decoder(spec, held, table, runtime, stacked=stacked, remat=True), tokens)
 
         value, gradients = jax.value_and_grad(loss)(params)
+        gradients = project_gradients(gradients, spec, paddings, stacked=stacked)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    return AbstractProgram(step, (params, state, _tokens(batch, tokens, placement)), (0, 1), (params, state))
+    return AbstractProgram(step, (params, state, _tokens(batch, tokens, placement)), (0, 1), (params, state), spec)
 
 
 def _table(spec: ArchitectureSpec, *, stacked: bool) -> Mapping[str, Parameter]:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ttpu_core.errors import RequestError, TTPUError
+from ttpu_jax.distributed import shared_seed
 from ttpu_jax.generation.options import GenerationOptions
 from ttpu_jax.generation.programs import PREFILL_CHUNK, Programs, cache_bucket, prompt_bucket, prompts_seen
 from ttpu_jax.generation.prompts import left_pad
@@ -61,9 +62,10 @@ def _events(
     timings: Timings,
 ) -> Iterator[tuple[StreamEvent, Completion]]:
     steps = max(row.limit for row in rows)
+    options = replace(options, seed=shared_seed(options.seed))
     sampling = [_row_seed(options.sampling(), index) for index in range(len(rows))]
     features, inputs = features_of(sampling), sampling_inputs(sampling)
-    seen = prompts_seen(prompts, programs.spec.vocab_size) if features.penalties else None
+    seen = prompts_seen(prompts, programs.spec.embedding.rows) if features.penalties else None
 
     width = prompt_bucket(max(map(len, prompts)))
     tokens, starts = left_pad(prompts, width)

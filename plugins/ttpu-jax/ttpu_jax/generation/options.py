@@ -17,10 +17,12 @@ DEFAULT_MAX_NEW_TOKENS = 128
 @dataclass(frozen=True)
 class GenerationOptions:
     """One call's options. `max_length` counts prompt and new tokens; `max_new_tokens` wins over it. `logprobs` n
-    reports the n likeliest tokens beside each chosen one."""
+    reports the n likeliest tokens beside each chosen one. `usual_new_tokens` are what a checkpoint has as its own
+    `max_new_tokens`: unlike what a caller asks for, they are cut at the context's end."""
 
     max_new_tokens: int | None = None
     max_length: int | None = None
+    usual_new_tokens: int | None = None
     do_sample: bool = False
     temperature: float | None = None
     top_k: int | None = None
@@ -49,7 +51,7 @@ class GenerationOptions:
                     "raise it, or pass max_new_tokens."
                 )
             return self.max_length - prompt_length
-        return DEFAULT_MAX_NEW_TOKENS
+        return self.usual_new_tokens or DEFAULT_MAX_NEW_TOKENS
 
     def sampling(self) -> SamplingParams:
         """The values that the sampler needs; greedy unless `do_sample`.
@@ -144,8 +146,10 @@ def options_from(
                 f"generate() was given {name}={_short(value)}, which this backend does not do; it takes "
                 f"{', '.join(NAMES)}: leave it out."
             )
-    if "max_length" in given and "max_new_tokens" not in given:
-        values.pop("max_new_tokens", None)
+    if "max_new_tokens" not in given and "max_new_tokens" in values:
+        usual = values.pop("max_new_tokens")  # the checkpoint's own, which is cut at the context's end
+        if "max_length" not in given:
+            values["usual_new_tokens"] = _count("max_new_tokens", usual, at_least=1)
     if "do_sample" not in given:
         asked = "temperature" in given or any(given.get(name, off) != off for name, off in _FILTERS_OFF.items())
         values["do_sample"] = (asked or values.get("do_sample", False)) and given.get("temperature") != 0

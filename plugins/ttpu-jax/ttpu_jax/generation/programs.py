@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ttpu_core import axes
 from ttpu_core.spec import ArchitectureSpec, Parameter
 from ttpu_jax.model.cache import KVCache, empty_cache
 from ttpu_jax.model.decoder import Decoder
@@ -83,7 +84,8 @@ class Programs:
 
     def start(self, starts: np.ndarray, prompt_end: int, slots: int, seen: np.ndarray | None = None) -> DecodeState:
         """A fresh state for a batch: an empty cache of `slots`, where prompts lie from `starts` [batch] to
-        `prompt_end`. `seen` [batch, vocab] says which tokens the prompts hold, where penalties count them."""
+        `prompt_end`. `seen` [batch, rows of the table] says which tokens the prompts hold, where penalties count
+        them."""
         batch = len(starts)
         cache = empty_cache(
             self.spec, batch, slots, self.runtime.placement, self.cache_dtype, stacked=self.stacked
@@ -136,11 +138,14 @@ class Programs:
         return program
 
     def _jit(self, function: Callable[..., Any], first: Any) -> Any:
-        """Jit, with the state donated and handed back in the shardings in which it came."""
+        """Jit, with the state donated and handed back in the shardings in which it came, and what was sampled whole on
+        every device, so that every process can read it."""
+        placement = self.runtime.placement
         if not isinstance(first, DecodeState):
-            return jax.jit(function)
+            # Logits stay as they are cut, unless a part of them would be out of this process's reach.
+            return jax.jit(function, out_shardings=placement.whole() if jax.process_count() > 1 else None)
         shardings = jax.tree.map(lambda array: array.sharding, first)
-        return jax.jit(function, donate_argnums=1, out_shardings=(shardings, None))
+        return jax.jit(function, donate_argnums=1, out_shardings=(shardings, placement.whole()))
 
     def _decoder(self, params: dict[str, jax.Array]) -> Decoder:
         return Decoder(self.spec, params, self._table, self.runtime, stacked=self.stacked)
@@ -180,12 +185,16 @@ class Programs:
         return replace(state, token=sampled.token), sampled
 
     def _logits(self, params: dict[str, jax.Array], tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        return self._decoder(params)(tokens, positions)[0]
+        logits = self._decoder(params)(tokens, positions)[0]
+        if self.spec.embedding.rows == self.spec.vocab_size:
+            return logits
+        logits = logits[..., : self.spec.vocab_size]
+        return self.runtime.placement.constrain(logits, axes.BATCH, axes.SEQUENCE, axes.VOCAB)
 
 
-def prompts_seen(prompts: list[list[int]], vocab: int) -> np.ndarray:
-    """Which tokens each prompt holds: bool [batch, vocab]."""
-    seen = np.zeros((len(prompts), vocab), np.bool_)
+def prompts_seen(prompts: list[list[int]], rows: int) -> np.ndarray:
+    """Which rows of the token table each prompt holds: bool [batch, rows]."""
+    seen = np.zeros((len(prompts), rows), np.bool_)
     for row, prompt in enumerate(prompts):
         seen[row, prompt] = True
     return seen

@@ -31,8 +31,9 @@ class Attention(nnx.Module):
         self.gate = Linear(values.at("gate"), runtime) if spec.output_gate else None
         # Statistics over all heads run over the axes (kv_heads, q_per_kv, head_dim) of queries, one fewer of keys.
         over_q, over_k = (3, 2) if spec.qk_norm_scope == "full" else (1, 1)
-        self.q_norm = Norm(spec.q_norm, values.at("q_norm"), over_q) if spec.q_norm else None
-        self.k_norm = Norm(spec.k_norm, values.at("k_norm"), over_k) if spec.k_norm and own_keys else None
+        of_q, of_k = spec.norm_features or (None, None)
+        self.q_norm = Norm(spec.q_norm, values.at("q_norm"), over_q, of_q) if spec.q_norm else None
+        self.k_norm = Norm(spec.k_norm, values.at("k_norm"), over_k, of_k) if spec.k_norm and own_keys else None
         self.v_norm = Norm(spec.v_norm, values.at("v_norm")) if spec.v_norm and own_keys else None
         self.sinks = values.get("sinks")
         self.output_norm = Norm(spec.output_norm, values.at("output_norm"), 3) if spec.output_norm else None
@@ -74,6 +75,7 @@ class Attention(nnx.Module):
                 mesh=placement.mesh,
                 batch_axes=placement.cut(axes.BATCH, query.shape[0]),
                 head_axes=placement.cut(axes.KV_HEADS, spec.num_kv_heads),
+                sequence_axes=placement.cut(axes.SEQUENCE, query.shape[1]),
                 platform=placement.platform,
                 own_keys=cache is None or step.fresh,
                 options=self.runtime.attention_options,

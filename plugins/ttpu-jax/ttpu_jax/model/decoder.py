@@ -72,14 +72,20 @@ class Decoder(nnx.Module):
             last_only: logits of the last token only, [batch, 1, vocab].
 
         Returns:
-            float32 logits [batch, seq, vocab], and the cache with these tokens in it.
+            float32 logits [batch, seq, vocab], and the cache with these tokens in it. Where a mesh has the vocabulary
+            padded, there are as many logits as the table has rows, and those of no token are -inf.
         """
         x, cache = self.hidden(tokens, positions, cache, last_only=last_only, fresh=fresh)
         return self.logits(x), cache
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """What `hidden` gives [batch, seq, hidden], as float32 logits [batch, seq, vocab]."""
-        return self.head(x, self.embed.embedding[...])
+        """What `hidden` gives [batch, seq, hidden], as float32 logits [batch, seq, vocab], with padding as the call."""
+        logits = self.head(x, self.embed.embedding[...])
+        if self.spec.embedding.rows == self.spec.vocab_size:
+            return logits
+        # Masked where they are made: a cut would leave the devices parts of different sizes.
+        rows = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+        return jnp.where(rows < self.spec.vocab_size, logits, -jnp.inf)
 
     def hidden(
         self,
@@ -152,9 +158,13 @@ class Decoder(nnx.Module):
             split = [nnx.split(self.layers[i]) for i in places]
             start = group.start
             last: list[KeyValue | None] = []
+            once = group.repeats == 1
+            apply: Any = _run_layer
+            if self.remat:
+                apply = jax.checkpoint(_run_layer, static_argnums=0, prevent_cse=once)
 
             def body(
-                carry: Any, inputs: Any, group: Any = group, split: Any = split, last: Any = last
+                carry: Any, inputs: Any, group: Any = group, split: Any = split, last: Any = last, apply: Any = apply
             ) -> tuple[Any, None]:
                 x, held = carry
                 turn, states = inputs
@@ -162,20 +172,18 @@ class Decoder(nnx.Module):
                 for number, ((definition, _), state, cache) in enumerate(zip(split, states, held, strict=True)):
                     index = group.start + turn * len(group.unit) + number
                     given = _inputs(group.unit[number], shared, None if beside is None else beside[index])
-                    layer = nnx.merge(definition, state)
-                    x, cache, kv = layer(x, step, cache, turn if cache is not None else None, given)
+                    x, cache, kv = apply(definition, state, x, step, cache, turn if cache is not None else None, given)
                     after.append(cache)
                     last.append(kv)
                 return (x, tuple(after)), None
 
             states = tuple(state for _, state in split)
             carry = x, tuple(caches[i] for i in places)
-            if group.repeats == 1:  # its keys and values may be wanted outside, where a loop's could not be had
+            if once:  # its keys and values may be wanted outside, where a loop's could not be had
                 (x, held), _ = body(carry, (jnp.int32(0), jax.tree.map(lambda array: array[0], states)))
                 shared.update({start + i: kv for i, kv in enumerate(last) if kv and start + i in self.spec.kv_sources})
             else:
-                run = jax.checkpoint(body, prevent_cse=False) if self.remat else body
-                (x, held), _ = jax.lax.scan(run, carry, (jnp.arange(group.repeats), states))
+                (x, held), _ = jax.lax.scan(body, carry, (jnp.arange(group.repeats), states))
             updated.extend(held)
         return x, tuple(updated)
 
@@ -187,6 +195,20 @@ def _apply_layer(
     """One layer. Layers with equal definitions and shapes hit jit's cache and are traced once."""
     x, cache, kv = nnx.merge(definition, state)(x, step, cache, None, inputs)
     return x, cache, kv if is_source else None
+
+
+def _run_layer(
+    definition: Any,
+    state: Any,
+    x: jax.Array,
+    step: Step,
+    cache: Cache | None,
+    turn: jax.Array | None,
+    inputs: LayerInputs,
+) -> tuple[jax.Array, Cache | None, KeyValue | None]:
+    """One layer of a stacked group."""
+    result: tuple[jax.Array, Cache | None, KeyValue | None] = nnx.merge(definition, state)(x, step, cache, turn, inputs)
+    return result
 
 
 def _inputs(layer: LayerSpec, shared: Mapping[int, KeyValue], beside: jax.Array | None) -> LayerInputs:

@@ -17,7 +17,7 @@ class Embedding(nnx.Module):
     A custom embedding is a class of the same constructor and methods, and may inherit from this one."""
 
     def __init__(self, spec: EmbeddingSpec, values: Parameters, runtime: Runtime) -> None:
-        self.spec = spec
+        self.spec, self.placement = spec, runtime.placement
         self.embedding = values["embedding"]
         self.positions = values.get("positions")
         self.norm = Norm(spec.norm, values.at("norm")) if spec.norm else None
@@ -29,7 +29,7 @@ class Embedding(nnx.Module):
 
     def look_up(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """tokens, positions [batch, seq]: [batch, seq, hidden]."""
-        x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+        x = self.placement.constrain_looked_up(jnp.take(self.embedding[...], tokens, axis=0, mode="clip"))
         if self.spec.scale is not None:
             x = x * jnp.asarray(self.spec.scale, x.dtype)
         if self.positions is not None:

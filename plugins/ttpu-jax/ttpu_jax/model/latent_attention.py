@@ -107,6 +107,7 @@ class LatentAttention(nnx.Module):
                 mesh=placement.mesh,
                 batch_axes=placement.cut(axes.BATCH, query.shape[0]),
                 head_axes=placement.cut(axes.Q_HEADS, self.heads),
+                sequence_axes=placement.cut(axes.SEQUENCE, query.shape[1]),
                 platform=placement.platform,
                 own_keys=True,
                 options=self.runtime.attention_options,

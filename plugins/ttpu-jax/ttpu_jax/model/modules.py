@@ -92,15 +92,17 @@ class LayerInputs:
 
 
 class Norm(nnx.Module):
-    """Normalisation with its own scale and bias; the statistics run over the last `axes` axes."""
+    """Normalisation with its own scale and bias; the statistics run over the last `over` axes, and over `features` of
+    what is there if some of it is padding."""
 
-    def __init__(self, spec: NormSpec, values: Parameters, over: int = 1) -> None:
-        self.spec, self.over = spec, over
+    def __init__(self, spec: NormSpec, values: Parameters, over: int = 1, features: int | None = None) -> None:
+        self.spec, self.over, self.features = spec, over, features
         self.scale, self.bias = values.get("scale"), values.get("bias")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., features]: the same shape."""
-        return normalize(x, self.spec, value_of(self.scale), value_of(self.bias), axes=self.over)
+        scale, bias = value_of(self.scale), value_of(self.bias)
+        return normalize(x, self.spec, scale, bias, axes=self.over, features=self.features)
 
 
 class Linear(nnx.Module):

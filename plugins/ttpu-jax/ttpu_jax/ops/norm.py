@@ -10,9 +10,16 @@ from ttpu_core.spec import NormSpec
 
 
 def normalize(
-    x: jax.Array, spec: NormSpec, scale: jax.Array | None = None, bias: jax.Array | None = None, *, axes: int = 1
+    x: jax.Array,
+    spec: NormSpec,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    axes: int = 1,
+    features: int | None = None,
 ) -> jax.Array:
-    """x [..., features], scale and bias [features]; the statistics run over the last `axes` axes.
+    """x [..., features], scale and bias [features]; the statistics run over the last `axes` axes. `features` is how
+    many the mean square is a mean of, where some of x are padding.
 
     Families differ in whether the scale multiplies before or after the cast back to x's dtype (`scale_in_fp32`), which
     only matters below float32. RMSNorm: arXiv 1910.07467; LayerNorm: arXiv 1607.06450.
@@ -23,7 +30,9 @@ def normalize(
     value = x.astype(jnp.float32)
     if spec.kind == "layer":
         value = value - value.mean(dims, keepdims=True)
-    value = value * jax.lax.rsqrt((value * value).mean(dims, keepdims=True) + spec.eps)
+    square = value * value
+    mean = square.mean(dims, keepdims=True) if features is None else square.sum(dims, keepdims=True) / features
+    value = value * jax.lax.rsqrt(mean + spec.eps)
     if spec.scale_in_fp32:
         value = _affine(value, spec, scale, bias)
         return value.astype(x.dtype)

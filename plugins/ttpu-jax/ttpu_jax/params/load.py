@@ -1,22 +1,38 @@
-"""Streams a checkpoint into device buffers. In: a checkpoint, its mapping, the parameter table and a placement; out: a
-dict from Flax path to a sharded `jax.Array`. One parameter at a time is on the host, in its final dtype and layout."""
+"""Reads a checkpoint into device buffers. In: a checkpoint, its mapping, the parameter table and a placement; out: a
+dict from Flax path to a sharded `jax.Array`. A process reads the bytes of its own devices' shards, several parameters
+at a time, and each of them once however many devices it is for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
-from ttpu_core.checkpoint import Checkpoint, read_tensor_into
-from ttpu_core.mapping import FlaxMapping, gather
+from ttpu_core.box_reader import StoredTensor, read_boxes
+from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.mapping import Expression, FlaxMapping
+from ttpu_core.padding import Box
+from ttpu_core.safetensors_header import TensorReader
 from ttpu_core.spec import Parameter
 from ttpu_jax.params.dtypes import stored_dtype
 from ttpu_jax.params.placement import Placement
 
 Progress = Callable[[int, int], None]
 ALIGNMENT = 64  # XLA:CPU takes over a host buffer without a copy if it is aligned to this many bytes
+
+THREADS = min(8, 2 * (os.cpu_count() or 1))
+"""Parameters that are read at a time: enough to keep a disk busy while others are on their way to a device."""
+
+HOST_BYTES = 2**30
+"""The most that is on the host on its way to devices, unless one parameter's shards alone take more."""
 
 
 def load_parameters(
@@ -26,37 +42,56 @@ def load_parameters(
     placement: Placement,
     dtype: np.dtype[Any],
     progress: Progress | None = None,
+    *,
+    reader: TensorReader | None = None,
 ) -> dict[str, jax.Array]:
     """Every parameter of the table, on its devices.
 
     Args:
+        mapping: for parameters of the table's shapes: `ttpu_core.mapping.pad_mapping` where some are padded.
         dtype: what parameters are held in, unless a parameter keeps its own.
         progress: called with (bytes placed so far, bytes in all) after each parameter.
+        reader: what reads the files; None for one that is closed afterwards.
 
     Raises:
         CheckpointError: a file is missing, truncated or malformed.
         MappingError: tensors and parameters do not account for each other.
     """
-    infos = checkpoint.tensors
-    names = mapping.resolve({name: info.shape for name, info in infos.items()}, str(checkpoint.source))
-
-    def read(name: str) -> np.ndarray:
-        info = infos[names[name]]
-        buffer = aligned_empty(info.shape, stored_dtype(info.dtype, name))
-        if info.nbytes:
-            read_tensor_into(info, buffer.reshape(-1).view(np.uint8).data)
-        return buffer
-
+    tensors = stored_tensors(checkpoint, mapping)
     total = sum(p.size * _dtype(p, dtype).itemsize for p in parameters.values())
     done, placed = 0, {}
-    for path, parameter in parameters.items():
-        value = aligned_empty(parameter.shape, _dtype(parameter, dtype))
-        gather(mapping[path], read, value)
-        placed[path] = jax.device_put(value, placement.parameter(path, parameter))
-        done += value.nbytes
-        if progress is not None:
-            progress(done, total)
-    return placed
+    with TensorReader() as own:
+        jobs = _jobs(mapping, parameters, placement, dtype, tensors, reader or own)
+        for path, array in _in_parallel(jobs):
+            placed[path] = array
+            done += array.nbytes
+            if progress is not None:
+                progress(done, total)
+    return {path: placed[path] for path in parameters}
+
+
+def stored_tensors(checkpoint: Checkpoint, mapping: FlaxMapping) -> dict[str, StoredTensor]:
+    """The tensors that the rules read, by the names that they use.
+
+    Raises:
+        CheckpointError: a tensor is not stored as floating point.
+        MappingError: the checkpoint does not hold what the rules need, or holds more.
+    """
+    infos = checkpoint.tensors
+    names = mapping.resolve({name: info.shape for name, info in infos.items()}, str(checkpoint.source))
+    return {
+        name: StoredTensor(infos[actual], stored_dtype(infos[actual].dtype, name)) for name, actual in names.items()
+    }
+
+
+def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[jax.Device]]:
+    """The parts that this process's devices hold of an array, each with the devices that hold it."""
+    boxes: dict[Box, list[jax.Device]] = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        box = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        boxes[box].append(device)
+    return boxes
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -65,6 +100,69 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+Job = tuple[str, int, Callable[[], jax.Array]]  # path, bytes on the host, what reads it
+
+
+def _jobs(
+    mapping: FlaxMapping,
+    parameters: Mapping[str, Parameter],
+    placement: Placement,
+    dtype: np.dtype[Any],
+    tensors: Mapping[str, StoredTensor],
+    reader: TensorReader,
+) -> Iterator[Job]:
+    for path, parameter in parameters.items():
+        kind, sharding = _dtype(parameter, dtype), placement.parameter(path, parameter)
+        boxes = device_boxes(sharding, parameter.shape)
+        nbytes = sum(_elements(box) for box in boxes) * kind.itemsize
+        yield path, nbytes, partial(_load, mapping[path], parameter.shape, kind, sharding, boxes, tensors, reader)
+
+
+def _load(
+    rule: Expression,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    sharding: Sharding,
+    boxes: Mapping[Box, list[jax.Device]],
+    tensors: Mapping[str, StoredTensor],
+    reader: TensorReader,
+) -> jax.Array:
+    """One parameter, from the files to this process's devices."""
+    parts = {box: aligned_empty(tuple(stop - start for start, stop in box), dtype) for box in boxes}
+    read_boxes(rule, parts, tensors, reader)
+    shards = [jax.device_put(parts[box], device) for box, devices in boxes.items() for device in devices]
+    array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    return array.block_until_ready()  # only then is the host's memory free
+
+
+def _in_parallel(jobs: Iterator[Job]) -> Iterator[tuple[str, jax.Array]]:
+    """What the jobs give, in the order in which they are done, with a bound on the memory that they take together."""
+    running: dict[Future[jax.Array], tuple[str, int]] = {}
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="load")
+    try:
+        for path, nbytes, job in jobs:
+            while running and sum(size for _, size in running.values()) + nbytes > HOST_BYTES:
+                yield from _finished(running)
+            running[pool.submit(job)] = path, nbytes
+            while len(running) > 2 * THREADS:
+                yield from _finished(running)
+        while running:
+            yield from _finished(running)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _finished(running: dict[Future[jax.Array], tuple[str, int]]) -> Iterator[tuple[str, jax.Array]]:
+    done, _ = wait(running, return_when=FIRST_COMPLETED)
+    for future in done:
+        path, _ = running.pop(future)
+        yield path, future.result()
+
+
+def _elements(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
 
 
 def _dtype(parameter: Parameter, dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -3,16 +3,18 @@ activations."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from ttpu_core import axes as logical
 from ttpu_core.errors import RequestError, UnsupportedError
-from ttpu_core.plan.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy, parse_mesh
+from ttpu_core.plan.parallelism import Parallelism, check_devices, resolve_parallelism
+from ttpu_core.plan.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
 from ttpu_core.spec import Parameter
+from ttpu_jax.params.mesh import arrange
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Placement:
     @property
     def platform(self) -> str:
         """cpu, tpu or gpu: that of the mesh's devices, else of the default device."""
-        return jax.devices()[0].platform if self.mesh is None else self.mesh.devices.flat[0].platform
+        return jax.local_devices()[0].platform if self.mesh is None else self.mesh.devices.flat[0].platform
 
     def sharding(self, axes: tuple[str | None, ...], shape: tuple[int, ...], name: str) -> Sharding:
         """The sharding of an array by its logical axes.
@@ -34,8 +36,12 @@ class Placement:
             UnsupportedError: a dimension that the mesh does not divide.
         """
         if self.mesh is None:
-            return SingleDeviceSharding(jax.devices()[0])
+            return SingleDeviceSharding(jax.local_devices()[0])  # of several processes each has its own
         return NamedSharding(self.mesh, self._spec(axes, shape, name))
+
+    def whole(self) -> Sharding:
+        """The sharding of an array that is whole on every device."""
+        return self.sharding((), (), "")
 
     def parameter(self, path: str, parameter: Parameter) -> Sharding:
         """The sharding of one parameter."""
@@ -45,10 +51,19 @@ class Placement:
         """Tell the compiler how an activation is cut, where there is a mesh."""
         if self.mesh is None:
             return x
-        logical = self.divisible(axes, x.shape)
-        return jax.lax.with_sharding_constraint(
-            x, NamedSharding(self.mesh, self._spec(logical, x.shape, "an activation"))
-        )
+        cut = self._spec(self.divisible(axes, x.shape), x.shape, "an activation")
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, cut))
+
+    def constrain_looked_up(self, x: jax.Array) -> jax.Array:
+        """Tell the compiler how rows of a table [batch, seq, hidden] are cut, whose features are cut over some of the
+        devices that share the batch: over features first, so that the devices exchange rows and not the table."""
+        features, batch = self.cut(logical.EMBED, x.shape[-1]), self.cut(logical.BATCH, x.shape[0])
+        if self.mesh is None or not features:
+            return x
+        rest = tuple(axis for axis in batch if axis not in features)
+        sequence = tuple(axis for axis in self.cut(logical.SEQUENCE, x.shape[1]) if axis not in features)
+        cut = PartitionSpec(rest or None, sequence or None, features)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, cut))
 
     def divisible(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> tuple[str | None, ...]:
         """The axes, without those of dimensions that are too small to be cut: an activation may stay whole."""
@@ -59,6 +74,12 @@ class Placement:
         return tuple(
             axis if size % count == 0 else None for axis, size, count in zip(axes, shape, devices, strict=True)
         )
+
+    def axes_of(self, axis: str) -> tuple[str, ...]:
+        """The mesh axes of more than one device that this logical axis is cut along, where its size allows it."""
+        if self.mesh is None:
+            return ()
+        return tuple(a for a in dict(self.strategy.rules).get(axis, ()) if self.mesh.shape.get(a, 1) > 1)
 
     def cut(self, axis: str, size: int) -> tuple[str, ...]:
         """The mesh axes that cut a dimension of this logical axis; none where it does not divide."""
@@ -72,11 +93,18 @@ class Placement:
         return PartitionSpec(*(a[0] if len(a) == 1 else (a or None) for a in cut))
 
 
-def local_placement(mesh: str | Mesh | None = None, strategy: Strategy = DEFAULT_STRATEGY) -> Placement:
-    """A placement on this process's devices; `mesh` is written like "tensor=4", or is a jax Mesh; None is one device.
+def local_placement(
+    mesh: str | Parallelism | Mesh | None = None, strategy: Strategy = DEFAULT_STRATEGY
+) -> Placement:
+    """A placement on the devices that this process sees.
 
     The explicit axes of `jax.make_mesh` become automatic ones: the decoder leaves it to the compiler to follow the
     parameters' shardings.
+
+    Args:
+        mesh: what `resolve_parallelism` reads, such as "fsdp" or "data=2,tensor=4", or what it gives; a jax Mesh; or
+            None for one device.
+        strategy: what is cut along which axes; a `Parallelism` has its own.
 
     Raises:
         RequestError: `mesh` is something else.
@@ -84,17 +112,17 @@ def local_placement(mesh: str | Mesh | None = None, strategy: Strategy = DEFAULT
     """
     if mesh is None:
         return Placement(None, strategy)
+    devices = jax.devices()
     if isinstance(mesh, str):
-        sizes = parse_mesh(mesh)
-        needed, devices = prod(sizes.values()), jax.devices()
-        if needed > len(devices):
-            raise UnsupportedError(
-                f"the mesh {mesh!r} needs {needed} devices, but the platform {devices[0].platform!r} has "
-                f"{len(devices)} here: make it smaller (on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 "
-                "simulates 8 devices)."
-            )
-        names = [axis for axis in MESH_AXES if axis in sizes]
-        return Placement(Mesh(np.array(devices[:needed]).reshape([sizes[n] for n in names]), names), strategy)
+        mesh = replace(resolve_parallelism(mesh, len(devices)), strategy=strategy)
+    if isinstance(mesh, Parallelism):
+        check_devices(mesh, len(devices), str(mesh))
+        _refuse_part_of_several(mesh.num_devices, len(devices), repr(str(mesh)))
+        if not mesh.mesh:
+            return Placement(None, mesh.strategy)
+        sizes = dict(mesh.mesh)
+        placed = arrange(devices[: mesh.num_devices], sizes, dict(mesh.dcn))
+        return Placement(Mesh(placed, tuple(sizes)), mesh.strategy)
     if not isinstance(mesh, Mesh):
         raise RequestError(
             f"mesh is the {type(mesh).__name__} {str(mesh)[:60]!r}, but text such as 'data=2,tensor=4' or a "
@@ -106,5 +134,15 @@ def local_placement(mesh: str | Mesh | None = None, strategy: Strategy = DEFAULT
             f"the mesh has the axes {', '.join(mesh.axis_names)}, but strategies know {', '.join(MESH_AXES)}: rename "
             f"{', '.join(map(str, unknown))}."
         )
+    _refuse_part_of_several(mesh.devices.size, jax.device_count(), f"of {mesh.devices.size} devices")
     automatic = (AxisType.Auto,) * len(mesh.axis_names)
     return Placement(Mesh(mesh.devices, mesh.axis_names, axis_types=automatic), strategy)
+
+
+def _refuse_part_of_several(needed: int, there: int, name: str) -> None:
+    """Of several processes each must have its part in the mesh, or it has nothing to run."""
+    if jax.process_count() > 1 and needed != there:
+        raise UnsupportedError(
+            f"the mesh {name} needs {needed} devices, but {jax.process_count()} processes have {there} together, and "
+            f"all of them must be in it: use {there} devices, or no mesh, with which each process runs alone."
+        )

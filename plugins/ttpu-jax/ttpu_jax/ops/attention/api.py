@@ -9,7 +9,7 @@ import jax
 
 from ttpu_core.errors import PluginError, RequestError
 from ttpu_core.spec import AttentionSpec
-from ttpu_jax.ops.attention import flash, splash
+from ttpu_jax.ops.attention import flash, ring, splash
 from ttpu_jax.ops.attention.blocks import check_splash_options
 from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Options
 from ttpu_jax.ops.attention.reference import SegmentIds, eager
@@ -18,8 +18,8 @@ from ttpu_jax.ops.attention.reference import SegmentIds, eager
 def _no_options(options: Options) -> None:
     if options:
         raise RequestError(
-            f"attention_config has {', '.join(name for name, _ in options)}, but eager attention has no settings: "
-            "leave it out, or use splash_attention."
+            f"attention_config has {', '.join(name for name, _ in options)}, but eager and ring attention have no "
+            "settings: leave it out, or use splash_attention."
         )
 
 
@@ -30,6 +30,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         REFERENCE,
         Implementation("xla_flash_attention", flash.flash_attention, flash.serves, flash.check_options),
         Implementation("splash_attention", splash.splash_attention, splash.serves, check_splash_options),
+        Implementation("ring_attention", ring.ring_attention, ring.serves, _no_options),
     )
 }
 

@@ -62,6 +62,9 @@ def splash_blocks(
         given = asked.get(name, size)
         assert isinstance(given, int)
         wanted[name] = given
+    for compute, fetched in COMPUTE_OF.items():
+        if compute in asked and fetched not in asked:
+            wanted[fetched] = wanted[compute] * max(1, wanted[fetched] // wanted[compute])
     padded, sizes = fit(length, wanted)
     q, k, v = (str(asked.get(name, LAYOUTS[0])) for name in LAYOUT_KEYS)
     return SplashBlocks(padded, tuple(sizes.items()), bool(asked.get(FUSED, False)), (q, k, v))

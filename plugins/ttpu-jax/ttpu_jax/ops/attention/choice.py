@@ -15,6 +15,7 @@ from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Opt
 
 AUTO = "auto"
 DEFAULT_ON_TPU = "splash_attention"
+DEFAULT_ON_CUT_SEQUENCES = "ring_attention"
 ABSORBED = "its own absorbed form"  # how latent attention reads its cache, whatever is asked for
 LENGTH = 2**31 - 1  # of the sequence that the plan is made for: longer than any window
 
@@ -46,11 +47,15 @@ class AttentionChoice:
 
 
 def attention_choice(
-    spec: ArchitectureSpec, asked: str, platform: str, config: Mapping[str, Any] | None = None
+    spec: ArchitectureSpec,
+    asked: str,
+    platform: str,
+    config: Mapping[str, Any] | None = None,
+    sequence_axes: tuple[str, ...] = (),
 ) -> AttentionChoice:
     """`choose` for an architecture, whose plugins and patch packs may have chosen."""
     patches = [one for one in spec.kernels if one.backend == "jax" and one.operation == "attention"]
-    return choose(asked, spec.layers, platform, patches[-1] if patches else None, config)
+    return choose(asked, spec.layers, platform, patches[-1] if patches else None, config, sequence_axes)
 
 
 def choose(
@@ -59,14 +64,17 @@ def choose(
     platform: str,
     patch: KernelChoice | None = None,
     config: Mapping[str, Any] | None = None,
+    sequence_axes: tuple[str, ...] = (),
 ) -> AttentionChoice:
     """The attention of a model.
 
     Args:
         asked: "auto", one of `IMPLEMENTATIONS`, or an import string `package.module:function`.
         platform: cpu, tpu or gpu.
-        patch: what a plugin or a patch pack chose; "auto" takes it, else splash on a TPU, else the reference.
+        patch: what a plugin or a patch pack chose; "auto" takes it, else ring attention where the sequence is cut, else
+            splash on a TPU, else the reference.
         config: `attention_config`: settings of that implementation.
+        sequence_axes: mesh axes that cut the sequence.
 
     Raises:
         PluginError: no such implementation.
@@ -75,13 +83,15 @@ def choose(
     """
     mixers = tuple(dict.fromkeys(found for layer in layers if (found := _attention_in(layer)) is not None))
     options = canonical_options(config)
-    context = AttentionContext(platform=platform)
+    context = AttentionContext(platform=platform, sequence_axes=sequence_axes)
     if asked != AUTO:
         chosen, reason = implementation(asked), "asked for"
         chosen.check_options(options)
     elif patch is not None:
         chosen, reason = implementation(patch.implementation), patch.reason or f"chosen by {patch.source or 'a plugin'}"
         chosen.check_options(options)
+    elif sequence_axes:
+        chosen, reason = IMPLEMENTATIONS[DEFAULT_ON_CUT_SEQUENCES], f"the sequence is cut along {sequence_axes[0]}"
     else:
         splash = IMPLEMENTATIONS[DEFAULT_ON_TPU]
         splash.check_options(options)  # also where it is not taken: what is misspelt here would fail on a TPU

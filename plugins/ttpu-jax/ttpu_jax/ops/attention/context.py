@@ -23,6 +23,7 @@ class AttentionContext:
         mesh: the devices (also those of a compile-only topology); None for one device.
         batch_axes: mesh axes that cut the batch; empty where it is whole.
         head_axes: mesh axes that cut the KV heads; empty where they are whole.
+        sequence_axes: mesh axes that cut the sequence; empty where it is whole.
         platform: cpu, tpu or gpu.
         own_keys: the keys are those of the query tokens themselves (training, or prefill into an empty cache); else
             they are a cache.
@@ -32,6 +33,7 @@ class AttentionContext:
     mesh: Mesh | None = None
     batch_axes: tuple[str, ...] = ()
     head_axes: tuple[str, ...] = ()
+    sequence_axes: tuple[str, ...] = ()
     platform: str = "cpu"
     own_keys: bool = True
     options: Options = ()

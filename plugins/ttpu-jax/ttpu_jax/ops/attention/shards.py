@@ -100,6 +100,8 @@ def not_own_keys(context: AttentionContext, queries: int, keys: int) -> str | No
     """Why a kernel for whole sequences on TPUs does not serve, where that is not the layer's doing."""
     if context.platform == "gpu":
         return "it is a kernel for TPUs"
+    if context.sequence_axes:
+        return "it wants the whole sequence on one device"
     if not context.own_keys:
         return "it attends within a sequence, not to a cache"
     if queries != keys or queries == 1:

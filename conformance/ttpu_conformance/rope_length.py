@@ -1,0 +1,28 @@
+"""Ropes that turn long sequences otherwise than short ones. In: a description; out: whether it has one, and from how many
+tokens on it is another."""
+
+from __future__ import annotations
+
+from ttpu_core.rope import RopeSpec
+from ttpu_core.spec import ArchitectureSpec, LayerSpec
+
+CONTEXT_KEYS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+"""Rope type → the config key that says up to how many tokens it is what it is for short sequences."""
+
+
+def depends_on_length(spec: ArchitectureSpec) -> bool:
+    """Whether the rope of any layer does: then a token's logits are those of the tokens before it only among sequences of
+    one length."""
+    return any(rope is not None and rope.depends_on_length for rope in map(rope_of, spec.layers))
+
+
+def rope_of(layer: LayerSpec) -> RopeSpec | None:
+    """What the layer's mixer rotates by."""
+    return layer.mixer.rope
+
+
+def short_context(rope: RopeSpec) -> int:
+    """The most tokens of a sequence that is short for a rope that depends on length."""
+    if rope.type == "longrope" and rope.original_max_position_embeddings:
+        return rope.original_max_position_embeddings
+    return rope.max_position_embeddings

@@ -1,0 +1,83 @@
+"""Every strategy on every number of devices, in a process that has 32: run as a script. For each family it loads a tiny
+checkpoint cut as the strategy says, and holds its logits against those of one device."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+DEVICES = (1, 2, 4, 8, 32)
+STRATEGIES = ("fsdp", "dp", "mp", "2d", "3d", "auto")
+IMPOSSIBLE = {("2d", 2), ("3d", 2), ("3d", 4)}
+TOLERANCE = 2e-5
+LARGE = 2048  # elements from which a parameter may not lie whole on every device
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 8}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}  # which no number of devices above 2 divides
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SIZES, **HEADS},
+    "gemma": {"model_type": "gemma3_text", **SIZES, **HEADS, "sliding_window": 5, "sliding_window_pattern": 2},
+    "qwen": {"model_type": "qwen3", **SIZES, **HEADS},
+    "mistral": {"model_type": "mixtral", **SIZES, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def checkpoint(folder: Path, config: dict[str, Any]) -> Path:
+    """Random weights for a config."""
+    import numpy as np
+
+    from ttpu_core import ModelConfig, default_registry
+    from ttpu_jax.params.export import save_checkpoint
+    from ttpu_jax.params.initialize import random_parameters
+    from ttpu_jax.params.placement import local_placement
+
+    architecture = default_registry().architecture(ModelConfig.from_dict(config))
+    params = random_parameters(
+        architecture.spec.parameters, local_placement(), np.dtype(np.float32), standard_deviation=0.2
+    )
+    return save_checkpoint(folder, architecture.mapping, params, config)
+
+
+def main() -> None:
+    """Print one JSON object: family → strategy@devices → error, share of bytes that are cut, or the refusal."""
+    import jax
+    import numpy as np
+
+    from ttpu import AutoModelForTPU
+    from ttpu_core.errors import UnsupportedError
+
+    tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (32, 12))
+    everything = jax.devices
+    report: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for family, config in FAMILIES.items():
+            path = checkpoint(Path(folder) / family, config)
+            expected = np.asarray(AutoModelForTPU.from_pretrained(path)(tokens).logits)
+            rows = report[family] = {}
+            for count in DEVICES:
+                jax.devices = lambda *_, count=count: everything()[:count]  # type: ignore[assignment]
+                for strategy in STRATEGIES:
+                    try:
+                        model = AutoModelForTPU.from_pretrained(path, parallelism_strategy=strategy)
+                    except UnsupportedError as error:
+                        rows[f"{strategy}@{count}"] = {"refused": str(error)}
+                        continue
+                    logits = np.asarray(model(tokens).logits)
+                    whole = {p: a.size for p, a in model.params.items() if a.sharding.is_fully_replicated}
+                    total = sum(array.size for array in model.params.values())
+                    rows[f"{strategy}@{count}"] = {
+                        "error": float(np.abs(logits - expected).max() / np.abs(expected).max()),
+                        "share": 1 - sum(whole.values()) / total,
+                        "large_and_whole": [path for path, size in whole.items() if size >= LARGE],
+                    }
+                jax.devices = everything
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=32"
+    main()

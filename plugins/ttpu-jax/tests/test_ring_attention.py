@@ -1,0 +1,121 @@
+"""Ring attention against the reference: forward and gradient, on meshes that cut the sequence."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from ttpu_core.errors import UnsupportedError
+from ttpu_core.spec import AttentionSpec, LayerSpec, NormSpec
+from ttpu_jax.ops.attention import choice
+from ttpu_jax.ops.attention.context import AttentionContext
+from ttpu_jax.ops.attention.reference import eager
+from ttpu_jax.ops.attention.ring import ring_attention
+
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)
+BATCH, SEQ = 2, 32
+
+
+def arrays(seed: int = 0) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(seed), 4)
+    shapes = (BATCH, SEQ, 2, 2, 8), (BATCH, 2, SEQ, 8), (BATCH, 2, SEQ, 8), (2, 2)
+    return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+
+
+def context(sizes: dict[str, int]) -> AttentionContext:
+    devices = np.array(jax.devices()[: int(np.prod(list(sizes.values())))]).reshape(list(sizes.values()))
+    return AttentionContext(
+        mesh=Mesh(devices, tuple(sizes)),
+        batch_axes=("data",) if "data" in sizes else (),
+        head_axes=("tensor",) if "tensor" in sizes else (),
+        sequence_axes=("sequence",),
+    )
+
+
+def positions(padding: int = 0) -> jax.Array:
+    """The second row begins with padding."""
+    return jnp.arange(SEQ)[None] - jnp.array([[0], [padding]])
+
+
+@pytest.mark.parametrize("sizes", [{"sequence": 4}, {"sequence": 8}, {"data": 2, "sequence": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"window": 5},
+        {"chunk": 12},
+        {"logit_softcap": 2.0},
+        {"causal": False},
+        {"sinks": True},
+        {"scale": 0.3},
+    ],
+    ids=lambda change: next(iter(change), "causal"),
+)
+def test_it_gives_what_the_reference_gives(sizes: dict[str, int], change: dict[str, Any]) -> None:
+    spec, (query, key, value, sinks) = replace(SPEC, **change), arrays()
+    given: dict[str, Any] = {"sinks": sinks if spec.sinks else None}
+    at = positions()
+    expected = eager(query, key, value, at, at, spec, **given)
+    found = jax.jit(lambda *x: ring_attention(*x, at, at, spec, context=context(sizes), **given))(query, key, value)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_padding_and_packed_segments_are_honoured() -> None:
+    query, key, value, _ = arrays()
+    at = positions(padding=7)
+    segments = jnp.arange(SEQ)[None].repeat(BATCH, 0) // 11
+    for ids in (None, (segments, segments)):
+        expected = eager(query, key, value, at, at, SPEC, segment_ids=ids)
+        found = ring_attention(query, key, value, at, at, SPEC, segment_ids=ids, context=context({"sequence": 4}))
+        shown = np.asarray(at >= 0)
+        np.testing.assert_allclose(np.asarray(found)[shown], np.asarray(expected)[shown], atol=2e-6)
+        assert np.isfinite(np.asarray(found)).all()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"sequence": 8}, {"data": 2, "sequence": 2, "tensor": 2}, {"expert": 2, "sequence": 4}]
+)
+def test_its_gradient_is_the_reference_s(sizes: dict[str, int]) -> None:
+    """The axis `expert` cuts neither batch nor heads: its devices compute the same."""
+    spec, given, at = replace(SPEC, sinks=True, window=9), arrays(1), positions()
+
+    def loss(attention: Any, *x: jax.Array, **more: Any) -> jax.Array:
+        return jnp.sin(attention(*x[:3], at, at, spec, sinks=x[3], **more)).sum()
+
+    expected = jax.grad(lambda x: loss(eager, *x))(given)
+    found = jax.jit(jax.grad(lambda x: loss(ring_attention, *x, context=context(sizes))))(given)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_no_device_holds_the_keys_of_the_whole_sequence() -> None:
+    query, key, value, _ = arrays()
+    at, ring = positions(), context({"sequence": 8})
+    program = jax.jit(lambda *x: ring_attention(*x, at, at, SPEC, context=ring)).lower(query, key, value).compile()
+    text = program.as_text()
+    assert "collective-permute" in text and "all-gather" not in text
+
+
+def layers(*specs: AttentionSpec) -> tuple[LayerSpec, ...]:
+    return tuple(LayerSpec(spec, None, NormSpec()) for spec in specs)
+
+
+def test_auto_takes_it_where_the_sequence_is_cut() -> None:
+    found = choice.choose("auto", layers(SPEC), "tpu", sequence_axes=("sequence",))
+    (kind,) = found.kinds
+    assert (found.name, kind.prefill, kind.decode) == ("ring_attention", "ring_attention", "eager")
+    assert choice.choose("eager", layers(SPEC), "tpu", sequence_axes=("sequence",)).name == "eager"
+
+
+def test_it_is_refused_where_no_axis_cuts_the_sequence() -> None:
+    with pytest.raises(UnsupportedError, match="no mesh axis cuts the sequence"):
+        choice.choose("ring_attention", layers(SPEC), "cpu")
+
+
+def test_kernels_for_whole_sequences_are_refused_where_it_is_cut() -> None:
+    with pytest.raises(UnsupportedError, match="it wants the whole sequence on one device"):
+        choice.choose("splash_attention", layers(SPEC), "tpu", sequence_axes=("sequence",))

@@ -1,0 +1,57 @@
+"""Every strategy gives the logits of one device, and leaves no large parameter whole that it could cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strategies
+from strategies import DEVICES, FAMILIES, IMPOSSIBLE, STRATEGIES, TOLERANCE
+
+CUTS_PARAMETERS = ("fsdp", "mp", "2d", "3d")
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run(
+        [sys.executable, strategies.__file__],
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_one_device(report: dict[str, dict[str, Any]], family: str) -> None:
+    errors = {name: row["error"] for name, row in report[family].items() if "error" in row}
+    assert len(errors) == len(DEVICES) * len(STRATEGIES) - len(IMPOSSIBLE)
+    assert {name: error for name, error in errors.items() if not error <= TOLERANCE} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_what_the_devices_cannot_form_is_refused(report: dict[str, dict[str, Any]], family: str) -> None:
+    refused = {name: row["refused"] for name, row in report[family].items() if "refused" in row}
+    assert refused.keys() == {f"{strategy}@{count}" for strategy, count in IMPOSSIBLE}
+    assert all("cannot be shared" in sentence for sentence in refused.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_large_parameter_lies_whole_by_accident(report: dict[str, dict[str, Any]], family: str) -> None:
+    for name, row in report[family].items():
+        strategy, _, count = name.partition("@")
+        if strategy in CUTS_PARAMETERS and "error" in row and count != "1":
+            assert row["large_and_whole"] == [], name
+            assert row["share"] > 0.95, (name, row["share"])

@@ -1,0 +1,144 @@
+"""Makes this process one of several, as its environment says (`ttpu_core.launch.contract`). In: the contract; out:
+`jax.devices()` are those of all processes. It comes before anything touches a device; a process that is alone is left
+alone."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+import threading
+from types import TracebackType
+
+import jax
+import numpy as np
+
+from ttpu_core.errors import LaunchError
+from ttpu_core.launch.contract import AUTO, NUM_PROCESSES, PROCESS_ID, Contract, contract_of, leave_at_once
+from ttpu_core.launch.rendezvous import meet
+
+INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+
+GLOO_PEERS = re.compile(
+    rb"(\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is :|\d+|\s)*"
+)
+"""A line of gloo's; threads write several at once, so that pieces of them stand in one."""
+
+_initialized = False
+
+
+def initialize() -> None:
+    """Join the other processes of this contract; once is enough, and more do nothing.
+
+    On a CPU the processes talk through gloo. From here on an exception that nobody catches ends this process at once:
+    JAX would otherwise wait at exit for the others, which may be waiting for this one.
+
+    Raises:
+        LaunchError: the contract is half set or contradicts itself, the others cannot be met in time, JAX has devices
+            already, or "auto" finds no TPU slice.
+    """
+    global _initialized
+    if _initialized:
+        return
+    contract = contract_of(os.environ)
+    if contract is None:
+        return
+    try:
+        _configure(contract)
+        if contract.coordinator == AUTO:
+            _join_slice(contract)
+        elif contract.num_processes != 1:
+            meet(contract)
+            jax.distributed.initialize(
+                contract.coordinator,
+                contract.num_processes,
+                contract.process_id,
+                initialization_timeout=contract.timeout,
+                cluster_detection_method="deactivate",
+            )
+    except RuntimeError as error:  # JAX's own words differ by release
+        raise LaunchError(
+            f"this process is to be one of several at {contract.coordinator}, but JAX refuses to join them "
+            f"({_one_line(error)}): call ttpu_jax.distributed.initialize() before anything uses a device."
+        ) from error
+    _initialized = True
+    if os.environ.get(NUM_PROCESSES) != "1":
+        sys.excepthook = _end_at_once
+
+
+def shared_seed(seed: int | None) -> int | None:
+    """`seed`, or where it is None and there are several processes, one that they have in common: what each would draw
+    for itself would give each other tokens."""
+    if seed is not None or jax.process_count() == 1:
+        return seed
+    from jax.experimental import multihost_utils
+
+    drawn = np.frombuffer(os.urandom(4), np.uint32)
+    return int(multihost_utils.broadcast_one_to_all(drawn)[0])
+
+
+def _configure(contract: Contract) -> None:
+    """What must be said before devices exist."""
+    if contract.local_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", contract.local_devices)
+    if jax.config.jax_platforms == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        _keep_stdout()
+    # JAX's preemption service would catch the SIGTERM by which a launcher ends a process, which then went on.
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        jax.config.update("jax_enable_preemption_service", False)
+
+
+def _join_slice(contract: Contract) -> None:
+    """Let the TPU runtime say which process this is, and write it where the core looks."""
+    try:
+        jax.distributed.initialize(initialization_timeout=contract.timeout)
+    except ValueError as error:
+        raise LaunchError(
+            f"this process is to be a worker of a TPU slice, but none can be found here ({_one_line(error)}): run "
+            "`ttpu launch --tpu-pod` on the workers of a slice, or give it hosts (--hosts) elsewhere."
+        ) from error
+    os.environ[NUM_PROCESSES], os.environ[PROCESS_ID] = str(jax.process_count()), str(jax.process_index())
+
+
+def _keep_stdout() -> None:
+    """Give Python's stdout a descriptor of its own, because gloo writes to descriptor 1 how many peers it found, in the
+    middle of what a user asked for. What else is written there goes to stderr."""
+    stream = sys.stdout
+    try:
+        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != 1:
+            return
+        stream.flush()
+        own = os.dup(1)
+        reading, writing = os.pipe()
+        os.dup2(writing, 1)
+        os.close(writing)
+    except (OSError, ValueError):  # closed, or replaced by something without a descriptor
+        return
+    threading.Thread(target=_pass_on, args=(reading,), name="descriptor 1", daemon=True).start()
+    raw = os.fdopen(own, "wb", 0 if stream.write_through else -1)
+    sys.stdout = io.TextIOWrapper(
+        raw,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def _pass_on(reading: int) -> None:
+    with os.fdopen(reading, "rb") as lines:
+        for line in lines:
+            if GLOO_PEERS.fullmatch(line) is None:
+                os.write(2, line)
+
+
+def _end_at_once(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, traceback)
+    leave_at_once(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200].rstrip(".")

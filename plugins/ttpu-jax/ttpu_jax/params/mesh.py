@@ -1,0 +1,55 @@
+"""Devices in the shape of a mesh. In: devices, the size of each axis, and how many slices lie along it; out: an array
+of devices in which neighbours along the last axes are neighbours on the interconnect."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+
+from ttpu_core.errors import UnsupportedError
+
+
+def arrange(devices: Sequence[jax.Device], sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.ndarray:
+    """The devices in an array with one dimension for each axis of `sizes`, whose product is their number.
+
+    Args:
+        slices: axis → how many slices lie along it; along other axes all devices are of one slice. Devices that know no
+            slices, such as virtual ones on a CPU, are taken to be of equal ones in their order.
+
+    Raises:
+        UnsupportedError: the devices are of another number of slices.
+    """
+    outer = [slices.get(axis, 1) for axis in sizes]
+    inner = [size // count for size, count in zip(sizes.values(), outer, strict=True)]
+    if prod(outer) == 1:
+        return _within_slice(devices, inner)
+    blocks = np.stack([_within_slice(group, inner) for group in _by_slice(devices, prod(outer))])
+    rank = len(inner)
+    pairs = [place for axis in range(rank) for place in (axis, rank + axis)]
+    return blocks.reshape(*outer, *inner).transpose(pairs).reshape(tuple(sizes.values()))
+
+
+def _by_slice(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]:
+    groups: defaultdict[int, list[jax.Device]] = defaultdict(list)
+    knows_slices = devices[0].platform == "tpu"
+    for place, device in enumerate(devices):
+        number = getattr(device, "slice_index", 0) if knows_slices else place * count // len(devices)
+        groups[number].append(device)
+    if len(groups) != count or len({len(group) for group in groups.values()}) != 1:
+        raise UnsupportedError(
+            f"a mesh over {count} slices was asked for, but the {len(devices)} devices are of {len(groups)}: write as "
+            "many slices as there are behind 'dcn.', or leave that out for one."
+        )
+    return [groups[index] for index in sorted(groups)]
+
+
+def _within_slice(devices: Sequence[jax.Device], shape: Sequence[int]) -> np.ndarray:
+    try:
+        return mesh_utils.create_device_mesh(shape, devices)
+    except NotImplementedError:  # an axis that is no product of whole interconnect dimensions
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

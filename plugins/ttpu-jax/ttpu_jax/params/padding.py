@@ -1,0 +1,97 @@
+"""Padding as arrays on devices meet it. In: an architecture and a placement; out: the architecture as its mesh needs
+it. And the gradients of padded parameters, so that a step along them leaves them padded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttpu_core.padding import Padding
+from ttpu_core.plan.padding import Paddings, pad_architecture, stacked_paddings
+from ttpu_core.spec import ArchitectureSpec
+from ttpu_jax.params.placement import Placement
+
+
+def pad_for(spec: ArchitectureSpec, placement: Placement) -> tuple[ArchitectureSpec, Paddings]:
+    """`pad_architecture` for the placement's mesh and strategy; nothing is padded for one device."""
+    mesh = {} if placement.mesh is None else dict(placement.mesh.shape)
+    return pad_architecture(spec, mesh, placement.strategy)
+
+
+def project_gradients(
+    gradients: Mapping[str, jax.Array], padded: ArchitectureSpec, paddings: Paddings, *, stacked: bool = False
+) -> dict[str, jax.Array]:
+    """`Padding.project_gradient` of each parameter that is padded: what replicas were given is added up and given to
+    each of them, and zeros stay zeros. For use inside jit.
+
+    Args:
+        gradients: Flax path → array, of a decoder over `padded`.
+        paddings: of the unstacked parameters.
+        stacked: the parameters are stacked over equal layers.
+    """
+    result = dict(gradients)
+    for path, padding in paddings.items():
+        if path in result:
+            result[path] = _project(result[path], padding)
+    if stacked:
+        for path, copies in stacked_paddings(padded, paddings).items():
+            result[path] = _project_stacked(result[path], copies)
+    return result
+
+
+def _project_stacked(gradient: jax.Array, copies: tuple[Padding | None, ...]) -> jax.Array:
+    first = copies[0]
+    if first is not None and all(copy == first for copy in copies):
+        return jax.vmap(lambda one: _project(one, first))(gradient)
+    # Layers of different sizes that padding made equal.
+    parts = [one if copy is None else _project(one, copy) for one, copy in zip(gradient, copies, strict=True)]
+    return jnp.stack(parts)
+
+
+def _project(gradient: jax.Array, padding: Padding) -> jax.Array:
+    index = np.asarray(padding.index)
+    if padding.has_replicas:
+        gradient = _sum_replicas(gradient, index)
+    if (index >= 0).all():
+        return gradient
+    # A mask and no gather, so that each device keeps its part.
+    real = np.expand_dims(index >= 0, [axis for axis in range(len(padding.taken)) if axis != padding.axis])
+    return jnp.where(real, gradient.reshape(padding.taken), 0).reshape(padding.shape)
+
+
+def _sum_replicas(gradient: jax.Array, index: np.ndarray) -> jax.Array:
+    """The sum over replicas, at each of them. Heads are outermost and cut over devices, and an entry's replicas are the
+    entries at the same place of other heads (`ttpu_core.plan.heads`): queries, which have none, are not exchanged."""
+    heads = gradient.shape[0]
+    places = index.reshape(heads, -1)  # of the axis's entries, by head
+    # Zeros are each their own, and are masked afterwards.
+    numbers = np.where(places < 0, -1 - np.arange(places.size).reshape(places.shape), places)
+    repeated = [len(set(column.tolist())) < heads for column in numbers.T]
+    parts, begin = [], 0
+    by_place = gradient.reshape(heads, places.shape[1], -1)
+    while begin < len(repeated):
+        end = begin
+        while end < len(repeated) and repeated[end] == repeated[begin]:
+            end += 1
+        part = by_place[:, begin:end]
+        if repeated[begin]:
+            # The replicas of a place are those of its neighbours: all entries of a head go the same way.
+            equal = numbers[:, begin, None] == numbers[None, :, begin]
+            part = _sum_equal(part, equal)
+        parts.append(part)
+        begin = end
+    return jnp.concatenate(parts, axis=1).reshape(gradient.shape)
+
+
+def _sum_equal(part: jax.Array, equal: np.ndarray) -> jax.Array:
+    """part [heads, ...] summed over the heads that `equal` [heads, heads] says are the same."""
+    heads = len(equal)
+    run = int(equal[0].sum())
+    if heads % run == 0 and (equal == np.kron(np.eye(heads // run, dtype=bool), np.ones((run, run), bool))).all():
+        # Neighbours in equal groups: exchanged within each group alone.
+        groups = part.reshape(heads // run, run, *part.shape[1:])
+        return jnp.broadcast_to(groups.sum(1, keepdims=True), groups.shape).reshape(part.shape)
+    return jnp.einsum("ij,j...->i...", equal.astype(part.dtype), part, precision=jax.lax.Precision.HIGHEST)

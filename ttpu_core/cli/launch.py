@@ -1,0 +1,286 @@
+"""`ttpu launch`: a command comes in and runs as several processes, on this machine, on hosts, in a SLURM job or on a TPU
+slice; their lines go out behind their numbers. With --slurm-script or --gke it is written down for another to run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ttpu_core.cli.console import note
+from ttpu_core.errors import LaunchError
+
+WHERE, FILES, PROCESSES = "Where", "Files for other launchers", "Processes"
+
+
+def launch(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="What each process runs: ttpu, or a script.")
+    ] = None,
+    nproc_per_node: Annotated[
+        int, typer.Option("--nproc-per-node", min=1, metavar="N", help="Processes of a host.", rich_help_panel=PROCESSES)
+    ] = 1,
+    devices_per_process: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="M", help="Simulate M CPU devices in each process.", rich_help_panel=PROCESSES),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="NAME[=VALUE]", help="Pass a variable; repeat.", rich_help_panel=PROCESSES),
+    ] = None,
+    timeout: Annotated[
+        int, typer.Option(min=1, metavar="S", help="Seconds a process waits for the others.", rich_help_panel=PROCESSES)
+    ] = 300,
+    grace: Annotated[
+        float, typer.Option(min=0, metavar="S", help="Seconds from SIGTERM to SIGKILL.", rich_help_panel=PROCESSES)
+    ] = 10.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be run, and where.", rich_help_panel=PROCESSES)
+    ] = False,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Run on these hosts, by ssh.", rich_help_panel=WHERE)
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The same, a host a line.", rich_help_panel=WHERE)
+    ] = None,
+    ssh: Annotated[
+        str, typer.Option(metavar="COMMAND", help="How a host is reached.", rich_help_panel=WHERE)
+    ] = "ssh -T -o BatchMode=yes",
+    python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Python on the hosts, else this one's path.", rich_help_panel=WHERE)
+    ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where process 0 listens, else on the first host.", rich_help_panel=WHERE),
+    ] = None,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="This is a task of srun: take its number.", rich_help_panel=WHERE)
+    ] = False,
+    tpu_pod: Annotated[
+        bool, typer.Option("--tpu-pod", help="This is a worker of a TPU slice.", rich_help_panel=WHERE)
+    ] = False,
+    tpu_name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --tpu-pod: run on all workers of this slice.", rich_help_panel=WHERE),
+    ] = None,
+    zone: Annotated[str | None, typer.Option(metavar="ZONE", help="Of that slice.", rich_help_panel=WHERE)] = None,
+    project: Annotated[str | None, typer.Option(metavar="ID", help="Of that slice.", rich_help_panel=WHERE)] = None,
+    workdir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Directory on its workers, else home.", rich_help_panel=WHERE)
+    ] = None,
+    slurm_script: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a script for sbatch.", rich_help_panel=FILES)
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Nodes of that job.", rich_help_panel=FILES)] = 1,
+    time: Annotated[
+        str | None, typer.Option(metavar="HH:MM:SS", help="Time limit of that job.", rich_help_panel=FILES)
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Partition of that job.", rich_help_panel=FILES)
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="OPTION", help="More of sbatch's options; repeat.", rich_help_panel=FILES),
+    ] = None,
+    gke: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a JobSet for kubectl.", rich_help_panel=FILES)
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option(metavar="CHIP:SIZE", help="Its slices: v5e:4x4, 2*v5e:4x4.", rich_help_panel=FILES)
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="Its image, which has ttpu.", rich_help_panel=FILES)
+    ] = None,
+    namespace: Annotated[str, typer.Option(metavar="NAME", help="Its namespace.", rich_help_panel=FILES)] = "default",
+    max_restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="How often it begins anew.", rich_help_panel=FILES)
+    ] = 0,
+    chips_per_host: Annotated[
+        int | None, typer.Option(metavar="N", help="1, 4 or 8, else the usual.", rich_help_panel=FILES)
+    ] = None,
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the job.", rich_help_panel=FILES)] = "ttpu",
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.", rich_help_panel=FILES)] = False,
+) -> None:
+    """Run a command as several processes that form one mesh.
+
+    Each process sees the devices of all, so that --mesh, or a script's mesh, may span
+    them. Lines come behind the number of their process; the first process that fails
+    ends the rest, and its exit code is this command's. stdin is not passed on.
+
+    On one machine the devices are simulated on its CPU, one per process unless
+    --devices-per-process says more.
+
+    Examples:
+
+      ttpu launch --nproc-per-node 2 --devices-per-process 4 -- \\
+          ttpu generate ./llama --prompt Hi --mesh fsdp=4,tensor=2
+      ttpu launch --hosts tpu-a,tpu-b -- python train.py
+      ttpu launch --tpu-pod --tpu-name my-slice --zone us-east5-b -- train.py
+      srun ttpu launch --slurm -- train.py
+      ttpu launch --slurm-script job.sh --nodes 4 --time 2:00:00 -- train.py
+      ttpu launch --gke job.yaml --topology 2*v5e:4x4 --image gcr.io/me/ttpu -- \\
+          ttpu generate /models/llama --prompt Hi --mesh data=2,tensor=16
+    """
+    from ttpu_core.launch.command import argv_of, check_command
+    from ttpu_core.launch.contract import Contract
+    from ttpu_core.launch.places import (
+        coordinator_of,
+        free_port,
+        hosts_in,
+        hosts_of,
+        local_tasks,
+        passed_on,
+        ssh_tasks,
+        usual_variables,
+    )
+    from ttpu_core.launch.slurm import slurm_contract
+    from ttpu_core.launch.supervisor import Task
+    from ttpu_core.launch.tpu_pod import gcloud_command, pod_contract, worker_label
+
+    words = tuple(command or ())
+    check_command(words)
+    _one_of(
+        {
+            "--hosts": hosts,
+            "--hostfile": hostfile,
+            "--slurm": slurm,
+            "--tpu-pod": tpu_pod,
+            "--slurm-script": slurm_script,
+            "--gke": gke,
+        }
+    )
+    _only_with("--tpu-pod", tpu_pod, {"--tpu-name": tpu_name, "--zone": zone, "--project": project, "--workdir": workdir})
+    _only_with("--gke", gke, {"--topology": topology, "--image": image, "--chips-per-host": chips_per_host})
+    _only_with("--slurm-script", slurm_script, {"--time": time, "--partition": partition, "--sbatch": sbatch})
+    _only_with("--hosts or --hostfile", hosts or hostfile, {"--python": python, "--coordinator": coordinator})
+    variables = passed_on(env or (), os.environ)
+
+    if gke is not None:
+        _write_job_set(gke, words, topology, image, name, namespace, max_restarts, chips_per_host, variables, force, dry_run)
+        return
+    if slurm_script is not None:
+        from ttpu_core.launch.slurm import BatchScript
+
+        script = BatchScript(
+            words,
+            str(Path.cwd()),
+            nodes,
+            nproc_per_node,
+            name,
+            time,
+            partition,
+            devices_per_process,
+            timeout,
+            tuple(variables.items()),
+            tuple(sbatch or ()),
+        )
+        _write(slurm_script, script.text(), force, dry_run, executable=True, then=f"sbatch {slurm_script}")
+        return
+
+    tasks: list[Task]
+    if tpu_pod and tpu_name is not None:
+        if zone is None:
+            raise LaunchError(f"--tpu-name {tpu_name} was given without --zone: pass the slice's zone too.")
+        argv = gcloud_command(
+            words, tpu_name, zone=zone, project=project, directory=workdir, environment=variables, timeout=timeout
+        )
+        if dry_run:
+            print(shlex.join(argv))
+            return
+        tasks = [Task(tpu_name, tuple(argv), {}, str(Path.cwd()))]
+    elif tpu_pod:
+        own = {"PYTHONUNBUFFERED": "1", **variables, **pod_contract(timeout).environment()}
+        tasks = [Task(worker_label(os.environ), argv_of(words), own, str(Path.cwd()))]
+    elif slurm:
+        contract = slurm_contract(os.environ, local_devices=devices_per_process, timeout=timeout)
+        own = {"PYTHONUNBUFFERED": "1", **variables, **contract.environment()}
+        tasks = [Task(str(contract.process_id), argv_of(words), own, str(Path.cwd()))]
+    elif hosts is not None or hostfile is not None:
+        places = hosts_of(hosts, nproc_per_node) if hosts else hosts_in(hostfile or Path(), nproc_per_node)
+        contract = Contract(
+            coordinator_of(places, coordinator), local_devices=devices_per_process, timeout=timeout
+        )
+        interpreter = python or sys.executable
+        tasks = ssh_tasks(
+            argv_of(words, interpreter),
+            places,
+            contract,
+            {**usual_variables(os.environ), **variables},
+            python=interpreter,
+            ssh=ssh,
+        )
+    else:
+        simulated = devices_per_process or (1 if nproc_per_node > 1 else None)
+        contract = Contract(f"127.0.0.1:{free_port()}", local_devices=simulated, timeout=timeout)
+        tasks = local_tasks(argv_of(words), nproc_per_node, contract, variables)
+    if dry_run:
+        for task in tasks:
+            print(_as_line(task.label, task.host, task.command, task.environment))
+        return
+    raise typer.Exit(_run(tasks, grace))
+
+
+def _run(tasks: list, grace: float) -> int:  # type: ignore[type-arg]
+    from ttpu_core.launch.supervisor import supervise
+
+    if os.name != "posix":
+        raise LaunchError("ttpu launch was asked to start processes on Windows, but it needs POSIX process groups: use WSL.")
+    return supervise(tasks, grace)
+
+
+def _write_job_set(
+    path: Path,
+    words: tuple[str, ...],
+    topology: str | None,
+    image: str | None,
+    name: str,
+    namespace: str,
+    restarts: int,
+    chips_per_host: int | None,
+    variables: Mapping[str, str],
+    force: bool,
+    dry_run: bool,
+) -> None:
+    from ttpu_core.launch.gke import JobSet
+    from ttpu_core.plan.hardware import parse_topology
+
+    if topology is None or image is None:
+        missing = " and ".join(option for option, value in (("--topology", topology), ("--image", image)) if value is None)
+        raise LaunchError(f"--gke was given without {missing}: pass the slice, as in v5e:4x4, and an image that has ttpu.")
+    job = JobSet(
+        words, parse_topology(topology), image, name, namespace, restarts, chips_per_host, tuple(variables.items())
+    )
+    _write(path, job.yaml(), force, dry_run, executable=False, then=f"kubectl apply -f {path}")
+
+
+def _write(path: Path, text: str, force: bool, dry_run: bool, *, executable: bool, then: str) -> None:
+    if dry_run:
+        print(text, end="")
+        return
+    from ttpu_core.launch.files import write_whole
+
+    write_whole(path, text, replace=force, executable=executable)
+    note(f"{path} is written; next: {then}")
+
+
+def _one_of(places: Mapping[str, object]) -> None:
+    given = [option for option, value in places.items() if value]
+    if len(given) > 1:
+        raise LaunchError(f"{' and '.join(given)} were given, but a command runs in one place: leave out all but one.")
+
+
+def _only_with(owner: str, present: object, options: Mapping[str, object]) -> None:
+    given = [option for option, value in options.items() if value]
+    if given and not present:
+        raise LaunchError(f"{given[0]} was given, but it says something only with {owner}: add that, or leave it out.")
+
+
+def _as_line(label: str, host: str | None, command: tuple[str, ...], environment: Mapping[str, str]) -> str:
+    shown = {name: value for name, value in environment.items() if name.startswith("TTPU_")}
+    where = f" on {host}" if host else ""
+    return f"[{label}]{where} {' '.join(f'{k}={shlex.quote(v)}' for k, v in shown.items())} {shlex.join(command)}"

@@ -1,0 +1,257 @@
+"""`ttpu plan`: a checkpoint or only its config.json comes in; which TPU slices serve or train it, how to cut it there,
+and what that takes goes out: as a table, JSON, a plan file or a picture. Needs no TPU; with `--verify` a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ttpu_core.cli.console import counted, in_bytes, note, print_json, stderr_console, stdout_console
+
+if TYPE_CHECKING:
+    from ttpu_core.architecture import Architecture
+    from ttpu_core.plan.plan import Plan
+    from ttpu_core.plan.planner import NoFit, Request
+    from ttpu_core.plan.verification import Verification
+
+GIB = 2**30
+Verified = dict[int, "tuple[Verification, ...]"]
+
+NOTHING_FITS = 1
+NOTE = (
+    "Sizes are of one device at the peak. Memory is predicted from the arrays that the programs hold; times are "
+    "rooflines, good for comparing meshes. Nothing ran on a TPU."
+)
+LEFT = ("slice", "mesh", "bound by")  # columns of words
+VERIFIED_NOTE = "Compiled figures are the TPU compiler's own; its times are a walk through its schedule."
+
+
+class PurposeChoice(StrEnum):
+    """What a plan is for."""
+
+    inference = "inference"
+    training = "training"
+
+
+class QuantizationChoice(StrEnum):
+    """Of the layers' weights."""
+
+    int8 = "int8"
+    int4 = "int4"
+    fp8 = "fp8"
+
+
+def plan(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint's directory, a config.json, or a Hub id org/name."),
+    ],
+    topology: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="TPU slices, as in v5e:2x4 or 2*v5e:4x4. Without it, each generation's."),
+    ] = None,
+    task: Annotated[
+        PurposeChoice, typer.Option(help="Decode steps and prefills, or training steps.")
+    ] = PurposeChoice.inference,
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Rows of a step. Without it 32 to serve, one a device to train.")
+    ] = None,
+    context: Annotated[int, typer.Option(metavar="N", help="Cache slots of each row, or tokens to train on.")] = 2048,
+    quantization: Annotated[QuantizationChoice | None, typer.Option(help="Of the layers' weights, to serve.")] = None,
+    best: Annotated[int, typer.Option(min=1, metavar="N", help="How many plans are shown for a topology.")] = 5,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compile the first plan (of each generation) for its slices.")
+    ] = False,
+    save: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="Write the first plan.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw where the memory goes: .html, or .png by matplotlib.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say on which TPU slices a model fits, how to cut it there, and how fast it is going to be.
+
+    Needs a config.json only. If nothing fits, it says by how much, what would, and ends with status 1.
+
+    Examples:
+
+    \b
+      ttpu plan ./llama/config.json
+      ttpu plan ./llama --topology v5e:2x4 --batch 64 --save plan.json
+      ttpu plan ./llama --topology v5p:4x4x4 --task training --verify --picture memory.html
+    """
+    from ttpu_core.plan.planner import Request
+    from ttpu_core.registry import default_registry
+
+    request = Request(
+        task.value, batch, context, quantization=quantization.value if quantization else None
+    )
+    architecture = default_registry().architecture(_config(checkpoint))
+    shown, nothing = _plans(architecture, topology, request, best)
+    fitting = [one for one in shown if one.fits]
+    verified = _verified(architecture, fitting if topology is None else fitting[:1], shown) if verify else {}
+    if as_json:
+        print_json(_as_json(checkpoint, architecture, request, shown, nothing, verified))
+    else:
+        _print(checkpoint, architecture, request, shown, verified)
+    if picture is not None and shown:
+        from ttpu_core.plan.picture import save_picture
+
+        save_picture([(_name(one), one) for one in shown], picture, _title(checkpoint, request))
+        note(f"drew {counted(len(shown), 'plan')} in {picture}")
+    if save is not None and fitting:
+        fitting[0].save(save)
+        note(f"saved the plan for {_name(fitting[0])} as {save}")
+    if not fitting:
+        note(f"nothing fits: {nothing or 'no generation holds the model on up to 256 chips.'}")
+        raise typer.Exit(NOTHING_FITS)
+
+
+def _config(name: str) -> Any:
+    """The config alone where `name` is a local path, so that no weights have to lie beside it."""
+    from ttpu_core.checkpoint import open_checkpoint, open_config
+
+    return open_config(name) if Path(name).expanduser().exists() else open_checkpoint(name).config
+
+
+def _plans(
+    architecture: Architecture, topology: str | None, request: Request, best: int
+) -> tuple[list[Plan], NoFit | None]:
+    """What is shown, the first to be taken first, and why nothing fits if so."""
+    from ttpu_core.plan.hardware import parse_topology
+    from ttpu_core.plan.planner import plans, smallest_slices, why_nothing_fits
+
+    spec = architecture.spec
+    if topology is None:
+        found = [one for one in smallest_slices(spec, request).values() if one is not None]
+        # Fewest chips first, then the most tokens of each.
+        return sorted(found, key=lambda one: (one.slices.num_chips, -one.tokens_per_second)), None
+    slices = parse_topology(topology)
+    every = plans(spec, slices, request)
+    fitting = [one for one in every if one.fits]
+    if fitting:
+        return fitting[:best], None
+    return every[:best], why_nothing_fits(spec, slices, request, every)
+
+
+def _verified(architecture: Architecture, wanted: Sequence[Plan], shown: Sequence[Plan]) -> Verified:
+    """Row of the table → what the compiler says."""
+    from ttpu_core.errors import UnsupportedError
+    from ttpu_core.registry import default_registry
+
+    backend: Any = default_registry().backend("jax")
+    if not hasattr(backend, "verify_plan"):
+        raise UnsupportedError(
+            f"--verify was asked for, but the backend {backend.name!r} that is installed cannot compile a plan: "
+            '`pip install -U "ttpu-core[jax]"`.'
+        )
+    result: Verified = {}
+    with stderr_console().status("") as status:
+        for one in wanted:
+
+            def progress(task: str, one: Plan = one) -> None:
+                status.update(f"compiling {task} of {one.model_type} for {_name(one)}")
+
+            result[shown.index(one)] = backend.verify_plan(architecture, one, progress=progress)
+    return result
+
+
+def _name(one: Plan) -> str:
+    return f"{one.topology} {one.parallelism}"
+
+
+def _title(checkpoint: str, request: Request) -> str:
+    return f"{checkpoint}: {request.purpose}, {request.context:,} tokens of context"
+
+
+def _as_json(
+    checkpoint: str,
+    architecture: Architecture,
+    request: Request,
+    shown: Sequence[Plan],
+    nothing: NoFit | None,
+    verified: Verified,
+) -> dict[str, Any]:
+    rows = []
+    for row, one in enumerate(shown):
+        compiled = {"compiled": [asdict(each) for each in verified[row]]} if row in verified else {}
+        rows.append({**one.to_json(), "parallelism": str(one.parallelism), **compiled})
+    return {
+        "checkpoint": checkpoint,
+        "model_type": architecture.spec.model_type,
+        "num_parameters": architecture.spec.num_parameters,
+        "purpose": request.purpose,
+        "note": NOTE,
+        "plans": rows,
+        "nothing_fits": None
+        if nothing is None
+        else {
+            "reason": str(nothing),
+            "missing_bytes": nothing.missing_bytes,
+            "remedies": [{"change": one.change, "plan": one.plan.to_json()} for one in nothing.remedies],
+        },
+    }
+
+
+def _print(
+    checkpoint: str, architecture: Architecture, request: Request, shown: Sequence[Plan], verified: Verified
+) -> None:
+    from rich import box
+    from rich.table import Table
+
+    console = stdout_console()
+    if shown:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=_title(checkpoint, request), title_justify="left")
+        rows = [_cells(one, verified.get(number)) for number, one in enumerate(shown)]
+        labels = list(dict.fromkeys(label for row in rows for label in row))
+        for label in labels:
+            table.add_column(label, justify="left" if label in LEFT else "right", no_wrap=True)
+        for one, row in zip(shown, rows, strict=True):
+            table.add_row(*(row.get(label, "") for label in labels), style="" if one.fits else "dim")
+        console.print(table)
+    for number, compiled in verified.items():
+        for program in compiled:
+            console.print(f"{_name(shown[number])}, {program.task}: {_compiled_words(program)}")
+    spec = architecture.spec
+    words = f"{spec.model_type}, {spec.num_parameters:,} parameters in {request.quantization or request.dtype}. {NOTE}"
+    console.print(f"{words} {VERIFIED_NOTE}" if verified else words)
+
+
+def _cells(one: Plan, compiled: tuple[Verification, ...] | None) -> dict[str, str]:
+    """Column → text of one plan's row, sizes in GiB."""
+    memory, programs = asdict(one.memory), {program.workload.task: program for program in one.programs}
+    others = ("gradients", "optimizer", "activations", "logits") if "train" in programs else ("cache", "activations")
+    cells = {
+        "slice": one.topology,
+        "chips": f"{one.slices.num_chips:,}",
+        "mesh": str(one.parallelism),
+        "GiB": f"{one.memory.total / GIB:.1f} of {one.hbm_bytes / GIB:.1f}",
+        **{name: f"{memory[name] / GIB:.2f}" for name in ("weights", *others, "temporaries")},
+    }
+    for task, label in (("decode", "decode step"), ("prefill", "prefill"), ("train", "step")):
+        if task in programs:
+            cells[label] = _milliseconds(programs[task].time.seconds)
+    cells["tokens/s"] = f"{one.tokens_per_second:,.0f}"
+    cells["bound by"] = one.programs[0].time.bound
+    if compiled:
+        known = [each.peak_bytes for each in compiled if each.peak_bytes is not None]
+        cells["compiled GiB"] = f"{max(known) / GIB:.1f}" if len(known) == len(compiled) else "does not fit"
+        cells["compiled step"] = _milliseconds(compiled[0].seconds) if compiled[0].peak_bytes is not None else ""
+    return cells
+
+
+def _compiled_words(one: Verification) -> str:
+    if one.peak_bytes is None:
+        return one.refused
+    exchanged = ", ".join(f"{counted(count, op)} ({in_bytes(size)})" for op, count, size in one.collectives)
+    when = "compiled before" if one.cached else f"compiled in {one.compile_seconds:.0f} s"
+    found = f"{in_bytes(one.peak_bytes)}, {_milliseconds(one.seconds)}; {exchanged or 'no exchange'}"
+    return f"{found}; {when} by {one.compiler}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"

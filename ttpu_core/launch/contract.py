@@ -1,0 +1,131 @@
+"""What a process of several is told, by environment variables: where process 0 can be met, how many they are, which one
+it is. In: an environment; out: a checked `Contract`, or None for a process that is alone. Backends act on it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ttpu_core.errors import LaunchError
+
+COORDINATOR, NUM_PROCESSES, PROCESS_ID = "TTPU_COORDINATOR", "TTPU_NUM_PROCESSES", "TTPU_PROCESS_ID"
+LOCAL_DEVICES, TIMEOUT = "TTPU_LOCAL_DEVICES", "TTPU_TIMEOUT"
+AUTO = "auto"
+"""As coordinator: the TPU runtime knows its slice, and finds address, count and number by itself."""
+
+DEFAULT_TIMEOUT = 300
+"""Seconds that a process waits for the others, jax.distributed's own default."""
+
+LINGER_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Contract:
+    """A process's place among the others.
+
+    coordinator: "host:port" where process 0 listens, or "auto". num_processes and process_id are None where the
+    coordinator is "auto" and the runtime has not been asked yet. local_devices: CPU devices that this process simulates,
+    None for the accelerators that are there. timeout: seconds to wait for the others.
+    """
+
+    coordinator: str
+    num_processes: int | None = None
+    process_id: int | None = None
+    local_devices: int | None = None
+    timeout: int = DEFAULT_TIMEOUT
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the coordinator, which is not "auto"."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def environment(self) -> dict[str, str]:
+        """The variables that say this."""
+        values = {
+            COORDINATOR: self.coordinator,
+            NUM_PROCESSES: self.num_processes,
+            PROCESS_ID: self.process_id,
+            LOCAL_DEVICES: self.local_devices,
+            TIMEOUT: self.timeout,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def contract_of(environment: Mapping[str, str]) -> Contract | None:
+    """What these variables say; None where they say nothing.
+
+    Raises:
+        LaunchError: some are set and others missing, or a value is not of its form or out of range.
+    """
+    given = {name: environment.get(name, "").strip() for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID)}
+    present = [name for name, value in given.items() if value]
+    if not present:
+        return None
+    coordinator = given[COORDINATOR]
+    needed = [COORDINATOR] if coordinator == AUTO else list(given)
+    missing = [name for name in needed if not given[name]]
+    if missing:
+        raise LaunchError(
+            f"{' and '.join(present)} {'is' if len(present) == 1 else 'are'} set in the environment, but "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not: set {', '.join(given)} together, as "
+            "`ttpu launch` does, or none of them."
+        )
+    if coordinator != AUTO:
+        _check_address(coordinator)
+    count, number = (_whole(environment, name, low) for name, low in ((NUM_PROCESSES, 1), (PROCESS_ID, 0)))
+    if count is not None and number is not None and number >= count:
+        raise LaunchError(
+            f"{PROCESS_ID} is {number}, but {NUM_PROCESSES} is {count}, whose processes are numbered 0 to {count - 1}: "
+            "correct one of them."
+        )
+    timeout = _whole(environment, TIMEOUT, 1)
+    local = _whole(environment, LOCAL_DEVICES, 1)
+    return Contract(coordinator, count, number, local, DEFAULT_TIMEOUT if timeout is None else timeout)
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that speaks: it is alone, or number 0. A backend that asked the runtime for the
+    number writes it into the environment."""
+    return os.environ.get(PROCESS_ID, "0").strip() in ("", "0")
+
+
+def is_one_of_several() -> bool:
+    """Whether this process was started as one of several."""
+    return os.environ.get(NUM_PROCESSES, "1").strip() not in ("", "1") or os.environ.get(COORDINATOR) == AUTO
+
+
+def leave_at_once(status: int) -> NoReturn:
+    """End this process, which failed, without what the interpreter does at its exit: a framework waits there for the
+    other processes, which may themselves be waiting for this one.
+
+    It lingers a moment, so that processes that fail alike say so, instead of complaining that this one is gone."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a closed pipe; there is nobody left to tell
+            continue
+    time.sleep(LINGER_SECONDS)
+    os._exit(status)
+
+
+def _check_address(coordinator: str) -> None:
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise LaunchError(
+            f"{COORDINATOR} is {coordinator!r}, but a host and a port are needed, such as 10.0.0.2:8476, or {AUTO!r} on a "
+            "TPU slice: correct it."
+        )
+
+
+def _whole(environment: Mapping[str, str], name: str, low: int) -> int | None:
+    text = environment.get(name, "").strip()
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < low:
+        raise LaunchError(f"{name} is {text!r}, but a whole number of {low} or more is needed: correct it.")
+    return int(text)

@@ -1,0 +1,286 @@
+"""What is known of TPUs before any is there. In: the name of a chip, or of slices of it such as `v5e:2x4` or
+`2*v5e:4x4`; out: peak rates, memory, links, hosts, and how the slice's links close into rings."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ttpu_core.errors import UnsupportedError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """Figures of one JAX device: a chip, except on tpu7x, where a chip is two devices."""
+
+    name: str
+    device_kind: str  # what `jax.Device.device_kind` says
+    clock_hz: float  # turns the compiler's cycles into seconds
+    bf16_flops: float  # peak, per second
+    int8_ops: float | None  # peak of int8 × int8, per second; None: not faster than bfloat16, or not published
+    fp8_flops: float | None  # None: the chip computes on bfloat16 instead
+    hbm_bytes_per_second: float
+    hbm_bytes: int  # what the compiler lets one program use: the runtime keeps a little of the memory
+    ici_bytes_per_second: float  # one link, one direction
+    ici_links: int  # of a chip, two for each dimension of the interconnect
+    dimensions: int  # of the interconnect
+    pod_chips: int  # the largest pod that exists
+    devices_per_chip: int
+    chips_per_host: int
+    dcn_bytes_per_second: float  # of a host, one direction, to other slices
+    example: str
+
+
+# Peak rates, bandwidths, pod sizes and chips of a host: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, divided by
+# the devices of a chip. hbm_bytes: "available HBM" in the refusals of libtpu 0.0.42. ici: the documents' bidirectional
+# figure for a chip, over its links and by two; see also jax-ml.github.io/scaling-book/tpus. fp8: the documents give v5p
+# and v6e their bfloat16 rate, and the compiler converts; only tpu7x multiplies it. int8: see each chip.
+# dcn: the network cards of a host (v5e 2 × 100 Gbit/s, v6e 4 × 200 Gbit/s), or the documents' figure for a chip (50
+# Gbit/s on v5p, 100 on tpu7x) times the chips of a host.
+CHIPS: Mapping[str, Chip] = MappingProxyType({
+    "v4": Chip(
+        name="v4",
+        device_kind="TPU v4",
+        clock_hz=1.05e9,  # Jouppi et al., "TPU v4", ISCA 2023
+        bf16_flops=275e12,  # both cores: compiled in megacore mode, where a chip is one device
+        int8_ops=None,  # "275 teraflops (bf16 or int8)"
+        fp8_flops=None,
+        hbm_bytes_per_second=1230e9,
+        hbm_bytes=int(30.75 * GIB),
+        ici_bytes_per_second=45e9,
+        ici_links=6,
+        dimensions=3,
+        pod_chips=4096,
+        devices_per_chip=1,
+        chips_per_host=4,
+        dcn_bytes_per_second=25e9,  # not published: taken to be that of v5p
+        example="v4:2x2x1",
+    ),
+    "v5e": Chip(
+        name="v5e",
+        device_kind="TPU v5 lite",
+        clock_hz=1.5e9,  # 197e12 flop/s over 4 MXUs of 128 x 128, two flop each
+        bf16_flops=197e12,
+        int8_ops=393e12,
+        fp8_flops=None,
+        hbm_bytes_per_second=819e9,
+        hbm_bytes=int(15.75 * GIB),
+        ici_bytes_per_second=45e9,
+        ici_links=4,
+        dimensions=2,
+        pod_chips=256,
+        devices_per_chip=1,
+        chips_per_host=8,
+        dcn_bytes_per_second=25e9,
+        example="v5e:2x4",
+    ),
+    "v5p": Chip(
+        name="v5p",
+        device_kind="TPU v5",
+        clock_hz=1.75e9,  # 459e12 flop/s over 2 cores of 4 MXUs of 128 x 128, two flop each
+        bf16_flops=459e12,
+        int8_ops=918e12,
+        fp8_flops=None,
+        hbm_bytes_per_second=2765e9,
+        hbm_bytes=int(95.74 * GIB),
+        ici_bytes_per_second=90e9,
+        ici_links=6,
+        dimensions=3,
+        pod_chips=8960,
+        devices_per_chip=1,
+        chips_per_host=4,
+        dcn_bytes_per_second=25e9,
+        example="v5p:2x2x2",
+    ),
+    "v6e": Chip(
+        name="v6e",
+        device_kind="TPU v6 lite",
+        clock_hz=1.75e9,  # 918e12 flop/s over 524288 flop a cycle; the compiler's cycles agree with that width
+        bf16_flops=918e12,
+        int8_ops=1836e12,
+        fp8_flops=None,
+        hbm_bytes_per_second=1640e9,
+        hbm_bytes=int(31.25 * GIB),
+        ici_bytes_per_second=90e9,
+        ici_links=4,
+        dimensions=2,
+        pod_chips=256,
+        devices_per_chip=1,
+        chips_per_host=8,
+        dcn_bytes_per_second=100e9,
+        example="v6e:2x4",
+    ),
+    "tpu7x": Chip(
+        name="tpu7x",
+        device_kind="TPU7x",
+        clock_hz=2.0e9,  # no published figure: an assumption, about 10 % below peak / 524288 flop a cycle
+        bf16_flops=1155e12,
+        int8_ops=None,  # not published
+        fp8_flops=2307e12,
+        hbm_bytes_per_second=3700e9,
+        hbm_bytes=int(94.75 * GIB),
+        ici_bytes_per_second=100e9,
+        ici_links=6,
+        dimensions=3,
+        pod_chips=9216,
+        devices_per_chip=2,
+        chips_per_host=4,
+        dcn_bytes_per_second=50e9,
+        example="tpu7x:2x2x1",
+    ),
+})
+
+# Names that people type, and the one that the compiler knows.
+_ALIASES: Mapping[str, str] = MappingProxyType({
+    "v5litepod": "v5e",
+    "v5lite": "v5e",
+    "v5": "v5p",
+    "v6": "v6e",
+    "v6lite": "v6e",
+    "trillium": "v6e",
+    "v7": "tpu7x",
+    "v7x": "tpu7x",
+    "tpu7": "tpu7x",
+    "ironwood": "tpu7x",
+})
+
+# Sizes in chips that machines come in, the smallest first (cloud.google.com/tpu/docs), up to 256.
+_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_CUBIC = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """`slices` equal slices of `size` chips each: links inside a slice are the interconnect's (ICI), between slices the
+    data centre network's (DCN)."""
+
+    chip: Chip
+    size: tuple[int, ...]  # chips along each dimension of the interconnect
+    slices: int = 1
+
+    @property
+    def slice_name(self) -> str:
+        """One slice, as the compiler names it: `v5e:4x4`."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.size))}"
+
+    @property
+    def name(self) -> str:
+        """`v5e:4x4`, or `2*v5e:4x4` for two such slices."""
+        return self.slice_name if self.slices == 1 else f"{self.slices}*{self.slice_name}"
+
+    @property
+    def chips_per_slice(self) -> int:
+        """Chips of one slice."""
+        return math.prod(self.size)
+
+    @property
+    def devices_per_slice(self) -> int:
+        """JAX devices of one slice."""
+        return self.chips_per_slice * self.chip.devices_per_chip
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of all slices."""
+        return self.slices * self.chips_per_slice
+
+    @property
+    def num_devices(self) -> int:
+        """JAX devices of all slices."""
+        return self.slices * self.devices_per_slice
+
+    @property
+    def host_bounds(self) -> tuple[int, ...] | None:
+        """The slice's size in three dimensions if one host holds it, else None: the compiler's own hosts of 2x2x1.
+
+        libtpu's default makes two hosts of v5e:2x4 and refuses v5e:1x1.
+        """
+        if self.chips_per_slice > self.chip.chips_per_host:
+            return None
+        return tuple([*self.size, 1][:3])
+
+    @property
+    def num_hosts(self) -> int:
+        """Machines: a slice that one host can hold is one; larger ones come with 4 chips to a machine."""
+        return self.slices * (1 if self.host_bounds else -(-self.chips_per_slice // 4))
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Whether each dimension closes into a ring.
+
+        Three-dimensional slices made of whole 4x4x4 cubes are tori; on v5e and v6e only a whole side of a pod closes.
+        """
+        if self.chip.dimensions == 3:
+            return (all(length % 4 == 0 for length in self.size),) * 3
+        return tuple(length == 16 for length in self.size)
+
+
+def chip_named(name: str) -> Chip:
+    """Returns the figures of chip `name` ("v5e"); raises `UnsupportedError`, with a suggestion, if there is none."""
+    chip = CHIPS.get(name)
+    if chip is not None:
+        return chip
+    plain = name.lower().partition("-")[0]  # v5litepod-8 is how Google Cloud names a machine
+    meant = CHIPS.get(_ALIASES.get(plain, plain))
+    if meant is not None:
+        advice = f"write {meant.name!r}, as in {meant.example!r}"
+    else:
+        advice = "write one of them with its size, as in 'v5e:2x4'"
+    raise UnsupportedError(
+        f"TPU chip {name!r} was asked for, but it is not a name that the compiler knows: "
+        f"the chips are {', '.join(CHIPS)}; {advice}."
+    )
+
+
+def chip_of_device_kind(kind: str) -> Chip | None:
+    """The chip behind `jax.Device.device_kind`, such as "TPU v5 lite"; None for what is no TPU, or an unknown one."""
+    for chip in CHIPS.values():
+        if kind == chip.device_kind:
+            return chip
+    # Some runtimes write the product's name instead: "TPU v5e", "TPU v6e", "TPU v7x".
+    plain = kind.removeprefix("TPU").strip().lower().replace(" ", "")
+    return CHIPS.get(_ALIASES.get(plain, plain)) if kind.startswith("TPU") else None
+
+
+def slice_sizes(chip: Chip) -> tuple[tuple[int, ...], ...]:
+    """Sizes in chips that slices come in, the smallest first, up to 256 chips."""
+    return _FLAT if chip.dimensions == 2 else _CUBIC
+
+
+def parse_topology(name: str) -> Topology:
+    """A chip and the size of a slice in chips, "v5e:2x4", "v5p:2x2x2"; several equal slices are "2*v5e:4x4".
+
+    Raises:
+        UnsupportedError: a name or size that does not exist.
+    """
+    found = re.fullmatch(r"\s*(\d+)\s*\*\s*(.*)", name)
+    slices, slice_name = (int(found[1]), found[2]) if found else (1, name)
+    chip_name, colon, size_text = slice_name.strip().partition(":")
+    chip = chip_named(chip_name)
+    if slices < 1:
+        raise UnsupportedError(
+            f"TPU topology {name!r} was asked for, which is no slice at all: write 1 slice as {chip.example!r} or "
+            f"several as '2*{chip.example}'."
+        )
+    if not colon or re.fullmatch(r"\d+(x\d+)*", size_text) is None:
+        raise UnsupportedError(
+            f"TPU topology {name!r} was asked for, but its size {size_text!r} is not numbers of chips joined by 'x': "
+            f"write {chip.dimensions} of them, as in {chip.example!r}."
+        )
+    size = tuple(int(part) for part in size_text.split("x"))
+    if len(size) != chip.dimensions:
+        raise UnsupportedError(
+            f"TPU topology {name!r} was asked for, but it has {len(size)} dimension{'s'[: len(size) != 1]} and the "
+            f"interconnect of {chip.name} has {chip.dimensions}: write {chip.dimensions} sizes, as in "
+            f"{chip.example!r}."
+        )
+    if not 1 <= math.prod(size) <= chip.pod_chips:
+        raise UnsupportedError(
+            f"TPU topology {name!r} was asked for, which is {math.prod(size)} chips, but a {chip.name} pod has "
+            f"{chip.pod_chips}: write a size of 1 to {chip.pod_chips} chips, as in {chip.example!r}."
+        )
+    return Topology(chip, size, slices)

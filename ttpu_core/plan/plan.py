@@ -1,0 +1,262 @@
+"""A plan: how a model is laid over TPU slices, and what that is predicted to take. It is made by the planner, saved as
+JSON, and accepted wherever a parallelism strategy is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ttpu_core.errors import PlanError, TTPUError
+from ttpu_core.plan.cost import TimeEstimate
+from ttpu_core.plan.hardware import Topology, parse_topology
+from ttpu_core.plan.memory import MemoryEstimate
+from ttpu_core.plan.parallelism import Parallelism
+from ttpu_core.plan.strategy import MESH_AXES, Strategy
+from ttpu_core.plan.workload import Workload
+from ttpu_core.spec import ArchitectureSpec
+
+VERSION = 1
+
+HEADROOM = 0.95
+"""The share of a device's memory that a plan may be predicted to take. Where memory is short, the compiler takes at
+most 3 % more than is predicted (60 programs, libtpu 0.0.42)."""
+
+
+@dataclass(frozen=True)
+class ProgramEstimate:
+    """One program of a plan, and what it is predicted to take on each device."""
+
+    workload: Workload
+    memory: MemoryEstimate
+    time: TimeEstimate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model on slices.
+
+    Args:
+        fingerprint: of the model's parameters, see `fingerprint_of`.
+        topology: the slices' name, as in "v5e:2x4" or "2*v5e:4x4".
+        mesh: mesh axis → devices along it, over all slices; empty for one device.
+        dcn: mesh axis → slices along it.
+        strategy: which mesh axes cut which logical axes.
+        programs: decode and prefill, or the training step.
+    """
+
+    model_type: str
+    fingerprint: str
+    topology: str
+    mesh: tuple[tuple[str, int], ...]
+    dcn: tuple[tuple[str, int], ...]
+    strategy: Strategy
+    programs: tuple[ProgramEstimate, ...]
+
+    @property
+    def slices(self) -> Topology:
+        """The hardware that the plan is for."""
+        return parse_topology(self.topology)
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """The mesh as backends take it."""
+        return Parallelism(self.mesh, self.dcn, self.strategy)
+
+    @property
+    def hbm_bytes(self) -> int:
+        """What one program may take of a device."""
+        return self.slices.chip.hbm_bytes
+
+    def program(self, task: str) -> ProgramEstimate | None:
+        """The program of a task, if the plan has it."""
+        return next((one for one in self.programs if one.workload.task == task), None)
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """Of the program that takes most. A server that reads a prompt keeps the caches of all its rows, so a prefill
+        counts with the decode step's cache."""
+        decode = self.program("decode")
+        counted = [
+            MemoryEstimate(**{**asdict(one.memory), "cache": max(one.memory.cache, decode.memory.cache)})
+            if decode and one.workload.task == "prefill"
+            else one.memory
+            for one in self.programs
+        ]
+        return max(counted, key=lambda memory: memory.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the programs are predicted to fit, with some room."""
+        return self.memory.total <= HEADROOM * self.hbm_bytes
+
+    @property
+    def seconds(self) -> float:
+        """What plans are ranked by: a training step; or a decode step, with its share of the prompts if each row reads
+        as many tokens as it writes."""
+        decode, prefill = self.program("decode"), self.program("prefill")
+        if decode is None or prefill is None:
+            return sum(one.time.seconds for one in self.programs)
+        rows = decode.workload.batch / prefill.workload.batch
+        return decode.time.seconds + prefill.time.seconds * rows / prefill.workload.context
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all rows: trained on, or generated."""
+        first = self.programs[0].workload
+        return first.batch * (first.context if first.task == "train" else 1) / self.seconds
+
+    def check(self, spec: ArchitectureSpec) -> None:
+        """That the plan was made for this model.
+
+        Raises:
+            PlanError: it was made for another one.
+        """
+        if self.fingerprint != fingerprint_of(spec):
+            raise PlanError(
+                f"the plan was made for a {self.model_type} with other parameters (fingerprint {self.fingerprint}) "
+                f"than this {spec.model_type} ({fingerprint_of(spec)}), but a plan serves one model: make one with "
+                "`ttpu plan CHECKPOINT --save PLAN.json`."
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values. What follows from them is written too, to be read by people and other programs."""
+        return {
+            "version": VERSION,
+            "model_type": self.model_type,
+            "fingerprint": self.fingerprint,
+            "topology": self.topology,
+            "mesh": dict(self.mesh),
+            "dcn": dict(self.dcn),
+            "rules": {logical: list(by) for logical, by in self.strategy.rules},
+            "programs": [
+                {
+                    "workload": asdict(one.workload),
+                    "memory": {**asdict(one.memory), "total": one.memory.total},
+                    "time": {**asdict(one.time), "bound": one.time.bound},
+                }
+                for one in self.programs
+            ],
+            "total_bytes": self.memory.total,
+            "hbm_bytes": self.hbm_bytes,
+            "fits": self.fits,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any, source: str = "the plan") -> Plan:
+        """What `to_json` gives.
+
+        Args:
+            source: what errors call it.
+
+        Raises:
+            PlanError: another version, or something missing or misshapen.
+        """
+        if not isinstance(value, Mapping) or "version" not in value:
+            raise PlanError(
+                f"{source} was to be read as a plan, but it has no version, so it is none: make one with "
+                "`ttpu plan CHECKPOINT --save PLAN.json`."
+            )
+        if value["version"] != VERSION:
+            raise PlanError(
+                f"{source} is a plan of version {value['version']}, but this ttpu reads version {VERSION}: make it "
+                "again with `ttpu plan CHECKPOINT --save PLAN.json`."
+            )
+        try:
+            plan = cls(
+                model_type=str(value["model_type"]),
+                fingerprint=str(value["fingerprint"]),
+                topology=str(value["topology"]),
+                mesh=_sizes(value["mesh"]),
+                dcn=_sizes(value["dcn"]),
+                strategy=Strategy(tuple((str(logical), tuple(by)) for logical, by in value["rules"].items())),
+                programs=tuple(_program(one) for one in value["programs"]),
+            )
+            devices, wanted = plan.slices.num_devices, plan.parallelism.num_devices
+        except (KeyError, TypeError, ValueError, AttributeError, TTPUError) as error:
+            raise PlanError(
+                f"{source} cannot be read as a plan ({type(error).__name__}: {error}): make it again with "
+                "`ttpu plan CHECKPOINT --save PLAN.json`."
+            ) from error
+        if devices != wanted or not plan.programs:
+            raise PlanError(
+                f"{source} has a mesh of {wanted} devices and {len(plan.programs)} programs for {plan.topology}, which "
+                f"has {devices} devices: make it again with `ttpu plan CHECKPOINT --save PLAN.json`."
+            )
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan; a reader sees the old file or the new one, never a part.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        target = Path(path).expanduser()
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=target.parent, prefix=f".{target.name}.", encoding="utf-8", delete=False
+            ) as file:
+                file.write(json.dumps(self.to_json(), indent=2) + "\n")
+            Path(file.name).chmod(0o666 & ~_umask())
+            Path(file.name).replace(target)
+        except OSError as error:
+            raise PlanError(
+                f"the plan was to be saved as {str(path)!r}, but it cannot be written ({error.strerror or error}): "
+                "name a file in a folder that exists and may be written to."
+            ) from error
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """A plan that `Plan.save` wrote.
+
+    Raises:
+        PlanError: the file is missing or is no plan of this version.
+    """
+    try:
+        value = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            f"the plan {str(path)!r} was asked for, but it cannot be read ({error.strerror or error}): write one with "
+            "`ttpu plan CHECKPOINT --save PLAN.json`."
+        ) from error
+    except ValueError as error:
+        raise PlanError(
+            f"the plan {str(path)!r} was asked for, but it is no JSON ({error}): write one with "
+            "`ttpu plan CHECKPOINT --save PLAN.json`."
+        ) from error
+    return Plan.from_json(value, f"the plan {str(path)!r}")
+
+
+def fingerprint_of(spec: ArchitectureSpec) -> str:
+    """The names and shapes of a model's parameters in sixteen characters: what a plan has to agree with."""
+    text = repr([(path, parameter.shape) for path, parameter in spec.parameters.items()])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _program(value: Mapping[str, Any]) -> ProgramEstimate:
+    memory = {name: int(size) for name, size in value["memory"].items() if name != "total"}
+    seconds = {name: float(number) for name, number in value["time"].items() if name != "bound"}
+    return ProgramEstimate(Workload(**value["workload"]), MemoryEstimate(**memory), TimeEstimate(**seconds))
+
+
+def _sizes(value: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    unknown = [axis for axis in value if axis not in MESH_AXES]
+    if unknown or any(not isinstance(size, int) or size < 1 for size in value.values()):
+        raise ValueError(f"{dict(value)} are no sizes of {', '.join(MESH_AXES)}")
+    return tuple((axis, value[axis]) for axis in MESH_AXES if axis in value)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+__all__ = ["HEADROOM", "VERSION", "Plan", "ProgramEstimate", "fingerprint_of", "load_plan"]

@@ -1,0 +1,78 @@
+"""What a program is to do, as far as its memory and time depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from ttpu_core.errors import RequestError
+
+Task = Literal["decode", "prefill", "train"]
+Layers = Literal["unrolled", "scan"]
+Quantization = Literal["int8", "int4", "fp8"]
+
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
+"""Of one element, by dtype."""
+
+QUANTIZED_BITS: dict[str, float] = {"int8": 8, "fp8": 8, "int4": 4 + 16 / 128}
+"""Of one weight with its scales: one scale for each output channel costs nothing, int4 has a bfloat16 one for every 128
+weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One program: a decode step of `batch` rows over caches of `context` slots, a prefill of `batch` rows of `context`
+    tokens, or a training step on as many.
+
+    Args:
+        dtype: of weights, activations and cache; a training step keeps weights, moments in float32 beside it.
+        layers: each layer compiled, or one in a loop over stacked parameters.
+        remat: a training step computes each layer's activations again for its gradient instead of keeping them.
+        quantization: of the layers' matrices, for decode and prefill.
+
+    Raises:
+        RequestError: a size below 1, or a task, dtype or quantization that there is not.
+    """
+
+    task: Task
+    batch: int
+    context: int
+    dtype: str = "bfloat16"
+    layers: Layers = "unrolled"
+    remat: bool = True
+    quantization: Quantization | None = None
+
+    def __post_init__(self) -> None:
+        for name, word, allowed in (
+            ("task", self.task, get_args(Task)),
+            ("dtype", self.dtype, tuple(BITS)),
+            ("layers", self.layers, get_args(Layers)),
+            ("quantization", self.quantization, (None, *get_args(Quantization))),
+        ):
+            if word not in allowed:
+                raise RequestError(
+                    f"{name} {word!r} was asked for, but there is only {', '.join(map(str, allowed))}: write one of "
+                    "them."
+                )
+        for name, size in (("batch", self.batch), ("context", self.context)):
+            if size < 1:
+                raise RequestError(f"{name} {size} was asked for, but it must be at least 1: raise it.")
+        if self.task == "train" and self.quantization is not None:
+            raise RequestError(
+                f"training in {self.quantization} was asked for, but the weights that a training step updates are "
+                "float32: leave the quantization out."
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Of each row that the program is given."""
+        return 1 if self.task == "decode" else self.context
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Of activations and cache."""
+        return BITS[self.dtype] // 8
+
+    def with_batch(self, batch: int) -> Workload:
+        """The same with other rows."""
+        return replace(self, batch=batch)
