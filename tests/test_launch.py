@@ -1,5 +1,5 @@
-"""What `ttpu launch` promises of the processes that it starts: each knows its place, its lines carry its number, the first
-that fails ends the rest and gives the exit code, and whatever happens none is left."""
+"""What `ttpu launch` promises of the processes that it starts: each knows its place, its lines carry its number, the
+first that fails ends the rest and gives the exit code, and whatever happens none is left."""
 
 import os
 import shlex
@@ -52,17 +52,23 @@ def launch(*arguments: str, cwd: Path | None = None, **variables: str) -> "subpr
     )  # fmt: skip
 
 
-def shell(script: str, *options: str, processes: int = 2, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
+def shell(
+    script: str, *options: str, processes: int = 2, cwd: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
     return launch("--nproc-per-node", str(processes), *options, "--", "sh", "-c", script, cwd=cwd)
 
 
-def started(script: str, cwd: Path, *options: str) -> "subprocess.Popen[str]":
-    """A launch in the background, once both of its processes have written their numbers."""
+def started(script: str, cwd: Path, *options: str, **variables: str) -> "subprocess.Popen[str]":
+    """A launch of two processes in the background, once both of them have written their numbers."""
     process = subprocess.Popen(
-        [*TTPU, "launch", "--nproc-per-node", "2", *options, "--", "sh", "-c", script],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment(),
+        [*TTPU, "launch", *options, "--", "sh", "-c", script],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment(**variables),
     )  # fmt: skip
-    until(lambda: (cwd / "pids").exists() and len((cwd / "pids").read_text().split()) == 4)
+    try:
+        until(lambda: (cwd / "pids").exists() and len((cwd / "pids").read_text().split()) == 4)
+    except AssertionError:
+        process.kill()
+        raise
     return process
 
 
@@ -87,7 +93,7 @@ def _runs(number: int) -> bool:
 
 @pytest.fixture
 def clean(tmp_path: Path) -> Iterator[Path]:
-    """A directory of the test's own; what is left running in it is ended, so that a failure here harms no other test."""
+    """A directory of the test's own; what is left running in it is ended, so that a failure harms no other test."""
     yield tmp_path
     for number in alive(tmp_path) if (tmp_path / "pids").exists() else []:
         os.kill(number, signal.SIGKILL)
@@ -233,8 +239,8 @@ def test_a_command_that_does_not_exist_is_one_sentence() -> None:
 
 
 def test_a_process_that_ignores_sigterm_is_killed_after_the_grace(clean: Path) -> None:
-    done = shell(f"trap '' TERM; {SLEEPERS.replace('wait', '[ $TTPU_PROCESS_ID = 1 ] && exit 3; wait')}", "--grace", "0.5",
-                 cwd=clean)  # fmt: skip
+    script = SLEEPERS.replace("wait", "[ $TTPU_PROCESS_ID = 1 ] && exit 3; wait")
+    done = shell(f"trap '' TERM; {script}", "--grace", "0.5", cwd=clean)
     assert done.returncode == 3
     assert alive(clean) == []
 
@@ -247,7 +253,7 @@ def test_what_a_process_left_in_the_background_ends_with_it(clean: Path) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_processes(number: signal.Signals, clean: Path) -> None:
-    process = started(SLEEPERS, clean)
+    process = started(SLEEPERS, clean, "--nproc-per-node", "2")
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == 128 + number
@@ -255,7 +261,7 @@ def test_a_signal_ends_all_processes(number: signal.Signals, clean: Path) -> Non
 
 
 def test_a_second_ctrl_c_waits_for_nobody(clean: Path) -> None:
-    process = started(f"trap '' TERM; {SLEEPERS}", clean, "--grace", "1000")
+    process = started(f"trap '' TERM; {SLEEPERS}", clean, "--nproc-per-node", "2", "--grace", "1000")
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
@@ -265,7 +271,7 @@ def test_a_second_ctrl_c_waits_for_nobody(clean: Path) -> None:
 
 
 def test_a_launcher_that_is_killed_leaves_no_process(clean: Path) -> None:
-    process = started(f"trap '' TERM; {SLEEPERS}", clean, "--grace", "0.5")
+    process = started(f"trap '' TERM; {SLEEPERS}", clean, "--nproc-per-node", "2", "--grace", "0.5")
     process.kill()
     process.communicate(timeout=30)
     until(lambda: alive(clean) == [])
@@ -324,12 +330,8 @@ def test_a_host_that_cannot_be_reached_ends_the_rest(fake_ssh: str, clean: Path)
 
 
 def test_a_lost_connection_ends_the_process_at_its_far_end(fake_ssh: str, clean: Path) -> None:
-    process = subprocess.Popen(
-        [*TTPU, "launch", "--hosts", "tpu-a,tpu-b", "--coordinator", "127.0.0.1:9", "--ssh", fake_ssh, "--grace", "0.5",
-         "--", "sh", "-c", SLEEPERS],
-        cwd=clean, env=environment(HOSTS=str(clean / "hosts")), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    until(lambda: (clean / "pids").exists() and len((clean / "pids").read_text().split()) == 4)
+    where = ["--hosts", "tpu-a,tpu-b", "--coordinator", "127.0.0.1:9", "--ssh", fake_ssh]
+    process = started(SLEEPERS, clean, *where, "--grace", "0.5", HOSTS=str(clean / "hosts"))
     process.kill()
     process.communicate(timeout=30)
     until(lambda: alive(clean) == [])
@@ -340,14 +342,15 @@ def test_a_host_file_has_a_host_a_line(tmp_path: Path) -> None:
     file.write_text("# the slice\ntpu-a slots=2\n\nada@tpu-b  # the other\n")
     assert hosts_in(file, 1) == [Host("tpu-a", 2), Host("ada@tpu-b", 1)]
     file.write_text("tpu-a cpus=2\n")
-    with pytest.raises(LaunchError, match="line 1 .*'tpu-a cpus=2', but a host and at most slots=N"):
+    with pytest.raises(LaunchError, match=r"line 1 .*'tpu-a cpus=2', but a host and at most slots=N"):
         hosts_in(file, 1)
     with pytest.raises(LaunchError, match="cannot be read"):
         hosts_in(tmp_path / "none", 1)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("a,a", "a is there twice"), (" , ", "names no host"), ("-oProxyCommand=x", "not the name of a host")]
+    ("text", "message"),
+    [("a,a", "a is there twice"), (" , ", "names no host"), ("-oProxyCommand=x", "not the name of a host")],
 )
 def test_hosts_that_make_no_sense_are_refused(text: str, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
@@ -395,7 +398,8 @@ def test_what_makes_no_sense_is_one_sentence_and_status_2(arguments: list[str], 
 
 
 def test_options_after_the_command_are_the_commands_own() -> None:
-    result = CliRunner().invoke(app, ["launch", "--dry-run", "ttpu", "generate", "x", "--max_new_tokens", "3", "--timeout", "5"])
+    line = "launch --dry-run ttpu generate x --max_new_tokens 3 --timeout 5"
+    result = CliRunner().invoke(app, line.split())
     assert result.stdout.endswith("-m ttpu_core.cli.main generate x --max_new_tokens 3 --timeout 5\n")
     assert "TTPU_TIMEOUT=300" in result.stdout
 
@@ -407,7 +411,5 @@ def test_a_script_is_run_by_this_python(tmp_path: Path) -> None:
 
 
 def test_launching_loads_no_framework() -> None:
-    run = (
-        "from ttpu_core.launch import contract, supervisor, places, slurm, gke, tpu_pod, rendezvous, guard, files, command"
-    )
-    assert loaded_after(run, HEAVY) == []
+    rooms = "contract, supervisor, places, slurm, gke, tpu_pod, rendezvous, guard, files, command, script"
+    assert loaded_after(f"from ttpu_core.launch import {rooms}", HEAVY) == []

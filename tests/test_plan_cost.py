@@ -50,12 +50,14 @@ def test_a_dense_layer_sums_twice_over_its_tensor_axis() -> None:
 
 
 def test_fully_sharded_weights_are_gathered_twice_and_their_gradients_scattered_once() -> None:
-    spec, topology = published(LLAMA), parse_topology("v6e:16x16")  # both dimensions close: two rings
-    estimate = estimate_time(spec, {"fsdp": 256}, topology, replace(TRAIN, batch=256))
-    link = 2 * 2 * topology.chip.ici_bytes_per_second
+    spec, topology = published(LLAMA), parse_topology("v5p:4x4x4")  # all dimensions close: three rings
+    estimate = estimate_time(spec, {"fsdp": 64}, topology, TRAIN)
+    link = 3 * 2 * topology.chip.ici_bytes_per_second
     layers = 2 * (spec.num_parameters - 2 * spec.vocab_size * spec.hidden_size)
     ends = 2 * 2 * spec.vocab_size * spec.hidden_size
-    assert estimate.ici == pytest.approx(3 * (layers + ends) * 255 / 256 / link, rel=0.1)
+    bytes_alone = 3 * (layers + ends) * 63 / 64 / link
+    hops = 63 * HOP_SECONDS * 2 * (spec.num_layers * 6 + 3)  # of a gather and a scatter for each parameter
+    assert bytes_alone < estimate.ici < bytes_alone + hops
 
 
 def test_a_mixture_multiplies_the_chosen_experts_and_reads_those_that_are_reached() -> None:
@@ -74,17 +76,18 @@ def test_slices_exchange_gradients_over_the_data_centre_network() -> None:
     near = estimate_time(spec, {"data": 2, "fsdp": 16}, parse_topology("v5e:4x8"), TRAIN)
     far = estimate_time(spec, {"data": 2, "fsdp": 16}, parse_topology("2*v5e:4x4"), TRAIN)
     assert near.dcn == 0.0
-    # Each device of 4 on a host sends its sixteenth of the gradients to its like in the other slice, and gets the sum.
+    # Each device, of 4 on a host, sends its sixteenth of the gradients to its like in the other slice.
     sent = 2 * spec.num_parameters / 16 * 2 * (1 / 2)
     assert far.dcn == pytest.approx(sent / (CHIPS["v5e"].dcn_bytes_per_second / 4), rel=0.1)
-    assert far.seconds > near.seconds
 
 
 def test_tensor_parallelism_over_slices_is_slower_than_inside_one() -> None:
     spec, topology = published(LLAMA), parse_topology("2*v5e:2x4")
     inside = estimate_time(spec, {"data": 2, "tensor": 8}, topology, DECODE)
     across = estimate_time(spec, {"data": 2, "tensor": 8}, topology, DECODE, dcn={"tensor": 2})
-    assert across.seconds > 2 * inside.seconds
+    assert inside.dcn == 0.0
+    assert across.dcn > 0.0
+    assert across.seconds > 1.3 * inside.seconds
 
 
 def test_a_closed_dimension_is_a_ring_and_an_open_one_half_of_it() -> None:

@@ -17,7 +17,15 @@ IMPORTS = """
 from dataclasses import replace
 from ttpu_core import defaults, hookimpl, layout
 from ttpu_core.rope import NO_ROPE, RopeSpec, rope_from_config
-from ttpu_core.spec import ActivationSpec, BlockSpec, MLPSpec, NormSpec
+from ttpu_core.spec import ActivationSpec, BlockSpec, CustomSpec, MLPSpec, NormSpec
+"""
+
+PART_IMPORTS = """
+import random
+from dataclasses import replace
+import jax
+import jax.numpy as jnp
+from ttpu_jax.model.layers import DecoderLayer
 """
 
 LLAMA = ""
@@ -86,6 +94,15 @@ def ttpu_flax_mapping(spec):
     )
 """
 
+MIXTRAL = "from ttpu_mistral.mixtral import *"
+
+# A block of the plugin's own, whose class is in another module than the hooks.
+OWN_BLOCK = """
+@hookimpl
+def ttpu_block():
+    return BlockSpec(custom=CustomSpec("own", implementations=(("jax", __name__ + "_part:Block"),)))
+"""
+
 RIGHT = {"llama": LLAMA, "qwen2": QWEN2, "mistral": MISTRAL, "gemma2": GEMMA2}
 
 # Small numbers, so that soft caps bend and windows cut.
@@ -99,11 +116,15 @@ def declaration(model_type: str, **section: Any) -> Declaration:
     return parse_declaration(model_type, DECLARED.get(model_type, {}) | section, "conformance.toml", Path())
 
 
-def cases(folder: Path, model_type: str, source: str, name: str = "plugin", **section: Any) -> list[Case]:
-    """The cases of a model type as a plugin with these hooks describes it; `section` is what it declares."""
+def cases(
+    folder: Path, model_type: str, source: str, name: str = "plugin", *, part: str = "", **section: Any
+) -> list[Case]:
+    """The cases of a model type as a plugin with these hooks describes it; `section` is what it declares, and `part`
+    the source of classes that its hooks name."""
     module = f"conformance_test_{name}_{model_type}"
-    (folder / f"{module}.py").write_text(IMPORTS + textwrap.dedent(source))
     sys.path.insert(0, str(folder))
-    sys.modules.pop(module, None)
+    for file, content in ((module, IMPORTS + textwrap.dedent(source)), (f"{module}_part", PART_IMPORTS + part)):
+        (folder / f"{file}.py").write_text(content)
+        sys.modules.pop(file, None)
     registry = Registry([EntryPoint(model_type, module, ARCHITECTURES)])
     return cases_of(model_type, registry=registry, declaration=declaration(model_type, **section))

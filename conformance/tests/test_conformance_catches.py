@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ pytest.importorskip("torch")
 from broken import GEMMA2, LLAMA, MISTRAL, QWEN2, RIGHT, cases
 
 from ttpu_conformance.check import checks_for
+from ttpu_conformance.diagnosis import first_difference
 from ttpu_conformance.runner import run
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -22,9 +24,9 @@ def changed(source: str, old: str, new: str) -> str:
     return source.replace(old, new)
 
 
-def failures(folder: Path, model_type: str, source: str, *only: str) -> dict[str, str]:
-    """Check id → reason, of those that fail."""
-    results = run(checks_for(cases(folder, model_type, source, "wrong"), "quick", only=only))
+def failures(folder: Path, model_type: str, source: str, *only: str, **section: Any) -> dict[str, str]:
+    """Check id → reason, of those that fail; `section` is what the plugin declares."""
+    results = run(checks_for(cases(folder, model_type, source, "wrong", **section), "quick", only=only))
     return {result.check: result.reason for result in results if result.status == "failed"}
 
 
@@ -133,6 +135,12 @@ def ttpu_rope(config, attention):
     section = config.section("rope_parameters")
     return rope_from_config(config, head_dim=attention.head_dim, theta=1.0) if section else NO_ROPE
 """
+ROPE_STRETCHED_OTHERWISE = """
+@hookimpl
+def ttpu_rope(config, attention):
+    rope = rope_from_config(config, head_dim=attention.head_dim)
+    return replace(rope, factor=3.0) if rope.type == "dynamic" else rope
+"""
 EVERY_KEY_READ = """
 @hookimpl
 def ttpu_config(config):
@@ -155,7 +163,14 @@ ANOTHER_EACH_TIME = """
 def ttpu_norm(config):
     return NormSpec(eps=1e-6 + hash("the seed of string hashes changes") % 1000 * 1e-9)
 """
-BREACHES = {
+
+
+def dynamic_rope(context: int) -> dict[str, Any]:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    return {"max_position_embeddings": context, "rope_parameters": rope}
+
+
+BREACHES: dict[str, tuple[Any, ...]] = {
     "a tensor is dropped among the ignored": (
         "qwen2",
         changed(QWEN2, "qkv_bias=True", "qkv_bias=False") + UNMAPPED_BIAS,
@@ -198,6 +213,20 @@ BREACHES = {
         "old_rope_json",
         "instead of rope_parameters, layer 0 gets .* correct `ttpu_rope`",
     ),
+    "a rope is stretched otherwise beyond its context": (
+        "llama",
+        ROPE_STRETCHED_OTHERWISE,
+        "float32_logits",
+        "layer 0, from token 1 on, so in what attention sees or how it is rotated",
+        {"base": dynamic_rope(16)},
+    ),
+    "a context that the test never passes": (
+        "llama",
+        LLAMA,
+        "windows_are_passed",
+        "other angles beyond 40 tokens, .* declare a smaller max_position_embeddings",
+        {"base": dynamic_rope(40)},
+    ),
     "every key counts as read": (
         "llama",
         EVERY_KEY_READ,
@@ -229,6 +258,44 @@ BREACHES = {
 
 @pytest.mark.parametrize("breach", BREACHES)
 def test_a_broken_contract_is_caught_by_its_check(tmp_path: Path, breach: str) -> None:
-    model_type, source, check, message = BREACHES[breach]
-    reasons = failures(tmp_path, model_type, source, check)
+    model_type, source, check, message, *section = BREACHES[breach]
+    reasons = failures(tmp_path, model_type, source, check, **(section[0] if section else {}))
     assert re.search(message, reasons[check])
+
+
+def test_a_difference_is_looked_for_everywhere_where_the_reference_hides_its_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ttpu_conformance.diagnosis._reference_streams", lambda case: None)
+    source = changed(GEMMA2, "scale=plain.hidden_size**0.5", "scale=None")
+    reason = failures(tmp_path, "gemma2", source, "float32_logits")["float32_logits"]
+    assert "cannot be seen, since transformers does not show this model's residual stream" in reason
+    assert "with EmbeddingSpec(scale=8) in `ttpu_embedding` the logits agree: correct `ttpu_embedding`" in reason
+
+
+GEMMA3N_INTERLEAVED = """
+from ttpu_gemma import gemma3n
+from ttpu_gemma.gemma3n import *
+
+@hookimpl
+def ttpu_attention(config, layer):
+    attention = gemma3n.ttpu_attention(config, layer)
+    return replace(attention, rope=replace(attention.rope, layout="interleaved"))
+"""
+SMALL_GEMMA3N = {
+    "head_dim": 8,
+    "intermediate_size": [112, 112],
+    "layer_types": ["full_attention", "full_attention"],
+    "activation_sparsity_pattern": [0.0, 0.0],
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 200,
+    "laurel_rank": 8,
+}
+
+
+def test_a_difference_among_several_residual_streams_is_found(tmp_path: Path) -> None:
+    (case,) = cases(tmp_path, "gemma3n_text", GEMMA3N_INTERLEAVED, "wrong", base=SMALL_GEMMA3N)
+    place = first_difference(case, case.architecture)
+    assert place is not None and "layer 0, from token 1 on" in place.sentence
+    assert "ttpu_rope" in place.hooks

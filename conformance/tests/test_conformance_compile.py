@@ -55,6 +55,13 @@ def test_compile_checks_run_for_published_models_only(tmp_path: Path) -> None:
     assert not any(item.check.level == "compile" for item in checks_for(cases(tmp_path, "llama", LLAMA)))
 
 
+def test_a_type_that_publishes_no_model_says_so_when_compiling_is_asked_for(tmp_path: Path) -> None:
+    made = cases_of("llama", registry=registry(tmp_path), declaration=declaration("llama"), compile_for=["v5e"])
+    results = [run_one(item) for item in checks_for(made, levels=["compile"])]
+    assert [(found.variant, found.status) for found in results] == [("unpublished@v5e", "skipped")] * 3
+    assert "declares no published model of type 'llama', so that nothing was compiled for v5e" in results[0].reason
+
+
 @pytest.mark.parametrize("variant", [None, "Small", "Small@v5e"])
 def test_a_published_model_may_be_expected_to_fail(tmp_path: Path, variant: str | None) -> None:
     expected = {"check": "compiled_train", "reason": "too large"} | ({"variant": variant} if variant else {})

@@ -33,6 +33,7 @@ def test_everything_that_can_be_declared(tmp_path: Path) -> None:
         [olive]
         transformers = "OliveForCausalLM"
         heavy = ["sliding"]
+        not_proven = "its pictures need timm"
         [olive.base]
         head_dim = 16
         [olive.variants.sliding]
@@ -48,6 +49,7 @@ def test_everything_that_can_be_declared(tmp_path: Path) -> None:
         tmp_path,
     )
     assert declared.transformers == "OliveForCausalLM"
+    assert declared.not_proven == "its pictures need timm"
     assert [(variant.name, dict(variant.keys)) for variant in declared.variants] == [
         ("base", {}),
         ("sliding", {"sliding_window": 5}),
@@ -65,6 +67,7 @@ def test_everything_that_can_be_declared(tmp_path: Path) -> None:
         ("[olive]\nvariant = {}", r"key 'variant' in \[olive\], but the keys there are transformers, base, variants"),
         ("[olive.variants.base]\nhead_dim = 8", "'base' of 'olive', but that is the name of the base itself"),
         ("[olive]\nheavy = ['sliding']", r"\['sliding'\] as heavy in \[olive\], but the variants are base"),
+        ("[olive]\nnot_proven = true", r"not_proven in \[olive\] to True, but a sentence is needed"),
         ("[olive]\nbase = 3", "sets .* base to 3, but a table is needed"),
         ("[olive.published.A]\nconfig = 'a.json'", "the config 'a.json', but there is no a.json"),
         (

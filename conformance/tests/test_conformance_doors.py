@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from ttpu_conformance import parametrize_with_checks
 from ttpu_conformance.check import Item, Measured, all_checks, check, checks_for
-from ttpu_conformance.errors import CheckFailure, DeclarationError, NotApplicable, NotProven
+from ttpu_conformance.errors import CheckFailure, DeclarationError, NoReference, NotApplicable, NotProven
 from ttpu_conformance.report import Report
 from ttpu_conformance.runner import Result, run_one
 from ttpu_core.cli.main import app
-from ttpu_core.errors import PluginError
+from ttpu_core.errors import PluginError, RequestError
 
 EXPECTED = [{"check": "float32_logits", "reason": "known to be off"}]
 
@@ -55,22 +55,62 @@ def test_pytest_collects_one_test_for_each_check_and_case(tmp_path: Path) -> Non
     assert len(ids) == len(set(ids))
 
 
-def test_pytest_takes_expected_failures_as_strict_xfails(tmp_path: Path) -> None:
-    made = cases(tmp_path, "llama", LLAMA, "doors", expected_failures=EXPECTED)
-    mark = parametrize_with_checks("llama", registry=made[0].registry, declaration=made[0].declaration)
-    marked = {parameter.id: parameter.marks for parameter in mark.mark.args[1]}
-    (xfail,) = marked["llama-base-float32_logits"]
-    assert (xfail.name, xfail.kwargs) == ("xfail", {"reason": "known to be off", "strict": True})
-    assert marked["llama-base-logical_axes"] == ()
+def in_pytest(item: Item, function: Any) -> None:
+    """What a test does with the item, if its check does something else."""
+    from ttpu_conformance.pytest_door import PytestCheck
+
+    PytestCheck(replaced(item, function))(item.case)
+
+
+def test_pytest_takes_expected_failures_as_xfails_that_must_fail(tmp_path: Path) -> None:
+    (item,) = items(tmp_path, "float32_logits", expected_failures=EXPECTED)
+    with pytest.raises(pytest.xfail.Exception, match=r"known to be off \(off by one\)"):
+        in_pytest(item, raising(CheckFailure("off by one")))
+    with pytest.raises(CheckFailure, match=r"declared to fail .* but it passes"):
+        in_pytest(item, lambda case: Measured())
+
+
+def test_pytest_shows_what_a_check_raised(tmp_path: Path) -> None:
+    (item,) = items(tmp_path, "logical_axes")
+    with pytest.raises(CheckFailure, match="off by one"):
+        in_pytest(item, raising(CheckFailure("off by one")))
+    with pytest.raises(CheckFailure, match="stumbled over KeyError") as failure:
+        in_pytest(item, raising(KeyError("x")))
+    assert isinstance(failure.value.__cause__, KeyError)
 
 
 def test_pytest_skips_what_cannot_be_asked_with_the_reason(tmp_path: Path) -> None:
-    from ttpu_conformance.pytest_door import PytestCheck
-
     (item,) = items(tmp_path, "logical_axes")
     for reason in (NotApplicable("no rope"), NotProven("no TPU")):
         with pytest.raises(pytest.skip.Exception, match=str(reason)):
-            PytestCheck(replaced(item, raising(reason)).check)(item.case)
+            in_pytest(item, raising(reason))
+
+
+@pytest.mark.parametrize(("device", "check_id"), [("cpu", "attention_kernels"), ("tpu", "float32_logits")])
+def test_a_missing_device_is_the_same_behind_both_doors(tmp_path: Path, device: Any, check_id: str) -> None:
+    made = cases(tmp_path, "llama", LLAMA, "doors")
+    mark = parametrize_with_checks(
+        "llama",
+        registry=made[0].registry,
+        declaration=made[0].declaration,
+        device=device,
+        levels=["numerics", "device"],
+        only=[check_id],
+    )
+    (parameter,) = mark.mark.args[1]
+    case, test = parameter.values
+    assert run_one(test.item).status == "skipped"
+    with pytest.raises(pytest.skip.Exception, match="there is no TPU here"):
+        test(case)
+
+
+@pytest.mark.parametrize(
+    ("check_id", "message"),
+    [("compiled_decode", "add --compile-for"), ("attention_kernels", "add --device tpu, or device='tpu' in a test")],
+)
+def test_a_check_that_would_never_run_is_refused(tmp_path: Path, check_id: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        items(tmp_path, check_id)
 
 
 def test_a_model_type_that_nobody_describes_is_refused(tmp_path: Path) -> None:
@@ -105,6 +145,31 @@ def test_an_expected_failure_that_passes_is_a_failure(tmp_path: Path) -> None:
 def test_an_expected_failure_of_a_missing_device_stays_unproven(tmp_path: Path) -> None:
     (item,) = items(tmp_path, "float32_logits", expected_failures=EXPECTED)
     assert run_one(replaced(item, raising(NotProven("no TPU")))).status == "skipped"
+
+
+# -- a reference that cannot be made
+
+
+def test_a_reference_that_cannot_be_made_is_a_failure(tmp_path: Path) -> None:
+    (item,) = items(tmp_path, "float32_logits")
+    found = run_one(replaced(item, raising(NoReference("timm is missing."))))
+    assert found.status == "failed"
+    assert "timm is missing: install what is missing, or say with not_proven = " in found.reason
+
+
+def test_a_reference_that_is_declared_not_to_be_everywhere_is_skipped_with_that_reason(tmp_path: Path) -> None:
+    (item,) = items(tmp_path, "float32_logits", not_proven="its pictures need timm", expected_failures=EXPECTED)
+    found = run_one(replaced(item, raising(NoReference("no timm"))))
+    assert (found.status, found.reason) == ("expected skip", "its pictures need timm")
+    assert run_one(replaced(item, raising(CheckFailure("off")))).status == "expected failure"
+
+
+@pytest.mark.torch
+def test_contracts_are_held_without_the_reference_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr("ttpu_conformance.case.random_model", raising(NoReference("no timm")))
+    made = cases(tmp_path, "llama", LLAMA, "doors")
+    assert {run_one(item).status for item in checks_for(made, levels=["contract"])} == {"passed"}
 
 
 def test_a_check_that_stumbles_fails_and_says_over_what(tmp_path: Path) -> None:
@@ -148,6 +213,7 @@ def report(*results: Result) -> Report:
         (["passed", "skipped"], "1 passed, 1 skipped", "yellow"),
         (["passed", "failed"], "1 passed, 1 failed", "red"),
         (["skipped"], "0 passed, 1 skipped", "red"),
+        (["passed", "expected skip", "expected skip"], "1 passed, 2 expected skips", "yellow"),
     ],
 )
 def test_the_badge_says_what_was_proven(statuses: list[str], message: str, color: str) -> None:
@@ -168,6 +234,30 @@ def test_json_holds_every_result_and_is_read_back() -> None:
         "details",
     }  # fmt: skip
     assert Report.joined([document]) == made
+
+
+@pytest.mark.parametrize(
+    ("statuses", "unproven"),
+    [
+        (["passed", "skipped"], False),
+        (["skipped", "not applicable"], True),
+        (["expected failure"], True),
+        (["not applicable"], False),
+        (["expected skip", "not applicable"], False),
+    ],
+)
+def test_a_type_of_which_nothing_is_proven_fails_the_run(statuses: list[str], *, unproven: bool) -> None:
+    made = report(result("passed"), *(result(status, model_type="qwen2") for status in statuses))
+    assert (not made.passed, list(made.unproven)) == (unproven, ["qwen2"] if unproven else [])
+    if unproven:
+        assert "nothing was proven of 'qwen2'" in made.to_json()["unproven"]["qwen2"]
+
+
+@pytest.mark.parametrize("error", [float("inf"), float("nan")])
+def test_a_number_that_is_not_finite_is_null_in_json(error: float) -> None:
+    made = report(result("failed", reason="not numbers", error=error, details={"sizes": [error, 1]}))
+    (written,) = json.loads(json.dumps(made.to_json(), allow_nan=False))["results"]
+    assert (written["error"], written["reason"], written["details"]) == (None, "not numbers", {"sizes": [None, 1]})
 
 
 def test_markdown_has_a_row_for_each_type_and_program_and_every_reason() -> None:
@@ -202,6 +292,41 @@ def test_the_command_refuses_what_makes_no_sense() -> None:
     assert invoke("llama", "--all").exit_code == 2
     assert invoke("llama", "--only", "float31_logits").exit_code == 2
     assert invoke("llama", "--compile-for", "v9").exit_code == 2
+    assert invoke("llama", "--only", "compiled_decode").exit_code == 2
+
+
+@pytest.mark.parametrize("option", ["--json", "--badge", "--markdown"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, option: str) -> None:
+    for path, why in ((tmp_path, "that is a directory"), (tmp_path / "none" / "a", "there is no directory")):
+        finished = invoke("llama", option, str(path))
+        assert finished.exit_code == 2
+        assert f"{option} was given" in finished.stderr and why in " ".join(finished.stderr.split())
+
+
+def test_types_that_have_not_begun_are_let_go_when_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from concurrent.futures import Future
+
+    from ttpu_conformance import session
+    from ttpu_conformance.case import Options
+
+    ends: list[dict[str, bool]] = []
+
+    class Pool:
+        def __init__(self, *arguments: Any, **options: Any) -> None: ...
+
+        def submit(self, *arguments: Any) -> Future[list[Result]]:
+            done: Future[list[Result]] = Future()
+            done.set_result([])
+            return done
+
+        def shutdown(self, **options: bool) -> None:
+            ends.append(options)
+
+    monkeypatch.setattr(session, "ProcessPoolExecutor", Pool)
+    running = session.check_types(["llama", "qwen2"], session.Request("quick", (), (), (), Options()), jobs=2)
+    next(running)
+    running.close()
+    assert ends == [{"cancel_futures": True}]
 
 
 def test_a_missing_tpu_fails_if_it_is_required() -> None:

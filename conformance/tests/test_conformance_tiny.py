@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,15 @@ def test_a_type_that_transformers_does_not_have_needs_a_class() -> None:
 
     with pytest.raises(DeclarationError, match="no causal language model of type 'olive'"):
         reference_class(declaration("olive"))
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_the_config_is_what_transformers_saves_with_the_model(model_type: str) -> None:
+    from ttpu_conformance.case import Reference
+
+    declared = declaration(model_type)
+    reference = Reference(declared, declared.variant("base"))
+    assert reference.config == json.loads((reference.path / "config.json").read_text())
 
 
 def test_every_tensor_is_random_and_logits_are_of_order_one() -> None:

@@ -59,7 +59,7 @@ def diagnose(case: Case) -> str:
 
 def _diagnose(case: Case) -> str:
     architecture = case.architecture
-    first = place = _first_difference(case, architecture)
+    first = place = first_difference(case, architecture)
     found: list[Hypothesis] = []
     while place is not None and len(found) < MOST_MISTAKES:
         hypothesis = _explanation(case, architecture, place)
@@ -67,7 +67,7 @@ def _diagnose(case: Case) -> str:
             break
         found.append(hypothesis)
         architecture = _changed(case, architecture, hypothesis)
-        place = _first_difference(case, architecture)
+        place = first_difference(case, architecture)
     if first is None:
         return ""
     if not found:
@@ -82,7 +82,7 @@ def _diagnose(case: Case) -> str:
     )
 
 
-def _first_difference(case: Case, architecture: Architecture) -> Place | None:
+def first_difference(case: Case, architecture: Architecture) -> Place | None:
     """The first place where our model is not the reference; None where the logits agree."""
     try:
         model = case.load(architecture=architecture)
@@ -94,8 +94,8 @@ def _first_difference(case: Case, architecture: Architecture) -> Place | None:
         return None
     streams = _reference_streams(case)
     if streams is None:
-        sentence = "where they first differ cannot be seen, since transformers does not show this model's residual stream"
-        return Place(sentence, EVERY_HOOK, None)
+        why = "transformers does not show this model's residual stream"
+        return Place(f"where they first differ cannot be seen, since {why}", EVERY_HOOK, None)
     for layers, wanted in enumerate(streams):
         errors = _errors(residual_stream(model, ids, layers, several=_several(wanted)), wanted)
         if not errors.max() <= STREAM:
@@ -103,10 +103,10 @@ def _first_difference(case: Case, architecture: Architecture) -> Place | None:
             shared = not errors[0] <= SHARED * errors.max()
             token = 0 if shared else int(np.argmax(~(errors <= STREAM)))
             return _place(layers, model.spec.num_layers, token)
-    hooks = ("ttpu_head", "ttpu_flax_mapping")
+    head = ("ttpu_head", "ttpu_flax_mapping")
     if _several(streams[-1]):
-        return Place("the models agree up to the final norm", ("ttpu_final_norm", "ttpu_embedding", *hooks), None)
-    return Place("the models agree up to the head", hooks, None)
+        return Place("the models agree up to the final norm", ("ttpu_final_norm", "ttpu_embedding", *head), None)
+    return Place("the models agree up to the head", head, None)
 
 
 def _place(layers: int, of: int, token: int) -> Place:

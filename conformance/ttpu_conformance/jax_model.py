@@ -159,7 +159,7 @@ def residual_stream(loaded: JaxModel, ids: np.ndarray, layers: int, *, several: 
     def run(params: Any, ids: jax.Array, positions: jax.Array) -> jax.Array:
         decoder = Decoder(cut, params, table, runtime)
         if several:
-            decoder.embed.collapse = lambda x: x
+            decoder.embed.collapse = lambda x: x  # type: ignore[method-assign]
         return decoder.hidden(ids, positions)[0]
 
     return np.asarray(jax.jit(run)(params, ids.astype(np.int32), _positions(ids)), np.float32)

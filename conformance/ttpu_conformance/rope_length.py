@@ -1,5 +1,5 @@
-"""Ropes that turn long sequences otherwise than short ones. In: a description; out: whether it has one, and from how many
-tokens on it is another."""
+"""Ropes that turn long sequences otherwise than short ones. In: a description; out: whether it has one, and how long
+a sequence is short for it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ CONTEXT_KEYS = {"dynamic": "max_position_embeddings", "longrope": "original_max_
 
 
 def depends_on_length(spec: ArchitectureSpec) -> bool:
-    """Whether the rope of any layer does: then a token's logits are those of the tokens before it only among sequences of
-    one length."""
+    """Whether the rope of any layer does: then a token's logits are those of the tokens before it only among sequences
+    of one length."""
     return any(rope is not None and rope.depends_on_length for rope in map(rope_of, spec.layers))
 
 

@@ -139,7 +139,7 @@ def _without_reference(item: Item, missing: NoReference) -> Outcome:
     """A failure, unless the plugin declares that its reference model cannot be made everywhere."""
     declaration = item.case.declaration
     if declaration.not_proven is not None:
-        return Outcome("expected skip", f"{declaration.not_proven} ({missing})", raised=missing)
+        return Outcome("expected skip", declaration.not_proven, raised=missing)
     reason = (
         f'{str(missing).rstrip(".")}: install what is missing, or say with not_proven = "…" under '
         f"[{declaration.model_type}] in conformance.toml what the reference model needs."

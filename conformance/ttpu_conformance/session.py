@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def usual_jobs(types: Sequence[str], options: Options) -> int:
 
 def check_types(
     types: Sequence[str], request: Request, jobs: int, announce: Announce = lambda item: None
-) -> Iterator[tuple[str, list[Result]]]:
+) -> Generator[tuple[str, list[Result]]]:
     """The results of each type as it is done; where one process serves, `announce` hears of each check before it runs.
 
     Raises:

@@ -1,5 +1,5 @@
-"""One training step on a mesh that may span several processes: in goes a checkpoint and a mesh, out comes the loss before
-and after. Every process runs the same program; each holds its part of the weights.
+"""One training step on a mesh that may span several processes: in goes a checkpoint and a mesh, out comes the loss
+before and after. Every process runs the same program; each holds its part of the weights.
 
     python examples/launch/train_step.py examples/checkpoints/pydoc-llama
     ttpu launch --nproc-per-node 2 --devices-per-process 4 -- \\

@@ -1,19 +1,22 @@
-"""`ttpu launch`: a command comes in and runs as several processes, on this machine, on hosts, in a SLURM job or on a TPU
-slice; their lines go out behind their numbers. With --slurm-script or --gke it is written down for another to run."""
+"""`ttpu launch`: a command comes in and runs as several processes, on this machine, on hosts, in a SLURM job or on a
+TPU slice; their lines go out behind their numbers. With --slurm-script or --gke a file goes out that has this done."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ttpu_core.cli.console import note
 from ttpu_core.errors import LaunchError
+
+if TYPE_CHECKING:
+    from ttpu_core.launch.supervisor import Task
 
 WHERE, FILES, PROCESSES = "Where", "Files for other launchers", "Processes"
 
@@ -23,7 +26,7 @@ def launch(
         list[str] | None, typer.Argument(metavar="-- COMMAND...", help="What each process runs: ttpu, or a script.")
     ] = None,
     nproc_per_node: Annotated[
-        int, typer.Option("--nproc-per-node", min=1, metavar="N", help="Processes of a host.", rich_help_panel=PROCESSES)
+        int, typer.Option("--nproc-per-node", min=1, metavar="N", help="Processes per host.", rich_help_panel=PROCESSES)
     ] = 1,
     devices_per_process: Annotated[
         int | None,
@@ -52,11 +55,11 @@ def launch(
         str, typer.Option(metavar="COMMAND", help="How a host is reached.", rich_help_panel=WHERE)
     ] = "ssh -T -o BatchMode=yes",
     python: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Python on the hosts, else this one's path.", rich_help_panel=WHERE)
+        str | None, typer.Option(metavar="PATH", help="Python there, else this one's path.", rich_help_panel=WHERE)
     ] = None,
     coordinator: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Where process 0 listens, else on the first host.", rich_help_panel=WHERE),
+        typer.Option(metavar="HOST:PORT", help="Where process 0 listens, else the first host.", rich_help_panel=WHERE),
     ] = None,
     slurm: Annotated[
         bool, typer.Option("--slurm", help="This is a task of srun: take its number.", rich_help_panel=WHERE)
@@ -108,39 +111,26 @@ def launch(
 ) -> None:
     """Run a command as several processes that form one mesh.
 
-    Each process sees the devices of all, so that --mesh, or a script's mesh, may span
-    them. Lines come behind the number of their process; the first process that fails
-    ends the rest, and its exit code is this command's. stdin is not passed on.
-
-    On one machine the devices are simulated on its CPU, one per process unless
-    --devices-per-process says more.
+    Each process sees the devices of all, so that --mesh, or the mesh of a script,
+    may span them. Lines come behind the number of their process; the first
+    process that fails ends the rest, and its exit code is this command's. What is
+    written to stdin is not passed on. On one machine the devices are simulated on
+    its CPU: one for each process, unless --devices-per-process says more.
 
     Examples:
 
       ttpu launch --nproc-per-node 2 --devices-per-process 4 -- \\
           ttpu generate ./llama --prompt Hi --mesh fsdp=4,tensor=2
-      ttpu launch --hosts tpu-a,tpu-b -- python train.py
-      ttpu launch --tpu-pod --tpu-name my-slice --zone us-east5-b -- train.py
+      ttpu launch --hosts tpu-a,tpu-b -- train.py --steps 100
+      ttpu launch --tpu-pod --tpu-name slice --zone us-east5-b -- train.py
       srun ttpu launch --slurm -- train.py
       ttpu launch --slurm-script job.sh --nodes 4 --time 2:00:00 -- train.py
-      ttpu launch --gke job.yaml --topology 2*v5e:4x4 --image gcr.io/me/ttpu -- \\
-          ttpu generate /models/llama --prompt Hi --mesh data=2,tensor=16
+      ttpu launch --gke job.yaml --topology 2*v5e:4x4 --image gcr.io/me/ttpu \\
+          -- ttpu generate /models/llama --prompt Hi --mesh data=2,tensor=16
     """
+    from ttpu_core.launch import places
     from ttpu_core.launch.command import argv_of, check_command
     from ttpu_core.launch.contract import Contract
-    from ttpu_core.launch.places import (
-        coordinator_of,
-        free_port,
-        hosts_in,
-        hosts_of,
-        local_tasks,
-        passed_on,
-        ssh_tasks,
-        usual_variables,
-    )
-    from ttpu_core.launch.slurm import slurm_contract
-    from ttpu_core.launch.supervisor import Task
-    from ttpu_core.launch.tpu_pod import gcloud_command, pod_contract, worker_label
 
     words = tuple(command or ())
     check_command(words)
@@ -154,87 +144,98 @@ def launch(
             "--gke": gke,
         }
     )
-    _only_with("--tpu-pod", tpu_pod, {"--tpu-name": tpu_name, "--zone": zone, "--project": project, "--workdir": workdir})
+    pod = {"--tpu-name": tpu_name, "--zone": zone, "--project": project, "--workdir": workdir}
+    _only_with("--tpu-pod", tpu_pod, pod)
     _only_with("--gke", gke, {"--topology": topology, "--image": image, "--chips-per-host": chips_per_host})
     _only_with("--slurm-script", slurm_script, {"--time": time, "--partition": partition, "--sbatch": sbatch})
     _only_with("--hosts or --hostfile", hosts or hostfile, {"--python": python, "--coordinator": coordinator})
-    variables = passed_on(env or (), os.environ)
+    variables = places.passed_on(env or (), os.environ)
 
     if gke is not None:
-        _write_job_set(gke, words, topology, image, name, namespace, max_restarts, chips_per_host, variables, force, dry_run)
+        text = _job_set(words, topology, image, name, namespace, max_restarts, chips_per_host, variables)
+        _write(gke, text, force, dry_run, executable=False, then=f"kubectl apply -f {gke}")
         return
     if slurm_script is not None:
         from ttpu_core.launch.slurm import BatchScript
 
         script = BatchScript(
             words,
-            str(Path.cwd()),
+            places.directory(),
             nodes,
-            nproc_per_node,
-            name,
-            time,
-            partition,
-            devices_per_process,
-            timeout,
-            tuple(variables.items()),
-            tuple(sbatch or ()),
+            processes_per_node=nproc_per_node,
+            name=name,
+            time=time,
+            partition=partition,
+            local_devices=devices_per_process,
+            timeout=timeout,
+            environment=tuple(variables.items()),
+            options=tuple(sbatch or ()),
         )
         _write(slurm_script, script.text(), force, dry_run, executable=True, then=f"sbatch {slurm_script}")
         return
 
-    tasks: list[Task]
-    if tpu_pod and tpu_name is not None:
-        if zone is None:
-            raise LaunchError(f"--tpu-name {tpu_name} was given without --zone: pass the slice's zone too.")
-        argv = gcloud_command(
-            words, tpu_name, zone=zone, project=project, directory=workdir, environment=variables, timeout=timeout
-        )
+    if tpu_name is not None:
+        tasks = [_on_all_workers(words, tpu_name, zone, project, workdir, variables, timeout)]
         if dry_run:
-            print(shlex.join(argv))
+            print(shlex.join(tasks[0].command))
             return
-        tasks = [Task(tpu_name, tuple(argv), {}, str(Path.cwd()))]
     elif tpu_pod:
-        own = {"PYTHONUNBUFFERED": "1", **variables, **pod_contract(timeout).environment()}
-        tasks = [Task(worker_label(os.environ), argv_of(words), own, str(Path.cwd()))]
+        from ttpu_core.launch.tpu_pod import pod_contract, worker_label
+
+        tasks = [places.own_task(worker_label(os.environ), argv_of(words), pod_contract(timeout), variables)]
     elif slurm:
+        from ttpu_core.launch.slurm import slurm_contract
+
         contract = slurm_contract(os.environ, local_devices=devices_per_process, timeout=timeout)
-        own = {"PYTHONUNBUFFERED": "1", **variables, **contract.environment()}
-        tasks = [Task(str(contract.process_id), argv_of(words), own, str(Path.cwd()))]
+        tasks = [places.own_task(str(contract.process_id), argv_of(words), contract, variables)]
     elif hosts is not None or hostfile is not None:
-        places = hosts_of(hosts, nproc_per_node) if hosts else hosts_in(hostfile or Path(), nproc_per_node)
-        contract = Contract(
-            coordinator_of(places, coordinator), local_devices=devices_per_process, timeout=timeout
-        )
+        there = places.hosts_in(hostfile, nproc_per_node) if hostfile else places.hosts_of(hosts or "", nproc_per_node)
+        address = places.coordinator_of(there, coordinator)
+        contract = Contract(address, local_devices=devices_per_process, timeout=timeout)
         interpreter = python or sys.executable
-        tasks = ssh_tasks(
-            argv_of(words, interpreter),
-            places,
-            contract,
-            {**usual_variables(os.environ), **variables},
-            python=interpreter,
-            ssh=ssh,
-        )
+        passed = {**places.usual_variables(os.environ), **variables}
+        tasks = places.ssh_tasks(argv_of(words, interpreter), there, contract, passed, python=interpreter, ssh=ssh)
     else:
         simulated = devices_per_process or (1 if nproc_per_node > 1 else None)
-        contract = Contract(f"127.0.0.1:{free_port()}", local_devices=simulated, timeout=timeout)
-        tasks = local_tasks(argv_of(words), nproc_per_node, contract, variables)
+        contract = Contract(f"127.0.0.1:{places.free_port()}", local_devices=simulated, timeout=timeout)
+        tasks = places.local_tasks(argv_of(words), nproc_per_node, contract, variables)
     if dry_run:
         for task in tasks:
-            print(_as_line(task.label, task.host, task.command, task.environment))
+            print(_as_line(task))
         return
     raise typer.Exit(_run(tasks, grace))
 
 
-def _run(tasks: list, grace: float) -> int:  # type: ignore[type-arg]
+def _run(tasks: Sequence[Task], grace: float) -> int:
+    if os.name != "posix":
+        raise LaunchError("processes were to be started here, but that needs POSIX process groups: use Linux.")
     from ttpu_core.launch.supervisor import supervise
 
-    if os.name != "posix":
-        raise LaunchError("ttpu launch was asked to start processes on Windows, but it needs POSIX process groups: use WSL.")
     return supervise(tasks, grace)
 
 
-def _write_job_set(
-    path: Path,
+def _on_all_workers(
+    words: tuple[str, ...],
+    tpu_name: str,
+    zone: str | None,
+    project: str | None,
+    workdir: str | None,
+    variables: Mapping[str, str],
+    timeout: int,
+) -> Task:
+    from ttpu_core.launch.places import directory
+    from ttpu_core.launch.supervisor import Task
+    from ttpu_core.launch.tpu_pod import gcloud_command
+
+    if zone is None:
+        raise LaunchError(f"--tpu-name {tpu_name} was given without --zone: pass the slice's zone too.")
+    argv = gcloud_command(
+        words, tpu_name, zone=zone, project=project, directory=workdir, environment=variables, timeout=timeout
+    )
+    return Task(tpu_name, tuple(argv), {}, directory())
+
+
+def _job_set(
     words: tuple[str, ...],
     topology: str | None,
     image: str | None,
@@ -243,19 +244,19 @@ def _write_job_set(
     restarts: int,
     chips_per_host: int | None,
     variables: Mapping[str, str],
-    force: bool,
-    dry_run: bool,
-) -> None:
+) -> str:
     from ttpu_core.launch.gke import JobSet
     from ttpu_core.plan.hardware import parse_topology
 
     if topology is None or image is None:
-        missing = " and ".join(option for option, value in (("--topology", topology), ("--image", image)) if value is None)
-        raise LaunchError(f"--gke was given without {missing}: pass the slice, as in v5e:4x4, and an image that has ttpu.")
+        missing = " and ".join(name for name, value in (("--topology", topology), ("--image", image)) if value is None)
+        raise LaunchError(
+            f"--gke was given without {missing}: pass the slice, as in v5e:4x4, and an image that has ttpu installed."
+        )
     job = JobSet(
         words, parse_topology(topology), image, name, namespace, restarts, chips_per_host, tuple(variables.items())
     )
-    _write(path, job.yaml(), force, dry_run, executable=False, then=f"kubectl apply -f {path}")
+    return job.yaml()
 
 
 def _write(path: Path, text: str, force: bool, dry_run: bool, *, executable: bool, then: str) -> None:
@@ -280,7 +281,6 @@ def _only_with(owner: str, present: object, options: Mapping[str, object]) -> No
         raise LaunchError(f"{given[0]} was given, but it says something only with {owner}: add that, or leave it out.")
 
 
-def _as_line(label: str, host: str | None, command: tuple[str, ...], environment: Mapping[str, str]) -> str:
-    shown = {name: value for name, value in environment.items() if name.startswith("TTPU_")}
-    where = f" on {host}" if host else ""
-    return f"[{label}]{where} {' '.join(f'{k}={shlex.quote(v)}' for k, v in shown.items())} {shlex.join(command)}"
+def _as_line(task: Task) -> str:
+    place = " ".join(f"{name}={value}" for name, value in task.environment.items() if name.startswith("TTPU_"))
+    return f"[{task.label}]{f' on {task.host}' if task.host else ''} {place} {shlex.join(task.command)}"

@@ -14,13 +14,15 @@ import typer
 from ttpu_core.cli.console import counted, in_bytes, note, print_json, stderr_console, stdout_console
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ttpu_core.architecture import Architecture
     from ttpu_core.plan.plan import Plan
     from ttpu_core.plan.planner import NoFit, Request
     from ttpu_core.plan.verification import Verification
 
 GIB = 2**30
-Verified = dict[int, "tuple[Verification, ...]"]
+Verified = dict["Plan", "tuple[Verification, ...]"]
 
 NOTHING_FITS = 1
 NOTE = (
@@ -67,6 +69,9 @@ def plan(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compile the first plan (of each generation) for its slices.")
     ] = False,
+    candidates: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many plans for a topology --verify compiles and compares.")
+    ] = 1,
     save: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="Write the first plan.")] = None,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw where the memory goes: .html, or .png by matplotlib.")
@@ -84,30 +89,34 @@ def plan(
       ttpu plan ./llama --topology v5e:2x4 --batch 64 --save plan.json
       ttpu plan ./llama --topology v5p:4x4x4 --task training --verify --picture memory.html
     """
+    from ttpu_core.plan.picture import check_ending, save_picture
     from ttpu_core.plan.planner import Request
     from ttpu_core.registry import default_registry
 
-    request = Request(
-        task.value, batch, context, quantization=quantization.value if quantization else None
-    )
+    if picture is not None:
+        check_ending(picture)
+    quantized = quantization.value if quantization else None
+    request = Request(task.value, batch, context, quantization=quantized)
     architecture = default_registry().architecture(_config(checkpoint))
-    shown, nothing = _plans(architecture, topology, request, best)
+    shown, nothing = _plans(architecture, topology, request, max(best, candidates))
     fitting = [one for one in shown if one.fits]
-    verified = _verified(architecture, fitting if topology is None else fitting[:1], shown) if verify else {}
+    verified = _verified(architecture, fitting if topology is None else fitting[:candidates]) if verify else {}
+    if topology is not None:
+        shown = sorted(shown, key=lambda one: _order(one, verified))  # stable: what is not verified stays in order
+    fitting = [one for one in shown if one.fits and not _refused(one, verified)]
     if as_json:
         print_json(_as_json(checkpoint, architecture, request, shown, nothing, verified))
     else:
         _print(checkpoint, architecture, request, shown, verified)
     if picture is not None and shown:
-        from ttpu_core.plan.picture import save_picture
-
-        save_picture([(_name(one), one) for one in shown], picture, _title(checkpoint, request))
+        save_picture([(_name(one), one) for one in shown], picture, _title(architecture.spec.model_type, request))
         note(f"drew {counted(len(shown), 'plan')} in {picture}")
     if save is not None and fitting:
         fitting[0].save(save)
         note(f"saved the plan for {_name(fitting[0])} as {save}")
     if not fitting:
-        note(f"nothing fits: {nothing or 'no generation holds the model on up to 256 chips.'}")
+        compiled = "the compiler refuses what was predicted to fit: take more of --candidates, or more chips."
+        note(f"nothing fits: {nothing or (compiled if verified else 'no generation holds the model on 256 chips.')}")
         raise typer.Exit(NOTHING_FITS)
 
 
@@ -138,8 +147,8 @@ def _plans(
     return every[:best], why_nothing_fits(spec, slices, request, every)
 
 
-def _verified(architecture: Architecture, wanted: Sequence[Plan], shown: Sequence[Plan]) -> Verified:
-    """Row of the table → what the compiler says."""
+def _verified(architecture: Architecture, wanted: Sequence[Plan]) -> Verified:
+    """Plan → what the compiler says of its programs."""
     from ttpu_core.errors import UnsupportedError
     from ttpu_core.registry import default_registry
 
@@ -156,16 +165,30 @@ def _verified(architecture: Architecture, wanted: Sequence[Plan], shown: Sequenc
             def progress(task: str, one: Plan = one) -> None:
                 status.update(f"compiling {task} of {one.model_type} for {_name(one)}")
 
-            result[shown.index(one)] = backend.verify_plan(architecture, one, progress=progress)
+            result[one] = backend.verify_plan(architecture, one, progress=progress)
     return result
+
+
+def _refused(one: Plan, verified: Verified) -> bool:
+    return any(program.peak_bytes is None for program in verified.get(one, ()))
+
+
+def _order(one: Plan, verified: Verified) -> tuple[int, float]:
+    """Verified plans by the compiler's times, then the others, then those that it refused."""
+    if one not in verified:
+        return 1, 0.0
+    if _refused(one, verified):
+        return 2, 0.0
+    return 0, one.rank_seconds({program.task: program.seconds for program in verified[one]})
 
 
 def _name(one: Plan) -> str:
     return f"{one.topology} {one.parallelism}"
 
 
-def _title(checkpoint: str, request: Request) -> str:
-    return f"{checkpoint}: {request.purpose}, {request.context:,} tokens of context"
+def _title(model: str, request: Request) -> str:
+    rows = "" if request.batch is None else f"{counted(request.batch, 'row')}, "
+    return f"{model}: {request.purpose}, {rows}{request.context:,} tokens of context"
 
 
 def _as_json(
@@ -177,8 +200,8 @@ def _as_json(
     verified: Verified,
 ) -> dict[str, Any]:
     rows = []
-    for row, one in enumerate(shown):
-        compiled = {"compiled": [asdict(each) for each in verified[row]]} if row in verified else {}
+    for one in shown:
+        compiled = {"compiled": [asdict(each) for each in verified[one]]} if one in verified else {}
         rows.append({**one.to_json(), "parallelism": str(one.parallelism), **compiled})
     return {
         "checkpoint": checkpoint,
@@ -206,22 +229,21 @@ def _print(
     console = stdout_console()
     if shown:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=_title(checkpoint, request), title_justify="left")
-        rows = [_cells(one, verified.get(number)) for number, one in enumerate(shown)]
+        rows = [_cells(one) for one in shown]
         labels = list(dict.fromkeys(label for row in rows for label in row))
         for label in labels:
             table.add_column(label, justify="left" if label in LEFT else "right", no_wrap=True)
         for one, row in zip(shown, rows, strict=True):
             table.add_row(*(row.get(label, "") for label in labels), style="" if one.fits else "dim")
         console.print(table)
-    for number, compiled in verified.items():
-        for program in compiled:
-            console.print(f"{_name(shown[number])}, {program.task}: {_compiled_words(program)}")
+    if verified:
+        console.print(_compiled_table(verified))
     spec = architecture.spec
     words = f"{spec.model_type}, {spec.num_parameters:,} parameters in {request.quantization or request.dtype}. {NOTE}"
     console.print(f"{words} {VERIFIED_NOTE}" if verified else words)
 
 
-def _cells(one: Plan, compiled: tuple[Verification, ...] | None) -> dict[str, str]:
+def _cells(one: Plan) -> dict[str, str]:
     """Column → text of one plan's row, sizes in GiB."""
     memory, programs = asdict(one.memory), {program.workload.task: program for program in one.programs}
     others = ("gradients", "optimizer", "activations", "logits") if "train" in programs else ("cache", "activations")
@@ -237,20 +259,37 @@ def _cells(one: Plan, compiled: tuple[Verification, ...] | None) -> dict[str, st
             cells[label] = _milliseconds(programs[task].time.seconds)
     cells["tokens/s"] = f"{one.tokens_per_second:,.0f}"
     cells["bound by"] = one.programs[0].time.bound
-    if compiled:
-        known = [each.peak_bytes for each in compiled if each.peak_bytes is not None]
-        cells["compiled GiB"] = f"{max(known) / GIB:.1f}" if len(known) == len(compiled) else "does not fit"
-        cells["compiled step"] = _milliseconds(compiled[0].seconds) if compiled[0].peak_bytes is not None else ""
     return cells
 
 
+def _compiled_table(verified: Verified) -> Table:
+    """Prediction and compiler side by side, a program a line."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="compiled", title_justify="left")
+    for label in ("slice", "mesh", "program"):
+        table.add_column(label, no_wrap=True)
+    for label in ("predicted GiB", "GiB", "error", "predicted", "time"):
+        table.add_column(label, justify="right", no_wrap=True)
+    table.add_column("exchanged on each device, and who says so", overflow="fold")
+    for its, compiled in verified.items():
+        for one in compiled:
+            program = its.program(one.task)
+            assert program is not None
+            found = ("", "does not fit", "", "", "", one.refused)
+            if one.peak_bytes is not None:
+                error = program.memory.total / one.peak_bytes - 1
+                sizes = f"{program.memory.total / GIB:.2f}", f"{one.peak_bytes / GIB:.2f}", f"{error:+.1%}"
+                found = (*sizes, _milliseconds(program.time.seconds), _milliseconds(one.seconds), _compiled_words(one))
+            table.add_row(its.topology, str(its.parallelism), one.task, *found)
+    return table
+
+
 def _compiled_words(one: Verification) -> str:
-    if one.peak_bytes is None:
-        return one.refused
     exchanged = ", ".join(f"{counted(count, op)} ({in_bytes(size)})" for op, count, size in one.collectives)
     when = "compiled before" if one.cached else f"compiled in {one.compile_seconds:.0f} s"
-    found = f"{in_bytes(one.peak_bytes)}, {_milliseconds(one.seconds)}; {exchanged or 'no exchange'}"
-    return f"{found}; {when} by {one.compiler}"
+    return f"{exchanged or 'nothing'}; {when} by {one.compiler}"
 
 
 def _milliseconds(seconds: float) -> str:

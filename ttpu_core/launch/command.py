@@ -21,7 +21,7 @@ def argv_of(words: Sequence[str], python: str = sys.executable) -> tuple[str, ..
     if words[0] == TTPU:
         return (python, "-m", "ttpu_core.cli.main", *words[1:])
     if words[0].endswith(".py"):
-        return (python, *words)
+        return (python, "-m", "ttpu_core.launch.script", *words)
     return tuple(words)
 
 
@@ -32,7 +32,7 @@ def check_command(words: Sequence[str]) -> None:
             "no command was given: write what each process runs after `--`, as in "
             "`ttpu launch --nproc-per-node 2 -- ttpu generate ./llama --prompt Hi --mesh tensor=2`."
         )
-    if words[0] == TTPU and words[1:2] in (["chat"], ["launch"], ("chat",), ("launch",)):
+    if words[0] == TTPU and len(words) > 1 and words[1] in ("chat", "launch"):
         why = "a conversation needs one terminal: use `ttpu generate --chat --prompt TEXT`"
         why = why if words[1] == "chat" else "one launch starts all processes: leave the second out"
         raise LaunchError(f"`ttpu {words[1]}` was to be launched in several processes, but {why}.")

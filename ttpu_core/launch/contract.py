@@ -28,8 +28,8 @@ class Contract:
     """A process's place among the others.
 
     coordinator: "host:port" where process 0 listens, or "auto". num_processes and process_id are None where the
-    coordinator is "auto" and the runtime has not been asked yet. local_devices: CPU devices that this process simulates,
-    None for the accelerators that are there. timeout: seconds to wait for the others.
+    coordinator is "auto" and the runtime has not been asked yet. local_devices: CPU devices that this process
+    simulates, None for the accelerators that are there. timeout: seconds to wait for the others.
     """
 
     coordinator: str
@@ -117,8 +117,8 @@ def _check_address(coordinator: str) -> None:
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise LaunchError(
-            f"{COORDINATOR} is {coordinator!r}, but a host and a port are needed, such as 10.0.0.2:8476, or {AUTO!r} on a "
-            "TPU slice: correct it."
+            f"{COORDINATOR} is {coordinator!r}, but a host and a port are needed, such as 10.0.0.2:8476, or {AUTO!r} "
+            "on a TPU slice: correct it."
         )
 
 

@@ -35,6 +35,8 @@ def write_whole(path: Path, text: str, *, replace: bool, executable: bool = Fals
         finally:
             Path(unfinished).unlink(missing_ok=True)
     except FileExistsError as error:
-        raise LaunchError(f"{path} was to be written, but it exists: pass --force to replace it, or another name.") from error
+        raise LaunchError(
+            f"{path} was to be written, but it exists: pass --force to replace it, or another name."
+        ) from error
     except OSError as error:
         raise LaunchError(f"{path} cannot be written ({error.strerror}): pass another place.") from error

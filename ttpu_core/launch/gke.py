@@ -1,5 +1,5 @@
-"""Google Kubernetes Engine. In: a TPU topology, an image and a command; out: the YAML of a JobSet that runs the command on
-every host of every slice, for `kubectl apply -f`."""
+"""Google Kubernetes Engine. In: a TPU topology, an image and a command; out: the YAML of a JobSet that runs the command
+on every host of every slice, for `kubectl apply -f`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CHIPS_OF_HOSTS = (1, 4, 8)
 """Chips of a host in GKE's machine types: …-1t, …-4t and (v5e and v6e) …-8t."""
 
 # A JobSet is one Job per slice with one pod per host. GKE numbers the pods and, with several slices, the slices
-# (TPU_WORKER_ID, MEGASCALE_*), which is what jax.distributed finds by itself. backoffLimit 0: a pod that fails fails its
-# slice, and the JobSet begins anew as often as maxRestarts says. One slice must be one node pool, which is what the
+# (TPU_WORKER_ID, MEGASCALE_*), which is what jax.distributed finds by itself. backoffLimit 0: a pod that fails fails
+# its slice, and the JobSet begins anew as often as maxRestarts says. One slice must be one node pool, which is what the
 # annotation asks for (github.com/kubernetes-sigs/jobset, docs/concepts).
 TEMPLATE = """\
 apiVersion: jobset.x-k8s.io/v1alpha2
@@ -97,11 +97,11 @@ class JobSet:
         for what, text in (("name", self.name), ("namespace", self.namespace)):
             if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", text):
                 raise LaunchError(
-                    f"--{what} {text!r} was given, but Kubernetes takes up to 40 lower-case letters, digits and '-' here, "
-                    "the first a letter: correct it."
+                    f"--{what} {text!r} was given, but Kubernetes takes up to 40 lower-case letters, digits and '-' "
+                    "here, the first a letter: correct it."
                 )
         if not self.image.strip():
-            raise LaunchError("--gke needs an image in which `ttpu` is installed: pass --image, as in --image gcr.io/me/ttpu.")
+            raise LaunchError("--image was given, but it is empty: pass an image in which ttpu is installed.")
         chips = self._chips()
         return TEMPLATE.format(
             name=self.name,

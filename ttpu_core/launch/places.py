@@ -1,5 +1,5 @@
-"""Where processes run: on this machine, or on hosts reached by ssh. In: hosts, processes of a host, a command; out: a task
-for each process, with its contract."""
+"""Where processes run: on this machine, or on hosts reached by ssh. In: hosts, processes of a host, a command; out: a
+task for each process, with its contract."""
 
 from __future__ import annotations
 
@@ -39,17 +39,21 @@ class Host:
         return self.name.rpartition("@")[2]
 
 
-def local_tasks(command: Sequence[str], processes: int, contract: Contract, environment: Mapping[str, str]) -> list[Task]:
+def local_tasks(
+    command: Sequence[str], processes: int, contract: Contract, environment: Mapping[str, str]
+) -> list[Task]:
     """`processes` tasks in this directory; `contract` says what they have in common."""
     return [
-        Task(
-            str(number),
-            tuple(command),
-            {"PYTHONUNBUFFERED": "1", **environment, **_numbered(contract, number, processes).environment()},
-            os.getcwd(),  # noqa: PTH109  (the same string as $PWD's, which other machines may know)
-        )
+        own_task(str(number), command, replace(contract, num_processes=processes, process_id=number), environment)
         for number in range(processes)
     ]
+
+
+def own_task(label: str, command: Sequence[str], contract: Contract, environment: Mapping[str, str]) -> Task:
+    """The one process of this machine, where something else has started this command on all of them."""
+    return Task(
+        label, tuple(command), {"PYTHONUNBUFFERED": "1", **environment, **contract.environment()}, directory()
+    )
 
 
 def ssh_tasks(
@@ -69,13 +73,10 @@ def ssh_tasks(
     places = [host for host in hosts for _ in range(host.processes)]
     guard = f"exec {shlex.quote(python)} -m ttpu_core.launch.guard"
     return [
-        Task(
-            str(number),
-            tuple(command),
-            {"PYTHONUNBUFFERED": "1", **environment, **_numbered(contract, number, count).environment()},
-            os.environ.get("PWD", os.getcwd()),  # noqa: PTH109
-            (*shlex.split(ssh), host.name, guard),
-            host.name,
+        replace(
+            own_task(str(number), command, replace(contract, num_processes=count, process_id=number), environment),
+            guard=(*shlex.split(ssh), host.name, guard),
+            host=host.name,
         )
         for number, host in enumerate(places)
     ]
@@ -96,7 +97,7 @@ def hosts_in(path: Path, processes: int) -> list[Host]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise LaunchError(f"the host file {path} cannot be read ({reason}): pass a text file, a host a line.") from error
+        raise LaunchError(f"the host file {path} cannot be read ({reason}): pass a text file.") from error
     hosts = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -105,8 +106,8 @@ def hosts_in(path: Path, processes: int) -> list[Host]:
         slots = re.fullmatch(r"slots=([1-9]\d*)", words[1]) if len(words) == 2 else None
         if len(words) > 2 or (len(words) == 2 and slots is None):
             raise LaunchError(
-                f"line {number} of the host file {path} is {line.strip()!r}, but a host and at most slots=N are needed, as "
-                "in 'tpu-a slots=2': correct it."
+                f"line {number} of the host file {path} is {line.strip()!r}, but a host and at most slots=N are "
+                "needed, as in 'tpu-a slots=2': correct it."
             )
         hosts.append(Host(words[0], int(slots[1]) if slots else processes))
     return _checked(hosts, f"--hostfile {path}")
@@ -121,14 +122,14 @@ def coordinator_of(hosts: Sequence[Host], coordinator: str | None) -> str:
     match = re.fullmatch(r"(\[[^\]\s]+\]|[^:\s]*)(?::(\d+))?", coordinator or "")
     if match is None:
         raise LaunchError(
-            f"--coordinator {coordinator!r} was given, but HOST, HOST:PORT or :PORT is needed, as in 10.0.0.2:8476: correct "
-            "it."
+            f"--coordinator {coordinator!r} was given, but HOST, HOST:PORT or :PORT is needed, as in 10.0.0.2:8476: "
+            "correct it."
         )
     address = match[1] or hosts[0].address
     if address in LOCAL_NAMES and len({host.address for host in hosts}) > 1 and not match[1]:
         raise LaunchError(
-            f"process 0 would listen at {address!r}, which the other hosts take for themselves: name the first host as the "
-            "others know it, or pass --coordinator HOST:PORT."
+            f"process 0 would listen at {address!r}, which the other hosts take for themselves: name the first host as "
+            "the others know it, or pass --coordinator HOST:PORT."
         )
     return f"{address}:{match[2] or DEFAULT_PORT}"
 
@@ -162,8 +163,11 @@ def usual_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(PASSED_ON)}
 
 
-def _numbered(contract: Contract, number: int, count: int) -> Contract:
-    return replace(contract, num_processes=count, process_id=number)
+def directory() -> str:
+    """This directory, by the name under which the shell entered it: other machines may not have what its links point
+    to."""
+    here, named = Path.cwd(), Path(os.environ.get("PWD", ""))
+    return str(named if named.is_absolute() and named.is_dir() and named.samefile(here) else here)
 
 
 def _checked(hosts: list[Host], given: str) -> list[Host]:

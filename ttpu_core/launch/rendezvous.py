@@ -102,8 +102,8 @@ def _greet(contract: Contract, count: int, number: int) -> None:
         time.sleep(RETRY_SECONDS)
     raise LaunchError(
         f"process {number} of {count} was to meet process 0 at {contract.coordinator}, but could not for "
-        f"{contract.timeout} s ({reason}): start process 0, check that this address is its own and that the port is open, "
-        f"or wait longer ({TIMEOUT}, `ttpu launch --timeout`)."
+        f"{contract.timeout} s ({reason}): start process 0, check that this address is its own and that the port is "
+        f"open, or wait longer ({TIMEOUT}, `ttpu launch --timeout`)."
     )
 
 
@@ -116,8 +116,8 @@ def _listening(contract: Contract) -> socket.socket:
     except OSError as error:
         taken = "another program has it" if error.errno == errno.EADDRINUSE else str(error.strerror).lower()
         raise LaunchError(
-            f"process 0 was to listen at port {port} of {contract.address[0]}, but cannot ({taken}): choose another port "
-            "for the coordinator."
+            f"process 0 was to listen at port {port} of {contract.address[0]}, but cannot ({taken}): choose another "
+            "port for the coordinator."
         ) from error
 
 
@@ -143,14 +143,14 @@ def _number_in(line: str, count: int, present: dict[int, socket.socket]) -> tupl
     number, its_count = int(words[1]), int(words[2])
     if its_count != count or not 1 <= number < count:
         return None, (
-            f"process 0 was told of {count} processes, but a process came that is number {number} of {its_count}: give all "
-            "of them the same number of processes."
+            f"process 0 was told of {count} processes, but a process came that is number {number} of {its_count}: give "
+            "all of them the same number of processes."
         )
     if number in present:
         if _is_open(present[number]):
             return None, (
-                f"two processes came as number {number} of {count}, but each needs its own {PROCESS_ID}: number them 0 to "
-                f"{count - 1}."
+                f"two processes came as number {number} of {count}, but each needs its own {PROCESS_ID}: number them 0 "
+                f"to {count - 1}."
             )
         present.pop(number).close()
     return number, None

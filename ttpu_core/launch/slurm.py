@@ -12,7 +12,7 @@ from ttpu_core.errors import LaunchError
 from ttpu_core.launch.contract import DEFAULT_TIMEOUT, Contract
 
 FIRST_PORT, PORTS = 61440, 4096
-"""The coordinator's port follows from the job's number, so that two jobs on one node seldom share it; JAX's own rule."""
+"""The coordinator's port follows from the job's number, so that two jobs on a node seldom share it; JAX's own rule."""
 
 
 def slurm_contract(
@@ -31,8 +31,8 @@ def slurm_contract(
     if missing:
         where = "inside an allocation, but not by srun" if "SLURM_JOB_ID" in environment else "outside an allocation"
         raise LaunchError(
-            f"--slurm was given {where} ({', '.join(missing)} not set): run `srun ttpu launch --slurm -- COMMAND` in an "
-            "allocation, or write a batch script with --slurm-script FILE."
+            f"--slurm was given {where} ({', '.join(missing)} not set): run `srun ttpu launch --slurm -- COMMAND` in "
+            "an allocation, or write a batch script with --slurm-script FILE."
         )
     job, count, number = (int(environment[name]) for name in needed)
     port = FIRST_PORT + job % PORTS
@@ -82,8 +82,8 @@ class BatchScript:
         bad = [option for option in asked if "\n" in option or not option.startswith("-")]
         if bad:
             raise LaunchError(
-                f"{bad[0]!r} was to be an option of sbatch, but it does not begin with '-' or is more than one line: write "
-                "it as in --sbatch=--account=lab."
+                f"{bad[0]!r} was to be an option of sbatch, but it does not begin with '-' or is more than one line: "
+                "write it as in --sbatch=--account=lab."
             )
         launch = ["ttpu", "launch", "--slurm"]
         launch += [] if self.local_devices is None else ["--devices-per-process", str(self.local_devices)]

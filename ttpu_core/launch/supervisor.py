@@ -1,5 +1,5 @@
-"""Runs several processes as one. In: what each runs and where; out: their lines, each behind its process's label, and one
-exit status. The first that fails ends the rest, a signal ends them all, and none outlives this one."""
+"""Runs several processes as one. In: what each runs and where; out: their lines, each behind its process's label, and
+one exit status. The first that fails ends the rest, a signal ends them all, and none outlives this one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Cloud TPU slices. In: this machine's variables; out: the contract of one of a slice's workers. In: a slice's name and a
-command; out: the gcloud command that runs it on every worker."""
+"""Cloud TPU slices. In: this machine's variables; out: the contract of one of a slice's workers. In: a slice's name and
+a command; out: the gcloud command that runs it on every worker."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def pod_contract(timeout: int = DEFAULT_TIMEOUT) -> Contract:
 
 
 def worker_label(environment: Mapping[str, str]) -> str:
-    """What a worker's lines begin with: its number in the slice where the environment has it (GKE), else its host's name;
-    with the slice's number before it where there are several."""
+    """What a worker's lines begin with: its number in the slice where the environment has it (GKE), else its host's
+    name; with the slice's number before it where there are several."""
     worker = environment.get("TPU_WORKER_ID") or socket.gethostname()
     several = environment.get("MEGASCALE_NUM_SLICES", "1") not in ("", "1")
     return f"{environment.get('MEGASCALE_SLICE_ID', '?')}.{worker}" if several else worker
@@ -37,7 +37,9 @@ def gcloud_command(
     """An argv that runs `ttpu launch --tpu-pod -- command` on all workers of the slice `name`, in `directory` or in the
     home directory."""
     if not name or name.startswith("-"):
-        raise LaunchError(f"--tpu-name {name!r} was given, but it is no name of a TPU: see `gcloud compute tpus tpu-vm list`.")
+        raise LaunchError(
+            f"--tpu-name {name!r} was given, but it is no name of a TPU: see `gcloud compute tpus tpu-vm list`."
+        )
     waits = [] if timeout == DEFAULT_TIMEOUT else ["--timeout", str(timeout)]
     launch = shlex.join(["ttpu", "launch", "--tpu-pod", *waits, "--", *command])
     variables = "".join(f"{key}={shlex.quote(value)} " for key, value in (environment or {}).items())

@@ -71,7 +71,7 @@ def estimate_time(
         compute=sum(count * part.compute for count, part in parts),
         hbm=sum(count * part.hbm for count, part in parts),
         ici=sum(count * (part.sums + part.background) for count, part in parts),
-        dcn=sum(count * part.dcn for count, part in parts),
+        dcn=sum(count * (part.sums_dcn + part.background_dcn) for count, part in parts),
         seconds=sum(count * part.seconds for count, part in parts),
     )
 
@@ -82,13 +82,14 @@ class _Part:
 
     compute: float = 0.0
     hbm: float = 0.0
-    sums: float = 0.0
-    background: float = 0.0
-    dcn: float = 0.0
+    sums: float = 0.0  # on the interconnect; between slices
+    sums_dcn: float = 0.0
+    background: float = 0.0  # the same
+    background_dcn: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return max(self.compute, self.hbm, self.background, self.dcn) + self.sums
+        return max(self.compute, self.hbm, self.background, self.background_dcn) + self.sums + self.sums_dcn
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +201,14 @@ class _Program:
         """An all-reduce forwards, and one for the gradient of the product's input."""
         if by:
             ici, dcn = self.links.seconds("all-reduce", size, by)
-            part.sums += (self.forwards + self.trains) * (ici + dcn)
+            part.sums += (self.forwards + self.trains) * ici
+            part.sums_dcn += (self.forwards + self.trains) * dcn
 
     def _in_background(self, part: _Part, op: str, size: float, by: tuple[str, ...]) -> None:
         if by:
             ici, dcn = self.links.seconds(op, size, by)
             part.background += ici
-            part.dcn += dcn
+            part.background_dcn += dcn
 
     def _exchange_keys(self, part: _Part, kind: LayerShards, rows: int) -> None:
         """Where the sequence is cut, every device sees all keys and values of its rows, forwards and back."""

@@ -236,10 +236,11 @@ def _largest_unit(model: ModelShards, workload: Workload) -> _Unit:
         for kind in layers:
             of_experts = [tiled_bytes(one.gathered, bits) for one in kind.parameters if one.of_experts]
             others = [one for one in kind.parameters if not one.of_experts]
-            # A mixture's kernels are gathered one after the other, each for its own product.
-            gathered += weight_bytes(others, workload, bits, gathered=True) + max(of_experts, default=0)
+            gathered += weight_bytes(others, workload, bits, gathered=True) + sum(of_experts)
             gradient = max(gradient, *of_experts, *(tiled_bytes(one.gathered, 32) for one in others), 0)
             product = max(product, 0 if of_experts else _working_set(model, kind, workload))
+        # The layer whose gradient is computed first has the kernels of its mixture one after the other.
+        gathered -= sum(of_experts) - max(of_experts, default=0)
         saved = sum(_saved(model, kind, workload) for kind in layers) if again else 0
         found.append(_Unit(gathered, gradient, saved, product))
     return max(found, key=lambda unit: unit.total)

@@ -36,11 +36,8 @@ def save_picture(plans: NamedPlans, path: str | Path, title: str) -> None:
         RequestError: another ending than .html or .png, or the file cannot be written.
         MissingDependencyError: PNG without matplotlib.
     """
+    check_ending(path)
     target = Path(path).expanduser()
-    if target.suffix not in (".html", ".png"):
-        raise RequestError(
-            f"the picture {str(path)!r} was asked for, but a picture is written as .html or .png: end its name so."
-        )
     try:
         if target.suffix == ".html":
             target.write_text(html_picture(plans, title), encoding="utf-8")
@@ -51,6 +48,18 @@ def save_picture(plans: NamedPlans, path: str | Path, title: str) -> None:
             f"the picture was to be saved as {str(path)!r}, but it cannot be written ({error.strerror or error}): name "
             "a file in a folder that exists and may be written to."
         ) from error
+
+
+def check_ending(path: str | Path) -> None:
+    """That a picture can be written so, before anything is computed for it.
+
+    Raises:
+        RequestError: another ending than .html or .png.
+    """
+    if Path(path).suffix not in (".html", ".png"):
+        raise RequestError(
+            f"the picture {str(path)!r} was asked for, but a picture is written as .html or .png: end its name so."
+        )
 
 
 def html_picture(plans: NamedPlans, title: str) -> str:
@@ -86,7 +95,7 @@ th {{ opacity: .7; }}
 <h2>{escape(title)}</h2>
 <p>Predicted memory of one device at the peak, in GiB. The mark is what a program may take.</p>
 <div>{legend}</div>
-<svg viewBox="0 0 {_LEFT + _WIDTH + 90} {height}" role="img" aria-label="{escape(title)}">{"".join(drawing)}</svg>
+<svg viewBox="0 0 {_LEFT + _WIDTH + 110} {height}" role="img" aria-label="{escape(title)}">{"".join(drawing)}</svg>
 <table><tr><th>plan</th>{header}<th>total</th><th>available</th></tr>{rows}</table>
 </body></html>
 """
@@ -100,6 +109,10 @@ def _categories(plans: NamedPlans) -> list[str]:
 def _scale(plans: NamedPlans) -> float:
     """Bytes at the right edge."""
     return max(max(plan.memory.total, plan.hbm_bytes) for _, plan in plans) * 1.02
+
+
+def _sizes(plan: Plan) -> str:
+    return f"{plan.memory.total / GIB:.1f} of {plan.hbm_bytes / GIB:.1f}"
 
 
 def _axis(scale: float, height: int) -> str:
@@ -132,7 +145,7 @@ def _bar(name: str, plan: Plan, y: int, scale: float) -> str:
         f'<text x="{_LEFT - 10}" y="{middle}" text-anchor="end">{escape(name)}</text>{"".join(parts)}'
         f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="{y - 5}" y2="{y + _BAR + 5}" stroke="currentColor" '
         f'stroke-width="2"><title>available: {plan.hbm_bytes / GIB:.2f} GiB</title></line>'
-        f'<text x="{max(x, limit) + 8:.1f}" y="{middle}">{plan.memory.total / GIB:.1f}</text>'
+        f'<text x="{max(x, limit) + 8:.1f}" y="{middle}">{_sizes(plan)}</text>'
     )
 
 
@@ -157,8 +170,8 @@ def _save_png(plans: NamedPlans, target: Path, title: str) -> None:
     for row, (_, plan) in enumerate(plans):
         limit = plan.hbm_bytes / GIB
         axis.plot([limit, limit], [row - 0.42, row + 0.42], color="black", linewidth=2)
-        axis.text(max(limit, left[row]), row, f"  {left[row]:.1f}", va="center")
-    axis.set_xlim(0, _scale(plans) / GIB * 1.08)
+        axis.text(max(limit, left[row]), row, f"  {_sizes(plan)}", va="center")
+    axis.set_xlim(0, _scale(plans) / GIB * 1.15)
     axis.invert_yaxis()
     axis.set_xlabel("GiB on one device at the peak, predicted; the mark is what a program may take")
     axis.set_title(title, loc="left")

@@ -97,13 +97,17 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """What plans are ranked by: a training step; or a decode step, with its share of the prompts if each row reads
-        as many tokens as it writes."""
+        """What plans are ranked by, see `rank_seconds`."""
+        return self.rank_seconds({one.workload.task: one.time.seconds for one in self.programs})
+
+    def rank_seconds(self, seconds: Mapping[str, float]) -> float:
+        """From each program's seconds, by task, what the plan is ranked by: a training step; or a decode step, with its
+        share of the prompts if each row reads as many tokens as it writes."""
         decode, prefill = self.program("decode"), self.program("prefill")
         if decode is None or prefill is None:
-            return sum(one.time.seconds for one in self.programs)
+            return sum(seconds.values())
         rows = decode.workload.batch / prefill.workload.batch
-        return decode.time.seconds + prefill.time.seconds * rows / prefill.workload.context
+        return seconds["decode"] + seconds["prefill"] * rows / prefill.workload.context
 
     @property
     def tokens_per_second(self) -> float:

@@ -38,7 +38,7 @@ def check_checkpoint_round_trip(case: Case) -> Measured:
 
 
 def _refuse_other_tensors(case: Case, folder: Path) -> None:
-    """Fail where the checkpoint that we saved has other tensors than transformers' own, those that are ignored apart."""
+    """Fail where the checkpoint that we saved has other tensors than transformers' own, but for those ignored."""
     import torch
 
     theirs, ours = saved_tensors(case.reference.path), saved_tensors(folder)

@@ -32,8 +32,8 @@ REPLICATED = 0.05
 models."""
 
 WHOLE = 0.15
-"""The most of the kernels' elements that `tensor` may leave whole: routers and projections of low rank are, up to 11 % of
-a tiny model (gemma3n_text)."""
+"""The most of the kernels' elements that a mesh axis may leave whole: routers and projections of low rank are, up to
+11 % of a tiny model (gemma3n_text)."""
 
 LARGE = 0.05
 """From this share of the elements on, each kernel (all layers' together) must be cut: the largest that families leave
@@ -85,9 +85,9 @@ def _cut(case: Case, mesh: str, axis: str, within: str = "") -> Measured:
     if 1 - share > WHOLE or max(whole.values(), default=0.0) >= LARGE:
         named = ", ".join(f"{path} ({part:.0%})" for path, part in list(whole.items())[:MOST_NAMED])
         fail(
-            f"on the mesh {mesh} {1 - share:.0%} of the kernels' elements are not cut along {axis!r}, where {WHOLE:.0%} "
-            f"is allowed and {LARGE:.0%} for any one kernel; whole are {named}: name the logical axes that {axis!r} "
-            "cuts in `ttpu_sharding_rules`, or in the mixer's parameters."
+            f"on the mesh {mesh} {1 - share:.0%} of the kernels' elements are not cut along {axis!r}, where "
+            f"{WHOLE:.0%} is allowed and {LARGE:.0%} for any one kernel; whole are {named}: name the logical axes that "
+            f"{axis!r} cuts in `ttpu_sharding_rules`, or in the mixer's parameters."
         )
     return _held(mesh, error, f"{share:.1%} of the kernels' elements are cut along {axis!r}")
 

@@ -10,8 +10,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-DEVICES = (1, 2, 4, 8, 32)
+DEVICES = (8,)
 STRATEGIES = ("fsdp", "dp", "mp", "2d", "3d", "auto")
+MESHES = ("2x4", "1x8", "fsdp=2,sequence=4", "data=2,sequence=2,tensor=2", "dcn.data=2,fsdp=2,tensor=2")
+OF_FAMILY = {"mistral": ("expert=4,tensor=2", "data=2,expert=4")}
+GENERATE = ("3d", "fsdp=2,sequence=4", "expert=4,tensor=2")  # also greedy tokens, on 8 devices
 IMPOSSIBLE = {("2d", 2), ("3d", 2), ("3d", 4)}
 TOLERANCE = 2e-5
 LARGE = 2048  # elements from which a parameter may not lie whole on every device
@@ -55,11 +58,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for family, config in FAMILIES.items():
             path = checkpoint(Path(folder) / family, config)
-            expected = np.asarray(AutoModelForTPU.from_pretrained(path)(tokens).logits)
+            alone = AutoModelForTPU.from_pretrained(path)
+            expected = np.asarray(alone(tokens).logits)
+            greedy = alone.generate(tokens[:2], max_new_tokens=6)
             rows = report[family] = {}
             for count in DEVICES:
                 jax.devices = lambda *_, count=count: everything()[:count]  # type: ignore[assignment]
-                for strategy in STRATEGIES:
+                asked = STRATEGIES + (MESHES + OF_FAMILY.get(family, ()) if count == 8 else ())
+                for strategy in asked:
                     try:
                         model = AutoModelForTPU.from_pretrained(path, parallelism_strategy=strategy)
                     except UnsupportedError as error:
@@ -68,11 +74,13 @@ def main() -> None:
                     logits = np.asarray(model(tokens).logits)
                     whole = {p: a.size for p, a in model.params.items() if a.sharding.is_fully_replicated}
                     total = sum(array.size for array in model.params.values())
-                    rows[f"{strategy}@{count}"] = {
+                    row = rows[f"{strategy}@{count}"] = {
                         "error": float(np.abs(logits - expected).max() / np.abs(expected).max()),
                         "share": 1 - sum(whole.values()) / total,
                         "large_and_whole": [path for path, size in whole.items() if size >= LARGE],
                     }
+                    if count == 8 and strategy in GENERATE:
+                        row["same_tokens"] = bool((model.generate(tokens[:2], max_new_tokens=6) == greedy).all())
                 jax.devices = everything
     json.dump(report, sys.stdout)
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from padded import qwen_checkpoint
+from safetensors.numpy import load_file
 from tiny import llama_checkpoint
 
 from ttpu_core import default_registry, open_checkpoint
@@ -169,3 +175,46 @@ def test_devices_that_share_a_buffer_keep_their_values_when_one_is_written_over(
     changed = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
     assert (np.asarray(changed) == 2).all() and (value == 1).all()
     assert all((np.asarray(shard.data) == 2).all() for shard in changed.addressable_shards)
+
+
+TWO_PROCESSES = """
+import json, pathlib, sys
+import jax
+process, port, folder = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{port}", 2, process)
+from test_sharded_load import Layout, Recording
+from ttpu_jax.params.export import save_checkpoint
+layout = Layout(folder / "qwen", "tensor=8")
+with Recording() as reader:
+    params = layout.load(reader)
+save_checkpoint(folder / "saved", layout.mapping, params, {})
+replicated = sum(a.nbytes for a in params.values() if a.sharding.is_fully_replicated)
+(folder / f"{process}.json").write_text(json.dumps([reader.nbytes, replicated]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_read_their_own_halves_and_save_the_whole(tmp_path: Path) -> None:
+    source = qwen_checkpoint(tmp_path / "qwen", num_attention_heads=16, num_key_value_heads=8, vocab_size=1000)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+    }
+    command = [sys.executable, "-c", TWO_PROCESSES]
+    running = [
+        subprocess.Popen([*command, str(process), port, str(tmp_path)], env=environment, stderr=subprocess.PIPE)
+        for process in range(2)
+    ]
+    errors = [process.communicate(timeout=300)[1].decode() for process in running]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(error[-2000:] for error in errors)
+    before, after = (load_file(p / "model.safetensors") for p in (source, tmp_path / "saved"))
+    assert before.keys() == after.keys()
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+    (first, replicated), (second, _) = (json.loads((tmp_path / f"{n}.json").read_text()) for n in range(2))
+    assert first + second == open_checkpoint(source).total_bytes + replicated

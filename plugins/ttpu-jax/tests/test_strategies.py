@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import strategies
-from strategies import DEVICES, FAMILIES, IMPOSSIBLE, STRATEGIES, TOLERANCE
+from strategies import DEVICES, FAMILIES, GENERATE, IMPOSSIBLE, MESHES, OF_FAMILY, STRATEGIES, TOLERANCE
 
 CUTS_PARAMETERS = ("fsdp", "mp", "2d", "3d")
 
@@ -35,8 +35,17 @@ def report() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_one_device(report: dict[str, dict[str, Any]], family: str) -> None:
     errors = {name: row["error"] for name, row in report[family].items() if "error" in row}
-    assert len(errors) == len(DEVICES) * len(STRATEGIES) - len(IMPOSSIBLE)
+    others = len(MESHES) + len(OF_FAMILY.get(family, ()))
+    assert len(errors) == len(DEVICES) * len(STRATEGIES) - len(IMPOSSIBLE) + others
     assert {name: error for name, error in errors.items() if not error <= TOLERANCE} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_one_device(report: dict[str, dict[str, Any]], family: str) -> None:
+    same = {name: row["same_tokens"] for name, row in report[family].items() if "same_tokens" in row}
+    possible = (*STRATEGIES, *MESHES, *OF_FAMILY.get(family, ()))
+    assert same == {f"{strategy}@8": True for strategy in GENERATE if strategy in possible}
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def _configure(contract: Contract) -> None:
     if contract.local_devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", contract.local_devices)
-    if jax.config.jax_platforms == "cpu":
+    if jax.config.jax_platforms == "cpu":  # type: ignore[attr-defined]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         _keep_stdout()
     # JAX's preemption service would catch the SIGTERM by which a launcher ends a process, which then went on.

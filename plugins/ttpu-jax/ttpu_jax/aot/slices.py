@@ -9,18 +9,14 @@ from typing import Any
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.plan.hardware import Chip, Topology, slice_sizes
 from ttpu_core.plan.strategy import DEFAULT_STRATEGY
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.aot.report import ProgramReport, compile_report
 from ttpu_jax.aot.steps import Task
-from ttpu_jax.aot.topology import Chip
 
 Mesh = dict[str, int]
 Place = tuple[str, Mesh]
-
-# Sizes in chips that machines come in, the smallest first (cloud.google.com/tpu/docs), up to 256.
-_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBIC = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
 
 ROOM = 0.8
 """The share of a device's memory that weights, optimizer and cache may take for a slice to be tried."""
@@ -88,8 +84,9 @@ def training_slices(spec: ArchitectureSpec, chip: Chip) -> Iterator[Place]:
 
 def _slices(chip: Chip) -> Iterator[tuple[str, int]]:
     """Names of slices and how many devices they have."""
-    for size in _FLAT if chip.dimensions == 2 else _CUBIC:
-        yield f"{chip.name}:{size}", prod(map(int, size.split("x"))) * chip.devices_per_chip
+    for size in slice_sizes(chip):
+        topology = Topology(chip, size)
+        yield topology.name, topology.num_devices
 
 
 def _bytes_per_device(spec: ArchitectureSpec, mesh: Mesh, bytes_per_element: int) -> float | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from ttpu_core.checkpoint import INDEX, WEIGHTS
@@ -24,10 +25,12 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".g
 
 
 def export_tensors(mapping: FlaxMapping, parameters: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Every checkpoint tensor by name, on the host."""
+    """Every checkpoint tensor by name, on the host; of several processes, each calls this and has all of them.
+
+    Of padded parameters the mapping is that of `ttpu_core.mapping.pad_mapping`, so that tensors have no padding."""
     tensors: dict[str, np.ndarray] = {}
     for path, rule in mapping.rules:
-        value = np.asarray(jax.device_get(parameters[path]))
+        value = _on_host(parameters[path])
 
         def buffer(leaf: Tensor, dtype: np.dtype[Any] = value.dtype) -> np.ndarray:
             if leaf.name not in tensors:
@@ -49,7 +52,8 @@ def save_checkpoint(
     """Write config, weights, and the other small files of `source` (tokenizer, generation config).
 
     Everything is written beside its place and renamed into it, the index last, so that an interrupted save leaves an
-    earlier checkpoint readable. One shard's tensors are on the host at a time.
+    earlier checkpoint readable. One shard's tensors are on the host at a time. Of several processes, each calls this,
+    the first one writes, and the others return when it is done.
 
     Raises:
         RequestError: `directory` is a file.
@@ -59,6 +63,13 @@ def save_checkpoint(
         raise RequestError(f"a checkpoint was to be saved in {target}, but that is a file: pass a directory.")
     target.mkdir(parents=True, exist_ok=True)
     shards = _shards(mapping, parameters, max_shard_bytes)
+    parts = [FlaxMapping(tuple((path, mapping[path]) for path in paths)) for paths in shards]
+    if jax.process_index() > 0:
+        for part in parts:  # its shards are wanted by the first process
+            for path, _ in part.rules:
+                _on_host(parameters[path])
+        _wait_for_all()
+        return target
     names = (
         [WEIGHTS]
         if len(shards) == 1
@@ -68,8 +79,7 @@ def save_checkpoint(
         staging = Path(staging_name)
         placed: dict[str, str] = {}
         total = 0
-        for file, paths in zip(names, shards, strict=True):
-            part = FlaxMapping(tuple((path, mapping[path]) for path in paths))
+        for file, part in zip(names, parts, strict=True):
             tensors = export_tensors(part, parameters)
             save_file(tensors, staging / file, metadata={"format": "pt"})
             placed |= dict.fromkeys(tensors, file)
@@ -84,7 +94,20 @@ def save_checkpoint(
         for file in sorted(path.name for path in staging.iterdir()):
             (staging / file).replace(target / file)
         _remove_stale_weights(target, {*names, INDEX} if len(names) > 1 else set(names))
+    _wait_for_all()
     return target
+
+
+def _on_host(array: jax.Array) -> np.ndarray:
+    """The whole array, also where other processes hold parts of it."""
+    if array.is_fully_addressable:
+        return np.asarray(jax.device_get(array))
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _wait_for_all() -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("a checkpoint is saved")
 
 
 def _shards(mapping: FlaxMapping, parameters: Mapping[str, jax.Array], limit: int) -> list[list[str]]:

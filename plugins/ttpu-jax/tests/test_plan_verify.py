@@ -1,0 +1,171 @@
+"""A plan is proven by the TPU compiler, once: what it said is remembered on disk, also that it refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttpu_core.architecture import Architecture
+from ttpu_core.config import ModelConfig
+from ttpu_core.errors import MissingDependencyError, PlanError, UnsupportedError
+from ttpu_core.plan.hardware import parse_topology
+from ttpu_core.plan.plan import Plan
+from ttpu_core.plan.planner import Request, best_plan
+from ttpu_core.registry import default_registry
+from ttpu_jax.aot import topology as topology_module
+from ttpu_jax.aot import verify
+from ttpu_jax.backend import JaxBackend
+
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 1024,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(verify.CACHE_VARIABLE, str(tmp_path))
+    return tmp_path / "ttpu" / "plans"
+
+
+@pytest.fixture
+def architecture() -> Architecture:
+    return default_registry().architecture(ModelConfig.from_dict(SMALL))
+
+
+@pytest.fixture
+def plan(architecture: Architecture) -> Plan:
+    return best_plan(architecture.spec, parse_topology("v5e:2x2"), Request(batch=8, context=512))
+
+
+class Compiler:
+    """Counts what it is asked to compile, and says that it takes a megabyte, or that it does not fit."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.refuses = ""
+
+    def __call__(self, architecture: Architecture, topology: str, **options: Any) -> Any:
+        self.asked.append({"topology": topology, **options})
+        if self.refuses:
+            raise UnsupportedError(self.refuses)
+        one = type("One", (), {"op": "all-reduce", "count": 5, "result_bytes": 640})()
+        report = {"task": options["task"], "peak_bytes": 2**20, "predicted_seconds": 0.5, "compile_seconds": 2.0}
+        return type("Report", (), {**report, "collectives": (one,)})()
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    pytest.importorskip("libtpu")  # whose version is part of what is remembered
+    stand_in = Compiler()
+    monkeypatch.setattr(verify, "compile_report", stand_in)
+    yield stand_in
+
+
+def test_each_program_is_compiled_as_the_plan_has_it(
+    architecture: Architecture, plan: Plan, compiler: Compiler
+) -> None:
+    seen: list[str] = []
+    decode, prefill = verify.verify_plan(architecture, plan, progress=seen.append)
+    assert seen == [decode.task, prefill.task] == ["decode", "prefill"]
+    assert (decode.peak_bytes, decode.seconds, decode.collectives) == (2**20, 0.5, (("all-reduce", 5, 640),))
+    first = compiler.asked[0]
+    assert (first["topology"], first["batch"], first["context"]) == ("v5e:2x2", 8, 512)
+    assert first["mesh"] == dict(plan.mesh)
+    assert first["strategy"] == plan.strategy
+
+
+def test_what_was_compiled_is_not_compiled_again(
+    architecture: Architecture, plan: Plan, compiler: Compiler, cache: Path
+) -> None:
+    fresh = verify.verify_plan(architecture, plan)
+    again = verify.verify_plan(architecture, plan)
+    assert len(compiler.asked) == len(plan.programs) == len(list(cache.iterdir()))
+    assert not any(one.cached for one in fresh)
+    assert again == tuple(replace(one, cached=True) for one in fresh)
+
+
+def test_another_workload_mesh_or_model_is_another_answer(
+    architecture: Architecture, plan: Plan, compiler: Compiler
+) -> None:
+    program = plan.programs[0]
+    larger = replace(program, workload=program.workload.with_batch(16))
+    other = default_registry().architecture(ModelConfig.from_dict({**SMALL, "rms_norm_eps": 1e-3}))
+    files = {
+        verify.cache_file(architecture, plan, program),
+        verify.cache_file(architecture, plan, larger),
+        verify.cache_file(architecture, replace(plan, mesh=(("data", 4),)), program),
+        verify.cache_file(other, plan, program),
+    }
+    assert len(files) == 4
+
+
+def test_a_refusal_for_memory_is_an_answer_and_another_error_is_not(
+    architecture: Architecture, plan: Plan, compiler: Compiler, cache: Path
+) -> None:
+    compiler.refuses = "it needs 20 GiB of HBM"
+    decode, _ = verify.verify_plan(architecture, plan)
+    assert (decode.peak_bytes, decode.refused) == (None, "it needs 20 GiB of HBM")
+    assert verify.verify_plan(architecture, plan)[0].cached
+    for file in cache.iterdir():
+        file.unlink()
+    compiler.refuses = "no such kernel"
+    with pytest.raises(UnsupportedError, match="no such kernel"):
+        verify.verify_plan(architecture, plan)
+    assert not list(cache.iterdir())
+
+
+def test_a_damaged_answer_is_asked_for_again(
+    architecture: Architecture, plan: Plan, compiler: Compiler, cache: Path
+) -> None:
+    verify.verify_plan(architecture, plan)
+    for file in cache.iterdir():
+        file.write_text("{")
+    assert not any(one.cached for one in verify.verify_plan(architecture, plan))
+
+
+def test_what_cannot_be_proven_is_refused(
+    architecture: Architecture, plan: Plan, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = default_registry().architecture(ModelConfig.from_dict({**SMALL, "vocab_size": 2048}))
+    with pytest.raises(PlanError, match="a plan serves one model"):
+        verify.verify_plan(other, plan)
+    quantized = best_plan(architecture.spec, parse_topology("v5e:2x2"), Request(quantization="int8"))
+    with pytest.raises(UnsupportedError, match="leave the quantization or --verify out"):
+        verify.verify_plan(architecture, quantized)
+    monkeypatch.setattr(topology_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r'pip install "ttpu-jax\[tpu\]"'):
+        verify.verify_plan(architecture, plan)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize(
+    ("name", "purpose"),
+    [
+        ("v5e:2x2", "inference"),
+        ("2*v5e:2x2", "inference"),
+        pytest.param("2*v5e:2x2", "training", marks=pytest.mark.slow),
+    ],
+)
+def test_the_compiler_agrees_with_a_plan_of_a_small_model(
+    architecture: Architecture, name: str, purpose: Any, cache: Path
+) -> None:
+    pytest.importorskip("libtpu")
+    plan = best_plan(architecture.spec, parse_topology(name), Request(purpose, batch=8, context=512))
+    found = JaxBackend().verify_plan(architecture, plan)
+    for program, one in zip(plan.programs, found, strict=True):
+        assert one.peak_bytes is not None
+        # Small programs are mostly what every program keeps beside its arrays.
+        assert abs(program.memory.total - one.peak_bytes) < 64 * 2**20
+        assert one.seconds > 0
+    assert len(list(cache.iterdir())) == len(found)
