@@ -95,7 +95,7 @@ def plan(
 
     if picture is not None:
         check_ending(picture)
-    quantized = quantization.value if quantization else None
+    quantized: Any = quantization.value if quantization else None
     request = Request(task.value, batch, context, quantization=quantized)
     architecture = default_registry().architecture(_config(checkpoint))
     shown, nothing = _plans(architecture, topology, request, max(best, candidates))
@@ -103,7 +103,8 @@ def plan(
     verified = _verified(architecture, fitting if topology is None else fitting[:candidates]) if verify else {}
     if topology is not None:
         shown = sorted(shown, key=lambda one: _order(one, verified))  # stable: what is not verified stays in order
-    fitting = [one for one in shown if one.fits and not _refused(one, verified)]
+    if verify:
+        fitting = [one for one in shown if one in verified and not _refused(one, verified)]
     if as_json:
         print_json(_as_json(checkpoint, architecture, request, shown, nothing, verified))
     else:

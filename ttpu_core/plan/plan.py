@@ -25,7 +25,7 @@ VERSION = 1
 
 HEADROOM = 0.95
 """The share of a device's memory that a plan may be predicted to take. Where memory is short, the compiler takes at
-most 3 % more than is predicted (60 programs, libtpu 0.0.42)."""
+most 4 % more than is predicted (60 programs, libtpu 0.0.42)."""
 
 
 @dataclass(frozen=True)

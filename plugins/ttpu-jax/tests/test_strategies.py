@@ -43,9 +43,9 @@ def test_logits_are_those_of_one_device(report: dict[str, dict[str, Any]], famil
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_one_device(report: dict[str, dict[str, Any]], family: str) -> None:
-    same = {name: row["same_tokens"] for name, row in report[family].items() if "same_tokens" in row}
     possible = (*STRATEGIES, *MESHES, *OF_FAMILY.get(family, ()))
-    assert same == {f"{strategy}@8": True for strategy in GENERATE if strategy in possible}
+    generated = [strategy for strategy in GENERATE if strategy in possible]
+    assert generated and all(report[family][f"{strategy}@8"]["same_tokens"] for strategy in generated)
 
 
 @pytest.mark.slow
