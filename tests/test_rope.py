@@ -244,7 +244,7 @@ def test_a_share_of_the_head_is_read_only_where_the_model_rotates_one() -> None:
     """Most classes of transformers rotate whole heads, whatever a file says; `refuse_ignored` then speaks."""
     config = ModelConfig.from_dict({"model_type": "llama", **new_style("default", partial_rotary_factor=0.5)})
     assert rope_from_config(config, head_dim=HEAD_DIM).rotary_dim == HEAD_DIM
-    with pytest.raises(UnsupportedError, match="'rope_parameters.partial_rotary_factor' to 0.5"):
+    with pytest.raises(UnsupportedError, match=r"'rope_parameters\.partial_rotary_factor' to 0\.5"):
         refuse_ignored(config)
 
 

@@ -61,8 +61,8 @@ class ModelConfig:
         """A config of JSON values: None, booleans, numbers, strings, lists or tuples, mappings of them."""
         if not isinstance(mapping, Mapping):
             raise ConfigError(
-                f"{source} was asked for as a model config, but it is {_describe(mapping)} where a mapping from keys to "
-                "values is needed: pass what config.json holds."
+                f"{source} was asked for as a model config, but it is {_describe(mapping)} where a mapping from keys "
+                "to values is needed: pass what config.json holds."
             )
         try:
             return _freeze_mapping(mapping, source, None, "", set())

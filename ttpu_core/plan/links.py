@@ -134,7 +134,7 @@ def _take(left: list[_Dimension], size: int) -> float:
         if prod(one.size for one in found) == size
     ]
     if whole:
-        taken = list(max(whole, key=lambda found: _rings(found)))
+        taken = list(max(whole, key=lambda found: _rings(tuple(found))))
         for one in taken:
             left.remove(one)
         return _rings(tuple(taken))

@@ -155,7 +155,7 @@ def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMappin
     own, rules = _per_layer(config), dict[str, Expression | None](stacked_experts(spec, names, "experts."))
     if own is not None:
         rules |= own.rules(base)
-    for index, layer in enumerate(spec.layers):
+    for index in range(spec.num_layers):
         where = f"layers.{index}."
         rules |= tensors(where, _expert_parameters(config), "", EXPERT_NORMS, base + where)
     shared = [i for i, layer in enumerate(spec.layers) if getattr(layer.mixer, "kv_from_layer", None) is not None]

@@ -157,7 +157,12 @@ def test_a_mesh_that_does_not_divide_the_heads_is_refused_with_the_sizes_that_do
 
 @pytest.mark.parametrize(
     ("mesh", "message"),
-    [("tensor=64", "which is 64 devices, but there are 8"), ("tensors=2", "not an axis"), ("tensor=0", "not an axis"), ("", "no strategy")],
+    [
+        ("tensor=64", "which is 64 devices, but there are 8"),
+        ("tensors=2", "not an axis"),
+        ("tensor=0", "not an axis"),
+        ("", "no strategy"),
+    ],
 )
 def test_impossible_meshes_are_refused(mesh: str, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):

@@ -158,11 +158,17 @@ def test_the_parent_says_whether_the_head_is_tied_and_where_it_is_silent_the_tex
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_text_part_is_found_behind_either_prefix_and_images_are_left_out(prefix: str) -> None:
     mapping = parent(text_config=SIZES).mapping
-    tensors = {name.replace("model.", prefix, 1): shape for name, shape in mapping.tensors.items()}
-    if prefix == "language_model.model.":
-        tensors["language_model.lm_head.weight"] = tensors.pop("lm_head.weight")
+    tensors = {name.replace("language_model.model.", prefix, 1): shape for name, shape in mapping.tensors.items()}
+    if prefix == "model.language_model.":
+        tensors["lm_head.weight"] = tensors.pop("language_model.lm_head.weight")
     images = {"vision_tower.ln_pre.weight": (8,), "multi_modal_projector.norm.weight": (8,)}
     assert mapping.resolve(tensors | images).keys() == mapping.tensors.keys()
+
+
+def test_the_text_part_is_saved_under_the_names_that_transformers_writes() -> None:
+    tensors = parent(text_config=SIZES | {"model_type": "mistral"}).mapping.tensors
+    assert {"language_model.model.embed_tokens.weight", "language_model.lm_head.weight"} <= tensors.keys()
+    assert all(name.startswith("language_model.") for name in tensors)
 
 
 @pytest.mark.parametrize(
