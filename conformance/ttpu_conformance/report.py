@@ -41,8 +41,8 @@ class Report:
         for result in self.results:
             by_type[result.model_type][result.status] += 1
         return {
-            model_type: f"nothing was proven of {model_type!r}: of {sum(counts.values())} checks none passed "
-            f"({_counted(counts)}); run it where they can run."
+            model_type: f"nothing was proven of {model_type!r}, since no check passed ({_counted(counts)}): run it "
+            "where they can run, or ask for more checks."
             for model_type, counts in by_type.items()
             if not counts["passed"] and counts.keys() - {"not applicable", "expected skip"}
         }
