@@ -13,7 +13,7 @@ from ttpu_conformance import parametrize_with_checks
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 
-TYPES = ("gemma", "gemma2", "vaultgemma", "gemma3_text", "gemma3", "gemma3n_text", "gemma4_text", "gemma4")
+TYPES = ("gemma", "gemma2", "vaultgemma", "gemma3_text", "gemma3", "gemma3n", "gemma3n_text", "gemma4_text", "gemma4")
 
 
 @parametrize_with_checks(*TYPES)
