@@ -31,7 +31,7 @@ def run(*arguments: str) -> Any:
 def job_set(topology: str, **more: Any) -> dict[str, Any]:
     """The manifest as Kubernetes would read it."""
     yaml = pytest.importorskip("yaml")
-    text = JobSet(AWKWARD, parse_topology(topology), "gcr.io/me/ttpu", **more).yaml()
+    text = JobSet(AWKWARD, parse_topology(topology), "registry.example/ttpu:1", **more).yaml()
     manifest: dict[str, Any] = yaml.safe_load(text)
     return manifest
 
@@ -81,7 +81,7 @@ def test_the_command_arrives_as_it_was_given() -> None:
     _, _, container = parts(job_set("v5e:2x4", environment=(("HF_HOME", 'a: "b"'),)))
     assert container["command"] == ["ttpu", "launch", "--tpu-pod", "--", *AWKWARD]
     assert container["env"] == [{"name": "HF_HOME", "value": 'a: "b"'}]
-    assert container["image"] == "gcr.io/me/ttpu"
+    assert container["image"] == "registry.example/ttpu:1"
 
 
 def test_other_hosts_can_be_asked_for_and_impossible_ones_are_refused() -> None:

@@ -125,7 +125,7 @@ def launch(
       ttpu launch --tpu-pod --tpu-name slice --zone us-east5-b -- train.py
       srun ttpu launch --slurm -- train.py
       ttpu launch --slurm-script job.sh --nodes 4 --time 2:00:00 -- train.py
-      ttpu launch --gke job.yaml --topology 2*v5e:4x4 --image gcr.io/me/ttpu \\
+      ttpu launch --gke job.yaml --topology 2*v5e:4x4 --image registry.example/ttpu:1 \\
           -- ttpu generate /models/llama --prompt Hi --mesh data=2,tensor=16
     """
     from ttpu_core.launch import places

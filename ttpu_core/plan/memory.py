@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from math import prod
 
 from ttpu_core import axes
@@ -15,7 +14,7 @@ from ttpu_core.plan.hardware import Chip
 from ttpu_core.plan.shards import LayerShards, ModelShards, ParameterShard, Shape, shard_model, tiled_bytes
 from ttpu_core.plan.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.plan.workload import BITS, QUANTIZED_BITS, Workload
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MoESpec
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MoESpec
 
 CACHE_AXES = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)
 LOSS_TOKENS = 512
@@ -156,8 +155,8 @@ def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
 
     *The loss*: the layers' weights in the activations' dtype; what is kept of the layers; the head gathered; its
     gradient in float32 as the product gives it, rounded, and summed over devices, all of it whole, and the sum so far;
-    and the logits of a part of the tokens. *The backward pass of a unit of layers*: the layers' weights and what is
-    kept of them; the layers' gradients; the unit's weights gathered, and all that its gradient needs; the gradient of
+    and the logits of a part of the tokens. *The backward pass of a layer*: the layers' weights and what is
+    kept of them; the layers' gradients; the layer's weights gathered, and all that its gradient needs; the gradient of
     its largest kernel before it is scattered, in float32 (a mixture's own kernels round theirs), and of its widest
     product. *The embedding's gradient*, after the layers: all gradients, and that of the table, whole, in float32 and
     rounded.
@@ -174,7 +173,7 @@ def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
     whole_head = weight_bytes([head], workload, bits, gathered=True)
     whole_table = weight_bytes([table], workload, bits, gathered=True)
 
-    kept, unit = _kept(model, workload), _largest_unit(model, workload)
+    kept, layer = _kept(model, workload), _largest_backward(model, workload)
     logits = tiled_bytes((rows, min(tokens, LOSS_TOKENS), head.gathered[0]), 32)
     in_loss = {
         "gradients": stored_head,
@@ -182,17 +181,17 @@ def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
         "logits": logits + 32 // bits * whole_head + whole_head,
         "temporaries": rounded + stored_head + whole_head,
     }
-    in_unit = {
+    in_layer = {
         "gradients": rounded + stored_head,
-        "activations": kept + unit.saved + unit.product + stream,
-        "temporaries": rounded + unit.gathered + unit.gradient,
+        "activations": kept + layer.saved + layer.product + stream,
+        "temporaries": rounded + layer.gathered + layer.gradient,
     }
     at_table = {
         "gradients": rounded + 2 * stored_head,
         "activations": stream,
         "temporaries": 32 // bits * whole_table + whole_table,
     }
-    peak = max((in_loss, in_unit, at_table), key=lambda moment: sum(moment.values()))
+    peak = max((in_loss, in_layer, at_table), key=lambda moment: sum(moment.values()))
     return MemoryEstimate(
         weights=weights,
         optimizer=2 * weights,
@@ -204,8 +203,8 @@ def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
-    """Bytes in the backward pass of layers whose activations are computed again together."""
+class _Backward:
+    """Bytes in the backward pass of a layer."""
 
     gathered: int = 0
     gradient: int = 0  # of the largest kernel
@@ -218,50 +217,28 @@ class _Unit:
 
 
 def _kept(model: ModelShards, workload: Workload) -> int:
-    """What stays of the layers until their backward pass: the input of each unit that is computed again, else all that
-    its layers' gradients need."""
+    """What stays of the layers until their backward pass: the input of each that is computed again, else all that its
+    gradients need."""
     rows, tokens = local_tokens(model, workload)
     stream = rows * tokens * model.spec.hidden_size * workload.bytes_per_element
     return sum(
-        times * (stream if again else stream + sum(_saved(model, kind, workload) for kind in layers))
-        for layers, times, again in _units(model, workload)
+        kind.count * (stream if workload.remat else stream + _saved(model, kind, workload)) for kind in model.layers
     )
 
 
-def _largest_unit(model: ModelShards, workload: Workload) -> _Unit:
+def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
     bits = BITS[workload.dtype]
-    found = [_Unit()]
-    for layers, _, again in _units(model, workload):
-        gathered = gradient = product = 0
-        for kind in layers:
-            of_experts = [tiled_bytes(one.gathered, bits) for one in kind.parameters if one.of_experts]
-            others = [one for one in kind.parameters if not one.of_experts]
-            gathered += weight_bytes(others, workload, bits, gathered=True) + sum(of_experts)
-            gradient = max(gradient, *of_experts, *(tiled_bytes(one.gathered, 32) for one in others), 0)
-            product = max(product, 0 if of_experts else _working_set(model, kind, workload))
-        # The layer whose gradient is computed first has the kernels of its mixture one after the other.
-        gathered -= sum(of_experts) - max(of_experts, default=0)
-        saved = sum(_saved(model, kind, workload) for kind in layers) if again else 0
-        found.append(_Unit(gathered, gradient, saved, product))
-    return max(found, key=lambda unit: unit.total)
-
-
-def _units(model: ModelShards, workload: Workload) -> list[tuple[list[LayerShards], int, bool]]:
-    """Runs of layers whose activations are computed again together, how often each occurs, and whether they are: in a
-    loop over layers those of one turn, unless there is but one; unrolled, each layer."""
-    if workload.layers == "unrolled":
-        return [([kind], kind.count, workload.remat) for kind in model.layers]
-    kinds = {kind.layer: kind for kind in reversed(model.layers)}
-    return [
-        ([kinds[layer] for layer in group.unit], group.repeats, workload.remat and group.repeats > 1)
-        for group in layer_groups(model.spec)
-    ]
-
-
-@lru_cache(maxsize=256)
-def layer_groups(spec: ArchitectureSpec) -> tuple[LayerGroup, ...]:
-    """`spec.groups()`, which compares many layers, once."""
-    return spec.groups()
+    found = [_Backward()]
+    for kind in model.layers:
+        of_experts = [tiled_bytes(one.gathered, bits) for one in kind.parameters if one.of_experts]
+        others = [one for one in kind.parameters if not one.of_experts]
+        # The kernels of a mixture are gathered one after the other.
+        gathered = weight_bytes(others, workload, bits, gathered=True) + max(of_experts, default=0)
+        gradient = max(*of_experts, *(tiled_bytes(one.gathered, 32) for one in others), 0, 0)
+        product = 0 if of_experts else _working_set(model, kind, workload)
+        saved = _saved(model, kind, workload) if workload.remat else 0
+        found.append(_Backward(gathered, gradient, saved, product))
+    return max(found, key=lambda layer: layer.total)
 
 
 def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:

@@ -56,11 +56,12 @@ class Placement:
 
     def constrain_looked_up(self, x: jax.Array) -> jax.Array:
         """Tell the compiler how rows of a table [batch, seq, hidden] are cut, whose features are cut over some of the
-        devices that share the batch: over features first, so that the devices exchange rows and not the table."""
+        devices that share the batch: over features first, so that the devices exchange rows and not the table. Where
+        they share nothing else, the compiler does that by itself."""
         features, batch = self.cut(logical.EMBED, x.shape[-1]), self.cut(logical.BATCH, x.shape[0])
-        if self.mesh is None or not features:
-            return x
         rest = tuple(axis for axis in batch if axis not in features)
+        if self.mesh is None or not features or not rest:
+            return x
         sequence = tuple(axis for axis in self.cut(logical.SEQUENCE, x.shape[1]) if axis not in features)
         cut = PartitionSpec(rest or None, sequence or None, features)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, cut))
