@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -392,3 +393,12 @@ def test_several_processes_give_the_results_of_one(tmp_path: Path) -> None:
             [(one["model_type"], one["check"], one["status"]) for one in json.loads(file.read_text())["results"]]
         )
     assert found[0] == found[1] == [(kind, "spec_is_frozen", "passed") for kind in ("llama", "llama4_text")]
+
+
+def test_a_run_that_is_not_over_has_not_passed() -> None:
+    over = report(result("passed"))
+    assert over.passed and over.badge()["color"] == "brightgreen"
+    cut_off = replace(over, missing=("qwen3",))
+    assert not cut_off.passed and cut_off.to_json()["missing"] == ["qwen3"]
+    assert cut_off.badge() == {**over.badge(), "message": "1 passed, 1 not run", "color": "red"}
+    assert Report.joined([cut_off.to_json()]).missing == ("qwen3",)

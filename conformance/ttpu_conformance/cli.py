@@ -3,6 +3,7 @@ and exit status 1 if a promise does not hold."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -91,7 +92,8 @@ def conformance(
     from ttpu_conformance.check import levels_on
     from ttpu_conformance.environment import missing_device, prepare
     from ttpu_conformance.session import Request, usual_jobs
-    from ttpu_core.errors import RequestError, UnsupportedError
+    from ttpu_core.errors import MissingDependencyError, RequestError, UnsupportedError
+    from ttpu_core.files import write_whole
     from ttpu_core.registry import default_registry
 
     registry = default_registry()
@@ -104,6 +106,12 @@ def conformance(
         )
     for option, file in (("--json", json_file), ("--badge", badge_file), ("--markdown", markdown_file)):
         refuse_unwritable(option, file)
+    chips = chips_named(compile_for)
+    if chips and importlib.util.find_spec("libtpu") is None:
+        raise MissingDependencyError(
+            f"--compile-for {compile_for} needs libtpu, which is not installed: it needs no TPU, only "
+            '`pip install "ttpu-conformance[tpu]"`.'
+        )
     device = DeviceChoice.tpu if require_tpu else device
     prepare(device.value)
     if require_tpu:
@@ -114,20 +122,20 @@ def conformance(
         level.value,
         levels_on(device.value),
         tuple(only or ()),
-        chips_named(compile_for),
+        chips,
         Options(device.value, tuple(patch_pack or ()), attn_implementation),
     )
     report = None
     for report in _reports(types, request, jobs or usual_jobs(types, request.options)):
         for file, content in ((json_file, report.to_json()), (badge_file, report.badge())):
             if file is not None:  # after each type, since a long run may be interrupted
-                file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+                write_whole(file, json.dumps(content, indent=2, allow_nan=False) + "\n")
     assert report is not None
     _print(report)
     if markdown_file is not None:
         from ttpu_conformance.markdown import markdown
 
-        markdown_file.write_text(markdown(report))
+        write_whole(markdown_file, markdown(report))
     if not report.passed:
         raise typer.Exit(1)
 
@@ -155,7 +163,8 @@ def _reports(types: list[str], request: Request, jobs: int) -> Iterator[Report]:
                 note(line)
             elif jobs > 1:
                 status.update(f"{len(done)} of {counted(len(types), 'model type')} ({line})")
-            yield make_report([result for kind in types for result in done.get(kind, [])], request.depth)
+            missing = [kind for kind in types if kind not in done]
+            yield make_report([result for kind in types for result in done.get(kind, [])], request.depth, missing)
 
 
 def refuse_unwritable(option: str, file: Path | None) -> None:

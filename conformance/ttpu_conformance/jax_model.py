@@ -101,13 +101,15 @@ class JaxModel:
         arrays = self.model.params.values()
         return sum(a.size for a in arrays if a.sharding.is_fully_replicated) / sum(a.size for a in arrays)
 
-    def share_cut(self, axis: str, within: str = "") -> tuple[float, dict[str, float]]:
+    def share_cut(self, axis: str, within: str = "") -> tuple[float | None, dict[str, float]]:
         """How much of the kernels whose paths contain `within` is cut along a mesh axis.
 
         Returns:
-            The share of their elements that is, and the shares of those that are not, by path without its layer's
-            number, the largest first."""
+            The share of their elements that is, None where there are no such kernels; and the shares of those that are
+            not, by path without its layer's number, the largest first."""
         kernels = {p: a for p, a in self.model.params.items() if a.ndim > 1 and within in p}
+        if not kernels:
+            return None, {}
         elements = sum(array.size for array in kernels.values())
         whole: dict[str, float] = defaultdict(float)
         for path, array in kernels.items():

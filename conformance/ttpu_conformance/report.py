@@ -16,12 +16,14 @@ DISTRIBUTIONS = ("ttpu-conformance", "ttpu-core", "ttpu-jax", "jax", "libtpu", "
 
 @dataclass(frozen=True)
 class Report:
-    """A run: versions by distribution, the kind of device, and the results in order."""
+    """A run: versions by distribution, the kind of device, the results in order, and the model types that have none
+    yet."""
 
     versions: dict[str, str | None]
     device: str
     level: str
     results: tuple[Result, ...]
+    missing: tuple[str, ...] = ()
 
     @property
     def counts(self) -> Counter[str]:
@@ -30,8 +32,9 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed, and something was proven of every model type that was asked anything."""
-        return not self.counts["failed"] and not self.unproven and self.counts["passed"] > 0
+        """Whether the run is over, nothing failed, and something was proven of every model type that was asked
+        anything."""
+        return not self.missing and not self.counts["failed"] and not self.unproven and self.counts["passed"] > 0
 
     @property
     def unproven(self) -> dict[str, str]:
@@ -56,6 +59,7 @@ class Report:
             "device": self.device,
             "level": self.level,
             "passed": self.passed,
+            "missing": list(self.missing),
             "unproven": self.unproven,
             "counts": dict(self.counts),
             "results": [_finite(asdict(result)) for result in self.results],
@@ -66,7 +70,8 @@ class Report:
         """One report of several runs, from what `to_json` gave; versions and level are those of the last one."""
         results = tuple(Result(**result) for document in documents for result in document["results"])
         last = documents[-1]
-        return cls(last["versions"], last["device"], last["level"], results)
+        missing = tuple(name for document in documents for name in document.get("missing", ()))
+        return cls(last["versions"], last["device"], last["level"], results, missing)
 
     def badge(self) -> dict[str, Any]:
         """What shields.io reads from an endpoint."""
@@ -78,16 +83,19 @@ class Report:
                 message += f", {counts[status]} {status}" + (
                     "s" if status.startswith("expected") and counts[status] > 1 else ""
                 )
+        if self.missing:
+            message += f", {len(self.missing)} not run"
         color = "red" if not self.passed else "yellow" if any(counts[status] for status in others) else "brightgreen"
         return {"schemaVersion": 1, "label": "ttpu conformance", "message": message, "color": color}
 
 
-def make_report(results: Sequence[Result], level: str) -> Report:
-    """A report of results that were got in this process."""
+def make_report(results: Sequence[Result], level: str, missing: Sequence[str] = ()) -> Report:
+    """A report of results that were got in this process, without those of some model types."""
     import jax
 
     kinds = sorted({device.device_kind for device in jax.devices()})
-    return Report({name: _version(name) for name in DISTRIBUTIONS}, ", ".join(kinds), level, tuple(results))
+    versions = {name: _version(name) for name in DISTRIBUTIONS}
+    return Report(versions, ", ".join(kinds), level, tuple(results), tuple(missing))
 
 
 def _counted(counts: Mapping[str, int]) -> str:

@@ -33,9 +33,9 @@ def check_greedy_tokens(case: Case) -> None:
             do_sample=False,
             pad_token_id=0,
         )
-        tokens = whole[0, length:].numpy()
-        if not np.array_equal(ours[row], tokens):
-            at = int(np.argmax(ours[row] != tokens))
+        tokens = whole[0, length:].numpy()  # fewer where a tiny model's eos_token_id came first
+        if not np.array_equal(ours[row][: len(tokens)], tokens):
+            at = int(np.argmax(ours[row][: len(tokens)] != tokens))
             fail(
                 f"after a prompt of {length} tokens the greedy token number {at + 1} is {ours[row][at]}, but "
                 f"transformers generates {tokens[at]}: see float32_logits and cached_decode, which say what differs."
@@ -104,7 +104,8 @@ def _refuse_compiling_again(case: Case) -> None:
 
 def _generate(case: Case, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """The new tokens [rows, NEW_TOKENS]."""
-    return np.asarray(case.model.model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS))[:, ids.shape[1] :]
+    options = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    return np.asarray(case.model.model.generate(ids, attention_mask=mask, **options))[:, ids.shape[1] :]
 
 
 def _short(line: str) -> str:

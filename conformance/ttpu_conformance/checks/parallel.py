@@ -82,6 +82,12 @@ def _cut(case: Case, mesh: str, axis: str, within: str = "") -> Measured:
     """The logits on a mesh, if the kernels whose paths contain `within` are cut along one of its axes."""
     model, error = _sharded(case, mesh)
     share, whole = model.share_cut(axis, within)
+    if share is None:
+        fail(
+            f"no kernel's path contains {within!r}, so that none can be cut along {axis!r}: give such parameters that "
+            "path in `ttpu_mlp`, or in the block's own parameters."
+        )
+    assert share is not None
     if 1 - share > WHOLE or max(whole.values(), default=0.0) >= LARGE:
         named = ", ".join(f"{path} ({part:.0%})" for path, part in list(whole.items())[:MOST_NAMED])
         fail(

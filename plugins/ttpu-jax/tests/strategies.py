@@ -14,6 +14,11 @@ DEVICES = (1, 2, 4, 8, 32)
 STRATEGIES = ("fsdp", "dp", "mp", "2d", "3d", "auto")
 MESHES = ("2x4", "1x8", "fsdp=2,sequence=4", "data=2,sequence=2,tensor=2", "dcn.data=2,fsdp=2,tensor=2")
 OF_FAMILY = {"mistral": ("expert=4,tensor=2", "data=2,expert=4")}
+RULES: tuple[dict[str, Any], ...] = (
+    {"sequence": "tensor"},  # also what cuts heads
+    {"mlp": ["fsdp", "tensor"], "embed": None},
+    {"kv_heads": None},
+)
 GENERATE = ("3d", "fsdp=2,sequence=4", "expert=4,tensor=2")  # also greedy tokens, on 8 devices
 IMPOSSIBLE = {("2d", 2), ("3d", 2), ("3d", 4)}
 TOLERANCE = 2e-5
@@ -89,6 +94,13 @@ def main() -> None:
                     if count == 8 and strategy in GENERATE:
                         row["same_tokens"] = bool((model.generate(tokens[:2], max_new_tokens=6) == greedy).all())
                 jax.devices = everything
+            for number, rules in enumerate(RULES):
+                model = AutoModelForTPU.from_pretrained(
+                    path, parallelism_strategy="fsdp=2,tensor=2", sharding_rules=rules
+                )
+                logits = np.asarray(model(tokens).logits)
+                error = float(np.abs(logits - expected).max() / np.abs(expected).max())
+                rows[f"rules {number}"] = {"rules_error": error}
     json.dump(report, sys.stdout)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import strategies
-from strategies import DEVICES, FAMILIES, GENERATE, IMPOSSIBLE, MESHES, OF_FAMILY, STRATEGIES, TOLERANCE
+from strategies import DEVICES, FAMILIES, GENERATE, IMPOSSIBLE, MESHES, OF_FAMILY, RULES, STRATEGIES, TOLERANCE
 
 CUTS_PARAMETERS = ("fsdp", "mp", "2d", "3d")
 
@@ -46,6 +46,13 @@ def test_greedy_tokens_are_those_of_one_device(report: dict[str, dict[str, Any]]
     possible = (*STRATEGIES, *MESHES, *OF_FAMILY.get(family, ()))
     generated = [strategy for strategy in GENERATE if strategy in possible]
     assert generated and all(report[family][f"{strategy}@8"]["same_tokens"] for strategy in generated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_user_s_own_rules_change_no_logits(report: dict[str, dict[str, Any]], family: str) -> None:
+    errors = [row["rules_error"] for row in report[family].values() if "rules_error" in row]
+    assert len(errors) == len(RULES) and max(errors) <= TOLERANCE
 
 
 @pytest.mark.slow

@@ -92,6 +92,7 @@ class JaxBackend:
             mesh=mesh,
             plan=plan,
             sharding_rules=sharding_rules,
+            dtype=held.name,
         )
         spec, paddings = pad_for(architecture.spec, placement)
         attention = attention_choice(

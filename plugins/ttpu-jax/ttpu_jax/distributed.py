@@ -4,15 +4,18 @@ alone."""
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import re
 import sys
 import threading
+from contextlib import suppress
 from types import TracebackType
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from ttpu_core.errors import LaunchError
 from ttpu_core.launch.contract import AUTO, NUM_PROCESSES, PROCESS_ID, Contract, contract_of, leave_at_once
@@ -20,10 +23,13 @@ from ttpu_core.launch.rendezvous import meet
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
-GLOO_PEERS = re.compile(
-    rb"(\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is :|\d+|\s)*"
-)
-"""A line of gloo's; threads write several at once, so that pieces of them stand in one."""
+_WORDS = rb"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is :"
+GLOO_PEERS = re.compile(rb"[\d\s]*((" + _WORDS + rb")[\d\s]*)+")
+"""A line of gloo's; threads write several at once, so that pieces of them stand in one. A line without its words, such
+as a number, is somebody else's."""
+
+DRAIN_SECONDS = 1.0
+"""How long the end waits for what stands in the pipe; a child that is still running holds it open."""
 
 _initialized = False
 
@@ -67,10 +73,13 @@ def initialize() -> None:
         sys.excepthook = _end_at_once
 
 
-def shared_seed(seed: int | None) -> int | None:
-    """`seed`, or where it is None and there are several processes, one that they have in common: what each would draw
-    for itself would give each other tokens."""
-    if seed is not None or jax.process_count() == 1:
+def shared_seed(seed: int | None, mesh: Mesh | None) -> int | None:
+    """`seed`, or where it is None and the mesh has devices of several processes, one that they have in common: what each
+    would draw for itself would give each other tokens.
+
+    All processes of such a mesh must come here. Without one each process runs by itself, and asks nobody.
+    """
+    if seed is not None or mesh is None or all(d.process_index == jax.process_index() for d in mesh.devices.flat):
         return seed
     from jax.experimental import multihost_utils
 
@@ -85,7 +94,8 @@ def _configure(contract: Contract) -> None:
         jax.config.update("jax_num_cpu_devices", contract.local_devices)
     if jax.config.jax_platforms == "cpu":  # type: ignore[attr-defined]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        _keep_stdout()
+        if contract.num_processes != 1:
+            _keep_stdout()
     # JAX's preemption service would catch the SIGTERM by which a launcher ends a process, which then went on.
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
         jax.config.update("jax_enable_preemption_service", False)
@@ -105,7 +115,8 @@ def _join_slice(contract: Contract) -> None:
 
 def _keep_stdout() -> None:
     """Give Python's stdout a descriptor of its own, because gloo writes to descriptor 1 how many peers it found, in the
-    middle of what a user asked for. What else is written there goes to stderr."""
+    middle of what a user asked for. What else is written there goes to stderr: that of C libraries, and of a child
+    process unless it is given `stdout=sys.stdout`."""
     stream = sys.stdout
     try:
         if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != 1:
@@ -117,22 +128,36 @@ def _keep_stdout() -> None:
         os.close(writing)
     except (OSError, ValueError):  # closed, or replaced by something without a descriptor
         return
-    threading.Thread(target=_pass_on, args=(reading,), name="descriptor 1", daemon=True).start()
+    reader = threading.Thread(target=_pass_on, args=(reading,), name="descriptor 1", daemon=True)
+    reader.start()
     raw = os.fdopen(own, "wb", 0 if stream.write_through else -1)
-    sys.stdout = io.TextIOWrapper(
+    sys.stdout = kept = io.TextIOWrapper(
         raw,
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
+    atexit.register(_give_back, kept, reader)
+
+
+def _give_back(kept: io.TextIOWrapper, reader: threading.Thread) -> None:
+    """Let descriptor 1 be stdout again, which closes the pipe, and wait for what still stands in it."""
+    try:
+        kept.flush()
+        os.dup2(kept.fileno(), 1)
+    except (OSError, ValueError):  # stdout was closed
+        with suppress(OSError):
+            os.close(1)
+    reader.join(DRAIN_SECONDS)
 
 
 def _pass_on(reading: int) -> None:
     with os.fdopen(reading, "rb") as lines:
         for line in lines:
             if GLOO_PEERS.fullmatch(line) is None:
-                os.write(2, line)
+                with suppress(OSError):  # without a stderr it still reads, or whoever writes would wait for ever
+                    os.write(2, line)
 
 
 def _end_at_once(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

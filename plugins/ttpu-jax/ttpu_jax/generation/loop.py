@@ -62,8 +62,10 @@ def _events(
     timings: Timings,
 ) -> Iterator[tuple[StreamEvent, Completion]]:
     steps = max(row.limit for row in rows)
-    options = replace(options, seed=shared_seed(options.seed))
-    sampling = [_row_seed(options.sampling(), index) for index in range(len(rows))]
+    drawing = options.sampling()
+    if not drawing.is_greedy:  # a process may make more greedy calls than the others
+        drawing = replace(options, seed=shared_seed(options.seed, programs.runtime.placement.mesh)).sampling()
+    sampling = [_row_seed(drawing, index) for index in range(len(rows))]
     features, inputs = features_of(sampling), sampling_inputs(sampling)
     seen = prompts_seen(prompts, programs.spec.embedding.rows) if features.penalties else None
 

@@ -12,18 +12,23 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.plan.links import slice_axes
 
 
 def arrange(devices: Sequence[jax.Device], sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.ndarray:
     """The devices in an array with one dimension for each axis of `sizes`, whose product is their number.
 
     Args:
-        slices: axis → how many slices lie along it; along other axes all devices are of one slice. Devices that know no
-            slices, such as virtual ones on a CPU, are taken to be of equal ones in their order.
+        slices: axis → how many slices lie along it; along other axes all devices are of one slice. Empty: what
+            `slice_axes` chooses for the slices that the devices are of. Devices that know no slices, such as virtual
+            ones on a CPU, are taken to be of equal ones in their order.
 
     Raises:
         UnsupportedError: the devices are of another number of slices.
     """
+    there = number_of_slices(devices)
+    if there > 1 and not slices:
+        slices = slice_axes(sizes, there)
     outer = [slices.get(axis, 1) for axis in sizes]
     inner = [size // count for size, count in zip(sizes.values(), outer, strict=True)]
     if prod(outer) == 1:
@@ -34,12 +39,16 @@ def arrange(devices: Sequence[jax.Device], sizes: Mapping[str, int], slices: Map
     return blocks.reshape(*outer, *inner).transpose(pairs).reshape(tuple(sizes.values()))
 
 
+def number_of_slices(devices: Sequence[jax.Device]) -> int:
+    """Slices that the devices are of; one for devices that know none."""
+    return len({_slice_of(device) for device in devices})
+
+
 def _by_slice(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]:
     groups: defaultdict[int, list[jax.Device]] = defaultdict(list)
     knows_slices = devices[0].platform == "tpu"
     for place, device in enumerate(devices):
-        number = getattr(device, "slice_index", 0) if knows_slices else place * count // len(devices)
-        groups[number].append(device)
+        groups[_slice_of(device) if knows_slices else place * count // len(devices)].append(device)
     if len(groups) != count or len({len(group) for group in groups.values()}) != 1:
         raise UnsupportedError(
             f"a mesh over {count} slices was asked for, but the {len(devices)} devices are of {len(groups)}: write as "
@@ -48,8 +57,15 @@ def _by_slice(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device
     return [groups[index] for index in sorted(groups)]
 
 
+def _slice_of(device: jax.Device) -> int:
+    number: int = getattr(device, "slice_index", None) or 0
+    return number if device.platform == "tpu" else 0
+
+
 def _within_slice(devices: Sequence[jax.Device], shape: Sequence[int]) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(shape, devices)
     except NotImplementedError:  # an axis that is no product of whole interconnect dimensions
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except (AssertionError, ValueError):  # a part of a slice, with holes: any order is as good
+        return np.asarray(devices).reshape(tuple(shape))

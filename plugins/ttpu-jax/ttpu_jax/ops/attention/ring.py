@@ -28,6 +28,8 @@ def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: i
         return "it adds no position biases (ALiBi)"
     if not context.sequence_axes:
         return "no mesh axis cuts the sequence"
+    if set(context.sequence_axes) & {*context.batch_axes, *context.head_axes}:
+        return "one mesh axis cuts the sequence and rows or heads"
     if not context.own_keys or queries != keys:
         return "it attends within a sequence, not to a cache"
     return None

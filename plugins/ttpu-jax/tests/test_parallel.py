@@ -1,0 +1,145 @@
+"""How a caller says that a model is cut: what is refused, what the planner is told, and how devices are arranged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny import llama_checkpoint
+
+from ttpu import AutoModelForTPU
+from ttpu_core import default_registry, open_checkpoint
+from ttpu_core.errors import PlanError, RequestError, UnsupportedError
+from ttpu_core.plan.hardware import parse_topology
+from ttpu_core.plan.planner import Request, best_plan
+from ttpu_jax import parallel
+from ttpu_jax.parallel import placement_for, planned
+from ttpu_jax.params.mesh import arrange
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama_checkpoint(tmp_path_factory.mktemp("parallel") / "llama")
+
+
+@pytest.fixture(scope="module")
+def spec(path: Path) -> Any:
+    return default_registry().architecture(open_checkpoint(path).config).spec
+
+
+def test_two_ways_of_saying_it_are_refused(path: Path) -> None:
+    with pytest.raises(RequestError, match="parallelism_strategy and mesh were given"):
+        AutoModelForTPU.from_pretrained(path, parallelism_strategy="fsdp", mesh="tensor=2")
+
+
+def test_sharding_strategy_and_mesh_are_other_names_of_it(spec: Any) -> None:
+    one, two, three = (
+        placement_for(spec, **{name: "2x4"}) for name in ("parallelism_strategy", "sharding_strategy", "mesh")
+    )
+    assert one == two == three and one.mesh is not None and dict(one.mesh.shape) == {"data": 2, "tensor": 4}
+
+
+def test_an_axis_along_which_nothing_is_cut_is_refused(spec: Any) -> None:
+    with pytest.raises(UnsupportedError, match="8 devices along 'expert', but nothing of this llama is cut along it"):
+        placement_for(spec, parallelism_strategy="expert=8")
+    placement_for(spec, parallelism_strategy="data=8")
+    placement_for(spec, parallelism_strategy="sequence=8")
+
+
+def test_auto_plans_for_the_dtype_that_is_loaded(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Request] = []
+
+    def plan(spec: Any, devices: Any, request: Request) -> Any:
+        asked.append(request)
+        return planned(spec, devices, request)
+
+    monkeypatch.setattr(parallel, "planned", plan)
+    placement_for(spec, parallelism_strategy="auto", dtype="float32", sharding_rules={"mlp": None})
+    assert asked[0].dtype == "float32" and dict(asked[0].strategy.rules)["mlp"] == ()
+
+
+def test_a_plan_is_followed(path: Path, spec: Any, tmp_path: Path) -> None:
+    plan = best_plan(spec, parse_topology("v5e:2x4"), Request(dtype="float32"))
+    plan.save(tmp_path / "plan.json")
+    model = AutoModelForTPU.from_pretrained(path, plan=tmp_path / "plan.json")
+    assert dict(model.programs.runtime.placement.mesh.shape) == dict(plan.mesh)
+
+
+def test_a_plan_for_quantized_weights_is_refused(spec: Any) -> None:
+    plan = best_plan(spec, parse_topology("v5e:2x4"), Request(quantization="int8"))
+    with pytest.raises(PlanError, match="the plan is for int8 weights, but the JAX backend loads them in bfloat16"):
+        placement_for(spec, plan=plan)
+
+
+def test_a_plan_for_smaller_weights_warns(spec: Any) -> None:
+    plan = best_plan(spec, parse_topology("v5e:2x4"), Request(dtype="bfloat16"))
+    with pytest.warns(UserWarning, match="made for weights in bfloat16, but they are held in float32"):
+        placement_for(spec, plan=plan, dtype="float32")
+
+
+@pytest.mark.parametrize("plan", [3, {"mesh": {}}])
+def test_what_is_no_plan_is_refused(spec: Any, plan: Any) -> None:
+    with pytest.raises(RequestError, match=r"plan is the .* but a ttpu_core.plan.plan.Plan or the path of a file"):
+        placement_for(spec, plan=plan)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A TPU device as meshes are made of: eight to a slice of 2x4."""
+
+    id: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v6 lite"
+    core_on_chip: int = 0
+
+    @property
+    def slice_index(self) -> int:
+        return self.id // 8
+
+    @property
+    def coords(self) -> tuple[int, int, int]:
+        return self.id % 8 % 2, self.id % 8 // 2, 0
+
+
+CHIPS: Any = [Chip(number) for number in range(16)]
+
+
+def slices_along(placed: np.ndarray, axis: int) -> bool:
+    """Whether slices change along this axis only."""
+    indices = np.vectorize(lambda chip: chip.slice_index)(placed)
+    return bool((np.diff(indices, axis=axis) != 0).any()) and all(
+        (np.diff(indices, axis=other) == 0).all() for other in range(indices.ndim) if other != axis
+    )
+
+
+def test_slices_lie_along_the_axis_that_says_so() -> None:
+    placed = arrange(CHIPS, {"data": 2, "fsdp": 4, "tensor": 2}, {"data": 2})
+    assert placed.shape == (2, 4, 2) and slices_along(placed, 0)
+
+
+def test_slices_that_nobody_named_lie_along_the_first_axes() -> None:
+    placed = arrange(CHIPS, {"fsdp": 8, "tensor": 2}, {})
+    assert sorted(chip.id for chip in placed.flat) == list(range(16)) and slices_along(placed, 0)
+    assert sorted(chip.id for chip in arrange(CHIPS, {"fsdp": 16}, {}).flat) == list(range(16))
+
+
+def test_other_numbers_of_slices_than_there_are_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="a mesh over 4 slices was asked for, but the 16 devices are of 2"):
+        arrange(CHIPS, {"data": 4, "fsdp": 4}, {"data": 4})
+
+
+@pytest.mark.parametrize("count", [3, 5, 6])
+def test_a_part_of_a_slice_may_have_holes(count: int) -> None:
+    assert arrange(CHIPS[:count], {"tensor": count}, {}).shape == (count,)
+
+
+def test_auto_knows_slices_and_single_cores(spec: Any) -> None:
+    two = planned(spec, CHIPS, Request())
+    assert (two.num_devices, two.num_slices) == (16, 2)
+    core: Any = [replace(Chip(0), device_kind="TPU7x")]
+    assert planned(spec, core, Request()).num_devices == 1
+    assert jax.device_count() == 8

@@ -1,0 +1,50 @@
+"""Files that are whole or not there. In: a path and a text; out: the file, which a reader never sees half written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_whole(path: str | os.PathLike[str], text: str, *, mode: int = 0o666, replace: bool = True) -> None:
+    """Write a file beside its place, then put it there.
+
+    Args:
+        mode: its permissions, less those that the process's umask takes away.
+        replace: whether a file that is there already makes room.
+
+    Raises:
+        FileExistsError: there is one, and it may not be replaced.
+        OSError: it cannot be written; nothing is left behind.
+    """
+    target = Path(path).expanduser()
+    if target.is_dir():
+        raise IsADirectoryError(0, "it is a directory", str(target))
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.absolute().parent)
+    unfinished = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.chmod(mode & ~_umask())  # mkstemp lets nobody else in
+        if replace:
+            unfinished.replace(target)
+        else:
+            os.link(unfinished, target)  # unlike a rename, refuses what is there, even if it has just come
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """The process's umask, without changing it for a moment where the system can say it."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    except (OSError, ValueError):
+        pass
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
