@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from test_import_time import HEAVY, loaded_after
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from ttpu_core.cli.main import app
 from ttpu_core.errors import LaunchError
 from ttpu_core.launch.contract import Contract, contract_of
-from ttpu_core.launch.places import Host, coordinator_of, free_port, hosts_in, hosts_of, passed_on
+from ttpu_core.launch.options import PLACES, READ_BY
+from ttpu_core.launch.places import Host, asked_for, coordinator_of, free_port, hosts_in, hosts_of, passed_on, ssh_tasks
 from ttpu_core.launch.rendezvous import meet
 
 TTPU = [sys.executable, "-m", "ttpu_core.cli.main"]
@@ -118,6 +120,13 @@ def test_a_contract_is_what_its_environment_says() -> None:
     assert contract_of({"PATH": "/bin", "TTPU_PROCESS_ID": ""}) is None
 
 
+def test_what_the_callers_shell_has_of_an_older_launch_reaches_no_process() -> None:
+    stale = {"TTPU_LOCAL_DEVICES": "7", "TTPU_PROCESS_ID": "5", "TTPU_NUM_PROCESSES": "9"}
+    assert contract_of({**stale, **Contract("auto").environment()}) == Contract("auto")
+    done = launch("--", "sh", "-c", "echo [$TTPU_LOCAL_DEVICES] $TTPU_PROCESS_ID", cwd=None, **stale)
+    assert done.stdout == "[0] [] 0\n"
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -125,6 +134,7 @@ def test_a_contract_is_what_its_environment_says() -> None:
         ({"TTPU_COORDINATOR": "a:1", "TTPU_PROCESS_ID": "0"}, "TTPU_NUM_PROCESSES is not"),
         ({"TTPU_COORDINATOR": "a:1", "TTPU_NUM_PROCESSES": "2", "TTPU_PROCESS_ID": "2"}, "numbered 0 to 1"),
         ({"TTPU_COORDINATOR": "a", "TTPU_NUM_PROCESSES": "2", "TTPU_PROCESS_ID": "0"}, "a host and a port are needed"),
+        ({"TTPU_COORDINATOR": "fd00::1:9", "TTPU_NUM_PROCESSES": "2", "TTPU_PROCESS_ID": "0"}, r"\[fd00::1\]:8476"),
         ({"TTPU_COORDINATOR": "a:1", "TTPU_NUM_PROCESSES": "two", "TTPU_PROCESS_ID": "0"}, "whole number of 1 or more"),
         ({"TTPU_COORDINATOR": "a:1", "TTPU_NUM_PROCESSES": "2", "TTPU_PROCESS_ID": "-1"}, "whole number of 0 or more"),
     ],
@@ -337,6 +347,26 @@ def test_a_lost_connection_ends_the_process_at_its_far_end(fake_ssh: str, clean:
     until(lambda: alive(clean) == [])
 
 
+@pytest.mark.parametrize(
+    ("ssh", "message"),
+    [
+        ("no-such-ssh -T", "process 0 on tpu-a was to be started by 'no-such-ssh', which cannot be run (No such file"),
+        ("ssh 'x", '--ssh "ssh \'x" was given, but a quote or backslash in it has no end'),
+        ("", "--ssh '' was given, but it is empty"),
+    ],
+    ids=["not there", "half a quote", "empty"],
+)
+def test_an_ssh_that_cannot_be_run_is_one_sentence(ssh: str, message: str) -> None:
+    done = launch("--hosts", "tpu-a", "--ssh", ssh, "--", "x")
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_ssh_notices_a_dead_connection() -> None:
+    (task,) = ssh_tasks(["x"], hosts_of("tpu-a", 1), Contract("tpu-a:1"), {}, python="python3")
+    assert task.guard[:-2] == ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
+
+
 def test_a_host_file_has_a_host_a_line(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# the slice\ntpu-a slots=2\n\nada@tpu-b  # the other\n")
@@ -363,6 +393,8 @@ def test_process_0_listens_on_the_first_host_unless_told_otherwise() -> None:
     assert coordinator_of(hosts, ":99") == "tpu-a:99"
     assert coordinator_of(hosts, "10.0.0.1") == "10.0.0.1:8476"
     assert coordinator_of(hosts, "[fd00::1]:99") == "[fd00::1]:99"
+    assert coordinator_of(hosts_of("ada@fd00::1,fd00::2", 1), None) == "[fd00::1]:8476"
+    assert coordinator_of(hosts_of("fd00::1", 1), ":99") == "[fd00::1]:99"
     with pytest.raises(LaunchError, match="HOST, HOST:PORT or :PORT"):
         coordinator_of(hosts, "a:b:c")
     with pytest.raises(LaunchError, match="which the other hosts take for themselves"):
@@ -370,9 +402,11 @@ def test_process_0_listens_on_the_first_host_unless_told_otherwise() -> None:
 
 
 def test_a_variable_to_be_passed_must_be_there() -> None:
-    assert passed_on(["A", "B=x=y"], {"A": "1"}) == {"A": "1", "B": "x=y"}
+    assert passed_on(asked_for(["A", "B=x=y"]), {"A": "1"}) == {"A": "1", "B": "x=y"}
     with pytest.raises(LaunchError, match="--env NONE was given, but NONE is not set here"):
-        passed_on(["NONE"], {})
+        passed_on(asked_for(["NONE"]), {})
+    with pytest.raises(LaunchError, match="--env 'A B=1' was given, but a variable's name has letters"):
+        asked_for(["A B=1"])
 
 
 # -- the command line ----------------------------------------------------------------------------------------
@@ -386,6 +420,7 @@ def test_a_variable_to_be_passed_must_be_there() -> None:
         (["--tpu-name", "a", "--", "x"], "only with --tpu-pod"),
         (["--tpu-pod", "--tpu-name", "a", "--", "x"], "without --zone"),
         (["--image", "a", "--", "x"], "only with --gke"),
+        (["--hosts", "", "--slurm", "--", "x"], "--hosts and --slurm were given"),
         (["--", "ttpu", "chat", "./llama"], "a conversation needs one terminal"),
         (["--", "ttpu", "launch", "x"], "one launch starts all processes"),
     ],
@@ -397,11 +432,45 @@ def test_what_makes_no_sense_is_one_sentence_and_status_2(arguments: list[str], 
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--nodes 1", "--nodes was given for processes on this machine, but it says something only with --slurm-s"),
+        ("--namespace default", "--namespace was given for processes on this machine"),
+        ("--force", "only with --slurm-script or --gke"),
+        ("--ssh ssh", "only with --hosts or --hostfile"),
+        ("--tpu-pod --tpu-name a --zone z --nproc-per-node 8", "--nproc-per-node was given with --tpu-pod and "),
+        ("--tpu-pod --devices-per-process 8", "--devices-per-process was given with --tpu-pod, but it says"),
+        ("--tpu-pod --zone z", "only with --tpu-pod and --tpu-name"),
+        ("--gke f --nproc-per-node 1", "only on this machine or with --hosts or --hostfile or --slurm-script"),
+        ("--slurm --nproc-per-node 2", "--nproc-per-node was given with --slurm, but it says"),
+        ("--slurm-script f --secret a", "--secret was given with --slurm-script, but"),
+    ],
+)
+def test_an_option_that_its_place_does_not_read_is_refused_not_dropped(arguments: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["launch", *arguments.split(), "--", "x"])
+    assert result.exit_code == 2
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_every_option_says_which_places_read_it() -> None:
+    parameters = get_command(app).commands["launch"].params  # type: ignore[attr-defined]
+    assert {parameter.name for parameter in parameters} == set(READ_BY)
+    assert all(set(places) <= set(PLACES) for places in READ_BY.values())
+
+
+def test_a_python_that_cannot_watch_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "waitid")
+    result = CliRunner().invoke(app, ["launch", "--", "x"])
+    assert result.exit_code == 2
+    assert "this Python has no os.waitid" in result.stderr and result.stderr.count("\n") == 1
+
+
 def test_options_after_the_command_are_the_commands_own() -> None:
     line = "launch --dry-run ttpu generate x --max_new_tokens 3 --timeout 5"
     result = CliRunner().invoke(app, line.split())
     assert result.stdout.endswith("-m ttpu_core.cli.main generate x --max_new_tokens 3 --timeout 5\n")
-    assert "TTPU_TIMEOUT=300" in result.stdout
+    assert "TTPU_TIMEOUT=300" in result.stdout and "TTPU_LOCAL_DEVICES" not in result.stdout
 
 
 def test_a_script_is_run_by_this_python(tmp_path: Path) -> None:
@@ -411,5 +480,5 @@ def test_a_script_is_run_by_this_python(tmp_path: Path) -> None:
 
 
 def test_launching_loads_no_framework() -> None:
-    rooms = "contract, supervisor, places, slurm, gke, tpu_pod, rendezvous, guard, files, command, script"
+    rooms = "contract, supervisor, places, slurm, gke, tpu_pod, rendezvous, guard, files, command, script, options"
     assert loaded_after(f"from ttpu_core.launch import {rooms}", HEAVY) == []

@@ -3,6 +3,7 @@ runs, a gcloud command, and a contract out of SLURM's variables."""
 
 import json
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -34,6 +35,20 @@ def job_set(topology: str, **more: Any) -> dict[str, Any]:
     text = JobSet(AWKWARD, parse_topology(topology), "registry.example/ttpu:1", **more).yaml()
     manifest: dict[str, Any] = yaml.safe_load(text)
     return manifest
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """What Kubernetes makes of a command's word or a variable's value: `$(NAME)` is the variable where there is one,
+    `$$` is one `$`. kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/#Container."""
+
+    def meant(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else variables.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", meant, text)
+
+
+def mode(file: Path) -> int:
+    return stat.S_IMODE(file.stat().st_mode)
 
 
 def parts(manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -84,6 +99,54 @@ def test_the_command_arrives_as_it_was_given() -> None:
     assert container["image"] == "registry.example/ttpu:1"
 
 
+def test_kubernetes_expands_nothing_in_a_command_or_a_value() -> None:
+    awkward = ("sh", "-c", "echo $(HOME) $HOME $$ $$(HOME) $", "$(")
+    manifest = JobSet(awkward, parse_topology("v5e:2x4"), "a", environment=(("HOME", "x"), ("Y", "$(HOME)$"))).yaml()
+    _, _, container = parts(pytest.importorskip("yaml").safe_load(manifest))
+    assert tuple(expanded(word, {"HOME": "x"}) for word in container["command"][4:]) == awkward
+    assert expanded(container["env"][1]["value"], {"HOME": "x"}) == "$(HOME)$"
+
+
+def test_names_that_yaml_has_another_meaning_for_stay_names() -> None:
+    namespace = "0" * 63  # Kubernetes takes digits, and 63 of them
+    assert job_set("v5e:2x4", name="no", namespace="on")["metadata"] == {
+        "name": "no", "namespace": "on", "annotations": job_set("v5e:2x4")["metadata"]["annotations"],
+    }  # fmt: skip
+    assert job_set("v5e:2x4", namespace=namespace)["metadata"]["namespace"] == namespace
+    with pytest.raises(LaunchError, match=r"--namespace .* up to 63 lower-case letters"):
+        job_set("v5e:2x4", namespace="a" * 64)
+
+
+def test_a_variable_without_a_value_comes_from_a_secret_of_kubernetes() -> None:
+    _, _, container = parts(job_set("v5e:2x4", environment=(("HF_TOKEN", None),), secret="hf"))
+    assert container["env"] == [
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "HF_TOKEN"}}}
+    ]  # fmt: skip
+    with pytest.raises(LaunchError, match="write --env HF_TOKEN=VALUE, or create a Kubernetes Secret with the key"):
+        job_set("v5e:2x4", environment=(("HF_TOKEN", None),))
+    with pytest.raises(LaunchError, match="--secret 'H_F' was given"):
+        job_set("v5e:2x4", secret="H_F")
+
+
+def test_workers_wait_and_end_as_they_were_asked_to() -> None:
+    _, pod, container = parts(job_set("v5e:2x4", timeout=60, grace=45.5))
+    assert container["command"][:8] == ["ttpu", "launch", "--tpu-pod", "--timeout", "60", "--grace", "45.5", "--"]
+    assert pod["terminationGracePeriodSeconds"] > 45.5
+    assert parts(job_set("v5e:2x4"))[1]["terminationGracePeriodSeconds"] == 30
+
+
+@pytest.mark.parametrize("kind", ["gke", "slurm-script"])
+def test_a_file_that_holds_a_value_can_be_read_by_its_owner_alone(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    asked = [f"--{kind}", str(file), *(["--topology", "v5e:4x4", "--image", "a"] if kind == "gke" else [])]
+    assert run(*asked, "--", "x").exit_code == 0
+    assert mode(file) & stat.S_IRUSR and "alone" not in run(*asked, "--force", "--", "x").stderr
+    done = run(*asked, "--force", "--env", "A=secret-1234", "--env", "B=2", "--", "x")
+    assert f"{file} is written, and can be read by you alone: it holds the values of A and B; next" in done.stderr
+    assert mode(file) == (0o600 if kind == "gke" else 0o700)
+    assert "secret-1234" in file.read_text()
+
+
 def test_other_hosts_can_be_asked_for_and_impossible_ones_are_refused() -> None:
     job, _, container = parts(job_set("v5e:2x4", chips_per_host=4))
     assert (job["template"]["spec"]["completions"], container["resources"]["limits"]["google.com/tpu"]) == (2, 4)
@@ -106,7 +169,7 @@ def test_the_manifest_is_a_file_that_is_not_replaced_unasked(tmp_path: Path) -> 
     assert refused.exit_code == 2 and "it exists: pass --force" in refused.stderr
     assert file.read_text() == first
     assert run(*asked, "--name", "other", "--force", "--", "ttpu", "info", "x").exit_code == 0
-    assert "name: other" in file.read_text()
+    assert 'name: "other"' in file.read_text()
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -179,6 +242,24 @@ def test_the_script_asks_for_what_was_asked(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 
 
+def test_a_variable_without_a_value_is_not_written_into_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    asked = "--env HF_TOKEN --timeout 9 --grace 3"
+    assert run("--slurm-script", str(script), *asked.split(), "--", "x").exit_code == 0
+    text = script.read_text()
+    assert "srun --kill-on-bad-exit=1 ttpu launch --slurm --timeout 9 --grace 3 -- x\n" in text
+    (tmp_path / "srun").write_text("#!/bin/sh\necho $HF_TOKEN\n")
+    (tmp_path / "srun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def job(**more: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run([str(script)], env=environment | more, capture_output=True, text=True, timeout=30)
+
+    assert job(HF_TOKEN="t").stdout == "t\n"
+    unset = job()
+    assert unset.returncode and "HF_TOKEN: is not set in the job: set it where sbatch is called" in unset.stderr
+
+
 def test_an_option_that_is_none_is_refused(tmp_path: Path) -> None:
     refused = run("--slurm-script", str(tmp_path / "x"), "--sbatch", "account=lab", "--", "train.py")
     assert refused.exit_code == 2 and "does not begin with '-'" in refused.stderr
@@ -192,10 +273,18 @@ def test_an_option_that_is_none_is_refused(tmp_path: Path) -> None:
         ("tpu[003-010,012],gpu1", "tpu003"),
         ("tpu[7,9]-ib", "tpu7-ib"),
         ("a-b.c.d", "a-b.c.d"),
+        ("rack[1-2]node[1-4]", "rack1node1"),
+        ("rack[2,4]node[07-08]-ib,x", "rack2node07-ib"),
     ],
 )
 def test_the_first_node_of_a_compressed_list(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", [",a", "a[1-2", "a[]", "a[x]", "a]"])
+def test_a_list_without_a_first_node_is_refused(nodes: str) -> None:
+    with pytest.raises(LaunchError, match="in which no host can be made out"):
+        first_node(nodes)
 
 
 def test_a_task_of_srun_has_its_contract() -> None:
@@ -208,7 +297,7 @@ def test_a_task_of_srun_has_its_contract() -> None:
     [({}, "outside an allocation"), ({"SLURM_JOB_ID": "1"}, "inside an allocation, but not by srun")],
 )
 def test_what_is_no_task_of_srun_is_told_how_to_be_one(variables: dict[str, str], where: str) -> None:
-    with pytest.raises(LaunchError, match=f"{where} .*run `srun ttpu launch --slurm"):
+    with pytest.raises(LaunchError, match=f"{where} .*run `srun --kill-on-bad-exit=1 ttpu launch --slurm"):
         slurm_contract(variables)
 
 
@@ -228,6 +317,25 @@ def test_gcloud_runs_the_command_on_all_workers() -> None:
     assert shlex.split(shown.stdout)[-1] == "--command=ttpu launch --tpu-pod -- ttpu info x"
 
 
+def test_gcloud_passes_on_how_long_workers_wait_and_its_dry_run_shows_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret-1234")
+    asked = "--tpu-pod --tpu-name slice --zone z --grace 3 --timeout 9 --env HF_TOKEN --dry-run"
+    there = shlex.split(run(*asked.split(), "--", "x").stdout)[-1]
+    assert there == "--command=HF_TOKEN='<HF_TOKEN>' ttpu launch --tpu-pod --timeout 9 --grace 3 -- x"
+
+
+def test_a_value_that_gcloud_shows_to_everybody_is_announced(tmp_path: Path) -> None:
+    (tmp_path / "gcloud").write_text("#!/bin/sh\n")
+    (tmp_path / "gcloud").chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "ttpu_core.cli.main", "launch", "--tpu-pod", "--tpu-name", "slice", "--zone", "z",
+         "--env", "HF_TOKEN=a", "--", "x"],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("the value of HF_TOKEN can be read in lists of processes, here and on the workers")
+
+
 def test_a_worker_leaves_its_place_to_the_runtime() -> None:
     code = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('TTPU_')}))"
     done = subprocess.run(
@@ -236,7 +344,7 @@ def test_a_worker_leaves_its_place_to_the_runtime() -> None:
     )  # fmt: skip
     assert done.stdout.startswith("[3] ")
     told = json.loads(done.stdout.removeprefix("[3] "))
-    assert told["TTPU_COORDINATOR"] == "auto" and "TTPU_PROCESS_ID" not in told
+    assert told["TTPU_COORDINATOR"] == "auto" and told["TTPU_PROCESS_ID"] == ""
 
 
 def test_workers_of_several_slices_are_told_apart() -> None:

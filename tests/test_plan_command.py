@@ -4,6 +4,7 @@ in for the compiler."""
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ttpu_core import registry as registry_module
 from ttpu_core.cli.main import app
 from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_core.plan.hardware import parse_topology
-from ttpu_core.plan.picture import COLOURS, html_picture, save_picture
+from ttpu_core.plan.picture import COLOURS, check_picture_file, html_picture, save_picture
 from ttpu_core.plan.plan import Plan, load_plan
 from ttpu_core.plan.planner import plans
 from ttpu_core.plan.verification import Verification
@@ -89,6 +90,90 @@ def test_when_nothing_fits_the_status_is_one_and_the_reason_has_numbers(config: 
     assert all(remedy["plan"]["fits"] for remedy in printed["nothing_fits"]["remedies"])
 
 
+def test_a_generation_that_does_not_serve_is_named(config: Path) -> None:
+    asked = (config, "--batch", 1024, "--context", 32768)
+    result = run(*asked)
+    assert result.exit_code == 0, result.output
+    printed = as_json(*asked)
+    assert printed["without"] == ["v5e"]
+    assert "v5e: not on 256 chips" in result.stdout
+    assert {one["topology"].partition(":")[0] for one in printed["plans"]} == {"v4", "v5p", "v6e", "tpu7x"}
+
+
+def test_when_no_generation_serves_the_reason_has_numbers_and_remedies(config: Path) -> None:
+    asked = (config, "--batch", 4096, "--context", 131072)
+    result = run(*asked)
+    assert result.exit_code == 1
+    assert "nothing fits: llama needs" in result.stderr
+    assert "GiB on each device of tpu7x:4x8x8" in result.stderr
+    assert "would fit" in result.stderr
+    assert "v5p: not on 256 chips" in result.stdout
+    printed = json.loads(run(*asked, "--json").stdout)
+    assert printed["without"] == ["v4", "v5e", "v5p", "v6e", "tpu7x"]
+    assert [one["fits"] for one in printed["plans"]] == [False]
+    assert printed["nothing_fits"]["missing_bytes"] > 0
+    assert printed["nothing_fits"]["remedies"]
+
+
+def test_the_request_is_part_of_what_is_printed_as_json(config: Path) -> None:
+    asked = as_json(config, "--topology", "v5e:4x4", "--task", "training")
+    assert asked["request"] == {
+        "task": "training",
+        "topology": "v5e:4x4",
+        "batch": 16,
+        "context": 2048,
+        "dtype": "bfloat16",
+        "quantization": None,
+    }
+    serving = as_json(config, "--quantization", "int8")
+    assert (serving["request"]["topology"], serving["request"]["batch"]) == (None, 32)
+    assert serving["request"]["quantization"] == "int8"
+    assert as_json(config, "--task", "training")["request"]["batch"] is None  # one a device of each slice
+    assert (serving["nothing_fits"], serving["without"]) == (None, [])
+
+
+def test_a_topology_that_is_not_sold_is_planned_with_a_note(config: Path) -> None:
+    assert "v5e:2x3 is not a size that v5e comes in" in run(config, "--topology", "v5e:2x3").stdout
+    printed = as_json(config, "--topology", "v5e:2x3")
+    assert {one["note"] for one in printed["plans"]} == {"v5e:2x3 is not a size that v5e comes in"}
+    assert {one["note"] for one in as_json(config, "--topology", "v5e:2x4")["plans"]} == {None}
+
+
+@pytest.mark.parametrize("option", ["--save", "--picture"])
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("nowhere/plan.html", "its folder is not there"),
+        ("folder.html", "it is a directory"),
+        ("config.json/plan.html", "its folder is not there"),
+        ("locked/plan.html", "its folder may not be written to"),
+    ],
+)
+def test_where_nothing_can_be_written_nothing_is_planned(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, target: str, why: str
+) -> None:
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: "locked" not in str(path))  # a superuser may write anywhere
+    monkeypatch.setattr("ttpu_core.plan.planner.plans", lambda *_: pytest.fail("it was planned"))
+    result = run(config, "--topology", "v5e:2x4", option, tmp_path / target)
+    assert result.exit_code == 2, result.output
+    assert why in result.stderr
+    assert "name a file in a folder that exists and may be written to" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_quantized_plans_are_not_verified_and_that_is_said_before_planning(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ttpu_core.plan.planner.plans", lambda *_: pytest.fail("it was planned"))
+    result = run(config, "--topology", "v5e:2x4", "--quantization", "int8", "--verify")
+    assert result.exit_code == 2
+    assert "--verify was asked for with --quantization int8" in result.stderr
+    assert "leave one of the two out" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -139,7 +224,8 @@ def test_verified_plans_show_the_compilers_figures_beside_the_prediction(
     assert result.exit_code == 0, result.output
     for words in ("2.91", "3.00", "65 all-reduces (16.0 MiB)", "compiled in 11 s by libtpu 1"):
         assert words in result.stdout
-    first, *others = as_json(config, "--topology", "v5e:2x4", "--verify")["plans"]
+    asked = (config, "--topology", "v5e:2x4", "--verify", "--candidates", 1)
+    first, *others = as_json(*asked)["plans"]
     assert [one["peak_bytes"] for one in first["compiled"]] == [3 * 2**30, 2**30]
     assert others and not any("compiled" in one for one in others)
 
@@ -153,17 +239,29 @@ def test_of_several_candidates_the_one_that_compiles_to_the_fastest_is_first(
     assert str(load_plan(tmp_path / "plan.json").parallelism) == "data=2,tensor=4"
 
 
+def test_three_plans_are_compiled_unless_another_number_is_asked_for(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_with(Compiler(), monkeypatch)
+    found = as_json(config, "--topology", "v5e:4x4", "--verify", "--best", 5)["plans"]
+    assert [("compiled" in one) for one in found] == [True] * 3 + [False] * (len(found) - 3)
+    assert len(found) > 3
+    assert len(as_json(config, "--topology", "v5e:4x4", "--best", 1)["plans"]) == 1
+
+
 def test_a_plan_that_the_compiler_refuses_is_not_saved(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_with(Compiler(refuses="tensor=8"), monkeypatch)
     asked = (config, "--topology", "v5e:2x4", "--verify", "--save", tmp_path / "plan.json")
-    result = run(*asked)
+    result = run(*asked, "--candidates", 1)
     assert result.exit_code == 1
     assert "does not fit" in result.stdout
     assert "it needs 20 GiB" in result.stdout
     assert "the compiler refuses what was predicted to fit: take more of --candidates" in result.stderr
     assert not (tmp_path / "plan.json").exists()
+    nothing = json.loads(run(*asked, "--candidates", 1, "--json").stdout)["nothing_fits"]
+    assert nothing["reason"].startswith("the compiler refuses what was predicted to fit")
     assert run(*asked, "--candidates", 2).exit_code == 0
     assert str(load_plan(tmp_path / "plan.json").parallelism) == "data=2,tensor=4"
 
@@ -199,6 +297,24 @@ def test_a_picture_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
     found = plans(published(LLAMA), parse_topology("v5e:2x4"))
     with pytest.raises(RequestError, match="name a file in a folder that exists"):
         save_picture([("one", found[0])], tmp_path / "nowhere" / "memory.html", "title")
+
+
+def test_a_picture_of_any_size_has_lines_at_round_numbers(tmp_path: Path) -> None:
+    plan = plans(published(LLAMA), parse_topology("v5e:2x4"))[0]
+    program = plan.programs[0]
+    for factor, step in ((1, 2), (40_000, 50_000)):  # up to 400,000 GiB on a device
+        memory = replace(program.memory, weights=program.memory.weights * factor)
+        large = replace(plan, programs=(replace(program, memory=memory),))
+        assert f'text-anchor="middle">{step}</text>' in html_picture([("one", large)], "title")
+
+
+def test_what_cannot_be_drawn_is_said_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ttpu_core.plan.picture.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r'pip install "ttpu-core\[plot\]"'):
+        check_picture_file(tmp_path / "memory.png")
+    check_picture_file(tmp_path / "memory.html")
 
 
 def test_planning_loads_no_framework(config: Path) -> None:

@@ -68,6 +68,13 @@ def test_every_size_that_is_sold_can_be_parsed_and_grows() -> None:
         assert chips[-1] == 256
 
 
+def test_a_size_that_is_not_sold_is_told_from_one_that_is() -> None:
+    for name in ("v5e:2x4", "2*v5e:16x16", "tpu7x:2x2x1", "v5p:4x4x8", "v5p:8x8x8", "v4:4x4x12"):
+        assert parse_topology(name).is_sold, name
+    for name in ("v5e:2x3", "v6e:1x8", "v5p:2x2x3", "v5p:1x1x1", "2*v5e:3x3"):
+        assert not parse_topology(name).is_sold, name
+
+
 def test_a_chip_is_found_by_what_jax_calls_its_devices() -> None:
     for chip in CHIPS.values():
         assert chip_of_device_kind(chip.device_kind) is chip

@@ -12,7 +12,15 @@ from test_plan_memory import LLAMA, published
 from ttpu_core.errors import PlanError, RequestError, UnsupportedError
 from ttpu_core.plan.hardware import CHIPS, parse_topology
 from ttpu_core.plan.plan import HEADROOM, Plan, load_plan
-from ttpu_core.plan.planner import Request, best_plan, meshes, plans, smallest_slices, why_nothing_fits
+from ttpu_core.plan.planner import (
+    Request,
+    best_plan,
+    meshes,
+    plans,
+    smallest_slices,
+    why_nothing_fits,
+    why_nothing_serves,
+)
 from ttpu_core.plan.strategy import MESH_AXES
 
 MIXTRAL = "ttpu_mistral/configs/mixtral-8x7b.json"
@@ -81,6 +89,22 @@ def test_the_smallest_slices_of_an_8b_model_are_those_that_hold_it() -> None:
 def test_no_generation_is_named_for_what_256_chips_do_not_hold() -> None:
     huge = Request(batch=4096, context=131072)
     assert smallest_slices(published(LLAMA), huge, (CHIPS["v5e"],)) == {"v5e": None}
+
+
+def test_where_no_generation_serves_the_roomiest_says_by_how_much_and_what_would() -> None:
+    found = why_nothing_serves(published(LLAMA), Request(batch=4096, context=131072))
+    assert found.closest.topology == "tpu7x:4x8x8"
+    assert found.missing_bytes > 0
+    assert found.remedies
+    assert all(remedy.plan.fits for remedy in found.remedies)
+
+
+def test_slices_whose_devices_cannot_share_the_rows_are_passed_over_for_the_roomiest_that_can() -> None:
+    """One row is cut along heads alone, of which there are 8."""
+    spec = published("ttpu_gemma/configs/gemma-3-4b-it.json")
+    found = why_nothing_serves(spec, Request(batch=1, context=2**27))
+    assert (found.closest.topology, dict(found.closest.mesh)) == ("v5p:2x2x2", {"tensor": 8})
+    assert found.missing_bytes > 0
 
 
 def test_the_first_prefill_reads_one_prompt_for_each_group_of_devices(plan: Plan) -> None:
@@ -160,13 +184,61 @@ def test_a_plan_serves_the_model_that_it_was_made_for(plan: Plan) -> None:
         ({"mesh": {"rows": 8}}, "are no sizes of data, fsdp, expert, sequence, tensor"),
         ({"topology": "v9:2x2"}, "'v9' was asked for"),
         ({"programs": []}, "0 programs"),
-        ({"rules": None}, "cannot be read as a plan"),
+        ({"mesh": {"tensor": True}}, "are no sizes of"),
+        ({"mesh": [["tensor", 8]]}, "are no sizes of"),
+        ({"rules": None}, "the rules None are no table of logical axes"),
+        ({"rules": {"vocab": "tensor"}}, "the rule of 'vocab' is 'tensor', but it has to be a list"),
+        ({"rules": {"vocab": None}}, "the rule of 'vocab' is None, but it has to be a list"),
+        ({"rules": {"vocab": ["tensor", "tensor"]}}, "a list of different mesh axes"),
+        ({"rules": {"words": ["tensor"]}}, "name the logical axis 'words', but there is none of that name"),
+        ({"rules": {"vocab": ["rows"]}}, "name the mesh axis 'rows', but there is none of that name"),
+        ({"dcn": {"rows": 1}}, "are no sizes of"),
+        ({"dcn": {"tensor": 2}}, "joins 2 slices by dcn {'tensor': 2}, but v5e:2x4 is 1"),
+        ({"topology": "2*v5e:2x2"}, "joins 1 slices by dcn {}, but 2[*]v5e:2x2 is 2"),
+        ({"topology": "8*v5e:1x1", "dcn": {"data": 8}}, "lays 8 slices along data, but its mesh has 1 devices there"),
+        ({"programs": [{}]}, "cannot be read as a plan"),
     ],
 )
 def test_a_damaged_plan_is_refused_in_one_sentence(plan: Plan, change: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message) as refusal:
         Plan.from_json({**plan.to_json(), **change})
     assert "ttpu plan CHECKPOINT --save PLAN.json" in str(refusal.value)
+    assert ". " not in str(refusal.value)  # one sentence
+
+
+def test_a_plan_that_lacks_something_says_what(plan: Plan) -> None:
+    value = plan.to_json()
+    del value["rules"], value["dcn"]
+    with pytest.raises(PlanError, match="because it lacks dcn, rules"):
+        Plan.from_json(value)
+
+
+def test_rules_that_cut_less_than_the_usual_ones_are_read_as_they_are(plan: Plan) -> None:
+    read = Plan.from_json({**plan.to_json(), "rules": {"vocab": ["tensor"], "mlp": []}})
+    assert read.strategy.rules == (("vocab", ("tensor",)), ("mlp", ()))
+
+
+def test_a_size_that_is_not_sold_is_planned_with_a_note(plan: Plan) -> None:
+    odd = plans(published(LLAMA), parse_topology("v5e:2x3"), Request(batch=12))[0]
+    assert odd.note == odd.to_json()["note"] == "v5e:2x3 is not a size that v5e comes in"
+    assert plan.note is None
+
+
+def test_a_plan_that_cannot_be_saved_leaves_nothing_behind(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(PlanError, match=r"cannot be written \(No space left on device\)"):
+        plan.save(tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_documented_headroom_is_the_one_that_is_taken() -> None:
+    documented = (Path(__file__).parents[1] / "docs" / "planner.md").read_text()
+    assert f"A plan may take {HEADROOM:.0%}".replace("%", " %") in documented
 
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, plan: Plan) -> None:

@@ -37,6 +37,22 @@ def write_whole(path: str | os.PathLike[str], text: str, *, mode: int = 0o666, r
         unfinished.unlink(missing_ok=True)
 
 
+def check_target(path: str | os.PathLike[str]) -> None:
+    """That a file can be written there, as far as that can be told before there is anything to write.
+
+    Raises:
+        OSError: it is a directory, or its folder is missing or may not be written to.
+    """
+    target = Path(path).expanduser()
+    folder = target.absolute().parent
+    if target.is_dir():
+        raise IsADirectoryError(0, "it is a directory", str(target))
+    if not folder.is_dir():
+        raise NotADirectoryError(0, "its folder is not there", str(folder))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(0, "its folder may not be written to", str(folder))
+
+
 def _umask() -> int:
     """The process's umask, without changing it for a moment where the system can say it."""
     try:

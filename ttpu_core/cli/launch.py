@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,14 +14,18 @@ import typer
 
 from ttpu_core.cli.console import note
 from ttpu_core.errors import LaunchError
+from ttpu_core.launch.contract import DEFAULT_TIMEOUT
+from ttpu_core.launch.options import DEFAULT_GRACE, DEFAULT_SSH
 
 if TYPE_CHECKING:
     from ttpu_core.launch.supervisor import Task
+    from ttpu_core.plan.hardware import Topology
 
 WHERE, FILES, PROCESSES = "Where", "Files for other launchers", "Processes"
 
 
 def launch(
+    ctx: typer.Context,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND...", help="What each process runs: ttpu, or a script.")
     ] = None,
@@ -38,10 +42,10 @@ def launch(
     ] = None,
     timeout: Annotated[
         int, typer.Option(min=1, metavar="S", help="Seconds a process waits for the others.", rich_help_panel=PROCESSES)
-    ] = 300,
+    ] = DEFAULT_TIMEOUT,
     grace: Annotated[
         float, typer.Option(min=0, metavar="S", help="Seconds from SIGTERM to SIGKILL.", rich_help_panel=PROCESSES)
-    ] = 10.0,
+    ] = DEFAULT_GRACE,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be run, and where.", rich_help_panel=PROCESSES)
     ] = False,
@@ -53,7 +57,7 @@ def launch(
     ] = None,
     ssh: Annotated[
         str, typer.Option(metavar="COMMAND", help="How a host is reached.", rich_help_panel=WHERE)
-    ] = "ssh -T -o BatchMode=yes",
+    ] = DEFAULT_SSH,
     python: Annotated[
         str | None, typer.Option(metavar="PATH", help="Python there, else this one's path.", rich_help_panel=WHERE)
     ] = None,
@@ -99,6 +103,9 @@ def launch(
     image: Annotated[
         str | None, typer.Option(metavar="IMAGE", help="Its image, which has ttpu.", rich_help_panel=FILES)
     ] = None,
+    secret: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Its Secret, for --env NAME.", rich_help_panel=FILES)
+    ] = None,
     namespace: Annotated[str, typer.Option(metavar="NAME", help="Its namespace.", rich_help_panel=FILES)] = "default",
     max_restarts: Annotated[
         int, typer.Option(min=0, metavar="N", help="How often it begins anew.", rich_help_panel=FILES)
@@ -123,12 +130,12 @@ def launch(
           ttpu generate ./llama --prompt Hi --mesh fsdp=4,tensor=2
       ttpu launch --hosts tpu-a,tpu-b -- train.py --steps 100
       ttpu launch --tpu-pod --tpu-name slice --zone us-east5-b -- train.py
-      srun ttpu launch --slurm -- train.py
+      srun --kill-on-bad-exit=1 ttpu launch --slurm -- train.py
       ttpu launch --slurm-script job.sh --nodes 4 --time 2:00:00 -- train.py
       ttpu launch --gke job.yaml --topology 2*v5e:4x4 --image registry.example/ttpu:1 \\
           -- ttpu generate /models/llama --prompt Hi --mesh data=2,tensor=16
     """
-    from ttpu_core.launch import places
+    from ttpu_core.launch import options, places
     from ttpu_core.launch.command import argv_of, check_command
     from ttpu_core.launch.contract import Contract
 
@@ -144,16 +151,36 @@ def launch(
             "--gke": gke,
         }
     )
-    pod = {"--tpu-name": tpu_name, "--zone": zone, "--project": project, "--workdir": workdir}
-    _only_with("--tpu-pod", tpu_pod, pod)
-    _only_with("--gke", gke, {"--topology": topology, "--image": image, "--chips-per-host": chips_per_host})
-    _only_with("--slurm-script", slurm_script, {"--time": time, "--partition": partition, "--sbatch": sbatch})
-    _only_with("--hosts or --hostfile", hosts or hostfile, {"--python": python, "--coordinator": coordinator})
-    variables = places.passed_on(env or (), os.environ)
+    place = options.HERE
+    if hosts is not None or hostfile is not None:
+        place = options.HOSTS
+    elif slurm:
+        place = options.SLURM
+    elif tpu_pod:
+        place = options.WORKER if tpu_name is None else options.SLICE
+    elif slurm_script is not None:
+        place = options.SLURM_SCRIPT
+    elif gke is not None:
+        place = options.GKE
+    options.check_options(_given(ctx), place)
+    asked = places.asked_for(env or ())
 
     if gke is not None:
-        text = _job_set(words, topology, image, name, namespace, max_restarts, chips_per_host, variables)
-        _write(gke, text, force, dry_run, executable=False, then=f"kubectl apply -f {gke}")
+        from ttpu_core.launch.gke import JobSet
+
+        job = JobSet(
+            words,
+            *_slice_and_image(topology, image),
+            name=name,
+            namespace=namespace,
+            restarts=max_restarts,
+            chips_per_host=chips_per_host,
+            environment=tuple(asked.items()),
+            secret=secret,
+            timeout=timeout,
+            grace=grace,
+        )
+        _write(gke, job.yaml(), force, dry_run, asked, executable=False, then=f"kubectl apply -f {gke}")
         return
     if slurm_script is not None:
         from ttpu_core.launch.slurm import BatchScript
@@ -168,17 +195,24 @@ def launch(
             partition=partition,
             local_devices=devices_per_process,
             timeout=timeout,
-            environment=tuple(variables.items()),
+            grace=grace,
+            environment=tuple(asked.items()),
             options=tuple(sbatch or ()),
         )
-        _write(slurm_script, script.text(), force, dry_run, executable=True, then=f"sbatch {slurm_script}")
+        _write(slurm_script, script.text(), force, dry_run, asked, executable=True, then=f"sbatch {slurm_script}")
         return
 
+    variables = places.passed_on(asked, os.environ)
     if tpu_name is not None:
-        tasks = [_on_all_workers(words, tpu_name, zone, project, workdir, variables, timeout)]
+        if dry_run:  # a value that was not written here is not shown either
+            variables = {name: f"<{name}>" if asked[name] is None else value for name, value in variables.items()}
+        tasks = [_on_all_workers(words, tpu_name, zone, project, workdir, variables, timeout, grace)]
         if dry_run:
             print(shlex.join(tasks[0].command))
             return
+        if variables:
+            note(f"{_values_of(variables)} can be read in lists of processes, here and on the workers: gcloud's "
+                 "command holds it")  # fmt: skip
     elif tpu_pod:
         from ttpu_core.launch.tpu_pod import pod_contract, worker_label
 
@@ -209,6 +243,11 @@ def launch(
 def _run(tasks: Sequence[Task], grace: float) -> int:
     if os.name != "posix":
         raise LaunchError("processes were to be started here, but that needs POSIX process groups: use Linux.")
+    if not hasattr(os, "waitid"):
+        raise LaunchError(
+            "processes were to be started here, but this Python has no os.waitid, which macOS has from Python 3.13 on: "
+            "use that, or Linux."
+        )
     from ttpu_core.launch.supervisor import supervise
 
     return supervise(tasks, grace)
@@ -222,6 +261,7 @@ def _on_all_workers(
     workdir: str | None,
     variables: Mapping[str, str],
     timeout: int,
+    grace: float,
 ) -> Task:
     from ttpu_core.launch.places import directory
     from ttpu_core.launch.supervisor import Task
@@ -230,57 +270,71 @@ def _on_all_workers(
     if zone is None:
         raise LaunchError(f"--tpu-name {tpu_name} was given without --zone: pass the slice's zone too.")
     argv = gcloud_command(
-        words, tpu_name, zone=zone, project=project, directory=workdir, environment=variables, timeout=timeout
+        words,
+        tpu_name,
+        zone=zone,
+        project=project,
+        directory=workdir,
+        environment=variables,
+        timeout=timeout,
+        grace=grace,
     )
     return Task(tpu_name, tuple(argv), {}, directory())
 
 
-def _job_set(
-    words: tuple[str, ...],
-    topology: str | None,
-    image: str | None,
-    name: str,
-    namespace: str,
-    restarts: int,
-    chips_per_host: int | None,
-    variables: Mapping[str, str],
-) -> str:
-    from ttpu_core.launch.gke import JobSet
+def _slice_and_image(topology: str | None, image: str | None) -> tuple[Topology, str]:
     from ttpu_core.plan.hardware import parse_topology
 
     if topology is None or image is None:
-        missing = " and ".join(name for name, value in (("--topology", topology), ("--image", image)) if value is None)
+        missing = _and(name for name, value in (("--topology", topology), ("--image", image)) if value is None)
         raise LaunchError(
             f"--gke was given without {missing}: pass the slice, as in v5e:4x4, and an image that has ttpu installed."
         )
-    job = JobSet(
-        words, parse_topology(topology), image, name, namespace, restarts, chips_per_host, tuple(variables.items())
-    )
-    return job.yaml()
+    return parse_topology(topology), image
 
 
-def _write(path: Path, text: str, force: bool, dry_run: bool, *, executable: bool, then: str) -> None:
+def _write(
+    path: Path,
+    text: str,
+    force: bool,
+    dry_run: bool,
+    variables: Mapping[str, str | None],
+    *,
+    executable: bool,
+    then: str,
+) -> None:
     if dry_run:
         print(text, end="")
         return
     from ttpu_core.launch.files import write_whole
 
-    write_whole(path, text, replace=force, executable=executable)
-    note(f"{path} is written; next: {then}")
+    held = [name for name, value in variables.items() if value is not None]
+    write_whole(path, text, replace=force, executable=executable, private=bool(held))
+    alone = f", and can be read by you alone: it holds {_values_of(held)}" if held else ""
+    note(f"{path} is written{alone}; next: {then}")
+
+
+def _given(ctx: typer.Context) -> list[str]:
+    """The parameters that stand on the command line, in the order of the help."""
+    names = [str(parameter.name) for parameter in ctx.command.params]
+    return [name for name in names if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+
+
+def _and(names: Iterable[str]) -> str:
+    return " and ".join(names)
+
+
+def _values_of(names: Collection[str]) -> str:
+    return f"the value{'s'[: len(names) != 1]} of {_and(names)}"
 
 
 def _one_of(places: Mapping[str, object]) -> None:
-    given = [option for option, value in places.items() if value]
+    given = [option for option, value in places.items() if value not in (None, False)]
     if len(given) > 1:
-        raise LaunchError(f"{' and '.join(given)} were given, but a command runs in one place: leave out all but one.")
-
-
-def _only_with(owner: str, present: object, options: Mapping[str, object]) -> None:
-    given = [option for option, value in options.items() if value]
-    if given and not present:
-        raise LaunchError(f"{given[0]} was given, but it says something only with {owner}: add that, or leave it out.")
+        raise LaunchError(f"{_and(given)} were given, but a command runs in one place: leave out all but one.")
 
 
 def _as_line(task: Task) -> str:
-    place = " ".join(f"{name}={value}" for name, value in task.environment.items() if name.startswith("TTPU_"))
+    said = {name: value for name, value in task.environment.items() if name.startswith("TTPU_") and value}
+    place = " ".join(f"{name}={value}" for name, value in said.items())
     return f"[{task.label}]{f' on {task.host}' if task.host else ''} {place} {shlex.join(task.command)}"

@@ -25,6 +25,7 @@ GIB = 2**30
 Verified = dict["Plan", "tuple[Verification, ...]"]
 
 NOTHING_FITS = 1
+MOST_CHIPS = 256  # of the slices that are tried where none is named
 NOTE = (
     "Sizes are of one device at the peak. Memory is predicted from the arrays that the programs hold; times are "
     "rooflines, good for comparing meshes. Nothing ran on a TPU."
@@ -67,11 +68,18 @@ def plan(
     quantization: Annotated[QuantizationChoice | None, typer.Option(help="Of the layers' weights, to serve.")] = None,
     best: Annotated[int, typer.Option(min=1, metavar="N", help="How many plans are shown for a topology.")] = 5,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compile the first plan (of each generation) for its slices.")
+        bool,
+        typer.Option("--verify", help="Compile the first plans of a topology, or the first of each generation."),
     ] = False,
     candidates: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many plans for a topology --verify compiles and compares.")
-    ] = 1,
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="How many plans for a topology --verify compiles, of which the fastest comes first. Each takes 30 to "
+            "40 s for an 8B model on two cores, the first time.",
+        ),
+    ] = 3,
     save: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="Write the first plan.")] = None,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw where the memory goes: .html, or .png by matplotlib.")
@@ -89,36 +97,51 @@ def plan(
       ttpu plan ./llama --topology v5e:2x4 --batch 64 --save plan.json
       ttpu plan ./llama --topology v5p:4x4x4 --task training --verify --picture memory.html
     """
-    from ttpu_core.plan.picture import check_ending, save_picture
+    from ttpu_core.plan.picture import check_picture_file, save_picture
+    from ttpu_core.plan.plan import check_plan_file
     from ttpu_core.plan.planner import Request
     from ttpu_core.registry import default_registry
 
-    if picture is not None:
-        check_ending(picture)
     quantized: Any = quantization.value if quantization else None
+    if verify and quantized:
+        raise _cannot_verify(quantized)
+    if picture is not None:
+        check_picture_file(picture)
+    if save is not None:
+        check_plan_file(save)
     request = Request(task.value, batch, context, quantization=quantized)
     architecture = default_registry().architecture(_config(checkpoint))
-    shown, nothing = _plans(architecture, topology, request, max(best, candidates))
+    shown, nothing, without = _plans(architecture, topology, request, max(best, candidates) if verify else best)
     fitting = [one for one in shown if one.fits]
     verified = _verified(architecture, fitting if topology is None else fitting[:candidates]) if verify else {}
     if topology is not None:
         shown = sorted(shown, key=lambda one: _order(one, verified))  # stable: what is not verified stays in order
     if verify:
         fitting = [one for one in shown if one in verified and not _refused(one, verified)]
+    reason = None if fitting else str(nothing) if nothing else _all_refused(shown, verified)
     if as_json:
-        print_json(_as_json(checkpoint, architecture, request, shown, nothing, verified))
+        content = _as_json(checkpoint, architecture, topology, request, shown, without, verified)
+        print_json({**content, "nothing_fits": _nothing_fits(reason, nothing)})
     else:
-        _print(checkpoint, architecture, request, shown, verified)
+        _print(checkpoint, architecture, request, shown, without, verified)
     if picture is not None and shown:
         save_picture([(_name(one), one) for one in shown], picture, _title(architecture.spec.model_type, request))
         note(f"drew {counted(len(shown), 'plan')} in {picture}")
     if save is not None and fitting:
         fitting[0].save(save)
         note(f"saved the plan for {_name(fitting[0])} as {save}")
-    if not fitting:
-        compiled = "the compiler refuses what was predicted to fit: take more of --candidates, or more chips."
-        note(f"nothing fits: {nothing or (compiled if verified else 'no generation holds the model on 256 chips.')}")
+    if reason is not None:
+        note(f"nothing fits: {reason}")
         raise typer.Exit(NOTHING_FITS)
+
+
+def _cannot_verify(quantized: str) -> Exception:
+    from ttpu_core.errors import UnsupportedError
+
+    return UnsupportedError(
+        f"--verify was asked for with --quantization {quantized}, but only programs of unquantized weights can be "
+        "compiled yet: leave one of the two out."
+    )
 
 
 def _config(name: str) -> Any:
@@ -130,22 +153,27 @@ def _config(name: str) -> Any:
 
 def _plans(
     architecture: Architecture, topology: str | None, request: Request, best: int
-) -> tuple[list[Plan], NoFit | None]:
-    """What is shown, the first to be taken first, and why nothing fits if so."""
+) -> tuple[list[Plan], NoFit | None, list[str]]:
+    """What is shown, the first to be taken first; why nothing fits if so; and the generations that do not serve."""
     from ttpu_core.plan.hardware import parse_topology
-    from ttpu_core.plan.planner import plans, smallest_slices, why_nothing_fits
+    from ttpu_core.plan.planner import plans, smallest_slices, why_nothing_fits, why_nothing_serves
 
     spec = architecture.spec
     if topology is None:
-        found = [one for one in smallest_slices(spec, request).values() if one is not None]
+        smallest = smallest_slices(spec, request)
+        found = [one for one in smallest.values() if one is not None]
+        without = [chip for chip, one in smallest.items() if one is None]
+        if not found:
+            nothing = why_nothing_serves(spec, request)
+            return [nothing.closest], nothing, without
         # Fewest chips first, then the most tokens of each.
-        return sorted(found, key=lambda one: (one.slices.num_chips, -one.tokens_per_second)), None
+        return sorted(found, key=lambda one: (one.slices.num_chips, -one.tokens_per_second)), None, without
     slices = parse_topology(topology)
     every = plans(spec, slices, request)
     fitting = [one for one in every if one.fits]
     if fitting:
-        return fitting[:best], None
-    return every[:best], why_nothing_fits(spec, slices, request, every)
+        return fitting[:best], None, []
+    return every[:best], why_nothing_fits(spec, slices, request, every), []
 
 
 def _verified(architecture: Architecture, wanted: Sequence[Plan]) -> Verified:
@@ -174,6 +202,14 @@ def _refused(one: Plan, verified: Verified) -> bool:
     return any(program.peak_bytes is None for program in verified.get(one, ()))
 
 
+def _all_refused(shown: Sequence[Plan], verified: Verified) -> str:
+    left = any(one.fits and one not in verified for one in shown)
+    return (
+        "the compiler refuses what was predicted to fit: take "
+        f"{'more of --candidates, or more chips' if left else 'more chips, fewer rows or a shorter context'}."
+    )
+
+
 def _order(one: Plan, verified: Verified) -> tuple[int, float]:
     """Verified plans by the compiler's times, then the others, then those that it refused."""
     if one not in verified:
@@ -195,11 +231,18 @@ def _title(model: str, request: Request) -> str:
 def _as_json(
     checkpoint: str,
     architecture: Architecture,
+    topology: str | None,
     request: Request,
     shown: Sequence[Plan],
-    nothing: NoFit | None,
+    without: Sequence[str],
     verified: Verified,
 ) -> dict[str, Any]:
+    from ttpu_core.plan.hardware import parse_topology
+
+    if topology is not None:
+        batch: int | None = request.rows(parse_topology(topology).num_devices)
+    else:  # where nothing is said, training takes as many rows as each slice has devices
+        batch = request.batch if request.purpose == "training" else request.rows(1)
     rows = []
     for one in shown:
         compiled = {"compiled": [asdict(each) for each in verified[one]]} if one in verified else {}
@@ -209,20 +252,38 @@ def _as_json(
         "model_type": architecture.spec.model_type,
         "num_parameters": architecture.spec.num_parameters,
         "purpose": request.purpose,
+        "request": {
+            "task": request.purpose,
+            "topology": topology,
+            "batch": batch,
+            "context": request.context,
+            "dtype": request.dtype,
+            "quantization": request.quantization,
+        },
         "note": NOTE,
         "plans": rows,
-        "nothing_fits": None
-        if nothing is None
-        else {
-            "reason": str(nothing),
-            "missing_bytes": nothing.missing_bytes,
-            "remedies": [{"change": one.change, "plan": one.plan.to_json()} for one in nothing.remedies],
-        },
+        "without": list(without),
+    }
+
+
+def _nothing_fits(reason: str | None, nothing: NoFit | None) -> dict[str, Any] | None:
+    """What is known of it: only the reason where a compiler refused what was predicted to fit."""
+    if reason is None:
+        return None
+    return {
+        "reason": reason,
+        "missing_bytes": nothing.missing_bytes if nothing else None,
+        "remedies": [{"change": one.change, "plan": one.plan.to_json()} for one in nothing.remedies] if nothing else [],
     }
 
 
 def _print(
-    checkpoint: str, architecture: Architecture, request: Request, shown: Sequence[Plan], verified: Verified
+    checkpoint: str,
+    architecture: Architecture,
+    request: Request,
+    shown: Sequence[Plan],
+    without: Sequence[str],
+    verified: Verified,
 ) -> None:
     from rich import box
     from rich.table import Table
@@ -237,6 +298,10 @@ def _print(
         for one, row in zip(shown, rows, strict=True):
             table.add_row(*(row.get(label, "") for label in labels), style="" if one.fits else "dim")
         console.print(table)
+    lines = [f"{chip}: not on {MOST_CHIPS} chips" for chip in without]
+    lines += dict.fromkeys(one.note for one in shown if one.note)
+    if lines:
+        console.print("\n".join(lines), end="\n\n")
     if verified:
         console.print(_compiled_table(verified))
     spec = architecture.spec

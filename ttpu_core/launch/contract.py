@@ -45,7 +45,8 @@ class Contract:
         return host.strip("[]"), int(port)
 
     def environment(self) -> dict[str, str]:
-        """The variables that say this."""
+        """The variables that say this, all of them: one without a value is empty, so that a value that the caller's own
+        environment has is not taken for it."""
         values = {
             COORDINATOR: self.coordinator,
             NUM_PROCESSES: self.num_processes,
@@ -53,7 +54,7 @@ class Contract:
             LOCAL_DEVICES: self.local_devices,
             TIMEOUT: self.timeout,
         }
-        return {name: str(value) for name, value in values.items() if value is not None}
+        return {name: "" if value is None else str(value) for name, value in values.items()}
 
 
 def contract_of(environment: Mapping[str, str]) -> Contract | None:
@@ -115,10 +116,11 @@ def leave_at_once(status: int) -> NoReturn:
 
 def _check_address(coordinator: str) -> None:
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+    bare = ":" in host and not (host.startswith("[") and host.endswith("]"))  # an IPv6 address, or half of one
+    if not host or bare or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise LaunchError(
-            f"{COORDINATOR} is {coordinator!r}, but a host and a port are needed, such as 10.0.0.2:8476, or {AUTO!r} "
-            "on a TPU slice: correct it."
+            f"{COORDINATOR} is {coordinator!r}, but a host and a port are needed, such as 10.0.0.2:8476 or "
+            f"[fd00::1]:8476, or {AUTO!r} on a TPU slice: correct it."
         )
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from ttpu_core.errors import LaunchError
 
 
-def write_whole(path: Path, text: str, *, replace: bool, executable: bool = False) -> None:
-    """Write the file beside its place, then put it there.
+def write_whole(path: Path, text: str, *, replace: bool, executable: bool = False, private: bool = False) -> None:
+    """Write the file beside its place, then put it there. A private one can be read by its owner alone.
 
     Raises:
         LaunchError: it is there already and is not to be replaced, or cannot be written.
@@ -27,7 +27,8 @@ def write_whole(path: Path, text: str, *, replace: bool, executable: bool = Fals
                 os.fsync(file.fileno())
             mask = os.umask(0)
             os.umask(mask)
-            Path(unfinished).chmod((0o777 if executable else 0o666) & ~mask)  # mkstemp lets nobody else in
+            mode = (0o777 if executable else 0o666) & ~mask & (0o700 if private else 0o777)
+            Path(unfinished).chmod(mode)  # mkstemp lets nobody else in
             if replace:
                 Path(unfinished).replace(path)
             else:

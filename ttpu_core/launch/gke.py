@@ -4,12 +4,15 @@ on every host of every slice, for `kubectl apply -f`."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from ttpu_core.errors import LaunchError
+from ttpu_core.launch.contract import DEFAULT_TIMEOUT
+from ttpu_core.launch.options import DEFAULT_GRACE, own_options
 from ttpu_core.plan.hardware import Topology
 
 # Labels of nodes: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus.
@@ -25,6 +28,25 @@ ACCELERATORS: Mapping[str, str] = MappingProxyType(
 
 CHIPS_OF_HOSTS = (1, 4, 8)
 """Chips of a host in GKE's machine types: …-1t, …-4t and (v5e and v6e) …-8t."""
+
+# What Kubernetes takes as names (kubernetes.io/docs/concepts/overview/working-with-objects/names). A JobSet's is
+# shorter, because the names of its Jobs and pods are made of it.
+NAMES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "name": (
+            "[a-z]([a-z0-9-]{0,38}[a-z0-9])?",
+            "up to 40 lower-case letters, digits and '-', beginning with a letter and not ending with '-',",
+        ),
+        "namespace": (
+            "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
+            "up to 63 lower-case letters, digits and '-', neither beginning nor ending with '-',",
+        ),
+        "secret": (
+            "[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?",
+            "up to 253 lower-case letters, digits, '-' and '.', beginning and ending with a letter or digit,",
+        ),
+    }
+)
 
 # A JobSet is one Job per slice with one pod per host. GKE numbers the pods and, with several slices, the slices
 # (TPU_WORKER_ID, MEGASCALE_*), which is what jax.distributed finds by itself. backoffLimit 0: a pod that fails fails
@@ -52,7 +74,7 @@ spec:
           template:
             spec:
               restartPolicy: Never
-              terminationGracePeriodSeconds: 30
+              terminationGracePeriodSeconds: {patience}
               nodeSelector:
                 cloud.google.com/gke-tpu-accelerator: {accelerator}
                 cloud.google.com/gke-tpu-topology: {size}
@@ -77,7 +99,7 @@ spec:
 @dataclass(frozen=True)
 class JobSet:
     """What runs where. `chips_per_host` is None for the usual machine: one for a slice that a host can hold, else of 4
-    chips."""
+    chips. A variable whose value is None has it in the Kubernetes Secret `secret`, under its own name."""
 
     command: tuple[str, ...]
     topology: Topology
@@ -86,36 +108,54 @@ class JobSet:
     namespace: str = "default"
     restarts: int = 0
     chips_per_host: int | None = None
-    environment: tuple[tuple[str, str], ...] = ()
+    environment: tuple[tuple[str, str | None], ...] = ()
+    secret: str | None = None
+    timeout: int = DEFAULT_TIMEOUT
+    grace: float = DEFAULT_GRACE
 
     def yaml(self) -> str:
         """The manifest; strings are written as JSON, which YAML contains.
 
         Raises:
-            LaunchError: a name that Kubernetes would refuse, or hosts that the slice cannot be made of.
+            LaunchError: a name that Kubernetes would refuse, hosts that the slice cannot be made of, or a variable
+                that has no value and no Secret.
         """
-        for what, text in (("name", self.name), ("namespace", self.namespace)):
-            if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", text):
-                raise LaunchError(
-                    f"--{what} {text!r} was given, but Kubernetes takes up to 40 lower-case letters, digits and '-' "
-                    "here, the first a letter: correct it."
-                )
+        for what, text in (("name", self.name), ("namespace", self.namespace), ("secret", self.secret)):
+            form, said = NAMES[what]
+            if text is not None and not re.fullmatch(form, text):
+                raise LaunchError(f"--{what} {text!r} was given, but Kubernetes takes {said} here: correct it.")
         if not self.image.strip():
             raise LaunchError("--image was given, but it is empty: pass an image in which ttpu is installed.")
         chips = self._chips()
         return TEMPLATE.format(
-            name=self.name,
-            namespace=self.namespace,
+            name=_scalar(self.name),
+            namespace=_scalar(self.namespace),
+            patience=max(30, math.ceil(self.grace) + 20),
             restarts=self.restarts,
             slices=self.topology.slices,
             hosts=self.topology.chips_per_slice // chips,
             accelerator=ACCELERATORS[self.topology.chip.name],
             size=_scalar("x".join(map(str, self.topology.size))),
             image=_scalar(self.image),
-            command=_scalar(["ttpu", "launch", "--tpu-pod", "--", *self.command]),
-            environment=_scalar([{"name": name, "value": value} for name, value in self.environment]),
+            command=_scalar(
+                [
+                    *("ttpu", "launch", "--tpu-pod", *own_options(self.timeout, self.grace), "--"),
+                    *map(_unexpanded, self.command),
+                ]
+            ),
+            environment=_scalar([self._variable(name, value) for name, value in self.environment]),
             chips=chips,
         )
+
+    def _variable(self, name: str, value: str | None) -> dict[str, object]:
+        if value is not None:
+            return {"name": name, "value": _unexpanded(value)}
+        if self.secret is None:
+            raise LaunchError(
+                f"--env {name} was given with --gke, but values of this machine are not written into a manifest: write "
+                f"--env {name}=VALUE, or create a Kubernetes Secret with the key {name} and pass its name as --secret."
+            )
+        return {"name": name, "valueFrom": {"secretKeyRef": {"name": self.secret, "key": name}}}
 
     def _chips(self) -> int:
         """Chips of a host."""
@@ -133,6 +173,11 @@ class JobSet:
                 f"{' or '.join(allowed)} chips: pass one of those, or leave it out."
             )
         return given
+
+
+def _unexpanded(text: str) -> str:
+    """A text that Kubernetes, which puts a variable's value in the place of $(NAME), hands on as it stands."""
+    return text.replace("$", "$$")
 
 
 def _scalar(value: object) -> str:

@@ -30,6 +30,10 @@ def main() -> int:
     header = _read_header()
     if header is None:
         return CANNOT_RUN
+    if not hasattr(os, "waitid"):
+        print(f"processes cannot be watched on {os.uname().nodename}: its Python {sys.version.split()[0]} has no "
+              "os.waitid, which macOS has from 3.13 on.", file=sys.stderr)  # fmt: skip
+        return CANNOT_RUN
     # An ended launcher closes the leash, which is the one way to end this process in order.
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ttpu_core.errors import LaunchError
 from ttpu_core.launch.contract import Contract
+from ttpu_core.launch.options import DEFAULT_SSH
 from ttpu_core.launch.supervisor import Task
 
-DEFAULT_SSH = "ssh -T -o BatchMode=yes"
 DEFAULT_PORT = 8476
 """Where process 0 listens on another machine, whose free ports nobody here can know."""
 
@@ -68,14 +68,19 @@ def ssh_tasks(
     """Tasks on the hosts in their order, in a directory of the same name as this one.
 
     What they run and their environment go through ssh's stdin, so that neither is quoted for a shell or seen in a list
-    of processes."""
+    of processes.
+
+    Raises:
+        LaunchError: `ssh` is empty or has a quote that does not end.
+    """
+    reach = _words_of(ssh)
     count = sum(host.processes for host in hosts)
     places = [host for host in hosts for _ in range(host.processes)]
     guard = f"exec {shlex.quote(python)} -m ttpu_core.launch.guard"
     return [
         replace(
             own_task(str(number), command, replace(contract, num_processes=count, process_id=number), environment),
-            guard=(*shlex.split(ssh), host.name, guard),
+            guard=(*reach, host.name, guard),
             host=host.name,
         )
         for number, host in enumerate(places)
@@ -122,8 +127,8 @@ def coordinator_of(hosts: Sequence[Host], coordinator: str | None) -> str:
     match = re.fullmatch(r"(\[[^\]\s]+\]|[^:\s]*)(?::(\d+))?", coordinator or "")
     if match is None:
         raise LaunchError(
-            f"--coordinator {coordinator!r} was given, but HOST, HOST:PORT or :PORT is needed, as in 10.0.0.2:8476: "
-            "correct it."
+            f"--coordinator {coordinator!r} was given, but HOST, HOST:PORT or :PORT is needed, as in 10.0.0.2:8476 or "
+            "[fd00::1]:8476: correct it."
         )
     address = match[1] or hosts[0].address
     if address in LOCAL_NAMES and len({host.address for host in hosts}) > 1 and not match[1]:
@@ -131,6 +136,8 @@ def coordinator_of(hosts: Sequence[Host], coordinator: str | None) -> str:
             f"process 0 would listen at {address!r}, which the other hosts take for themselves: name the first host as "
             "the others know it, or pass --coordinator HOST:PORT."
         )
+    if ":" in address and not address.startswith("["):
+        address = f"[{address}]"  # the first host was named by its IPv6 address
     return f"{address}:{match[2] or DEFAULT_PORT}"
 
 
@@ -141,21 +148,33 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def passed_on(names: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for the processes: NAME=VALUE as given, NAME with this process's value.
+def asked_for(variables: Iterable[str]) -> dict[str, str | None]:
+    """What NAME=VALUE and NAME ask for: a value, or None for the one that the variable has where it is needed.
 
     Raises:
-        LaunchError: NAME is not set here.
+        LaunchError: NAME is not the name of a variable.
     """
-    result = {}
-    for name in names:
-        key, equals, value = name.partition("=")
-        if not equals and key not in environment:
-            raise LaunchError(f"--env {key} was given, but {key} is not set here: write --env {key}=VALUE, or set it.")
-        if not re.fullmatch(r"[A-Za-z_]\w*", key):
-            raise LaunchError(f"--env {name!r} was given, but a variable's name has letters, digits and _: correct it.")
-        result[key] = value if equals else environment[key]
+    result: dict[str, str | None] = {}
+    for text in variables:
+        name, equals, value = text.partition("=")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise LaunchError(f"--env {text!r} was given, but a variable's name has letters, digits and _: correct it.")
+        result[name] = value if equals else None
     return result
+
+
+def passed_on(variables: Mapping[str, str | None], environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables for processes that are started now: one without a value gets this process's.
+
+    Raises:
+        LaunchError: it is not set here.
+    """
+    unset = [name for name, value in variables.items() if value is None and name not in environment]
+    if unset:
+        raise LaunchError(
+            f"--env {unset[0]} was given, but {unset[0]} is not set here: write --env {unset[0]}=VALUE, or set it."
+        )
+    return {name: environment[name] if value is None else value for name, value in variables.items()}
 
 
 def usual_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -168,6 +187,21 @@ def directory() -> str:
     to."""
     here, named = Path.cwd(), Path(os.environ.get("PWD", ""))
     return str(named if named.is_absolute() and named.is_dir() and named.samefile(here) else here)
+
+
+def _words_of(ssh: str) -> list[str]:
+    try:
+        words = shlex.split(ssh)
+    except ValueError as error:
+        raise LaunchError(
+            f"--ssh {ssh!r} was given, but a quote or backslash in it has no end ({str(error).lower()}): correct it."
+        ) from error
+    if not words:
+        raise LaunchError(
+            f"--ssh {ssh!r} was given, but it is empty: pass a command that takes a host and what to run there, as in "
+            f"{DEFAULT_SSH!r}, or leave it out."
+        )
+    return words
 
 
 def _checked(hosts: list[Host], given: str) -> list[Host]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ttpu_core.errors import LaunchError
 from ttpu_core.launch.contract import DEFAULT_TIMEOUT, Contract
+from ttpu_core.launch.options import DEFAULT_GRACE, own_options
 
 FIRST_PORT, PORTS = 61440, 4096
 """The coordinator's port follows from the job's number, so that two jobs on a node seldom share it; JAX's own rule."""
@@ -31,8 +32,8 @@ def slurm_contract(
     if missing:
         where = "inside an allocation, but not by srun" if "SLURM_JOB_ID" in environment else "outside an allocation"
         raise LaunchError(
-            f"--slurm was given {where} ({', '.join(missing)} not set): run `srun ttpu launch --slurm -- COMMAND` in "
-            "an allocation, or write a batch script with --slurm-script FILE."
+            f"--slurm was given {where} ({', '.join(missing)} not set): run `srun --kill-on-bad-exit=1 ttpu launch "
+            "--slurm -- COMMAND` in an allocation, or write a batch script with --slurm-script FILE."
         )
     job, count, number = (int(environment[name]) for name in needed)
     port = FIRST_PORT + job % PORTS
@@ -40,17 +41,21 @@ def slurm_contract(
 
 
 def first_node(nodes: str) -> str:
-    """The first host of a compressed list: `tpu[003-010,012],gpu1` gives `tpu003`."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    """The first host of a compressed list: `rack[1-2]tpu[003-010,012],gpu1` gives `rack1tpu003`.
+
+    Raises:
+        LaunchError: brackets that do not end, or that hold no number.
+    """
+    match = re.match(r"((?:[^,\[\]]|\[\d[^\[\]]*\])+)(?:,|$)", nodes)
     if match is None:
         raise LaunchError(f"SLURM's list of nodes is {nodes!r}, in which no host can be made out: see `squeue`.")
-    rest = re.match(r"[^\]]*\]([^,]*)", nodes[match.end() :]) if match[2] else None
-    return match[1] + (match[2] or "") + (rest[1] if rest else "")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
 
 @dataclass(frozen=True)
 class BatchScript:
-    """What a batch script asks SLURM for; `options` are more options of sbatch, such as "--account=lab"."""
+    """What a batch script asks SLURM for; `options` are more options of sbatch, such as "--account=lab". A variable
+    whose value is None is the one that sbatch finds in its own environment: its value is not in the script."""
 
     command: tuple[str, ...]
     directory: str
@@ -61,7 +66,8 @@ class BatchScript:
     partition: str | None = None
     local_devices: int | None = None
     timeout: int = DEFAULT_TIMEOUT
-    environment: tuple[tuple[str, str], ...] = ()
+    grace: float = DEFAULT_GRACE
+    environment: tuple[tuple[str, str | None], ...] = ()
     options: tuple[str, ...] = ()
 
     def text(self) -> str:
@@ -87,17 +93,23 @@ class BatchScript:
             )
         launch = ["ttpu", "launch", "--slurm"]
         launch += [] if self.local_devices is None else ["--devices-per-process", str(self.local_devices)]
-        launch += [] if self.timeout == DEFAULT_TIMEOUT else ["--timeout", str(self.timeout)]
+        launch += own_options(self.timeout, self.grace)
         lines = [
             "#!/bin/bash",
             *(f"#SBATCH {_quoted(option)}" for option in asked),
             "",
             "set -euo pipefail",
-            *(f"export {name}={shlex.quote(value)}" for name, value in self.environment),
+            *(_exported(name, value) for name, value in self.environment),
             "# Every task of srun is one process; `ttpu launch --slurm` reads its number from SLURM's variables.",
             f"srun --kill-on-bad-exit=1 {shlex.join(launch)} -- {shlex.join(self.command)}",
         ]
         return "\n".join(lines) + "\n"
+
+
+def _exported(name: str, value: str | None) -> str:
+    if value is not None:
+        return f"export {name}={shlex.quote(value)}"
+    return f': "${{{name}?is not set in the job: set it where sbatch is called, and do not limit --export}}"'
 
 
 def _quoted(option: str) -> str:

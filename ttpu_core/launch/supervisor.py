@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TextIO
 
+from ttpu_core.errors import LaunchError
 from ttpu_core.launch.guard import KILL, TERMINATE
-
-DEFAULT_GRACE = 10.0
-"""Seconds from SIGTERM to SIGKILL."""
+from ttpu_core.launch.options import DEFAULT_GRACE
 
 LAST_LINES = 20
 """Lines of a failed process's stderr that are shown once more."""
@@ -76,6 +75,9 @@ def supervise(tasks: Sequence[Task], grace: float = DEFAULT_GRACE) -> int:
 
     Returns 0, or the exit code of the first task that failed (128 + N where signal N ended it), or 128 + N if signal N
     was sent to this process. Lines go to this process's stdout and stderr as they come.
+
+    Raises:
+        LaunchError: a guard cannot be started, as where there is no ssh; what was started before it is ended.
     """
     return _Supervisor(tasks, grace).run()
 
@@ -107,14 +109,21 @@ class _Supervisor:
         return 128 + self._signals[0] if self._signals else 0
 
     def _start(self, task: Task) -> None:
-        process = subprocess.Popen(
-            task.guard,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the others in order
-            bufsize=0,
-        )
+        try:
+            process = subprocess.Popen(
+                task.guard,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the others in order
+                bufsize=0,
+            )
+        except OSError as error:
+            option = " or pass another by --ssh" if task.host else ""
+            raise LaunchError(
+                f"{task.name} was to be started by {task.guard[0]!r}, which cannot be run ({error.strerror}): install "
+                f"it{option}."
+            ) from error
         running = _Running(task, process)
         self._running.append(running)
         header = {

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from ttpu_core.errors import LaunchError
 from ttpu_core.launch.contract import AUTO, DEFAULT_TIMEOUT, Contract
+from ttpu_core.launch.options import DEFAULT_GRACE, own_options
 
 
 def pod_contract(timeout: int = DEFAULT_TIMEOUT) -> Contract:
@@ -33,15 +34,15 @@ def gcloud_command(
     directory: str | None = None,
     environment: Mapping[str, str] | None = None,
     timeout: int = DEFAULT_TIMEOUT,
+    grace: float = DEFAULT_GRACE,
 ) -> list[str]:
     """An argv that runs `ttpu launch --tpu-pod -- command` on all workers of the slice `name`, in `directory` or in the
-    home directory."""
+    home directory. The values of `environment` stand in it."""
     if not name or name.startswith("-"):
         raise LaunchError(
             f"--tpu-name {name!r} was given, but it is no name of a TPU: see `gcloud compute tpus tpu-vm list`."
         )
-    waits = [] if timeout == DEFAULT_TIMEOUT else ["--timeout", str(timeout)]
-    launch = shlex.join(["ttpu", "launch", "--tpu-pod", *waits, "--", *command])
+    launch = shlex.join(["ttpu", "launch", "--tpu-pod", *own_options(timeout, grace), "--", *command])
     variables = "".join(f"{key}={shlex.quote(value)} " for key, value in (environment or {}).items())
     enter = f"cd {shlex.quote(directory)} && " if directory else ""
     return [

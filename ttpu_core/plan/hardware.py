@@ -194,6 +194,12 @@ class Topology:
         return self.slices * self.devices_per_slice
 
     @property
+    def is_sold(self) -> bool:
+        """Whether a slice's size is one that slices come in; of three dimensions also any of whole 4x4x4 cubes."""
+        cubes = self.chip.dimensions == 3 and all(length % 4 == 0 for length in self.size)
+        return cubes or self.size in slice_sizes(self.chip)
+
+    @property
     def host_bounds(self) -> tuple[int, ...] | None:
         """The slice's size in three dimensions if one host holds it, else None: the compiler's own hosts of 2x2x1.
 

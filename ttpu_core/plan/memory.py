@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from math import prod
 
 from ttpu_core import axes
@@ -14,7 +15,7 @@ from ttpu_core.plan.hardware import Chip
 from ttpu_core.plan.shards import LayerShards, ModelShards, ParameterShard, Shape, shard_model, tiled_bytes
 from ttpu_core.plan.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.plan.workload import BITS, QUANTIZED_BITS, Workload
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MoESpec
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MoESpec
 
 CACHE_AXES = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)
 LOSS_TOKENS = 512
@@ -23,6 +24,9 @@ LOSS_TOKENS = 512
 PROGRAM_BYTES = 32 * 2**20
 """What every program keeps beside the arrays counted here: constants, small temporaries, and room between arrays. The
 rest of decode programs, libtpu 0.0.42, is 20 to 110 MiB."""
+
+GATHERED_LAYERS = 3
+"""Layers of one turn of a loop whose weights are gathered at once: libtpu 0.0.42 begins with those that come next."""
 
 STREAMS = 3
 """Copies of the residual stream that exist at once around a layer: its input, its sub-layer's input, its output."""
@@ -155,9 +159,9 @@ def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
 
     *The loss*: the layers' weights in the activations' dtype; what is kept of the layers; the head gathered; its
     gradient in float32 as the product gives it, rounded, and summed over devices, all of it whole, and the sum so far;
-    and the logits of a part of the tokens. *The backward pass of a layer*: the layers' weights and what is
-    kept of them; the layers' gradients; the layer's weights gathered, and all that its gradient needs; the gradient of
-    its largest kernel before it is scattered, in float32 (a mixture's own kernels round theirs), and of its widest
+    and the logits of a part of the tokens. *The backward pass of a turn*: the layers' weights and what is
+    kept of them; the layers' gradients; the turn's weights gathered, and all that a layer's gradient needs; that of
+    the largest kernel before it is scattered, in float32 (a mixture's own kernels round theirs), and of its widest
     product. *The embedding's gradient*, after the layers: all gradients, and that of the table, whole, in float32 and
     rounded.
     """
@@ -173,7 +177,7 @@ def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
     whole_head = weight_bytes([head], workload, bits, gathered=True)
     whole_table = weight_bytes([table], workload, bits, gathered=True)
 
-    kept, layer = _kept(model, workload), _largest_backward(model, workload)
+    kept, turn = _kept(model, workload), _largest_backward(model, workload)
     logits = tiled_bytes((rows, min(tokens, LOSS_TOKENS), head.gathered[0]), 32)
     in_loss = {
         "gradients": stored_head,
@@ -181,17 +185,17 @@ def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
         "logits": logits + 32 // bits * whole_head + whole_head,
         "temporaries": rounded + stored_head + whole_head,
     }
-    in_layer = {
+    in_turn = {
         "gradients": rounded + stored_head,
-        "activations": kept + layer.saved + layer.product + stream,
-        "temporaries": rounded + layer.gathered + layer.gradient,
+        "activations": kept + turn.saved + turn.product + stream,
+        "temporaries": rounded + turn.gathered + turn.gradient,
     }
     at_table = {
         "gradients": rounded + 2 * stored_head,
         "activations": stream,
         "temporaries": 32 // bits * whole_table + whole_table,
     }
-    peak = max((in_loss, in_layer, at_table), key=lambda moment: sum(moment.values()))
+    peak = max((in_loss, in_turn, at_table), key=lambda moment: sum(moment.values()))
     return MemoryEstimate(
         weights=weights,
         optimizer=2 * weights,
@@ -204,11 +208,11 @@ def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class _Backward:
-    """Bytes in the backward pass of a layer."""
+    """Bytes in the backward pass of one turn of a loop over layers, or of one layer where they are unrolled."""
 
     gathered: int = 0
     gradient: int = 0  # of the largest kernel
-    saved: int = 0
+    saved: int = 0  # of the layer that has most
     product: int = 0  # the widest, in float32
 
     @property
@@ -229,16 +233,35 @@ def _kept(model: ModelShards, workload: Workload) -> int:
 def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
     bits = BITS[workload.dtype]
     found = [_Backward()]
-    for kind in model.layers:
-        of_experts = [tiled_bytes(one.gathered, bits) for one in kind.parameters if one.of_experts]
-        others = [one for one in kind.parameters if not one.of_experts]
-        # The kernels of a mixture are gathered one after the other.
-        gathered = weight_bytes(others, workload, bits, gathered=True) + max(of_experts, default=0)
-        gradient = max(*of_experts, *(tiled_bytes(one.gathered, 32) for one in others), 0, 0)
-        product = 0 if of_experts else _working_set(model, kind, workload)
-        saved = _saved(model, kind, workload) if workload.remat else 0
+    for layers in _turns(model, workload):
+        gathered = gradient = product = saved = 0
+        of_experts: list[int] = []
+        for place, kind in enumerate(layers):
+            of_experts = [tiled_bytes(one.gathered, bits) for one in kind.parameters if one.of_experts]
+            others = [one for one in kind.parameters if not one.of_experts]
+            if place >= len(layers) - GATHERED_LAYERS:
+                gathered += weight_bytes(others, workload, bits, gathered=True) + sum(of_experts)
+            gradient = max(gradient, *of_experts, *(tiled_bytes(one.gathered, 32) for one in others), 0)
+            product = max(product, 0 if of_experts else _working_set(model, kind, workload))
+            saved = max(saved, _saved(model, kind, workload)) if workload.remat else 0
+        # The layer whose gradient is computed first has the kernels of its mixture one after the other.
+        gathered -= sum(of_experts) - max(of_experts, default=0)
         found.append(_Backward(gathered, gradient, saved, product))
-    return max(found, key=lambda layer: layer.total)
+    return max(found, key=lambda turn: turn.total)
+
+
+def _turns(model: ModelShards, workload: Workload) -> list[list[LayerShards]]:
+    """The layers of one turn of each loop over layers, in which the compiler gathers ahead; unrolled, each layer."""
+    if workload.layers == "unrolled":
+        return [[kind] for kind in model.layers]
+    kinds = {kind.layer: kind for kind in reversed(model.layers)}
+    return [[kinds[layer] for layer in group.unit] for group in layer_groups(model.spec)]
+
+
+@lru_cache(maxsize=256)
+def layer_groups(spec: ArchitectureSpec) -> tuple[LayerGroup, ...]:
+    """`spec.groups()`, which compares many layers, once."""
+    return spec.groups()
 
 
 def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:

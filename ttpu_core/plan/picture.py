@@ -6,9 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from html import escape
+from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ttpu_core.errors import MissingDependencyError, RequestError
+from ttpu_core.files import check_target, write_whole
 from ttpu_core.plan.hardware import GIB
 from ttpu_core.plan.memory import MemoryEstimate
 from ttpu_core.plan.plan import Plan
@@ -36,30 +40,48 @@ def save_picture(plans: NamedPlans, path: str | Path, title: str) -> None:
         RequestError: another ending than .html or .png, or the file cannot be written.
         MissingDependencyError: PNG without matplotlib.
     """
-    check_ending(path)
+    check_picture_file(path)
     target = Path(path).expanduser()
     try:
         if target.suffix == ".html":
-            target.write_text(html_picture(plans, title), encoding="utf-8")
+            write_whole(target, html_picture(plans, title))
         else:
             _save_png(plans, target, title)
     except OSError as error:
-        raise RequestError(
-            f"the picture was to be saved as {str(path)!r}, but it cannot be written ({error.strerror or error}): name "
-            "a file in a folder that exists and may be written to."
-        ) from error
+        raise _unwritable(path, error) from error
 
 
-def check_ending(path: str | Path) -> None:
+def check_picture_file(path: str | Path) -> None:
     """That a picture can be written so, before anything is computed for it.
 
     Raises:
-        RequestError: another ending than .html or .png.
+        RequestError: another ending than .html or .png, or no file can be written there.
+        MissingDependencyError: PNG without matplotlib.
     """
     if Path(path).suffix not in (".html", ".png"):
         raise RequestError(
             f"the picture {str(path)!r} was asked for, but a picture is written as .html or .png: end its name so."
         )
+    if Path(path).suffix == ".png" and find_spec("matplotlib") is None:
+        raise _without_matplotlib(path)
+    try:
+        check_target(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str | Path, error: OSError) -> RequestError:
+    return RequestError(
+        f"the picture was to be saved as {str(path)!r}, but it cannot be written ({error.strerror or error}): name a "
+        "file in a folder that exists and may be written to."
+    )
+
+
+def _without_matplotlib(path: str | Path) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"the picture {str(path)!r} was asked for, but PNG needs matplotlib, which is not installed: "
+        '`pip install "ttpu-core[plot]"`, or name an .html file, which needs nothing.'
+    )
 
 
 def html_picture(plans: NamedPlans, title: str) -> str:
@@ -116,8 +138,9 @@ def _sizes(plan: Plan) -> str:
 
 
 def _axis(scale: float, height: int) -> str:
-    """Lines at round numbers of GiB, five to ten of them."""
-    step = next(one for one in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10000) if scale / GIB / one <= 10)
+    """Lines at round numbers of GiB (1, 2 or 5 times a power of ten), four to ten of them."""
+    rounded = (first * 10.0**power for power in count(-1) for first in (1, 2, 5))
+    step = next(one for one in rounded if one >= 0.5 and scale / GIB / one <= 10)
     marks = []
     number = 0.0
     while number * GIB <= scale:
@@ -154,10 +177,7 @@ def _save_png(plans: NamedPlans, target: Path, title: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependencyError(
-            f"the picture {str(target)!r} was asked for, but PNG needs matplotlib, which is not installed: "
-            '`pip install "ttpu-core[plot]"`, or name an .html file, which needs nothing.'
-        ) from error
+        raise _without_matplotlib(target) from error
     figure = Figure(figsize=(10, 1.6 + 0.45 * len(plans)), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.add_subplot()
@@ -177,4 +197,7 @@ def _save_png(plans: NamedPlans, target: Path, title: str) -> None:
     axis.set_title(title, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=7, frameon=False)
-    figure.savefig(target, dpi=150)
+    with TemporaryDirectory(prefix=f".{target.name}.", dir=target.absolute().parent) as folder:
+        unfinished = Path(folder) / target.name
+        figure.savefig(unfinished, dpi=150)
+        unfinished.replace(target)

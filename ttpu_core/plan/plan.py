@@ -6,17 +6,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ttpu_core.errors import PlanError, TTPUError
+from ttpu_core.files import check_target, write_whole
 from ttpu_core.plan.cost import TimeEstimate
 from ttpu_core.plan.hardware import Topology, parse_topology
 from ttpu_core.plan.memory import MemoryEstimate
-from ttpu_core.plan.parallelism import Parallelism
+from ttpu_core.plan.parallelism import Parallelism, strategy_with
 from ttpu_core.plan.strategy import MESH_AXES, Strategy
 from ttpu_core.plan.workload import Workload
 from ttpu_core.spec import ArchitectureSpec
@@ -62,6 +62,13 @@ class Plan:
     def slices(self) -> Topology:
         """The hardware that the plan is for."""
         return parse_topology(self.topology)
+
+    @property
+    def note(self) -> str | None:
+        """What else is to be known of the plan: that its slices cannot be had."""
+        if self.slices.is_sold:
+            return None
+        return f"{self.slices.slice_name} is not a size that {self.slices.chip.name} comes in"
 
     @property
     def parallelism(self) -> Parallelism:
@@ -151,6 +158,7 @@ class Plan:
             "fits": self.fits,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
+            "note": self.note,
         }
 
     @classmethod
@@ -161,7 +169,7 @@ class Plan:
             source: what errors call it.
 
         Raises:
-            PlanError: another version, or something missing or misshapen.
+            PlanError: another version, something missing or misshapen, or a mesh that is not one of the slices.
         """
         if not isinstance(value, Mapping) or "version" not in value:
             raise PlanError(
@@ -173,6 +181,10 @@ class Plan:
                 f"{source} is a plan of version {value['version']}, but this ttpu reads version {VERSION}: make it "
                 "again with `ttpu plan CHECKPOINT --save PLAN.json`."
             )
+        again = "make it again with `ttpu plan CHECKPOINT --save PLAN.json`."
+        missing = [name for name in _READ if name not in value]
+        if missing:
+            raise PlanError(f"{source} cannot be read as a plan, because it lacks {', '.join(missing)}: {again}")
         try:
             plan = cls(
                 model_type=str(value["model_type"]),
@@ -180,20 +192,31 @@ class Plan:
                 topology=str(value["topology"]),
                 mesh=_sizes(value["mesh"]),
                 dcn=_sizes(value["dcn"]),
-                strategy=Strategy(tuple((str(logical), tuple(by)) for logical, by in value["rules"].items())),
+                strategy=_strategy(value["rules"]),
                 programs=tuple(_program(one) for one in value["programs"]),
             )
-            devices, wanted = plan.slices.num_devices, plan.parallelism.num_devices
+            slices = plan.slices
         except (KeyError, TypeError, ValueError, AttributeError, TTPUError) as error:
-            raise PlanError(
-                f"{source} cannot be read as a plan ({type(error).__name__}: {error}): make it again with "
-                "`ttpu plan CHECKPOINT --save PLAN.json`."
-            ) from error
-        if devices != wanted or not plan.programs:
+            why = str(error).rstrip(".")
+            raise PlanError(f"{source} cannot be read as a plan ({type(error).__name__}: {why}): {again}") from error
+        wanted, joined = plan.parallelism.num_devices, plan.parallelism.num_slices
+        if slices.num_devices != wanted or not plan.programs:
             raise PlanError(
                 f"{source} has a mesh of {wanted} devices and {len(plan.programs)} programs for {plan.topology}, which "
-                f"has {devices} devices: make it again with `ttpu plan CHECKPOINT --save PLAN.json`."
+                f"has {slices.num_devices} devices: {again}"
             )
+        if slices.slices != joined:
+            raise PlanError(
+                f"{source} joins {joined} slices by dcn {dict(plan.dcn)}, but {plan.topology} is {slices.slices}: "
+                f"{again}"
+            )
+        for axis, size in plan.dcn:
+            along = dict(plan.mesh).get(axis, 1)
+            if along % size:
+                raise PlanError(
+                    f"{source} lays {size} slices along {axis}, but its mesh has {along} devices there, which they "
+                    f"cannot share evenly: {again}"
+                )
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -202,19 +225,23 @@ class Plan:
         Raises:
             PlanError: the file cannot be written.
         """
-        target = Path(path).expanduser()
+        text = json.dumps(self.to_json(), indent=2) + "\n"
         try:
-            with tempfile.NamedTemporaryFile(
-                "w", dir=target.parent, prefix=f".{target.name}.", encoding="utf-8", delete=False
-            ) as file:
-                file.write(json.dumps(self.to_json(), indent=2) + "\n")
-            Path(file.name).chmod(0o666 & ~_umask())
-            Path(file.name).replace(target)
+            write_whole(path, text)
         except OSError as error:
-            raise PlanError(
-                f"the plan was to be saved as {str(path)!r}, but it cannot be written ({error.strerror or error}): "
-                "name a file in a folder that exists and may be written to."
-            ) from error
+            raise _unwritable(path, error) from error
+
+
+def check_plan_file(path: str | os.PathLike[str]) -> None:
+    """That a plan can be saved there, before anything is computed for it.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    try:
+        check_target(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -244,23 +271,39 @@ def fingerprint_of(spec: ArchitectureSpec) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+_READ = ("model_type", "fingerprint", "topology", "mesh", "dcn", "rules", "programs")
+
+
+def _unwritable(path: str | os.PathLike[str], error: OSError) -> PlanError:
+    return PlanError(
+        f"the plan was to be saved as {str(path)!r}, but it cannot be written ({error.strerror or error}): name a file "
+        "in a folder that exists and may be written to."
+    )
+
+
+def _strategy(rules: Any) -> Strategy:
+    """The whole table: a logical axis that it leaves out is not cut."""
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"the rules {rules!r} are no table of logical axes")
+    for logical, by in rules.items():
+        if not isinstance(by, list) or len(set(map(str, by))) < len(by):
+            raise ValueError(f"the rule of {logical!r} is {by!r}, but it has to be a list of different mesh axes")
+    return strategy_with(rules, Strategy(()))
+
+
 def _program(value: Mapping[str, Any]) -> ProgramEstimate:
     memory = {name: int(size) for name, size in value["memory"].items() if name != "total"}
     seconds = {name: float(number) for name, number in value["time"].items() if name != "bound"}
     return ProgramEstimate(Workload(**value["workload"]), MemoryEstimate(**memory), TimeEstimate(**seconds))
 
 
-def _sizes(value: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-    unknown = [axis for axis in value if axis not in MESH_AXES]
-    if unknown or any(not isinstance(size, int) or size < 1 for size in value.values()):
-        raise ValueError(f"{dict(value)} are no sizes of {', '.join(MESH_AXES)}")
+def _sizes(value: Any) -> tuple[tuple[str, int], ...]:
+    if not isinstance(value, Mapping) or not all(
+        axis in MESH_AXES and type(size) is int and size >= 1  # JSON's true is an int to Python
+        for axis, size in value.items()
+    ):
+        raise ValueError(f"{value} are no sizes of {', '.join(MESH_AXES)}")
     return tuple((axis, value[axis]) for axis in MESH_AXES if axis in value)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-__all__ = ["HEADROOM", "VERSION", "Plan", "ProgramEstimate", "fingerprint_of", "load_plan"]
+__all__ = ["HEADROOM", "VERSION", "Plan", "ProgramEstimate", "check_plan_file", "fingerprint_of", "load_plan"]

@@ -192,6 +192,26 @@ def why_nothing_fits(
     return NoFit(closest, tuple(remedies))
 
 
+def why_nothing_serves(
+    spec: ArchitectureSpec, request: Request, chips: tuple[Chip, ...] = tuple(CHIPS.values())
+) -> NoFit:
+    """Why no slice of any generation holds a model, told of the one with the most memory among those whose devices can
+    share the model and the rows.
+
+    Raises:
+        UnsupportedError: there is none of those either.
+    """
+    slices = [Topology(chip, size) for chip in chips for size in slice_sizes(chip)]
+    slices.sort(key=lambda one: one.num_devices * one.chip.hbm_bytes)
+    while True:
+        topology = slices.pop()
+        try:
+            return why_nothing_fits(spec, topology, request)
+        except UnsupportedError:
+            if not slices:
+                raise
+
+
 def _plan(spec: ArchitectureSpec, fingerprint: str, topology: Topology, mesh: Mesh, request: Request) -> Plan:
     dcn, strategy = slice_axes(mesh, topology.slices), request.strategy
     programs = tuple(

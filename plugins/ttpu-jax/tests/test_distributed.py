@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import tiny
 
 from ttpu import AutoModelForTPU
 from ttpu_core.launch.places import free_port
+from ttpu_jax.distributed import GLOO_PEERS, shared_seed
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINT = ROOT / "examples/checkpoints/pydoc-llama"
@@ -123,6 +125,52 @@ def test_a_script_that_fails_does_not_wait_for_the_others(failure: str, tmp_path
     assert report.endswith("  | ValueError: this one\n")
 
 
+# -- stdout --------------------------------------------------------------------------------------------------
+
+PEERS = b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+
+
+@pytest.mark.parametrize(
+    "line", [PEERS, b"[Gloo] Rank 10[Gloo] Rank  is connected to 1 peer ranks. \n", b" is connected to 3"]
+)
+def test_what_gloo_says_of_its_peers_is_known_also_in_pieces(line: bytes) -> None:
+    assert GLOO_PEERS.fullmatch(line)
+
+
+@pytest.mark.parametrize(
+    "line", [b"42\n", b"\n", b"0123456789" * 400 + b"e\n", b"[Gloo] Rank 0 failed\n", b"1 is connected to b\n"]
+)
+def test_nobody_elses_line_is_taken_for_gloos_nor_costs_time(line: bytes) -> None:
+    assert GLOO_PEERS.fullmatch(line) is None
+
+
+WRITE = f"""
+import os, subprocess, sys
+import jax
+from ttpu_core.launch.contract import contract_of
+from ttpu_jax.distributed import _configure
+jax.config.update("jax_platforms", "cpu")
+_configure(contract_of(os.environ))
+print("answer")
+os.write(1, {PEERS!r})
+os.write(1, b"42\\n" + b"0123456789" * 20 + b"e\\n")
+subprocess.run(["echo", "child"])
+subprocess.run(["echo", "asked"], stdout=sys.stdout)
+os.write(1, b"the end")
+"""
+
+
+def test_what_others_write_to_descriptor_1_goes_to_stderr_whole_and_only_gloo_is_silent() -> None:
+    done = python(WRITE, **contract())
+    assert sorted(done.stdout.splitlines()) == ["answer", "asked"]
+    assert done.stderr.splitlines() == ["42", "0123456789" * 20 + "e", "child", "the end"]
+
+
+def test_a_process_alone_keeps_its_stdout() -> None:
+    done = python(WRITE, **contract(TTPU_NUM_PROCESSES="1", TTPU_PROCESS_ID="0"))
+    assert "child\nasked\nthe end" in done.stdout and done.stderr == ""
+
+
 # -- generating ----------------------------------------------------------------------------------------------
 
 
@@ -151,6 +199,46 @@ print(np.asarray(model([[1, 2, 3, 4]]).logits)[0, -1, :5].tolist())
 import jax
 assert not all(value.is_fully_addressable for value in model.params.values())
 """
+
+
+def test_a_seed_is_shared_only_by_the_processes_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax.experimental import multihost_utils
+
+    asked: list[np.ndarray] = []
+
+    def broadcast(drawn: np.ndarray) -> np.ndarray:
+        asked.append(drawn)
+        return np.array([7])
+
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", broadcast)
+
+    def mesh(*processes: int) -> Any:
+        return SimpleNamespace(devices=np.array([SimpleNamespace(process_index=number) for number in processes]))
+
+    assert shared_seed(None, None) is None and shared_seed(None, mesh(0, 0)) is None
+    assert shared_seed(3, mesh(0, 1)) == 3
+    assert not asked
+    assert shared_seed(None, mesh(0, 1)) == 7 and len(asked) == 1
+
+
+ALONE = """
+import os, sys
+from ttpu import AutoModelForTPU
+model = AutoModelForTPU.from_pretrained(sys.argv[1])
+for call in range(1 + int(os.environ["TTPU_PROCESS_ID"])):
+    greedy = model.generate([[1, 2, 3]], max_new_tokens=3, ignore_eos=True)
+    drawn = model.generate([[1, 2, 3]], max_new_tokens=3, do_sample=True, ignore_eos=True)
+print(greedy.tolist())
+"""
+
+
+@pytest.mark.slow
+def test_processes_without_a_mesh_wait_for_nobody(tmp_path: Path) -> None:
+    folder = tiny.llama_checkpoint(tmp_path / "checkpoint")
+    script = tmp_path / "generate.py"
+    script.write_text(ALONE)
+    stdout = launch(str(script), str(folder), cwd=tmp_path)
+    assert said_by(0, stdout) == said_by(1, stdout) != ""
 
 
 @pytest.mark.slow

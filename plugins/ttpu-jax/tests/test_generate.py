@@ -492,15 +492,26 @@ def test_parts_of_a_prompt_share_the_frequencies_of_the_whole(tmp_path: Path, mo
         assert one.token_ids == other.token_ids and one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
+BATCHES = [PROMPT], [PROMPT, PROMPT[:7], PROMPT[2:], PROMPT], [PROMPT, PROMPT[:7], PROMPT[2:]]
+SAMPLED = {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.2, "max_new_tokens": 20}
+
+
+def generated(path: Path, mesh: str | None = None) -> list[Any]:
+    """Greedy and sampled tokens of every batch."""
+    model = AutoModelForTPU.from_pretrained(path, mesh=mesh)
+    return [new_tokens(model, prompts, **arguments) for prompts in BATCHES for arguments in ({}, SAMPLED)]
+
+
+@pytest.fixture(scope="module")
+def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    path = llama_checkpoint(tmp_path_factory.mktemp("mesh") / "llama", vocab_size=260)
+    return path, generated(path)
+
+
 @pytest.mark.parametrize("mesh", ["tensor=2", "fsdp=4", "data=2,tensor=2"])
-def test_a_mesh_generates_the_same_tokens(tmp_path: Path, mesh: str) -> None:
-    path = llama_checkpoint(tmp_path / "llama", vocab_size=260)
-    alone = AutoModelForTPU.from_pretrained(path)
-    cut = AutoModelForTPU.from_pretrained(path, mesh=mesh)
-    arguments = {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.2, "max_new_tokens": 20}
-    for prompts in ([PROMPT], [PROMPT, PROMPT[:7], PROMPT[2:], PROMPT], [PROMPT, PROMPT[:7], PROMPT[2:]]):
-        assert new_tokens(cut, prompts) == new_tokens(alone, prompts)
-        assert new_tokens(cut, prompts, **arguments) == new_tokens(alone, prompts, **arguments)
+def test_a_mesh_generates_the_same_tokens(on_one_device: tuple[Path, list[Any]], mesh: str) -> None:
+    path, expected = on_one_device
+    assert generated(path, mesh) == expected
 
 
 def test_a_jax_mesh_on_other_devices_generates_the_same_tokens(tmp_path: Path) -> None:

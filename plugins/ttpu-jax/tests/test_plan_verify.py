@@ -110,6 +110,36 @@ def test_another_workload_mesh_or_model_is_another_answer(
     assert len(files) == 4
 
 
+def test_another_version_flag_or_source_is_another_answer(
+    architecture: Architecture, plan: Plan, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, versions = plan.programs[0], verify.metadata.version
+    files = [verify.cache_file(architecture, plan, program)]
+    for name in verify.FLAGS:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "--some_flag=1")
+            files.append(verify.cache_file(architecture, plan, program))
+    for changed in verify.OURS:
+        with monkeypatch.context() as patch:
+            patch.setattr(verify.metadata, "version", lambda name, of=changed: versions(name) + "+" * (name == of))
+            files.append(verify.cache_file(architecture, plan, program))
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "_sources", lambda: "others")
+        files.append(verify.cache_file(architecture, plan, program))
+    assert len(set(files)) == 6
+    assert verify.cache_file(architecture, plan, program) == files[0]
+
+
+def test_sources_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+    for name, text in (("a.py", "one"), ("b.py", "two")):
+        (tmp_path / name).write_text(text)
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    before = verify.sources_hash(files)
+    assert verify.sources_hash(reversed(files)) == before
+    (tmp_path / "a.py").write_text("six")
+    assert verify.sources_hash(files) != before
+
+
 def test_a_refusal_for_memory_is_an_answer_and_another_error_is_not(
     architecture: Architecture, plan: Plan, compiler: Compiler, cache: Path
 ) -> None:
@@ -125,12 +155,13 @@ def test_a_refusal_for_memory_is_an_answer_and_another_error_is_not(
     assert not list(cache.iterdir())
 
 
+@pytest.mark.parametrize("content", ["{", "null", "3", "[]", "{}", '{"collectives": 1}'])
 def test_a_damaged_answer_is_asked_for_again(
-    architecture: Architecture, plan: Plan, compiler: Compiler, cache: Path
+    architecture: Architecture, plan: Plan, compiler: Compiler, cache: Path, content: str
 ) -> None:
     verify.verify_plan(architecture, plan)
     for file in cache.iterdir():
-        file.write_text("{")
+        file.write_text(content)
     assert not any(one.cached for one in verify.verify_plan(architecture, plan))
 
 

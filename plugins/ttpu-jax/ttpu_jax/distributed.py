@@ -74,8 +74,8 @@ def initialize() -> None:
 
 
 def shared_seed(seed: int | None, mesh: Mesh | None) -> int | None:
-    """`seed`, or where it is None and the mesh has devices of several processes, one that they have in common: what each
-    would draw for itself would give each other tokens.
+    """`seed`, or where it is None and the mesh has devices of several processes, one that they have in common: what
+    each would draw for itself would give each other tokens.
 
     All processes of such a mesh must come here. Without one each process runs by itself, and asks nobody.
     """

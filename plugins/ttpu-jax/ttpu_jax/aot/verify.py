@@ -6,23 +6,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
+import ttpu_core
+import ttpu_jax
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.files import write_whole
 from ttpu_core.plan.plan import Plan, ProgramEstimate
 from ttpu_core.plan.verification import Verification
 from ttpu_jax.aot.report import ProgramReport, compile_report
 from ttpu_jax.aot.topology import tpu_topology
 
 CACHE_VARIABLE = "XDG_CACHE_HOME"
+FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
+"""Environment variables that change what the compiler makes of a program."""
+
+OURS = ("ttpu-core", "ttpu-jax")
 
 
 def verify_plan(
@@ -86,7 +93,9 @@ def cache_file(architecture: Architecture, plan: Plan, program: ProgramEstimate)
     workload = program.workload
     spec = architecture.spec
     described = [getattr(spec, name) for name in spec.__dataclass_fields__]
-    key = repr((described, plan.topology, plan.mesh, plan.dcn, plan.strategy, workload, _compiler(), _ours()))
+    asked = (described, plan.topology, plan.mesh, plan.dcn, plan.strategy, workload)
+    flags = [os.environ.get(name, "") for name in FLAGS]
+    key = repr((asked, _compiler(), flags, [metadata.version(name) for name in OURS], _sources()))
     folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache") / "ttpu" / "plans"
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
@@ -106,17 +115,29 @@ def _compiler() -> str:
     return f"libtpu {metadata.version('libtpu')} (jax {jax.__version__})"
 
 
-def _ours() -> str:
-    return metadata.version("ttpu-jax")
+@cache
+def _sources() -> str:
+    """Of what programs are made from: in a checkout that is being edited, versions stay while programs change."""
+    core, backend = Path(str(ttpu_core.__file__)).parent, Path(str(ttpu_jax.__file__)).parent
+    files = [*core.glob("*.py"), *(core / "plan").glob("*.py"), *backend.rglob("*.py"), *backend.rglob("*.json")]
+    return sources_hash(files)
+
+
+def sources_hash(files: Iterable[Path]) -> str:
+    """One hash of files' contents and names, in whatever order they are given."""
+    whole = hashlib.sha256()
+    for file in sorted(files):
+        whole.update(repr((file.name, hashlib.sha256(file.read_bytes()).hexdigest())).encode())
+    return whole.hexdigest()
 
 
 def _read(path: Path) -> Verification | None:
     """What is remembered; anything unreadable is as good as nothing."""
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
         exchanged = tuple((str(op), int(count), int(size)) for op, count, size in value.pop("collectives"))
         return replace(Verification(**value, collectives=exchanged), cached=True)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # the last: no object, but null or a number
         return None
 
 
@@ -124,8 +145,6 @@ def _write(path: Path, verification: Verification) -> None:
     """Remember; a folder that cannot be written to costs a compilation next time, and nothing else."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
-            json.dump(asdict(verification), file)
-        Path(file.name).replace(path)
+        write_whole(path, json.dumps(asdict(verification)))
     except OSError:
         return

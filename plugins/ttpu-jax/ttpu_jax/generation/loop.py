@@ -62,10 +62,11 @@ def _events(
     timings: Timings,
 ) -> Iterator[tuple[StreamEvent, Completion]]:
     steps = max(row.limit for row in rows)
-    drawing = options.sampling()
-    if not drawing.is_greedy:  # a process may make more greedy calls than the others
-        drawing = replace(options, seed=shared_seed(options.seed, programs.runtime.placement.mesh)).sampling()
-    sampling = [_row_seed(drawing, index) for index in range(len(rows))]
+    # Greedy calls draw nothing, so they have no seed to share with other processes.
+    greedy = options.sampling().is_greedy
+    seed = 0 if greedy else shared_seed(options.seed, programs.runtime.placement.mesh)
+    options = replace(options, seed=seed)
+    sampling = [_row_seed(options.sampling(), index) for index in range(len(rows))]
     features, inputs = features_of(sampling), sampling_inputs(sampling)
     seen = prompts_seen(prompts, programs.spec.embedding.rows) if features.penalties else None
 
