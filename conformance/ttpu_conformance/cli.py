@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -174,18 +173,16 @@ def refuse_unwritable(option: str, file: Path | None) -> None:
         RequestError: it is a directory, or its directory is not there or may not be written.
     """
     from ttpu_core.errors import RequestError
+    from ttpu_core.files import check_target
 
     if file is None:
         return
-    why = None
-    if file.is_dir():
-        why = "that is a directory"
-    elif not file.parent.is_dir():
-        why = f"there is no directory {file.parent}"
-    elif not os.access(file if file.exists() else file.parent, os.W_OK):
-        why = "it may not be written"
-    if why:
-        raise RequestError(f"{option} was given {file}, but {why}: name a file that can be written.")
+    try:
+        check_target(file)
+    except OSError as error:
+        raise RequestError(
+            f"{option} was given {file}, but {error.strerror}: name a file that can be written."
+        ) from error
 
 
 def chips_named(text: str | None) -> tuple[str, ...]:

@@ -64,7 +64,9 @@ def check_types(
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, context, initializer=prepare, initargs=(request.options.device,))
     try:
-        running = {pool.submit(_check_type, model_type, request): model_type for model_type in types}
+        # Those with most checks first, so that none of them is left over for one process alone at the end.
+        largest_first = sorted(types, key=lambda model_type: -len(request.items(model_type)))
+        running = {pool.submit(_check_type, model_type, request): model_type for model_type in largest_first}
         for done in as_completed(running):
             try:
                 yield running[done], done.result()
