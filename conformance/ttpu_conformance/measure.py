@@ -10,8 +10,8 @@ from ttpu_conformance.check import Measured, fail
 FLOAT32 = 2e-5
 """Of the logits' scale. float32 rounds by 6e-8; a tiny model adds some 10**4 products one after another, in another
 order than the reference, whose roundings add up like a random walk to 6e-6. What is found is near 1e-6, and 9e-6 for
-gemma4, whose reference is 8e-6 from its own float64 logits; the smallest mistakes in an architecture (the other gelu, an
-epsilon) give 1e-4 and more."""
+gemma4, whose reference is 8e-6 from its own float64 logits; the smallest mistakes in an architecture (the other gelu,
+an epsilon) give 1e-4 and more."""
 
 BFLOAT16_SHARE = 1.5
 """Our error in bfloat16 over transformers' own: the same products in another order and fusion round differently, but
