@@ -41,19 +41,21 @@ def positions(padding: int = 0) -> jax.Array:
     return jnp.arange(SEQ)[None] - jnp.array([[0], [padding]])
 
 
-@pytest.mark.parametrize("sizes", [{"sequence": 4}, {"sequence": 8}, {"data": 2, "sequence": 2, "tensor": 2}])
+ALL_THREE = {"data": 2, "sequence": 2, "tensor": 2}
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"window": 5},
+    {"chunk": 12},
+    {"logit_softcap": 2.0},
+    {"causal": False},
+    {"sinks": True},
+    {"scale": 0.3},
+)
+
+
 @pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"window": 5},
-        {"chunk": 12},
-        {"logit_softcap": 2.0},
-        {"causal": False},
-        {"sinks": True},
-        {"scale": 0.3},
-    ],
-    ids=lambda change: next(iter(change), "causal"),
+    ("sizes", "change"),
+    [({"sequence": 4}, {}), ({"sequence": 8}, {"window": 5}), *((ALL_THREE, one) for one in CHANGES)],
 )
 def test_it_gives_what_the_reference_gives(sizes: dict[str, int], change: dict[str, Any]) -> None:
     spec, (query, key, value, sinks) = replace(SPEC, **change), arrays()
