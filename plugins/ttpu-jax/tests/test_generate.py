@@ -508,6 +508,7 @@ def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
     return path, generated(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tensor=2", "fsdp=4", "data=2,tensor=2"])
 def test_a_mesh_generates_the_same_tokens(on_one_device: tuple[Path, list[Any]], mesh: str) -> None:
     path, expected = on_one_device

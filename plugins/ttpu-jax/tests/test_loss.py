@@ -71,6 +71,7 @@ def test_gradients_are_the_same_when_activations_are_computed_again(model: tuple
         np.testing.assert_allclose(again[path], gradient, atol=1e-5 * scale, err_msg=path)
 
 
+@pytest.mark.slow
 def test_gradients_of_stacked_layers_are_the_same_when_activations_are_computed_again(model: tuple[Any, Any]) -> None:
     """Of a pair of layers that occurs twice, and of a layer that occurs once."""
     decoder, _ = model

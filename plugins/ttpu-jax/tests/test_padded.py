@@ -151,6 +151,7 @@ class Model:
         return run(self.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 def test_logits_and_gradients_of_every_kind_of_layer_are_those_of_one_device(layer: str) -> None:
     spec = architecture(LAYERS[layer])
@@ -189,6 +190,7 @@ def test_layers_that_padding_makes_equal_are_stacked_together() -> None:
         assert not stacked[:, layers[number].mlp.intermediate_size :].any()  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_gradients_are_projected_as_the_core_says() -> None:
     random = np.random.default_rng(4)
     for devices in (3, 8):

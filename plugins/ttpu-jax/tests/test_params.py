@@ -214,6 +214,7 @@ def test_a_tied_head_may_be_in_the_file_or_not(tmp_path: Path) -> None:
     assert load(path).keys() == without.keys()
 
 
+@pytest.mark.slow
 def test_random_parameters_follow_from_the_seed_and_not_from_the_mesh(path: Path) -> None:
     spec = default_registry().architecture(open_checkpoint(path).config).spec
     one, same, cut, other = (
