@@ -115,6 +115,20 @@ def test_when_no_generation_serves_the_reason_has_numbers_and_remedies(config: P
     assert printed["nothing_fits"]["remedies"]
 
 
+def test_the_first_plan_says_which_attention_it_gets_and_why(config: Path) -> None:
+    pytest.importorskip("ttpu_jax")
+    reason = "splash_attention for prefill and training, eager for decode: the default on a TPU"
+    assert f"attention (full): {reason}" in " ".join(run(config, "--topology", "v5e:2x4").stdout.split())
+    found = as_json(config, "--topology", "v5e:2x4")
+    assert found["kernels"]["attention (full)"].startswith(reason) and found["patch_packs"] == []
+
+
+def test_a_patch_pack_that_is_not_installed_is_refused(config: Path) -> None:
+    result = run(config, "--patch-pack", "nope")
+    assert result.exit_code != 0
+    assert "patch pack 'nope' was asked for" in result.output + str(result.exception)
+
+
 def test_the_request_is_part_of_what_is_printed_as_json(config: Path) -> None:
     asked = as_json(config, "--topology", "v5e:4x4", "--task", "training")
     assert asked["request"] == {
@@ -318,12 +332,22 @@ def test_what_cannot_be_drawn_is_said_before_anything_is_planned(
 
 
 def test_planning_loads_no_framework(config: Path) -> None:
+    """The command then asks an installed backend which attention it would take."""
     code = f"""
-import sys
-sys.argv = ["ttpu", "plan", {str(config)!r}, "--topology", "v5e:2x4", "--json"]
-from ttpu_core.cli.main import main
-import contextlib, io
-with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-    main()
+from ttpu_core import default_registry
+from ttpu_core.checkpoint import open_config
+from ttpu_core.plan.hardware import parse_topology
+from ttpu_core.plan.planner import plans, smallest_slices
+spec = default_registry().architecture(open_config({str(config)!r})).spec
+assert plans(spec, parse_topology("v5e:2x4")) and smallest_slices(spec)
 """
     assert loaded_after(code, HEAVY) == []
+
+
+def test_without_a_backend_the_plan_is_made_all_the_same(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise MissingDependencyError("the backend is not installed.")
+
+    monkeypatch.setattr(registry_module.default_registry(), "backend", missing)
+    found = as_json(config, "--topology", "v5e:2x4")
+    assert found["plans"] and found["kernels"] == {}

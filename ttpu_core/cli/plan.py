@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ttpu_core.cli import options
 from ttpu_core.cli.console import counted, in_bytes, note, print_json, stderr_console, stdout_console
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def plan(
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw where the memory goes: .html, or .png by matplotlib.")
     ] = None,
+    patch_pack: options.PatchPacks = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say on which TPU slices a model fits, how to cut it there, and how fast it is going to be.
@@ -110,7 +112,7 @@ def plan(
     if save is not None:
         check_plan_file(save)
     request = Request(task.value, batch, context, quantization=quantized)
-    architecture = default_registry().architecture(_config(checkpoint))
+    architecture = default_registry().architecture(_config(checkpoint), patch_pack or None)
     shown, nothing, without = _plans(architecture, topology, request, max(best, candidates) if verify else best)
     fitting = [one for one in shown if one.fits]
     verified = _verified(architecture, fitting if topology is None else fitting[:candidates]) if verify else {}
@@ -198,6 +200,21 @@ def _verified(architecture: Architecture, wanted: Sequence[Plan]) -> Verified:
     return result
 
 
+def _kernels(architecture: Architecture, shown: Sequence[Plan]) -> dict[str, str]:
+    """Operation → what the first plan runs it by on a TPU, and why; {} where no backend that knows is installed."""
+    from ttpu_core.errors import TTPUError
+    from ttpu_core.registry import default_registry
+
+    try:
+        backend: Any = default_registry().backend("jax")
+    except TTPUError:
+        return {}
+    if not hasattr(backend, "planned_kernels"):
+        return {}
+    cuts_sequence = bool(shown) and dict(shown[0].mesh).get("sequence", 1) > 1
+    return dict(backend.planned_kernels(architecture, cuts_sequence=cuts_sequence))
+
+
 def _refused(one: Plan, verified: Verified) -> bool:
     return any(program.peak_bytes is None for program in verified.get(one, ()))
 
@@ -261,6 +278,8 @@ def _as_json(
             "quantization": request.quantization,
         },
         "note": NOTE,
+        "patch_packs": list(architecture.patch_packs),
+        "kernels": _kernels(architecture, shown),
         "plans": rows,
         "without": list(without),
     }
@@ -305,6 +324,11 @@ def _print(
     if verified:
         console.print(_compiled_table(verified))
     spec = architecture.spec
+    kernels = [f"{operation}: {words}" for operation, words in _kernels(architecture, shown).items()]
+    if architecture.patch_packs:
+        kernels.append(f"patch packs: {', '.join(architecture.patch_packs)}")
+    if kernels:
+        console.print("\n".join(kernels), end="\n\n")
     words = f"{spec.model_type}, {spec.num_parameters:,} parameters in {request.quantization or request.dtype}. {NOTE}"
     console.print(f"{words} {VERIFIED_NOTE}" if verified else words)
 

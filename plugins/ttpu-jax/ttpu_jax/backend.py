@@ -119,6 +119,12 @@ class JaxBackend:
 
         return verify_plan(architecture, plan, progress=progress)
 
+    def planned_kernels(self, architecture: Architecture, *, cuts_sequence: bool = False) -> Mapping[str, str]:
+        """Operation → implementation and why, on a TPU, for `ttpu plan`."""
+        sequence = (axes.SEQUENCE,) if cuts_sequence else ()
+        kinds = _attention_by_kind(architecture, "tpu", sequence)
+        return {f"attention ({kind})": words for kind, words in kinds.items()}
+
     def kernels(self, architecture: Architecture) -> Mapping[str, str]:
         """Operation → implementation and why: on this machine, and where that is no TPU, on one."""
         initialize()
@@ -143,10 +149,12 @@ class JaxBackend:
         }
 
 
-def _attention_by_kind(architecture: Architecture, platform: str) -> dict[str, str]:
+def _attention_by_kind(
+    architecture: Architecture, platform: str, sequence_axes: tuple[str, ...] = ()
+) -> dict[str, str]:
     """Kind of layer → what serves it and why; layers of one kind may differ in that."""
     table: dict[str, str] = {}
-    for choice in attention_choice(architecture.spec, "auto", platform).kinds:
+    for choice in attention_choice(architecture.spec, "auto", platform, sequence_axes=sequence_axes).kinds:
         table[choice.kind] = f"{table[choice.kind]}, or {choice}" if choice.kind in table else str(choice)
     return table
 
