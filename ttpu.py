@@ -6,18 +6,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ttpu_core.auto import AutoModelForTPU
+    from ttpu_torch_xla.auto import AutoXLAModelForCausalLM
 
 _EXPORTS = {
     "AutoModelForTPU": "ttpu_core.auto",
+    "AutoXLAModelForCausalLM": "ttpu_torch_xla.auto",
 }
+_BROUGHT_BY = {"ttpu_torch_xla": '"ttpu-core[torch-xla]"'}
+"""What `pip install` takes for the modules of backends."""
 
-__all__ = ["AutoModelForTPU"]
+__all__ = ["AutoModelForTPU", "AutoXLAModelForCausalLM"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'ttpu' has no attribute {name!r}; it has {', '.join(_EXPORTS)}.")
-    value = getattr(import_module(_EXPORTS[name]), name)
+    module = _EXPORTS[name]
+    try:
+        value = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name != package:
+            raise
+        from ttpu_core.errors import MissingDependencyError
+
+        raise MissingDependencyError(
+            f"ttpu.{name} was asked for, but {package} is not installed: `pip install {_BROUGHT_BY[package]}` brings "
+            "it."
+        ) from error
     globals()[name] = value  # asked once
     return value
 

@@ -3,7 +3,7 @@ the core imports it only when it is used."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -27,4 +27,32 @@ class Backend(Protocol):
 
     def kernels(self, architecture: Architecture) -> Mapping[str, str]:
         """Which implementation of each operation would serve this architecture, and why, for `ttpu info`."""
+        ...
+
+
+class AppliedPatch(Protocol):
+    """A replacement in somebody else's model code, as a backend states it."""
+
+    name: str
+    target: str
+    reason: str
+    when: str
+    source: str
+
+
+@runtime_checkable
+class PatchingBackend(Backend, Protocol):
+    """A backend that runs a stock model with parts of it replaced."""
+
+    def patches(self, architecture: Architecture) -> Iterable[AppliedPatch]:
+        """What it replaces for this architecture, for `ttpu info`."""
+        ...
+
+
+@runtime_checkable
+class StockModelBackend(Backend, Protocol):
+    """A backend whose models are those of another library, which the command line cannot stream by itself."""
+
+    def streaming(self, model: Any) -> Any:
+        """The model as the command line needs it: `tokenizer`, `timings`, `stream`."""
         ...

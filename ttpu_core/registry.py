@@ -48,7 +48,7 @@ FAMILY_DISTRIBUTIONS = {
 
 
 # The extras of ttpu-core that bring a backend.
-BACKEND_EXTRAS = {"jax": "jax"}
+BACKEND_EXTRAS = {"jax": "jax", "torch_xla": "torch-xla"}
 
 
 @dataclass(frozen=True)

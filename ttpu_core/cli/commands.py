@@ -18,7 +18,11 @@ from ttpu_core.cli.console import note
 from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError
 
 TRACEBACK_VARIABLE = "TTPU_TRACEBACK"
-BROUGHT_BY = {"compile-report": '"ttpu-core[jax]"', "conformance": "ttpu-conformance"}
+BROUGHT_BY = {
+    "compile-report": '"ttpu-core[jax]"',
+    "conformance": "ttpu-conformance",
+    "inspect": '"ttpu-core[torch-xla]"',
+}
 """What `pip install` takes for a command of our own distributions."""
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as a shell reports them

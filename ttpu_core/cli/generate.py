@@ -13,11 +13,12 @@ import typer
 from ttpu_core.cli import options
 from ttpu_core.cli.console import counted, note, print_json, stderr_console
 from ttpu_core.cli.options import Decoding
-from ttpu_core.cli.session import Prompt, Session, StreamEvent, Timings, checkpoint_name, open_session
+from ttpu_core.cli.session import Prompt, Session, checkpoint_name, open_session
 from ttpu_core.errors import RequestError
 
 if TYPE_CHECKING:
     from ttpu_core.cli.session import Model
+    from ttpu_core.generated import StreamEvent, Timings
 
 
 def generate(

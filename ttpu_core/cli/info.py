@@ -152,11 +152,19 @@ def _file_facts(checkpoint: Checkpoint, architecture: Architecture) -> dict[str,
 
 def _kernels(architecture: Architecture, backend: str) -> dict[str, Any]:
     """What the backend answers, or the sentence that says which `pip install` brings it; info needs no backend."""
+    from ttpu_core.backend import PatchingBackend
     from ttpu_core.errors import TTPUError
     from ttpu_core.registry import default_registry
 
     try:
-        return {"backend": backend, "operations": dict(default_registry().backend(backend).kernels(architecture))}
+        runner = default_registry().backend(backend)
+        facts: dict[str, Any] = {"backend": backend, "operations": dict(runner.kernels(architecture))}
+        if isinstance(runner, PatchingBackend):
+            names = ("name", "target", "reason", "when", "source")
+            facts["patches"] = [
+                {name: getattr(patch, name) for name in names} for patch in runner.patches(architecture)
+            ]
+        return facts
     except TTPUError as error:
         return {"backend": backend, "missing": str(error)}
 
@@ -176,6 +184,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("plugin", [facts["plugin"]]),
         ("patch packs", [", ".join(facts["patch_packs"]) or "none"]),
         ("kernels", _kernel_lines(facts["kernels"])),
+        ("replaced in transformers", _patch_lines(facts["kernels"])),
         ("note", ignored),
     ]
 
@@ -210,3 +219,10 @@ def _kernel_lines(kernels: dict[str, Any]) -> list[str]:
     if "missing" in kernels:
         return [f"not known: {kernels['missing']}"]
     return [f"{operation}: {served}" for operation, served in kernels["operations"].items()] or ["none named"]
+
+
+def _patch_lines(kernels: dict[str, Any]) -> list[str]:
+    return [
+        f"{patch['name']} ({patch['when']}): {patch['reason']} [{patch['target']}; from {patch['source']}]"
+        for patch in kernels.get("patches", ())
+    ]

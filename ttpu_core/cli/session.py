@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,32 +13,10 @@ from ttpu_core.errors import RequestError
 
 if TYPE_CHECKING:
     from ttpu_core.checkpoint import Checkpoint
+    from ttpu_core.generated import StreamEvent, Timings
 
 Message = dict[str, str]
 Prompt = str | list[Message]
-
-
-class StreamEvent(Protocol):
-    """One generated token; the last one of an answer has a finish reason, "stop" or "length"."""
-
-    text: str
-    token_id: int
-    logprob: float | None
-    top_logprobs: Mapping[int, float] | None
-    finish_reason: str | None
-
-
-class Timings(Protocol):
-    """Seconds and tokens of loading and of the last answer."""
-
-    load_seconds: float
-    compile_seconds: float
-    prefill_seconds: float
-    prefill_tokens: int
-    decode_seconds: float
-    decode_tokens: int
-    prefill_tokens_per_second: float | None
-    decode_tokens_per_second: float | None
 
 
 class Model(Protocol):
@@ -105,6 +83,7 @@ def open_session(
     Raises:
         TTPUError: the checkpoint, its plugin or the backend cannot be used, and why.
     """
+    from ttpu_core.backend import StockModelBackend
     from ttpu_core.checkpoint import open_checkpoint
     from ttpu_core.config_keys import refuse_ignored
     from ttpu_core.registry import default_registry
@@ -131,6 +110,8 @@ def open_session(
         }
         named = {name: value for name, value in asked.items() if value is not None}
         model = runner.load(architecture, checkpoint, dtype=dtype, progress=progress, **named)
+        if isinstance(runner, StockModelBackend):
+            model = runner.streaming(model)
     except BaseException:  # also Ctrl-C: a bar that is left running would overwrite the error
         progress.close()
         raise

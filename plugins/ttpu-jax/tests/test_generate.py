@@ -13,9 +13,9 @@ from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import MissingDependencyError, RequestError, TTPUError
+from ttpu_core.text_stream import TextStream
 from ttpu_jax.generation.options import options_from
 from ttpu_jax.generation.programs import PREFILL_CHUNK, cache_bucket, prompt_bucket
-from ttpu_jax.generation.text import TextStream
 
 PROMPT = list(b"The quick brown fox")
 

@@ -12,6 +12,7 @@ import numpy as np
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import RequestError
+from ttpu_core.generated import StreamEvent, Timings
 from ttpu_core.mapping import pad_mapping
 from ttpu_core.plan.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec
@@ -19,7 +20,7 @@ from ttpu_jax.generation import loop
 from ttpu_jax.generation.options import GenerationOptions, options_from
 from ttpu_jax.generation.programs import Programs
 from ttpu_jax.generation.prompts import Prompts, left_pad, read_prompts, rectangle
-from ttpu_jax.generation.results import CausalLMOutput, Completion, GenerateOutput, StreamEvent, Timings
+from ttpu_jax.generation.results import CausalLMOutput, Completion, GenerateOutput
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.params.export import save_checkpoint
 

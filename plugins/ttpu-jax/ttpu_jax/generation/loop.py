@@ -12,12 +12,13 @@ import jax
 import numpy as np
 
 from ttpu_core.errors import RequestError, TTPUError
+from ttpu_core.generated import FinishReason, StreamEvent, Timings
+from ttpu_core.text_stream import TextStream
 from ttpu_jax.distributed import shared_seed
 from ttpu_jax.generation.options import GenerationOptions
 from ttpu_jax.generation.programs import PREFILL_CHUNK, Programs, cache_bucket, prompt_bucket, prompts_seen
 from ttpu_jax.generation.prompts import left_pad
-from ttpu_jax.generation.results import Completion, FinishReason, StreamEvent, Timings
-from ttpu_jax.generation.text import TextStream
+from ttpu_jax.generation.results import Completion
 from ttpu_jax.ops.sampling import Sampled, SamplingParams, features_of, sampling_inputs
 
 
