@@ -1,6 +1,6 @@
 # Each lane has an environment of its own, made on first use and refreshed when a file it was made from changes:
 #   .venv         the demo: core, llama plugin and JAX backend, as a user installs them; no torch
-#   .venv-test    the pinned test lane, with torch and libtpu, and the lint tools
+#   .venv-test    the pinned test lane, with torch, torch_xla and libtpu, and the lint tools
 #   .venv-newest  the newest releases on a newer Python, without torch
 # Override on the command line, e.g. `make test PYTHON=python3.12 PYTEST_ARGS="-k rope"`.
 
@@ -19,14 +19,17 @@ FAMILIES      := llama gemma qwen mistral
 DISTRIBUTIONS := . plugins/ttpu-jax $(FAMILIES:%=plugins/ttpu-%)
 PYPROJECTS    := $(DISTRIBUTIONS:%=%/pyproject.toml)
 EDITABLE      := $(DISTRIBUTIONS:%=-e %)
-# What only developers and authors of plugins install.
-TEST_EDITABLE := $(EDITABLE) -e conformance
-PACKAGES      := ttpu.py ttpu_core plugins/ttpu-jax/ttpu_jax conformance/ttpu_conformance \
+# What only some users, developers and authors of plugins install.
+TEST_EDITABLE := $(EDITABLE) -e plugins/ttpu-torch-xla -e conformance
+PACKAGES      := ttpu.py ttpu_core plugins/ttpu-jax/ttpu_jax plugins/ttpu-torch-xla/ttpu_torch_xla \
+                 conformance/ttpu_conformance \
                  $(foreach family,$(FAMILIES),plugins/ttpu-$(family)/ttpu_$(family)) \
                  examples/ttpu-olmo/ttpu_olmo examples/ttpu-pack-attention/ttpu_pack_attention
-NEWEST_TESTS   = $(wildcard plugins/*/tests tests)
+NEWEST_TESTS   = tests $(filter-out plugins/ttpu-torch-xla/tests,$(wildcard plugins/*/tests))
 
 PIP := -m pip install --quiet --disable-pip-version-check
+# torch and what it needs are gigabytes: uv fetches and unpacks them in half of pip's time.
+UV  := -m uv pip install --quiet
 
 # Everything runs on the CPU unless asked otherwise. Programs that take long to compile are kept, for the next run
 # and for the other test worker.
@@ -88,13 +91,15 @@ $(VENV)/.installed: $(PYPROJECTS)
 	    "torch is in $(VENV), where no dependency may bring it: run `pip show torch` there to see which one did.")'
 	@touch $@
 
-$(VENV_TEST)/.installed: $(PYPROJECTS) conformance/pyproject.toml requirements/torch.txt requirements/test.txt requirements/lint.txt
+$(VENV_TEST)/.installed: $(PYPROJECTS) plugins/ttpu-torch-xla/pyproject.toml conformance/pyproject.toml \
+    requirements/install.txt requirements/test.txt requirements/lint.txt
 	test -x $(VENV_TEST)/bin/python || $(PYTHON) -m venv $(VENV_TEST)
-	$(VENV_TEST)/bin/python $(PIP) -r requirements/torch.txt
-	$(VENV_TEST)/bin/python $(PIP) $(TEST_EDITABLE) -r requirements/test.txt -r requirements/lint.txt
+	$(VENV_TEST)/bin/python $(PIP) -r requirements/install.txt
+	$(VENV_TEST)/bin/python $(UV) $(TEST_EDITABLE) -r requirements/test.txt -r requirements/lint.txt
 	@touch $@
 
-$(VENV_NEWEST)/.installed: $(PYPROJECTS) requirements/newest.txt
+$(VENV_NEWEST)/.installed: $(PYPROJECTS) requirements/install.txt requirements/newest.txt
 	test -x $(VENV_NEWEST)/bin/python || $(NEWER_PYTHON) -m venv $(VENV_NEWEST)
-	$(VENV_NEWEST)/bin/python $(PIP) --upgrade --upgrade-strategy eager $(EDITABLE) -r requirements/newest.txt
+	$(VENV_NEWEST)/bin/python $(PIP) -r requirements/install.txt
+	$(VENV_NEWEST)/bin/python $(UV) --upgrade $(EDITABLE) -r requirements/newest.txt
 	@touch $@

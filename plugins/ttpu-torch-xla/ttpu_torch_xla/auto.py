@@ -1,0 +1,67 @@
+"""`AutoXLAModelForCausalLM`: the name, arguments and defaults of AutoXLA's class, in front of this backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ttpu_core.auto import AutoModelForTPU
+
+
+class AutoXLAModelForCausalLM:
+    """Opens a checkpoint with AutoXLA's arguments; there are no instances of this class itself."""
+
+    def __init__(self) -> None:
+        raise TypeError("AutoXLAModelForCausalLM has no instances: call its from_pretrained(path_or_id).")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        auto_shard: bool = True,
+        sharding_strategy: str = "fsdp",
+        gradient_checkpointing: bool = True,
+        use_fsdp_wrap: bool = True,
+        verbose: bool = True,
+        mesh: Any = None,
+        do_quant: bool = False,
+        quantization_config: Any = None,
+        attn_implementation: str = "eager",
+        attention_config: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """The stock transformers model on the XLA device; see `TorchXlaBackend.load` for what the arguments mean.
+
+        On one device nothing is cut or wrapped, whatever the strategy.
+
+        Args:
+            verbose: print how the model is cut.
+            options: what `AutoModelForTPU.from_pretrained` takes besides, such as dtype.
+        """
+        from ttpu_torch_xla.adapter import current
+
+        adapter = current()
+        adapter.use_spmd()
+        several = auto_shard and adapter.num_devices() > 1
+        model = AutoModelForTPU.from_pretrained(
+            pretrained_model_name_or_path,
+            backend="torch_xla",
+            auto_shard=several,
+            mesh=mesh,
+            sharding_strategy=None if mesh is not None else sharding_strategy,
+            use_fsdp_wrap=use_fsdp_wrap and several,
+            gradient_checkpointing=gradient_checkpointing,
+            do_quant=do_quant,
+            quantization_config=quantization_config,
+            attn_implementation=attn_implementation,
+            attention_config=attention_config,
+            **options,
+        )
+        if verbose:
+            handle = model.ttpu
+            print(
+                f"{type(model).__name__} on {adapter.num_devices()} {adapter.platform()} device(s): "
+                f"{handle.parallelism or 'one device'}, {handle.attention} attention"
+            )
+        return model

@@ -1,0 +1,1 @@
+"""Commands that this backend adds to `ttpu`."""

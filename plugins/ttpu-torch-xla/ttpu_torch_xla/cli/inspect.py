@@ -1,0 +1,121 @@
+"""`ttpu inspect`: a checkpoint or only its config.json comes in; what slows its stock PyTorch model down on a lazy
+runtime, and what removes it, goes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ttpu_core.cli.console import counted, note, print_json, stderr_console, stdout_console
+from ttpu_core.errors import RequestError
+
+
+def inspect(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint's directory, a config.json, or a Hub id org/name."),
+    ],
+    backend: Annotated[str, typer.Option(help="The backend; torch_xla runs stock models.")] = "torch_xla",
+    as_it_is: Annotated[bool, typer.Option("--as-it-is", help="Do not make the model small first.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
+) -> None:
+    """Find what makes a stock PyTorch model slow on torch_xla, and which patch removes it.
+
+    A small model with the checkpoint's config and random weights runs forward and
+    generates, first as transformers has it, then with one patch more at a time.
+    Reported are graph breaks (the host waits for a value), operations that fall
+    back to the host, and recompilations. No weight is read.
+
+    Examples:
+
+      ttpu inspect ./gemma
+      ttpu inspect ./gemma/config.json --backend torch_xla
+      ttpu inspect ./gemma --json | jq '.left'
+    """
+    if backend != "torch_xla":
+        raise RequestError(
+            f"backend {backend!r} was to be inspected, but only torch_xla runs transformers' own models, which is what "
+            "is inspected: leave --backend out."
+        )
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from ttpu_torch_xla.adapter import current
+    from ttpu_torch_xla.inspector.inspect import inspect_model
+    from ttpu_torch_xla.patches.choice import patches_for
+
+    config, architecture = _config(checkpoint, as_it_is)
+    stages = len(patches_for(architecture, "eager")) + 2
+    with Progress(
+        TextColumn("inspecting"), BarColumn(), TextColumn("{task.description}"), console=stderr_console(),
+        disable=quiet, transient=True,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("stock", total=stages)
+        found = inspect_model(
+            config, architecture, current(), tell=lambda stage: progress.update(task, advance=1, description=stage)
+        )
+    facts = {
+        "checkpoint": checkpoint,
+        "model_type": architecture.spec.model_type,
+        "layers": int(config.num_hidden_layers),
+        "found": [_facts(one) for one in found.removed],
+        "left": [_facts(one) for one in found.left],
+    }
+    if as_json:
+        print_json(facts)
+    else:
+        _print(facts)
+
+
+def _config(name: str, as_it_is: bool) -> tuple[Any, Any]:
+    """The text model's transformers config, small unless `as_it_is`, and the architecture."""
+    import transformers
+
+    from ttpu_core.checkpoint import open_checkpoint, open_config
+    from ttpu_core.registry import default_registry
+    from ttpu_torch_xla.inspector.shrink import small_config
+
+    path = Path(name).expanduser()
+    if path.is_file():
+        described, folder = open_config(name), path.parent
+    else:
+        opened = open_checkpoint(name)
+        described, folder = opened.config, opened.path
+    architecture = default_registry().architecture(described)
+    config = transformers.AutoConfig.from_pretrained(str(folder)).get_text_config()
+    return (config if as_it_is else small_config(config, architecture)), architecture
+
+
+def _facts(one: Any) -> dict[str, Any]:
+    return {
+        "during": one.during,
+        "kind": one.finding.kind,
+        "what": one.finding.what,
+        "where": one.finding.where,
+        "times": one.times,
+        "removed_by": one.by,
+    }
+
+
+def _print(facts: dict[str, Any]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    found, left = facts["found"], facts["left"]
+    if found:
+        table = Table("during", "kind", "what", "where", "times", "removed by", box=box.SIMPLE_HEAD, pad_edge=False)
+        for one in sorted(found, key=lambda one: (one["during"], one["kind"], one["what"])):
+            cells = (one["during"], one["kind"], one["what"], one["where"], str(one["times"]), one["removed_by"] or "—")
+            table.add_row(*(Text(cell, overflow="fold") for cell in cells))
+        stdout_console().print(table)
+    layers = counted(facts["layers"], "small layer")
+    print(
+        f"{facts['model_type']} ({layers}): {counted(len(found), 'finding')} in the stock model, "
+        f"{len(left)} with this backend's patches."
+    )
+    for one in left:
+        where = f" at {one['where']}" if one["where"] else ""
+        note(f"still there during {one['during']}: {one['kind']}, {one['what']}{where}, {one['times']} times")

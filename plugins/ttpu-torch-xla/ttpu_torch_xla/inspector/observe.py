@@ -1,0 +1,96 @@
+"""What a model does to the lazy runtime. In: a model and inputs; out: where the host had to wait for a value, which
+operations ran on the host, and how often programs were compiled."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ttpu_torch_xla.adapter import Adapter
+
+READS = frozenset({"aten::_local_scalar_dense", "aten::is_nonzero", "aten::item"})
+DYNAMIC = frozenset({"aten::nonzero", "aten::unique", "aten::_unique2", "aten::masked_select", "aten::unique_dim"})
+OWN = ("ttpu_torch_xla", "torch", "torch_xla")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that costs time at every pass.
+
+    kind: "graph break" (the host waits for a value, so that the recorded program is cut there), "fallback" (the
+    operation ran on the host), or "recompilation". what: the operation. where: file, line and function in the model's
+    code; empty where that is not known.
+    """
+
+    kind: str
+    what: str
+    where: str = ""
+
+
+class HostReads(TorchDispatchMode):
+    """Notes each operation that makes the host wait for the device, with the place in the model's code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[Finding] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if (name in READS or name in DYNAMIC) and any(_on_device(arg) for arg in args):
+            self.found[Finding("graph break", name, _place(sys._getframe()))] += 1
+        elif name in ("aten::_to_copy", "aten::copy_") and _leaves_device(name, args, kwargs or {}):
+            self.found[Finding("graph break", "copy to the host", _place(sys._getframe()))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def observe(adapter: Adapter, run: Callable[[int], None]) -> Counter[Finding]:
+    """Run `run(0)` and `run(1)`, and collect what they did.
+
+    The first pass may compile; what the second one compiles is a recompilation.
+    """
+    found: Counter[Finding] = Counter()
+    for step in range(2):
+        adapter.sync(wait=True)
+        adapter.reset_counters()
+        with torch.no_grad(), HostReads() as reads:
+            run(step)
+        adapter.sync(wait=True)
+        counters = adapter.counters()
+        if step == 0:
+            found.update(reads.found)
+            found.update({Finding("fallback", name): times for name, times in counters.fallbacks.items()})
+        elif counters.compiles:
+            found[Finding("recompilation", "programs compiled when it runs again")] += counters.compiles
+    return found
+
+
+def _on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "xla"
+
+
+def _leaves_device(name: str, args: Any, kwargs: Any) -> bool:
+    if name == "aten::copy_":
+        return _on_device(args[1]) and not _on_device(args[0])
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != "xla" and _on_device(args[0])
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost frame that is neither the runtime's nor ours."""
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package and package not in OWN:
+            code = frame.f_code
+            parts = Path(code.co_filename).parts
+            file = "/".join(parts[parts.index(package) :]) if package in parts else parts[-1]
+            return f"{file}:{frame.f_lineno} {code.co_qualname}"
+        frame = frame.f_back
+    return ""

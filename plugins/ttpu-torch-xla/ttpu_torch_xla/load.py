@@ -1,0 +1,100 @@
+"""From a checkpoint's directory to the stock transformers model on the host. Nothing here knows of TPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def model_dtype(dtype: Any) -> torch.dtype | str:
+    """What `from_pretrained` of transformers takes: a torch dtype, or "auto".
+
+    Raises:
+        RequestError: no dtype that weights are held in.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name == "auto":
+        return name
+    if name not in DTYPES:
+        raise RequestError(
+            f"dtype {dtype!r} was asked for, but weights are held in auto (as stored), {', '.join(DTYPES)}: pass one "
+            "of them; for int8 and int4 pass do_quant=True and a quantization_config."
+        )
+    return DTYPES[name]
+
+
+def stock_model(checkpoint: Checkpoint, dtype: Any, attention: str) -> Any:
+    """The model as transformers loads it, on the host.
+
+    Raises:
+        UnsupportedError: transformers has no causal language model of this type, or cannot build it here.
+        CheckpointError: it refuses the files.
+    """
+    transformers = _transformers()
+    held = model_dtype(dtype)
+    kind = model_class(transformers, checkpoint)
+    try:
+        return kind.from_pretrained(str(checkpoint.path), dtype=held, attn_implementation=attention)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{checkpoint.source} was to be loaded as {kind.__name__}, but transformers {transformers.__version__} "
+            f"needs something for it that is not installed ({' '.join(str(error).split())[:200]}): install that, or "
+            "use backend='jax'."
+        ) from error
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{checkpoint.source} was to be loaded as {kind.__name__}, but transformers {transformers.__version__} "
+            f"refuses it ({type(error).__name__}: {' '.join(str(error).split())[:300]}): check config.json and the "
+            "weight files, or use backend='jax'."
+        ) from error
+
+
+def model_class(transformers: Any, checkpoint: Checkpoint) -> Any:
+    """The class of transformers that generates text from this checkpoint: what config.json names, else the one that
+    `AutoModelForCausalLM` takes.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    for name in checkpoint.config.get("architectures") or ():
+        named = getattr(transformers, str(name), None)
+        if isinstance(named, type) and hasattr(named, "generate"):
+            return named
+    config = transformers.AutoConfig.from_pretrained(str(checkpoint.path))
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise UnsupportedError(
+            f"{checkpoint.source} has model_type {checkpoint.config.model_type!r}, for which transformers "
+            f"{transformers.__version__} has no causal language model: update transformers, or use backend='jax'."
+        )
+    return mapping[type(config)]
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's tokenizer, or None where it has no tokenizer files.
+
+    Raises:
+        CheckpointError: files that transformers cannot read.
+    """
+    if not {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"} & set(checkpoint.files):
+        return None
+    try:
+        return _transformers().AutoTokenizer.from_pretrained(str(checkpoint.path))
+    except Exception as error:  # transformers raises many kinds for damaged files
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"the tokenizer of {checkpoint.source} cannot be read ({type(error).__name__}: {reason}): copy its "
+            "tokenizer files again."
+        ) from error
+
+
+def _transformers() -> Any:
+    import transformers
+
+    return transformers

@@ -1,0 +1,23 @@
+"""Which patches a model gets. In: its architecture and its attention; out: the backend's own, the attention's, and its
+family's, each target once, the family's last word first."""
+
+from __future__ import annotations
+
+from ttpu_core.architecture import Architecture
+from ttpu_torch_xla.patches.defaults import DEFAULTS
+from ttpu_torch_xla.patches.patch import Patch, from_family
+
+
+def patches_for(architecture: Architecture, attention: str, *, optional: bool = True) -> tuple[Patch, ...]:
+    """The patches of a model.
+
+    Args:
+        attention: its name; "eager" and "sdpa" are transformers' own, and need none.
+        optional: False leaves out all that only make it faster.
+    """
+    from ttpu_torch_xla.attention import patches as attention_patches
+
+    own = DEFAULTS if optional else ()
+    kernels = attention_patches(attention)
+    family = [from_family(patch, architecture.family) for patch in architecture.spec.torch_patches] if optional else []
+    return tuple({patch.target: patch for patch in (*own, *kernels, *family)}.values())

@@ -1,0 +1,112 @@
+"""Each backend works where the other is not installed, and both work in one process. The environments are fresh ones
+that share this one's third-party files, without what must not be there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CHECKPOINT = ROOT / "examples" / "checkpoints" / "pydoc-llama"
+PROMPT = "The with statement"
+TORCH = ("torch", "functorch", "triton", "nvidia", "torchgen")
+JAX = ("jax", "flax", "libtpu", "optax", "orbax")
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch_xla is not installed here"),
+]
+
+
+def environment_without(folder: Path, prefixes: Sequence[str], distributions: Sequence[str]) -> Path:
+    """A fresh virtual environment with this one's packages except those whose names begin with one of `prefixes`, and
+    except the editable `distributions`; returns its bin folder."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    (target,) = folder.glob("lib/python*/site-packages")
+    left_out = tuple(name.replace("-", "_") for name in distributions)
+    for site in dict.fromkeys(Path(str(dist.locate_file(""))) for dist in metadata.distributions()):
+        if site.name != "site-packages":
+            continue
+        for entry in site.iterdir():
+            name = entry.name.lower().lstrip("_")
+            if not name.startswith((*prefixes, *left_out)) and not (target / entry.name).exists():
+                (target / entry.name).symlink_to(entry)
+    return folder / "bin"
+
+
+def run(command: Sequence[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command with nothing of this process's environment that would lead back to its packages."""
+    kept = ("HOME", "PATH", "TMPDIR", "LANG", "JAX_COMPILATION_CACHE_DIR")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    environment |= {"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    words = [str(word) for word in command]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=folder, env=environment)
+
+
+def ttpu(folder: Path, bin_folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command line in that environment."""
+    program = "import sys; from ttpu_core.cli.main import main; sys.argv[0] = 'ttpu'; main()"
+    return run([bin_folder / "python", "-c", program, *words], folder)
+
+
+def generated(finished: subprocess.CompletedProcess[str]) -> list[int]:
+    """The new token ids that `ttpu generate --json` printed."""
+    assert finished.returncode == 0, finished.stderr
+    ids: list[int] = json.loads(finished.stdout)["token_ids"]
+    return ids
+
+
+GENERATE = ("generate", CHECKPOINT, "--prompt", PROMPT, "--max-new-tokens", "8", "--json", "--dtype", "float32")
+
+
+def test_each_backend_generates_the_same_where_the_other_is_not_installed(tmp_path: Path) -> None:
+    without_jax = environment_without(tmp_path / "torch_xla", JAX, ("ttpu-jax", "ttpu-conformance"))
+    without_torch = environment_without(tmp_path / "jax", TORCH, ("ttpu-torch-xla", "ttpu-conformance"))
+    for bin_folder, missing in ((without_jax, "jax"), (without_torch, "torch")):
+        gone = run([bin_folder / "python", "-c", f"import {missing}"], tmp_path)
+        assert "ModuleNotFoundError" in gone.stderr
+    on_torch_xla = generated(ttpu(tmp_path, without_jax, *GENERATE, "--backend", "torch_xla"))
+    on_jax = generated(ttpu(tmp_path, without_torch, *GENERATE))
+    assert len(on_jax) == 8
+    assert on_torch_xla == on_jax
+
+    for bin_folder, backend, extra in (
+        (without_jax, "jax", '"ttpu-core[jax]"'),
+        (without_torch, "torch_xla", '"ttpu-core[torch-xla]"'),
+    ):
+        refused = ttpu(tmp_path, bin_folder, *GENERATE, "--backend", backend)
+        assert refused.returncode == 2
+        assert f"pip install {extra}" in refused.stderr
+
+    splash = ("--backend", "torch_xla", "--attn-implementation", "splash_attention")
+    kernels = ttpu(tmp_path, without_jax, *GENERATE, *splash)
+    assert kernels.returncode == 2
+    assert 'pip install "ttpu-torch-xla[kernels]"' in kernels.stderr
+
+
+@pytest.mark.parametrize("order", [("jax", "torch_xla", "jax"), ("torch_xla", "jax", "torch_xla")])
+def test_both_backends_work_in_one_process(order: tuple[str, ...], tmp_path: Path) -> None:
+    code = f"""
+import torch
+from ttpu import AutoModelForTPU
+ids = [[1, 5, 9, 2, 7]]
+answers = []
+for backend in {order!r}:
+    model = AutoModelForTPU.from_pretrained({str(CHECKPOINT)!r}, backend=backend, dtype="float32")
+    given = torch.tensor(ids) if backend == "torch_xla" else ids
+    answers.append([int(token) for token in model.generate(given, max_new_tokens=6, do_sample=False)[0]])
+assert answers[0] == answers[1] == answers[2], answers
+print("same")
+"""
+    finished = run([sys.executable, "-c", code], tmp_path)
+    assert finished.stdout.strip().endswith("same"), finished.stderr
