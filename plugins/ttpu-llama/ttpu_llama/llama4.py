@@ -2,6 +2,7 @@
 mixture of experts beside a shared one. In: a config.json of `model_type` "llama4_text", or of its multimodal parent
 "llama4"; out: the answers in which it differs from the core's defaults."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ttpu_core import ModelConfig, defaults, hookimpl
@@ -17,6 +18,7 @@ from ttpu_core.spec import (
     NormSpec,
     QueryTemperature,
     RouterSpec,
+    TorchPatch,
 )
 from ttpu_core.text_part import text_config, text_mapping
 
@@ -123,6 +125,16 @@ def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
     names = NAMES.below(*below)
     experts = stacked_experts(spec, names, "feed_forward.experts.", transposed=True)
     return text_mapping(replace_rules(standard_mapping(spec, names), experts), *below)
+
+
+@hookimpl
+def ttpu_torch_patches() -> Iterable[TorchPatch]:
+    """Rope in real numbers; both functions change together, as one hands its result to the other."""
+    reason = "XLA devices have no torch.polar, so that it runs on the host and splits the program in two."
+    for target, replacement in (("Llama4TextRotaryEmbedding.forward", "rotary"), ("apply_rotary_emb", "apply_rotary")):
+        yield TorchPatch(
+            f"transformers.models.llama4.modeling_llama4:{target}", f"ttpu_llama.torch.llama4:{replacement}", reason
+        )
 
 
 def _has_rope(config: ModelConfig, layer: int) -> bool:

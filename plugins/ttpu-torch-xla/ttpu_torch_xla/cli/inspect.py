@@ -60,8 +60,8 @@ def inspect(
         "checkpoint": checkpoint,
         "model_type": architecture.spec.model_type,
         "layers": int(config.num_hidden_layers),
-        "found": [_facts(one) for one in found.removed],
-        "left": [_facts(one) for one in found.left],
+        "found": [_facts(one) for one in found],
+        "left": [_facts(one) for one in found if one.removed_by is None],
     }
     if as_json:
         print_json(facts)
@@ -95,7 +95,7 @@ def _facts(one: Any) -> dict[str, Any]:
         "what": one.finding.what,
         "where": one.finding.where,
         "times": one.times,
-        "removed_by": one.by,
+        "removed_by": one.removed_by,
     }
 
 
@@ -113,8 +113,8 @@ def _print(facts: dict[str, Any]) -> None:
         stdout_console().print(table)
     layers = counted(facts["layers"], "small layer")
     print(
-        f"{facts['model_type']} ({layers}): {counted(len(found), 'finding')} in the stock model, "
-        f"{len(left)} with this backend's patches."
+        f"{facts['model_type']} ({layers}): {counted(len(found), 'finding')}, of which this backend's patches leave "
+        f"{len(left)}."
     )
     for one in left:
         where = f" at {one['where']}" if one["where"] else ""

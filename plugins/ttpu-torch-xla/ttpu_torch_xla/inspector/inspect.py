@@ -26,33 +26,21 @@ PASSES = ("forward", "generate")
 
 
 @dataclass(frozen=True)
-class Removed:
-    """A finding of the stock model in one of the `PASSES`, how often it came up, and what removed it: a patch's name,
-    `GENERATION`, or None where it is still there."""
+class Observed:
+    """A finding in one of the `PASSES`, how often it came up where it was first seen, and after which patch it was
+    gone: its name, `GENERATION`, or None where it is still there."""
 
     during: str
     finding: Finding
     times: int
-    by: str | None
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What was found in the stock model, and what the prepared model still has that the stock one had not."""
-
-    removed: tuple[Removed, ...]
-    new: tuple[Removed, ...]
-
-    @property
-    def left(self) -> tuple[Removed, ...]:
-        """Findings that nothing removes."""
-        return (*(one for one in self.removed if one.by is None), *self.new)
+    removed_by: str | None
 
 
 def inspect_model(
     config: Any, architecture: Architecture, adapter: Adapter, tell: Callable[[str], None] = lambda _: None
-) -> Inspection:
-    """Run a model of this config stock, then with one patch more at a time, and compare.
+) -> tuple[Observed, ...]:
+    """Run a model of this config stock, then with one patch more at a time, and compare. What one stage hides, such as
+    all that comes after an error, is found at the next.
 
     Raises:
         UnsupportedError: transformers cannot build or run it here.
@@ -71,25 +59,26 @@ def inspect_model(
             f"cannot build it here ({' '.join(str(error).split())[:200]}): use backend='jax' for it."
         ) from error
     model.to(adapter.device())
-    first = found = _findings(model, adapter)
+    found = _findings(model, adapter)
     tell("stock")
-    by: dict[tuple[str, Finding], str] = {}
+    seen, removed_by = dict(found), {}
+
+    def next_stage(name: str) -> None:
+        nonlocal found
+        before, found = found, _findings(model, adapter)
+        removed_by.update({key: name for key in before if key not in found})
+        for key, times in found.items():
+            seen.setdefault(key, times)
+            removed_by.pop(key, None)
+        tell(name)
+
     with ExitStack() as stack:
         for patch in patches:
-            before = found
             stack.enter_context(applied((patch,)))
-            found = _findings(model, adapter)
-            tell(patch.name)
-            by.update({key: patch.name for key in before if key not in found})
-        before = found
+            next_stage(patch.name)
         generation.install(model)
-        found = _findings(model, adapter)
-        tell(GENERATION)
-        by.update({key: GENERATION for key in before if key not in found})
-    removed = tuple(
-        Removed(*key, times, None if key in found else by.get(key)) for key, times in first.items()
-    )
-    return Inspection(removed, tuple(Removed(*key, times, None) for key, times in found.items() if key not in first))
+        next_stage(GENERATION)
+    return tuple(Observed(*key, times, removed_by.get(key)) for key, times in seen.items())
 
 
 def _findings(model: Any, adapter: Adapter) -> Counter[tuple[str, Finding]]:

@@ -4,6 +4,7 @@ operations ran on the host, and how often programs were compiled."""
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,16 +19,17 @@ from ttpu_torch_xla.adapter import Adapter
 
 READS = frozenset({"aten::_local_scalar_dense", "aten::is_nonzero", "aten::item"})
 DYNAMIC = frozenset({"aten::nonzero", "aten::unique", "aten::_unique2", "aten::masked_select", "aten::unique_dim"})
-OWN = ("ttpu_torch_xla", "torch", "torch_xla")
+RUNTIME = ("torch", "torch_xla")
+OWN, INSPECTOR = "ttpu_torch_xla", "ttpu_torch_xla.inspector"
 
 
 @dataclass(frozen=True)
 class Finding:
     """One thing that costs time at every pass.
 
-    kind: "graph break" (the host waits for a value, so that the recorded program is cut there), "fallback" (the
-    operation ran on the host), or "recompilation". what: the operation. where: file, line and function in the model's
-    code; empty where that is not known.
+    kind: "error" (it does not run at all), "graph break" (the host waits for a value, so that the recorded program is
+    cut there), "fallback" (the operation ran on the host), or "recompilation". what: the operation. where: file, line
+    and function in the model's code; empty where that is not known.
     """
 
     kind: str
@@ -44,10 +46,15 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
+        what = None
         if (name in READS or name in DYNAMIC) and any(_on_device(arg) for arg in args):
-            self.found[Finding("graph break", name, _place(sys._getframe()))] += 1
+            what = name
         elif name in ("aten::_to_copy", "aten::copy_") and _leaves_device(name, args, kwargs or {}):
-            self.found[Finding("graph break", "copy to the host", _place(sys._getframe()))] += 1
+            what = "copy to the host"
+        if what is not None:
+            place = _place(sys._getframe())
+            if place is not None:
+                self.found[Finding("graph break", what, place)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -61,7 +68,10 @@ def observe(adapter: Adapter, run: Callable[[int], None]) -> Counter[Finding]:
         adapter.sync(wait=True)
         adapter.reset_counters()
         with torch.no_grad(), HostReads() as reads:
-            run(step)
+            try:
+                run(step)
+            except Exception as error:  # what the stock model cannot do here is a finding too
+                return Counter({_failure(error): 1})
         adapter.sync(wait=True)
         counters = adapter.counters()
         if step == 0:
@@ -83,11 +93,25 @@ def _leaves_device(name: str, args: Any, kwargs: Any) -> bool:
     return device is not None and torch.device(device).type != "xla" and _on_device(args[0])
 
 
-def _place(frame: FrameType | None) -> str:
-    """The innermost frame that is neither the runtime's nor ours."""
-    while frame is not None:
+def _failure(error: Exception) -> Finding:
+    """An error, with the innermost place in the model's code."""
+    words = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package and package not in OWN:
+        if package not in (*RUNTIME, OWN):
+            return Finding("error", words, _place(frame) or "")
+    return Finding("error", words)
+
+
+def _place(frame: FrameType | None) -> str | None:
+    """The innermost frame that is not the runtime's; None where it is this backend's, which reads what it has to (the
+    tokens of an answer) after the program that computes it was run."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        package = module.partition(".")[0]
+        if package == OWN and not module.startswith(INSPECTOR):
+            return None
+        if package and package not in (*RUNTIME, OWN):
             code = frame.f_code
             parts = Path(code.co_filename).parts
             file = "/".join(parts[parts.index(package) :]) if package in parts else parts[-1]

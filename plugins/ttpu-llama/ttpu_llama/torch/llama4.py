@@ -1,0 +1,28 @@
+"""Llama 4's rotary embedding in real numbers, for XLA devices, which have no complex ones. In: what transformers' two
+functions take; out: the same turned queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import dynamic_rope_update
+
+
+@torch.no_grad()
+@dynamic_rope_update
+def rotary(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """Cosines and sines [batch, seq, head_dim / 2, 2] of positions [batch, seq]; transformers gives e^(i·angle)."""
+    angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
+    return torch.stack((angles.cos(), angles.sin()), -1) * self.attention_scaling
+
+
+def apply_rotary(query: torch.Tensor, key: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn neighbouring pairs of features; query, key: [batch, seq, heads, head_dim], turns as `rotary` gives them."""
+    cos, sin = turns[:, :, None].unbind(-1)
+    return _turned(query, cos, sin), _turned(key, cos, sin)
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)

@@ -1,0 +1,3 @@
+from ttpu_torch_xla.generation.generate import install
+
+__all__ = ["install"]

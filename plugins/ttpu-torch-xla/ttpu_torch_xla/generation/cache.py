@@ -1,0 +1,112 @@
+"""Keys and values of fixed length. In: the layer types of a model's config; out: a cache of transformers' kind that a
+prefill fills and decode steps write in place, where only tensors, never numbers in Python, say how far it is filled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    LinearAttentionLayer,
+    get_layer_types_and_kwargs,
+)
+
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+OTHERS = ("linear_attention", "dummy")
+
+
+class Clock:
+    """Where all layers of a cache are.
+
+    Attributes:
+        slot: int64 [1] on the device, where the next token goes; None before and during the prefill.
+        shift: int64, what turns columns into tokens counted as transformers would without the padding to a bucket:
+            [prompt] in the prefill, [] later.
+    """
+
+    def __init__(self, shift: torch.Tensor) -> None:
+        self.slot: torch.Tensor | None = None
+        self.shift = shift
+
+    def begin_decode(self, slot: torch.Tensor, shift: torch.Tensor) -> None:
+        """The prefill is done."""
+        self.slot, self.shift = slot, shift
+
+
+class FixedLayer(CacheLayerMixin):
+    """Keys and values [batch, heads, length, head_dim] of one attention layer.
+
+    Layers with a window hold all slots too, for their mask does the forgetting: a ring buffer would be shorter, but
+    masks that transformers makes count slots from the oldest one.
+    """
+
+    is_compileable = True
+
+    def __init__(self, clock: Clock, length: int, is_sliding: bool) -> None:
+        super().__init__()
+        self.clock, self.length, self.is_sliding = clock, length, is_sliding
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Hold the prompt's keys and values, then room for what follows."""
+        room = self.length - key_states.shape[-2]
+        self.keys = torch.nn.functional.pad(key_states, (0, 0, 0, room))
+        self.values = torch.nn.functional.pad(value_states, (0, 0, 0, room))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What to attend to: the prompt alone in the prefill, so that its attention is square; then all slots."""
+        if self.clock.slot is None:
+            self.lazy_initialization(key_states, value_states)
+            return key_states, value_states
+        assert self.keys is not None and self.values is not None
+        self.keys.index_copy_(2, self.clock.slot, key_states)
+        self.values.index_copy_(2, self.clock.slot, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that are attended to, and the first one's slot."""
+        return (query_length if self.clock.slot is None else self.length), 0
+
+    def get_seq_length(self) -> Any:
+        """Tokens before this forward as transformers' own cache would count them, for models that count columns
+        themselves: added to `arange(queries)` it gives columns without the padding to a bucket, none below zero."""
+        return self.clock.shift if self.clock.slot is None else self.clock.slot[0] + self.clock.shift
+
+    def get_max_length(self) -> int:
+        """Slots."""
+        return self.length
+
+
+class FixedCache(Cache):
+    """A cache of fixed length for one call of `generate`.
+
+    Args:
+        config: a model's config, or that of its text part.
+        length: slots for prompt and new tokens together.
+        shift: see `Clock`.
+    """
+
+    def __init__(self, config: Any, length: int, shift: torch.Tensor) -> None:
+        kinds, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        self.clock = Clock(shift)
+        super().__init__(layers=[self._layer(kind, length, own) for kind, own in zip(kinds, options, strict=True)])
+
+    def _layer(self, kind: str, length: int, options: dict[str, Any]) -> Any:
+        if kind in ATTENTION:
+            return FixedLayer(self.clock, length, kind != "full_attention")
+        return LinearAttentionLayer(**options) if kind == "linear_attention" else DummyLayer()
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """The first query's slot."""
+        return 0 if self.clock.slot is None else self.clock.slot[0]
+
+
+def unknown_layers(config: Any) -> tuple[str, ...]:
+    """Layer types of a config that this cache has no fixed form of."""
+    kinds, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    return tuple(sorted(set(kinds) - {*ATTENTION, *OTHERS}))

@@ -1,0 +1,124 @@
+"""The next token, chosen on the device. In: logits and transformers' own logits processors; out: tokens and the scores
+that they were chosen by, in operations whose shapes do not change from step to step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as stock
+
+from ttpu_torch_xla.generation.prompt import answer_bucket
+
+SAME: tuple[type, ...] = (
+    stock.TemperatureLogitsWarper,
+    stock.TopKLogitsWarper,
+    stock.TopPLogitsWarper,
+    stock.MinPLogitsWarper,
+    stock.TypicalLogitsWarper,
+    stock.EpsilonLogitsWarper,
+    stock.InfNanRemoveLogitsProcessor,
+    stock.LogitNormalization,
+)
+"""What looks at scores only, and at all of them alike, so that it runs on the device as it is."""
+
+REPLACED: tuple[type, ...] = (
+    stock.MinLengthLogitsProcessor,
+    stock.MinNewTokensLengthLogitsProcessor,
+    stock.SuppressTokensLogitsProcessor,
+    stock.RepetitionPenaltyLogitsProcessor,
+)
+"""What looks at the tokens so far, whose number changes, and has a form of fixed shape here."""
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def runs_on_device(processors: Iterable[Any]) -> bool:
+    """Whether each of them is one of the above (and not of a class derived from it)."""
+    return all(type(processor) in (*SAME, *REPLACED) for processor in processors)
+
+
+class DeviceChoice:
+    """Chooses tokens of one call of `generate`.
+
+    Args:
+        processors: those that transformers prepared, for which `runs_on_device` holds.
+        prompt: int64 [batch, tokens] on the host, as the caller gave it.
+        new_tokens: the most that are chosen.
+        sample: draw, or take the likeliest. Draws are uniform numbers from torch's own generator of the host, taken
+            before the first step; so `torch.manual_seed` repeats them, on whatever device the model is.
+        device: where the logits are.
+    """
+
+    def __init__(
+        self, processors: Iterable[Any], prompt: torch.Tensor, new_tokens: int, sample: bool, device: torch.device
+    ) -> None:
+        self._prompt, self._device = prompt, device
+        self._seen: torch.Tensor | None = None
+        self._processors = list(processors)
+        self._steps: list[Step] | None = None
+        self._draws: torch.Tensor | None = None
+        if sample:
+            draws = torch.zeros(answer_bucket(new_tokens), prompt.shape[0])
+            draws[:new_tokens] = torch.rand(new_tokens, prompt.shape[0])
+            self._draws = draws.to(device)
+
+    def __call__(self, logits: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [batch] and processed scores [batch, vocab] of logits [batch, vocab]; step, int64 [1], counts the new
+        tokens before these."""
+        if self._steps is None:
+            self._steps = [self._step(processor, logits.shape[-1]) for processor in self._processors]
+        scores = logits
+        for process in self._steps:
+            scores = process(scores, step)
+        token = scores.argmax(-1) if self._draws is None else drawn(scores, self._draws.index_select(0, step)[0])
+        return token, scores
+
+    def append(self, token: torch.Tensor) -> None:
+        """Tokens [batch] that were appended to the sequences: those chosen, or padding after an end."""
+        if self._seen is not None:
+            self._seen = self._seen.scatter(1, token[:, None], True)
+
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What one step hands to the next."""
+        return () if self._seen is None else (self._seen,)
+
+    def _step(self, processor: Any, vocab: int) -> Step:
+        if type(processor) in SAME:
+            return lambda scores, step: processor(None, scores)
+        if isinstance(processor, stock.RepetitionPenaltyLogitsProcessor):
+            # The processor's own scores of ones say which tokens it counts as seen in the prompt.
+            marks = processor(self._prompt, torch.ones(len(self._prompt), vocab)) != 1
+            self._seen = marks.to(self._device)
+            penalty = processor.penalty
+
+            def penalised(scores: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+                assert self._seen is not None
+                lower = torch.where(scores < 0, scores * penalty, scores / penalty)
+                return torch.where(self._seen, lower, scores)
+
+            return penalised
+        if isinstance(processor, stock.SuppressTokensLogitsProcessor):
+            never = self._marked(processor.suppress_tokens, vocab)
+            return lambda scores, step: scores.masked_fill(never, -math.inf)
+        if isinstance(processor, stock.MinLengthLogitsProcessor):
+            fewest = processor.min_length - self._prompt.shape[1]
+        else:
+            fewest = processor.min_new_tokens + processor.prompt_length_to_skip - self._prompt.shape[1]
+        ends = self._marked(processor.eos_token_id, vocab)
+        count = torch.tensor([fewest]).to(self._device)
+        return lambda scores, step: scores.masked_fill(ends & (step < count), -math.inf)
+
+    def _marked(self, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
+        """bool [vocab] on the device, True at these tokens."""
+        return torch.isin(torch.arange(vocab), tokens.cpu()).to(self._device)
+
+
+def drawn(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Tokens [batch] from softmax(scores [batch, vocab]) by the inverse of its distribution function at uniform [batch]
+    in [0, 1); tokens of probability zero are never drawn."""
+    below = scores.softmax(-1).cumsum(-1)
+    total = below[:, -1:]
+    return ((below <= uniform[:, None] * total) & (below < total)).sum(-1)

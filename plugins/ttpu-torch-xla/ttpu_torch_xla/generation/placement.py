@@ -1,0 +1,63 @@
+"""A generation's tensors on a mesh. In: a model's handle; out: a cache that is cut as activations are, and results that
+every device holds whole, so that the second step finds everything as the first one did and the host may read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from ttpu_core import axes
+from ttpu_torch_xla.generation.cache import FixedCache, FixedLayer
+from ttpu_torch_xla.sharding.apply import Sharding
+
+KEYS = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model's generation lies; on one device there is nothing to say.
+
+    Attributes:
+        sharding: the model's, or None where it is on one device.
+    """
+
+    sharding: Sharding | None = None
+
+    def cut(self, cache: FixedCache) -> None:
+        """Keys and values along batch and heads; states of other mixers along the batch."""
+        if self.sharding is None:
+            return
+        for layer in cache.layers:
+            if isinstance(layer, FixedLayer):
+                for tensor in (layer.keys, layer.values):
+                    self._hold(tensor, KEYS)
+            elif isinstance(layer, LinearAttentionLayer):
+                for tensor in (*layer.conv_states.values(), *layer.recurrent_states.values()):
+                    self._hold(tensor, (axes.BATCH,))
+
+    def whole(self, *tensors: torch.Tensor | None) -> None:
+        """Every device holds all of these: reading a tensor that is cut compiles a program, each time anew."""
+        for tensor in tensors:
+            if self.sharding is not None and tensor is not None:
+                self.sharding.adapter.shard(tensor, self.sharding.mesh, (None,) * tensor.ndim)
+
+    def _hold(self, tensor: torch.Tensor | None, logical: tuple[str, ...]) -> None:
+        if self.sharding is None or tensor is None:
+            return
+        named = (*logical, *(None,) * (tensor.ndim - len(logical)))
+        cut = self.sharding.cut(named, tuple(tensor.shape))
+        self.sharding.adapter.shard(tensor, self.sharding.mesh, cut)
+
+
+ONE_DEVICE = Placement()
+
+
+def placement_of(model: Any) -> Placement:
+    """From the handle that the backend hung on a model; on one device where there is none."""
+    handle = getattr(model, "ttpu", None)
+    if handle is None or handle.mesh is None or handle.parallelism is None:
+        return ONE_DEVICE
+    return Placement(Sharding(handle.parallelism, handle.mesh, handle.adapter))

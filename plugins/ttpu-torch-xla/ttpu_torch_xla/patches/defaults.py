@@ -1,0 +1,52 @@
+"""The patches that every model on this backend gets."""
+
+from __future__ import annotations
+
+from ttpu_torch_xla.patches.patch import Patch
+
+LAZY = "ttpu_torch_xla.patches.tracing:is_tracing"
+
+DEFAULTS: tuple[Patch, ...] = (
+    Patch(
+        "masks without reading them",
+        "transformers.masking_utils:is_tracing",
+        LAZY,
+        "transformers reads a mask's values to find out whether it may be left out; for a lazy tensor that compiles "
+        "and runs what was recorded so far, once more for every length.",
+        symptoms=("aten::_local_scalar_dense", "graph_breaks", "recompiles"),
+    ),
+    Patch(
+        "no search for padding in token ids",
+        "transformers.modeling_utils:is_tracing",
+        LAZY,
+        "the warning about padding without a mask reads token ids from the device.",
+        "where the config has a pad_token_id and no attention_mask is given",
+        symptoms=("aten::_local_scalar_dense", "graph_breaks"),
+    ),
+    Patch(
+        "experts of fixed shape",
+        "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS[grouped_mm]",
+        "ttpu_torch_xla.patches.experts:grouped_experts",
+        "the grouped product of experts counts tokens with histc and multiplies groups of unknown size, which "
+        "torch_xla has no operations for.",
+        "mixtures of experts",
+        kind="interface",
+        symptoms=("aten::histc", "aten::_grouped_mm", "graph_breaks"),
+    ),
+    Patch(
+        "triangular systems on the device",
+        "torch.linalg:solve_triangular",
+        "ttpu_torch_xla.patches.linalg:solve_triangular",
+        "torch_xla hands linalg.solve_triangular to the host; it lowers triangular_solve, which solves the same.",
+        "layers with a gated delta rule",
+        symptoms=("aten::linalg_solve_triangular", "graph_breaks"),
+    ),
+    Patch(
+        "layers computed again behind a barrier",
+        "transformers.modeling_utils:checkpoint",
+        "ttpu_torch_xla.checkpointing:checkpoint_or_recompute",
+        "torch's activation checkpointing asks for a module torch.xla, which there is not, and XLA would keep what was "
+        "computed first instead of computing it again.",
+        "models in training whose gradient_checkpointing_enable() was called",
+    ),
+)

@@ -1,0 +1,21 @@
+"""Lazy tensors count as traced. In: transformers' `is_tracing`; out: one that is also true of XLA tensors, so that mask
+code never asks a lazy tensor for its values, which would compile and run all that was recorded so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
+    """`original(tensor)`, or whether the tensor is lazy."""
+
+    def traced(tensor: Any = None) -> bool:
+        return original(tensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type == "xla")
+
+    return traced
+
+
+is_tracing.wraps_original = True  # type: ignore[attr-defined]
