@@ -107,5 +107,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=32"
+    os.environ["XLA_FLAGS"] = (
+        "--xla_force_host_platform_device_count=32 "
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
     main()

@@ -1,0 +1,146 @@
+"""Numbers of 4 or 8 bits for floats. In: a weight matrix; out: a `QuantizedWeight` of whole numbers, scales and zero
+points, laid out so that a product reads it without moving anything, and the way back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ttpu_core.errors import RequestError
+
+LANES = 128
+"""Numbers that lie side by side in a TPU's vector register: halves of this length unpack without a shuffle."""
+
+
+class QuantizedWeight(NamedTuple):
+    """A matrix w[out, in] ≈ scale · (q - zero_point), with q in [-128, 127] or [-8, 7] (arXiv 1712.05877, section 2.1).
+
+    One scale per output channel (block_size -1):
+        weight_q: int8 [out, in], or two to a byte uint8 [out, in / 2].
+        scale: float32 [out]; zero_point: int8 [out], or None for symmetric.
+    One scale per block of inputs and output channel:
+        weight_q: int8 [in / block_size, block_size, out], or uint8 [in / block_size, block_size / 2, out].
+        scale: float32 [in / block_size, out]; zero_point: int8 [in / block_size, out], or None.
+
+    Blocks are a dimension of their own, inputs before outputs, because XLA dequantizes that within the product for a
+    TPU; other layouts make it write the matrix out. A byte holds q + 8 of two inputs, the low half first, `half_run`
+    inputs apart (half a block with blocks): a cut of weight_q along its inputs is a cut of the same inputs.
+    """
+
+    weight_q: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+
+
+def quantize_weight(
+    weight: torch.Tensor, bits: int = 8, block_size: int = -1, symmetric: bool = True, packed: bool = True
+) -> QuantizedWeight:
+    """Round to the nearest step: errors are at most half a step, of which there are 2^bits - 1 from the smallest
+    weight (or 0) to the largest (or 0); symmetric, 2^(bits-1) - 1 from 0 to the largest magnitude.
+
+    Args:
+        weight: [out, in], any float.
+        bits: 4 or 8.
+        block_size: inputs that share a scale; -1 for all.
+        symmetric: zero points are 0. Else zero lies on a step all the same (arXiv 1712.05877): weights of 0 stay 0.
+        packed: two weights of 4 bits to a byte.
+
+    Raises:
+        RequestError: the inputs cannot be cut into such blocks, or paired.
+    """
+    check_shape(weight.shape[1], bits, block_size, packed)
+    w = weight.detach().to(torch.float32)
+    along = 1
+    if block_size != -1:
+        w = w.t().reshape(weight.shape[1] // block_size, block_size, weight.shape[0])
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    if symmetric:
+        scale = _positive(w.abs().amax(along, keepdim=True) / high)
+        q, zero = (w / scale).round().clamp(-high, high), None
+    else:
+        smallest = w.amin(along, keepdim=True).clamp(max=0)
+        scale = _positive((w.amax(along, keepdim=True).clamp(min=0) - smallest) / (high - low))
+        zero = (low - smallest / scale).round().clamp(low, high)
+        q = ((w / scale).round() + zero).clamp(low, high)
+    whole = q.to(torch.int8)
+    return QuantizedWeight(
+        pack(whole, half_of(whole)).contiguous() if bits == 4 and packed else whole.contiguous(),
+        scale.squeeze(along).contiguous(),
+        None if zero is None else zero.squeeze(along).to(torch.int8).contiguous(),
+    )
+
+
+def dequantize_weight(weight: QuantizedWeight) -> torch.Tensor:
+    """float32 [out, in]."""
+    weight_q, scale, zero = weight
+    q = unpack(weight_q) if weight_q.dtype == torch.uint8 else weight_q
+    steps = q.to(torch.float32) if zero is None else q.to(torch.float32) - zero.to(torch.float32).unsqueeze(1)
+    w = steps * scale.unsqueeze(1)
+    return w if w.ndim == 2 else w.flatten(0, 1).t()
+
+
+def quantized_shapes(
+    in_features: int, out_features: int, block_size: int, packed: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of weight_q and of the scales."""
+    per_byte = 2 if packed else 1
+    if block_size == -1:
+        return (out_features, in_features // per_byte), (out_features,)
+    blocks = in_features // block_size
+    return (blocks, block_size // per_byte, out_features), (blocks, out_features)
+
+
+def check_shape(in_features: int, bits: int, block_size: int, packed: bool, name: str = "a linear layer") -> None:
+    """Raises RequestError where the inputs cannot be cut into such blocks, or paired."""
+    if block_size != -1 and in_features % block_size:
+        raise RequestError(
+            f"block_size={block_size} was asked for, but {name} has {in_features} inputs: pass a divisor of that, -1, "
+            "or name the layer in exclude_layers."
+        )
+    if bits == 4 and packed and (in_features if block_size == -1 else block_size) % 2:
+        raise RequestError(
+            f"4 bits were asked for, two weights to a byte, but {name} has {in_features} inputs in blocks of "
+            f"{in_features if block_size == -1 else block_size}: pass pack_4bit=False, or name the layer in "
+            "exclude_layers."
+        )
+
+
+def half_run(in_features: int) -> int:
+    """How far apart the two inputs of a byte are, without blocks: 128 where that goes, else the largest power of two
+    that does."""
+    half = LANES
+    while in_features % (2 * half):
+        half //= 2
+    return half
+
+
+def half_of(q: torch.Tensor) -> int:
+    """The same, of a matrix [out, in] or blocks [in / block_size, block_size, out]."""
+    return half_run(q.shape[1]) if q.ndim == 2 else q.shape[1] // 2
+
+
+def pack(q: torch.Tensor, half: int) -> torch.Tensor:
+    """Whole numbers from -8 to 7, int8 [a, n, ...] → uint8 [a, n / 2, ...], of each 2 · half along n the first half in
+    the low four bits."""
+    low, high = (q + 8).to(torch.uint8).unflatten(1, (-1, 2, half)).unbind(2)
+    return (low | (high << 4)).flatten(1, 2)
+
+
+def nibbles(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The low and the high halves of the bytes, as int8 from -8 to 7.
+
+    The shift is of unsigned bytes: torch_xla turns `>>` into a division, which rounds negative numbers towards zero."""
+    return (packed & 15).to(torch.int8) - 8, (packed >> 4).to(torch.int8) - 8
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [out, in / 2] or [in / block_size, block_size / 2, out] → int8 with all inputs, in their order."""
+    half = half_run(2 * packed.shape[1]) if packed.ndim == 2 else packed.shape[1]
+    parts = [part.unflatten(1, (-1, half)) for part in nibbles(packed)]
+    return torch.stack(parts, 2).flatten(1, 3)
+
+
+def _positive(scale: torch.Tensor) -> torch.Tensor:
+    """1 for a channel of zeros, which any scale represents."""
+    return torch.where(scale > 0, scale, 1.0)

@@ -1,0 +1,159 @@
+"""Quantized layers in a model. In: a stock transformers model and a configuration; out: the same object with its linear
+layers swapped, and a `Report` of what was and what was not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_torch_xla.quantization.config import QuantizationConfig
+from ttpu_torch_xla.quantization.linear import QuantizedLinear
+from ttpu_torch_xla.quantization.pack import check_shape
+
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Last parts of the names of layers that pick experts: rounding them sends tokens elsewhere, and they are small."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `quantize` did.
+
+    Attributes:
+        config: what was asked for.
+        quantized: names of the layers that were swapped.
+        kept: layers and matrices that were not, and why.
+        bytes_before: of all parameters and buffers, shared ones once.
+        bytes_after: the same.
+    """
+
+    config: QuantizationConfig
+    quantized: tuple[str, ...]
+    kept: Mapping[str, str]
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.kept.items():
+            reasons.setdefault(reason, []).append(name)
+        lines = [
+            f"{len(self.quantized)} linear layers held as {self.config.name}: {self.bytes_before / 1e6:.1f} MB before, "
+            f"{self.bytes_after / 1e6:.1f} MB now"
+        ]
+        for reason, names in reasons.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            lines.append(f"not quantized, {reason}: {', '.join(names[:3])}{more}")
+        return "\n".join(lines)
+
+
+def quantize(model: Any, config: QuantizationConfig | Mapping[str, Any] | None = None) -> Report:
+    """Swap the linear layers of a model, in place. Routers, the head and what `exclude_layers` names stay; so does what
+    is not an `nn.Linear`, such as the experts that transformers 5 holds as one tensor.
+
+    A model on the meta device, or one with any weights, becomes what a quantized model's `state_dict` loads into. Its
+    `save_pretrained` refuses from then on: transformers would read such a checkpoint with weights at random.
+
+    Raises:
+        RequestError: there is nothing to quantize, a layer cannot be cut into such blocks, or an excluded name matches
+            no layer.
+    """
+    if not isinstance(config, QuantizationConfig):
+        config = QuantizationConfig.from_dict(config or {})
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        raise RequestError("a model was to be quantized, but it has quantized layers already: quantize it once.")
+    for pattern in config.exclude_layers:
+        if not any(_named(name, pattern) for name in linears):
+            raise RequestError(
+                f"exclude_layers names {pattern!r}, but no linear layer of this model is called that: take names such "
+                f"as {', '.join(list(linears)[:3])}, or a run of their parts."
+            )
+    head = _head(model)
+    kept = {name: reason for name, module in linears.items() if (reason := _reason(name, module, head, config))}
+    chosen = [name for name in linears if name not in kept]
+    if not chosen:
+        raise RequestError(
+            f"{type(model).__name__} was to be quantized, but none of its {len(linears)} linear layers may be: exclude "
+            "fewer, or pass quantize_lm_head=True."
+        )
+    for name in chosen:
+        check_shape(linears[name].in_features, config.bits, config.block_size, config.packed, name)
+    before = nbytes(model)
+    untied = _tied(model) and any(linears[name] is head for name in chosen)
+    for name in chosen:
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, QuantizedLinear.from_linear(linears.pop(name), config))
+    if untied:
+        model.config.tie_word_embeddings = False
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = _refuse_to_save
+    report = Report(config, tuple(chosen), kept | dict(_other_matrices(model)), before, nbytes(model))
+    logger.info("%s", report)
+    return report
+
+
+def nbytes(model: nn.Module) -> int:
+    """Of parameters and buffers, those that modules share once."""
+    tensors = {id(one): one for one in (*model.parameters(), *model.buffers())}
+    return sum(one.numel() * one.element_size() for one in tensors.values())
+
+
+def _refuse_to_save(*args: Any, **options: Any) -> None:
+    raise UnsupportedError(
+        "save_pretrained was called on a model with quantized layers, but transformers could not load what it would "
+        "write: save model.state_dict() with torch.save, and load it after quantize() of a model of the same kind."
+    )
+
+
+def _reason(name: str, module: nn.Linear, head: nn.Module | None, config: QuantizationConfig) -> str | None:
+    """Why a linear layer stays as it is."""
+    last = name.rpartition(".")[2]
+    if any(_named(name, pattern) for pattern in config.exclude_layers):
+        return "in exclude_layers"
+    if (module is head or last == "lm_head") and not config.quantize_lm_head:
+        return "the head (quantize_lm_head)"
+    if last in ROUTERS:
+        return "a router"
+    if type(module) is not nn.Linear:
+        return f"a {type(module).__name__}, which may do more than a linear layer"
+    return None
+
+
+def _named(name: str, pattern: str) -> bool:
+    """Whether a pattern is a layer's name, a run of its parts, or matches it."""
+    return f".{pattern}." in f".{name}." or fnmatchcase(name, pattern)
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """What gives the logits."""
+    find = getattr(model, "get_output_embeddings", None)
+    found = find() if callable(find) else None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _tied(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+def _other_matrices(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Matrices that no linear layer holds, and why they stay."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.Linear | QuantizedLinear):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim < 2:
+                continue
+            kind = type(module).__name__
+            reason = (
+                "a table of embeddings" if isinstance(module, nn.Embedding) else f"a tensor of {kind}, no nn.Linear"
+            )
+            yield f"{prefix}.{name}" if prefix else name, reason
