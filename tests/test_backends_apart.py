@@ -70,8 +70,8 @@ GENERATE = ("generate", CHECKPOINT, "--prompt", PROMPT, "--max-new-tokens", "8",
 
 
 def test_each_backend_generates_the_same_where_the_other_is_not_installed(tmp_path: Path) -> None:
-    without_jax = environment_without(tmp_path / "torch_xla", JAX, ("ttpu-jax", "ttpu-conformance"))
-    without_torch = environment_without(tmp_path / "jax", TORCH, ("ttpu-torch-xla", "ttpu-conformance"))
+    without_jax = environment_without(tmp_path / "without_jax", JAX, ("ttpu-jax", "ttpu-conformance"))
+    without_torch = environment_without(tmp_path / "without_torch", TORCH, ("ttpu-torch-xla", "ttpu-conformance"))
     for bin_folder, missing in ((without_jax, "jax"), (without_torch, "torch")):
         gone = run([bin_folder / "python", "-c", f"import {missing}"], tmp_path)
         assert "ModuleNotFoundError" in gone.stderr

@@ -184,7 +184,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("plugin", [facts["plugin"]]),
         ("patch packs", [", ".join(facts["patch_packs"]) or "none"]),
         ("kernels", _kernel_lines(facts["kernels"])),
-        ("replaced in transformers", _patch_lines(facts["kernels"])),
+        ("patches", _patch_lines(facts["kernels"])),
         ("note", ignored),
     ]
 

@@ -15,7 +15,7 @@ import typer
 from ttpu_core.cli.console import note
 from ttpu_core.errors import LaunchError
 from ttpu_core.launch.contract import DEFAULT_TIMEOUT
-from ttpu_core.launch.options import DEFAULT_GRACE, DEFAULT_SSH
+from ttpu_core.launch.options import DEFAULT_BACKEND, DEFAULT_GRACE, DEFAULT_SSH
 
 if TYPE_CHECKING:
     from ttpu_core.launch.supervisor import Task
@@ -36,6 +36,9 @@ def launch(
         int | None,
         typer.Option(min=1, metavar="M", help="Simulate M CPU devices in each process.", rich_help_panel=PROCESSES),
     ] = None,
+    backend: Annotated[
+        str, typer.Option(metavar="NAME", help="What they run: jax or torch_xla.", rich_help_panel=PROCESSES)
+    ] = DEFAULT_BACKEND,
     env: Annotated[
         list[str] | None,
         typer.Option("--env", metavar="NAME[=VALUE]", help="Pass a variable; repeat.", rich_help_panel=PROCESSES),
@@ -135,7 +138,7 @@ def launch(
       ttpu launch --gke job.yaml --topology 2*v5e:4x4 --image registry.example/ttpu:1 \\
           -- ttpu generate /models/llama --prompt Hi --mesh data=2,tensor=16
     """
-    from ttpu_core.launch import options, places
+    from ttpu_core.launch import backends, options, places
     from ttpu_core.launch.command import argv_of, check_command
     from ttpu_core.launch.contract import Contract
 
@@ -163,6 +166,8 @@ def launch(
     elif gke is not None:
         place = options.GKE
     options.check_options(_given(ctx), place)
+    backends.check_backend(backend)
+    backends.check_processes(backend, nproc_per_node)
     asked = places.asked_for(env or ())
 
     if gke is not None:
@@ -179,6 +184,7 @@ def launch(
             secret=secret,
             timeout=timeout,
             grace=grace,
+            backend=backend,
         )
         _write(gke, job.yaml(), force, dry_run, asked, executable=False, then=f"kubectl apply -f {gke}")
         return
@@ -196,6 +202,7 @@ def launch(
             local_devices=devices_per_process,
             timeout=timeout,
             grace=grace,
+            backend=backend,
             environment=tuple(asked.items()),
             options=tuple(sbatch or ()),
         )
@@ -203,10 +210,15 @@ def launch(
         return
 
     variables = places.passed_on(asked, os.environ)
+
+    def own_variables(processes: int, local_devices: int | None) -> dict[str, str]:
+        given = {**os.environ, **variables}
+        return {**variables, **backends.variables_for(backend, place, processes, local_devices, given)}
+
     if tpu_name is not None:
         if dry_run:  # a value that was not written here is not shown either
             variables = {name: f"<{name}>" if asked[name] is None else value for name, value in variables.items()}
-        tasks = [_on_all_workers(words, tpu_name, zone, project, workdir, variables, timeout, grace)]
+        tasks = [_on_all_workers(words, tpu_name, zone, project, workdir, variables, timeout, grace, backend)]
         if dry_run:
             print(shlex.join(tasks[0].command))
             return
@@ -216,23 +228,28 @@ def launch(
     elif tpu_pod:
         from ttpu_core.launch.tpu_pod import pod_contract, worker_label
 
-        tasks = [places.own_task(worker_label(os.environ), argv_of(words), pod_contract(timeout), variables)]
+        contract = pod_contract(timeout)
+        tasks = [places.own_task(worker_label(os.environ), argv_of(words), contract, own_variables(1, None))]
     elif slurm:
         from ttpu_core.launch.slurm import slurm_contract
 
         contract = slurm_contract(os.environ, local_devices=devices_per_process, timeout=timeout)
-        tasks = [places.own_task(str(contract.process_id), argv_of(words), contract, variables)]
+        own = own_variables(contract.num_processes or 1, devices_per_process)
+        tasks = [places.own_task(str(contract.process_id), argv_of(words), contract, own)]
     elif hosts is not None or hostfile is not None:
         there = places.hosts_in(hostfile, nproc_per_node) if hostfile else places.hosts_of(hosts or "", nproc_per_node)
         address = places.coordinator_of(there, coordinator)
         contract = Contract(address, local_devices=devices_per_process, timeout=timeout)
         interpreter = python or sys.executable
-        passed = {**places.usual_variables(os.environ), **variables}
+        processes = sum(host.processes for host in there)
+        backends.check_processes(backend, max(host.processes for host in there))
+        passed = {**places.usual_variables(os.environ), **own_variables(processes, devices_per_process)}
         tasks = places.ssh_tasks(argv_of(words, interpreter), there, contract, passed, python=interpreter, ssh=ssh)
     else:
         simulated = devices_per_process or (1 if nproc_per_node > 1 else None)
         contract = Contract(f"127.0.0.1:{places.free_port()}", local_devices=simulated, timeout=timeout)
-        tasks = places.local_tasks(argv_of(words), nproc_per_node, contract, variables)
+        own = own_variables(nproc_per_node, simulated)
+        tasks = places.local_tasks(argv_of(words), nproc_per_node, contract, own)
     if dry_run:
         for task in tasks:
             print(_as_line(task))
@@ -262,6 +279,7 @@ def _on_all_workers(
     variables: Mapping[str, str],
     timeout: int,
     grace: float,
+    backend: str,
 ) -> Task:
     from ttpu_core.launch.places import directory
     from ttpu_core.launch.supervisor import Task
@@ -278,6 +296,7 @@ def _on_all_workers(
         environment=variables,
         timeout=timeout,
         grace=grace,
+        backend=backend,
     )
     return Task(tpu_name, tuple(argv), {}, directory())
 
@@ -335,6 +354,7 @@ def _one_of(places: Mapping[str, object]) -> None:
 
 
 def _as_line(task: Task) -> str:
-    said = {name: value for name, value in task.environment.items() if name.startswith("TTPU_") and value}
+    shown = ("TTPU_", "PJRT_DEVICE", "CPU_NUM_DEVICES")
+    said = {name: value for name, value in task.environment.items() if name.startswith(shown) and value}
     place = " ".join(f"{name}={value}" for name, value in said.items())
     return f"[{task.label}]{f' on {task.host}' if task.host else ''} {place} {shlex.join(task.command)}"

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from ttpu_core.errors import LaunchError
 from ttpu_core.launch.contract import DEFAULT_TIMEOUT
-from ttpu_core.launch.options import DEFAULT_GRACE, own_options
+from ttpu_core.launch.options import DEFAULT_BACKEND, DEFAULT_GRACE, own_options
 from ttpu_core.plan.hardware import Topology
 
 # Labels of nodes: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus.
@@ -112,6 +112,7 @@ class JobSet:
     secret: str | None = None
     timeout: int = DEFAULT_TIMEOUT
     grace: float = DEFAULT_GRACE
+    backend: str = DEFAULT_BACKEND
 
     def yaml(self) -> str:
         """The manifest; strings are written as JSON, which YAML contains.
@@ -139,7 +140,7 @@ class JobSet:
             image=_scalar(self.image),
             command=_scalar(
                 [
-                    *("ttpu", "launch", "--tpu-pod", *own_options(self.timeout, self.grace), "--"),
+                    *("ttpu", "launch", "--tpu-pod", *own_options(self.timeout, self.grace, self.backend), "--"),
                     *map(_unexpanded, self.command),
                 ]
             ),

@@ -12,6 +12,8 @@ from ttpu_core.launch.contract import DEFAULT_TIMEOUT
 DEFAULT_GRACE = 10.0
 """Seconds from SIGTERM to SIGKILL."""
 
+DEFAULT_BACKEND = "jax"
+
 DEFAULT_SSH = "ssh -T -o BatchMode=yes -o ServerAliveInterval=15"
 """How a host is reached: no terminal, no questions, and a connection that is dead is noticed in three times 15 s."""
 
@@ -43,6 +45,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gke": (GKE,),
         # what runs; elsewhere SLURM, GKE or the slice says how many processes there are
         "command": PLACES,
+        "backend": PLACES,
         "nproc_per_node": (HERE, HOSTS, SLURM_SCRIPT),
         "devices_per_process": (HERE, HOSTS, SLURM, SLURM_SCRIPT),
         "env": PLACES,
@@ -93,7 +96,8 @@ def check_options(given: Iterable[str], place: str) -> None:
             )
 
 
-def own_options(timeout: int, grace: float) -> list[str]:
+def own_options(timeout: int, grace: float, backend: str = DEFAULT_BACKEND) -> list[str]:
     """The options that a launch on another machine is given too, where they are not the usual."""
+    runs = [] if backend == DEFAULT_BACKEND else ["--backend", backend]
     waits = [] if timeout == DEFAULT_TIMEOUT else ["--timeout", str(timeout)]
-    return waits + ([] if grace == DEFAULT_GRACE else ["--grace", f"{grace:g}"])
+    return runs + waits + ([] if grace == DEFAULT_GRACE else ["--grace", f"{grace:g}"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ttpu_core.errors import LaunchError
 from ttpu_core.launch.contract import DEFAULT_TIMEOUT, Contract
-from ttpu_core.launch.options import DEFAULT_GRACE, own_options
+from ttpu_core.launch.options import DEFAULT_BACKEND, DEFAULT_GRACE, own_options
 
 FIRST_PORT, PORTS = 61440, 4096
 """The coordinator's port follows from the job's number, so that two jobs on a node seldom share it; JAX's own rule."""
@@ -67,6 +67,7 @@ class BatchScript:
     local_devices: int | None = None
     timeout: int = DEFAULT_TIMEOUT
     grace: float = DEFAULT_GRACE
+    backend: str = DEFAULT_BACKEND
     environment: tuple[tuple[str, str | None], ...] = ()
     options: tuple[str, ...] = ()
 
@@ -93,7 +94,7 @@ class BatchScript:
             )
         launch = ["ttpu", "launch", "--slurm"]
         launch += [] if self.local_devices is None else ["--devices-per-process", str(self.local_devices)]
-        launch += own_options(self.timeout, self.grace)
+        launch += own_options(self.timeout, self.grace, self.backend)
         lines = [
             "#!/bin/bash",
             *(f"#SBATCH {_quoted(option)}" for option in asked),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from ttpu_core.errors import LaunchError
 from ttpu_core.launch.contract import AUTO, DEFAULT_TIMEOUT, Contract
-from ttpu_core.launch.options import DEFAULT_GRACE, own_options
+from ttpu_core.launch.options import DEFAULT_BACKEND, DEFAULT_GRACE, own_options
 
 
 def pod_contract(timeout: int = DEFAULT_TIMEOUT) -> Contract:
@@ -35,6 +35,7 @@ def gcloud_command(
     environment: Mapping[str, str] | None = None,
     timeout: int = DEFAULT_TIMEOUT,
     grace: float = DEFAULT_GRACE,
+    backend: str = DEFAULT_BACKEND,
 ) -> list[str]:
     """An argv that runs `ttpu launch --tpu-pod -- command` on all workers of the slice `name`, in `directory` or in the
     home directory. The values of `environment` stand in it."""
@@ -42,7 +43,7 @@ def gcloud_command(
         raise LaunchError(
             f"--tpu-name {name!r} was given, but it is no name of a TPU: see `gcloud compute tpus tpu-vm list`."
         )
-    launch = shlex.join(["ttpu", "launch", "--tpu-pod", *own_options(timeout, grace), "--", *command])
+    launch = shlex.join(["ttpu", "launch", "--tpu-pod", *own_options(timeout, grace, backend), "--", *command])
     variables = "".join(f"{key}={shlex.quote(value)} " for key, value in (environment or {}).items())
     enter = f"cd {shlex.quote(directory)} && " if directory else ""
     return [

@@ -29,6 +29,9 @@ SHAPES: Mapping[int, tuple[str, ...]] = {1: ("tensor",), 2: ("data", "tensor"), 
 """What the sizes of a shape such as 2x4 are, by how many there are."""
 
 DCN = "dcn."
+SIMULATED_BY = "XLA_FLAGS=--xla_force_host_platform_device_count"
+"""What says, on a CPU, how many devices there are; another backend may have another variable."""
+
 Rules = Mapping[str, str | Sequence[str] | None]
 
 
@@ -64,13 +67,16 @@ class Parallelism:
         return ",".join(parts) or "one device"
 
 
-def resolve_parallelism(what: str, num_devices: int, rules: Rules | None = None) -> Parallelism:
+def resolve_parallelism(
+    what: str, num_devices: int, rules: Rules | None = None, simulated_by: str = SIMULATED_BY
+) -> Parallelism:
     """The mesh that a strategy means on `num_devices` devices.
 
     Args:
         what: a name of `NAMED` ("fsdp", "3d"), a shape ("2x4": data × tensor), or a mesh ("data=2,tensor=4", with
             "dcn.data=2," before it where two slices are joined). A name takes all devices; a mesh may take fewer.
         rules: logical axis → the mesh axes that cut it, or None, in place of the usual ones.
+        simulated_by: what sets the number of devices on a CPU, for the refusal of a mesh that is too large.
 
     Raises:
         UnsupportedError: no such strategy, axis or mesh, or one that these devices cannot form.
@@ -91,11 +97,11 @@ def resolve_parallelism(what: str, num_devices: int, rules: Rules | None = None)
             f"{AUTO}, shapes such as '2x4' and meshes such as 'data=2,tensor=4'; write {meant}."
         )
     found = Parallelism(_in_order(mesh), _in_order(dcn), strategy_with(rules))
-    check_devices(found, num_devices, what)
+    check_devices(found, num_devices, what, simulated_by)
     return found
 
 
-def check_devices(parallelism: Parallelism, num_devices: int, name: str) -> None:
+def check_devices(parallelism: Parallelism, num_devices: int, name: str, simulated_by: str = SIMULATED_BY) -> None:
     """That there are enough devices.
 
     Raises:
@@ -106,7 +112,7 @@ def check_devices(parallelism: Parallelism, num_devices: int, name: str) -> None
         raise UnsupportedError(
             f"the mesh {name!r} was asked for, which is {needed} devices, but there "
             f"{'is 1' if num_devices == 1 else f'are {num_devices}'}: make it smaller (on a CPU, "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} simulates as many)."
+            f"{simulated_by}={needed} simulates as many)."
         )
 
 

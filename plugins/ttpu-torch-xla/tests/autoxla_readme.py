@@ -1,5 +1,5 @@
-"""The examples of AutoXLA's README, unchanged but for the import lines and the checkpoint, which are this script's first
-argument and the paths below; run by test_xla_autoxla.py on eight simulated devices."""
+"""The examples of AutoXLA's README, unchanged but for the import lines and the checkpoint, which is this script's first
+argument; test_xla_autoxla.py runs it on eight simulated devices."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
+from ttpu_core.plan.links import slice_axes
+from ttpu_torch_xla.distributed import after_start, before_start
 
 Cut = tuple[str, ...] | str | None
 """The mesh axes that cut one dimension of a tensor; None or () where it is whole on every device."""
@@ -21,11 +23,12 @@ Cut = tuple[str, ...] | str | None
 
 @dataclass(frozen=True)
 class Counters:
-    """What the runtime did since the last reset: programs compiled, programs run, and operations that it had no TPU
-    version of, so that they ran on the host (`aten::name` → times)."""
+    """What the runtime did since the last reset: programs compiled and run, wall-clock seconds of compiling, and
+    operations that it had no TPU version of, so that they ran on the host (`aten::name` → times)."""
 
     compiles: int = 0
     executions: int = 0
+    compile_seconds: float = 0.0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -54,12 +57,20 @@ class Adapter(Protocol):
         """Slices that the devices are of."""
         ...
 
+    def process(self) -> tuple[int, int]:
+        """The number of this process, and how many there are."""
+        ...
+
     def use_spmd(self) -> None:
         """From now on one program runs on all devices; must come before the first tensor is put on one."""
         ...
 
     def mesh(self, sizes: Mapping[str, int], dcn: Mapping[str, int] | None = None) -> Any:
         """The runtime's mesh of these axes, made the global one; `dcn` says how much of an axis lies between slices."""
+        ...
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host on the device."""
         ...
 
     def shard(self, tensor: torch.Tensor, mesh: Any, cut: tuple[Cut, ...]) -> None:
@@ -101,8 +112,8 @@ class TorchXla:
     name = "torch_xla"
 
     def __init__(self) -> None:
-        # Without a TPU the runtime would look for one and fail; the CPU runs the same programs.
-        if not os.environ.get("PJRT_DEVICE") and not os.environ.get("TPU_ACCELERATOR_TYPE") and not _has_tpu():
+        # What torch_xla does by itself where there is no TPU, less its warning: the CPU runs the same programs.
+        if not os.environ.get("PJRT_DEVICE") and not _has_tpu():
             os.environ["PJRT_DEVICE"] = "CPU"
         try:
             import torch_xla
@@ -142,6 +153,10 @@ class TorchXla:
         """From the attributes of the devices; one where they know of none."""
         return len({each.get("slice_index", 0) for each in self._runtime.global_runtime_device_attributes()})
 
+    def process(self) -> tuple[int, int]:
+        """Asking starts the runtime."""
+        return int(self._runtime.process_index()), int(self._runtime.process_count())
+
     def use_spmd(self) -> None:
         """One program over all devices (GSPMD, arXiv 2105.04663)."""
         if not self._runtime.is_spmd():
@@ -151,7 +166,8 @@ class TorchXla:
         """An `xs.Mesh`, or a `HybridMesh` where slices are joined.
 
         Raises:
-            UnsupportedError: the mesh has not as many devices as there are: every device runs the program.
+            UnsupportedError: the mesh has not as many devices as there are (every device runs the program), or is of
+                another number of slices.
         """
         import numpy as np
         import torch_xla.distributed.spmd as xs
@@ -164,15 +180,30 @@ class TorchXla:
                 f"asked for, but torch_xla runs its program on all {there} devices that there are: use all of them (on "
                 "a CPU, CPU_NUM_DEVICES says how many are simulated)."
             )
-        names = tuple(sizes)
-        if dcn and prod(dcn.values()) > 1:
-            between = tuple(dcn.get(axis, 1) for axis in names)
-            inside = tuple(sizes[axis] // slices for axis, slices in zip(names, between, strict=True))
+        names, slices = tuple(sizes), self.num_slices()
+        if slices > 1 and not dcn:
+            dcn = slice_axes(sizes, slices)
+        between = tuple((dcn or {}).get(axis, 1) for axis in names)
+        inside = tuple(size // outer for size, outer in zip(sizes.values(), between, strict=True))
+        mesh: xs.Mesh
+        if prod(between) > 1 and slices > 1:
+            if prod(between) != slices:
+                raise UnsupportedError(
+                    f"a mesh over {prod(between)} slices was asked for, but the devices are of {slices}: write as many "
+                    "slices as there are behind 'dcn.', or leave that out."
+                )
             mesh = xs.HybridMesh(ici_mesh_shape=inside, dcn_mesh_shape=between, axis_names=names)
-        else:
-            mesh = xs.Mesh(np.arange(there), tuple(sizes.values()), names)
+        else:  # devices that know no slices, such as a CPU's, are taken to be of equal ones in their order
+            rank = len(names)
+            pairs = [place for axis in range(rank) for place in (axis, rank + axis)]
+            ids = np.arange(there).reshape(*between, *inside).transpose(pairs).reshape(-1)
+            mesh = xs.Mesh(ids, tuple(sizes.values()), names)
         xs.set_global_mesh(mesh)
         return mesh
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy; torch_xla sends the values when a program needs them."""
+        return tensor.to(self.device())
 
     def shard(self, tensor: torch.Tensor, mesh: Any, cut: tuple[Cut, ...]) -> None:
         """`xs.mark_sharding`, which annotates the tensor in place."""
@@ -223,9 +254,16 @@ class TorchXla:
             data = metrics.metric_data(name)
             return 0 if data is None else int(data[0])
 
+        def seconds(name: str) -> float:
+            data = metrics.metric_data(name)
+            return 0.0 if data is None else float(data[1]) / 1e9
+
         fallbacks = {name: metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("aten::")}
         return Counters(
-            times("CompileTime"), times("ExecuteTime"), {name: int(n) for name, n in fallbacks.items() if n}
+            compiles=times("CompileTime"),
+            executions=times("ExecuteTime") + times("ExecuteReplicatedTime"),  # on one device, and on all
+            compile_seconds=seconds("CompileTime"),
+            fallbacks={name: int(n) for name, n in fallbacks.items() if n},
         )
 
     def reset_counters(self) -> None:
@@ -237,8 +275,11 @@ class TorchXla:
 
 @cache
 def current() -> Adapter:
-    """The adapter of this process."""
-    return TorchXla()
+    """The adapter of this process, which `ttpu launch` may have made one of several."""
+    before_start()
+    adapter = TorchXla()
+    after_start(adapter.process)
+    return adapter
 
 
 def _has_tpu() -> bool:

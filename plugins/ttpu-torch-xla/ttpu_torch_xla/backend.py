@@ -82,10 +82,11 @@ class TorchXlaBackend:
                 "attn_implementation, attention_config, do_quant, quantization_config, gradient_checkpointing, "
                 "scan_layers, patches and progress: leave it out."
             )
-        from ttpu_torch_xla import generation
+        from ttpu_torch_xla import generation, saving
+        from ttpu_torch_xla.attention import transformers_name
         from ttpu_torch_xla.attention.choice import attention_for
         from ttpu_torch_xla.checkpointing import checkpoint_layers
-        from ttpu_torch_xla.checkpointing import scan_layers as scan
+        from ttpu_torch_xla.scanning import scan_layers as scan
         from ttpu_torch_xla.sharding.fsdp import wrap
         from ttpu_torch_xla.sharding.resolve import resolve
 
@@ -113,12 +114,13 @@ class TorchXlaBackend:
             if auto_shard
             else None
         )
-        attention, options = attention_for(architecture, attn_implementation, adapter.platform(), attention_config)
+        asked = attn_implementation or "auto"
+        attention, options = attention_for(architecture, asked, adapter.platform(), attention_config)
         chosen = patches_for(architecture, attention, optional=patches)
         steps = ExitStack()
         steps.enter_context(applied(chosen))
         try:
-            model = stock_model(checkpoint, dtype, attention).eval()
+            model = stock_model(checkpoint, dtype, transformers_name(attention), quiet=progress is not None).eval()
             handle = Handle(architecture, adapter, chosen, attention, options, parallelism)
             handle.tokenizer = tokenizer_of(checkpoint)
             if do_quant:
@@ -127,6 +129,7 @@ class TorchXlaBackend:
                 handle.quantization = quantize(model, quantization_config or QuantizationConfig())
             if parallelism is None:
                 model.to(adapter.device())
+                model.tie_weights()  # which moving a model to an XLA device undoes
             else:
                 from ttpu_torch_xla.sharding.apply import shard_model
 
@@ -135,7 +138,8 @@ class TorchXlaBackend:
             if gradient_checkpointing:
                 checkpoint_layers(model)
             if scan_layers:
-                scan(model)
+                scan(model, architecture, handle.mesh)
+            saving.install(model)
             generation.install(model)
             if use_fsdp_wrap:
                 model = wrap(model, handle.mesh, architecture)

@@ -29,8 +29,13 @@ def model_dtype(dtype: Any) -> torch.dtype | str:
     return DTYPES[name]
 
 
-def stock_model(checkpoint: Checkpoint, dtype: Any, attention: str) -> Any:
+def stock_model(checkpoint: Checkpoint, dtype: Any, attention: str, *, quiet: bool = False) -> Any:
     """The model as transformers loads it, on the host.
+
+    Args:
+        dtype: what `model_dtype` reads.
+        attention: what transformers knows it by.
+        quiet: without transformers' own progress bar.
 
     Raises:
         UnsupportedError: transformers has no causal language model of this type, or cannot build it here.
@@ -39,6 +44,10 @@ def stock_model(checkpoint: Checkpoint, dtype: Any, attention: str) -> Any:
     transformers = _transformers()
     held = model_dtype(dtype)
     kind = model_class(transformers, checkpoint)
+    bars = transformers.utils.logging
+    hide = quiet and bars.is_progress_bar_enabled()
+    if hide:
+        bars.disable_progress_bar()
     try:
         return kind.from_pretrained(str(checkpoint.path), dtype=held, attn_implementation=attention)
     except ImportError as error:
@@ -53,6 +62,9 @@ def stock_model(checkpoint: Checkpoint, dtype: Any, attention: str) -> Any:
             f"refuses it ({type(error).__name__}: {' '.join(str(error).split())[:300]}): check config.json and the "
             "weight files, or use backend='jax'."
         ) from error
+    finally:
+        if hide:
+            bars.enable_progress_bar()
 
 
 def model_class(transformers: Any, checkpoint: Checkpoint) -> Any:

@@ -15,6 +15,7 @@ import torch
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.generated import FinishReason, StreamEvent, Timings
 from ttpu_core.text_stream import TextStream
+from ttpu_torch_xla.adapter import Adapter
 
 Prompt = str | list[dict[str, str]]
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -45,6 +46,31 @@ class _Tokens:
 
     def end(self) -> None:
         """Nothing: the thread's end says that no more comes."""
+
+
+@dataclass
+class _Clock:
+    """Seconds of prefill (up to the first token), of decoding, and of compiling, which is part of neither."""
+
+    adapter: Adapter
+    timings: Timings
+    began: float = field(default_factory=time.perf_counter)
+    compiled_before: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.compiled_before = self.adapter.counters().compile_seconds
+
+    def token(self) -> None:
+        """A token came."""
+        timings = self.timings
+        compiled = self.adapter.counters().compile_seconds - self.compiled_before
+        busy = time.perf_counter() - self.began - compiled
+        timings.compile_seconds = compiled
+        if timings.prefill_seconds:
+            timings.decode_tokens += 1
+            timings.decode_seconds = max(0.0, busy - timings.prefill_seconds)
+        else:
+            timings.prefill_seconds = max(1e-9, busy)
 
 
 class StreamingModel:
@@ -102,19 +128,16 @@ class StreamingModel:
         tokens, text = _Tokens(), TextStream(self.tokenizer, ids, stops)
         thread = Thread(target=self._run, args=(ids, tokens, given), daemon=True)
         ends = self._end_ids(given)
-        began = time.perf_counter()
+        clock = _Clock(self.model.ttpu.adapter, self.timings)
         thread.start()
         held: StreamEvent | None = None  # the last event says why it ended, so that one is always held back
         try:
             while (token := tokens.queue.get()) is not None:
                 if isinstance(token, BaseException):
                     raise token
+                clock.token()
                 if held is not None:
                     yield held
-                    self.timings.decode_tokens += 1
-                    self.timings.decode_seconds = time.perf_counter() - began - self.timings.prefill_seconds
-                else:
-                    self.timings.prefill_seconds = time.perf_counter() - began
                 reason: FinishReason | None = "stop" if token in ends else None
                 written = text.finish() if reason else text.push(token)
                 held = StreamEvent(written, token, finish_reason="stop" if text.stopped else reason)

@@ -1,0 +1,363 @@
+"""A stock model is cut by the logical axes that its family declared: the same words, refusals and mesh axes as for JAX,
+and on eight simulated devices the same logits, losses and parameters as on none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ttpu_conformance.case import plugin_record
+from ttpu_conformance.declaration import declaration_for
+from ttpu_conformance.tiny import reference_class, tiny_config, written_config
+from ttpu_core import ModelConfig, default_registry
+from ttpu_core.errors import RequestError, TTPUError, UnsupportedError
+from ttpu_core.plan.parallelism import resolve_parallelism
+from ttpu_core.plan.planner import Request
+from ttpu_torch_xla.sharding.apply import Sharding, decoder_layers, parameter_cuts
+from ttpu_torch_xla.sharding.axes import Dimensions, parameter_axes
+from ttpu_torch_xla.sharding.fsdp import wrap
+from ttpu_torch_xla.sharding.loader import ShardedLoader
+from ttpu_torch_xla.sharding.resolve import resolve
+
+pytestmark = pytest.mark.torch
+
+TYPES = default_registry().model_types()
+OTHER_PARTS = ("vision", "visual", "audio", "multi_modal_projector", "embed_vision", "embed_audio")
+"""What names of parameters that see or hear have in them."""
+
+DEVICES = 8
+CUT_ALONG = {
+    "fsdp": "fsdp=8",
+    "dp": "data=8",
+    "mp": "tensor=8",
+    "2d": "fsdp=2,tensor=4",
+    "3d": "data=2,fsdp=2,tensor=2",
+    "mixtral": "data=2,fsdp=2,expert=2",
+}
+# XLA's notation: devices along each dimension, and last those that hold the same part.
+QUERY = {
+    "fsdp": "[1,8]",
+    "dp": "{replicated}",
+    "mp": "[8,1]",
+    "2d": "[4,2]",
+    "3d": "[2,2,2]",
+    "mixtral": "[1,2,4]",
+}
+LOGITS = {"fsdp": "[8,1,1]", "dp": "[8,1,1]", "mp": "", "2d": "[2,1,1,4]", "3d": "[4,1,1,2]", "mixtral": "[4,1,1,2]"}
+"""The vocabulary of 93 is cut in the table, where XLA pads it, and whole in the logits."""
+
+
+def architecture_of(model: Any) -> Any:
+    return default_registry().architecture(ModelConfig.from_dict(json.loads(model.config.to_json_string(False))))
+
+
+def on_meta(model_type: str) -> tuple[Any, Any]:
+    """The kit's tiny model without values, and its architecture."""
+    record = plugin_record(default_registry(), model_type)
+    declaration = declaration_for(model_type, record.value.partition(":")[0])
+    variant = declaration.variant("base")
+    config = tiny_config(declaration, variant)
+    architecture = default_registry().architecture(ModelConfig.from_dict(written_config(declaration, variant)))
+    try:
+        with torch.device("meta"):
+            return reference_class(declaration)._from_config(config), architecture
+    except ImportError as error:
+        pytest.skip(f"transformers cannot make a {model_type} here: {' '.join(str(error).split())[:80]}")
+
+
+class Runtime:
+    """A stand-in for the adapter: as many devices as a test wants, and no runtime behind them."""
+
+    def __init__(self, devices: int = DEVICES) -> None:
+        self.devices = devices
+
+    def use_spmd(self) -> None: ...
+
+    def num_devices(self) -> int:
+        return self.devices
+
+    def num_slices(self) -> int:
+        return 1
+
+    def chip(self) -> str | None:
+        return None
+
+
+def tiny_llama(**sizes: Any) -> tuple[Any, Any]:
+    values = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 8, **sizes,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**values))
+    return model, architecture_of(model)
+
+
+# What dimensions mean
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_parameter_of_the_text_model_is_described(model_type: str) -> None:
+    model, architecture = on_meta(model_type)
+    described = parameter_axes(architecture, model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing = [name for name in parameters if name not in described and not any(p in name for p in OTHER_PARTS)]
+    assert not missing
+    assert set(described) <= set(parameters)
+    for name, dimensions in described.items():
+        assert len(dimensions) == parameters[name].ndim
+        for merged, size in zip(dimensions, parameters[name].shape, strict=True):
+            assert all(size % count == 0 for _, count in merged), name
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_matrix_of_the_layers_is_cut_by_fsdp(model_type: str) -> None:
+    model, architecture = on_meta(model_type)
+    cuts = parameter_cuts(model, architecture, resolve_parallelism("fsdp=2", 2))
+    matrices = [
+        name
+        for name, parameter in model.named_parameters()
+        if name in cuts and ".layers." in name and parameter.ndim > 1
+        if model_type not in ("gemma3n", "gemma3n_text") or "altup" not in name  # four predictions, not of `hidden`
+        if "conv1d" not in name  # features of heads only
+    ]
+    assert matrices
+    assert [name for name in matrices if not any(cuts[name])] == []
+
+
+def first_axes(dimensions: Dimensions) -> list[tuple[str, int] | None]:
+    return [merged[0] if merged else None for merged in dimensions]
+
+
+def test_heads_are_the_slowest_axis_of_projections_and_their_number_must_divide() -> None:
+    model, architecture = tiny_llama(num_key_value_heads=2)
+    described = parameter_axes(architecture, model)
+    layer = "model.layers.1."
+    assert first_axes(described[f"{layer}self_attn.q_proj.weight"]) == [("kv_heads", 2), ("embed", 32)]
+    assert first_axes(described[f"{layer}self_attn.k_proj.weight"]) == [("kv_heads", 2), ("embed", 32)]
+    assert first_axes(described[f"{layer}mlp.down_proj.weight"]) == [("embed", 32), ("mlp", 64)]
+    assert first_axes(described["lm_head.weight"]) == [("vocab", 96), ("embed", 32)]
+    assert first_axes(described["model.norm.weight"]) == [("norm", 32)]
+
+
+def test_one_key_value_head_counts_as_one() -> None:
+    model, architecture = tiny_llama(num_key_value_heads=1)
+    described = parameter_axes(architecture, model)
+    assert described["model.layers.0.self_attn.q_proj.weight"][0][0] == ("kv_heads", 1)
+
+
+def test_experts_that_transformers_stacks_in_memory_have_an_expert_axis() -> None:
+    model, architecture = on_meta("mixtral")
+    described = parameter_axes(architecture, model)
+    layer = "model.layers.0.mlp.experts."
+    assert first_axes(described[f"{layer}gate_up_proj"]) == [("expert", 6), ("mlp", 112), ("embed", 64)]
+    assert first_axes(described[f"{layer}down_proj"]) == [("expert", 6), ("embed", 64), ("mlp", 112)]
+
+
+def test_gates_and_ups_in_one_dimension_are_cut_by_the_inner_size() -> None:
+    model, architecture = on_meta("llama4_text")
+    name = "model.layers.0.feed_forward.experts.gate_up_proj"
+    assert parameter_axes(architecture, model)[name][2] == (("gate_up", 2), ("mlp", 112))
+    cuts = parameter_cuts(model, architecture, resolve_parallelism("expert=2,fsdp=2,tensor=2", 8))
+    assert cuts[name] == (("expert",), ("fsdp",), ("tensor",))
+
+
+def test_tied_parameters_are_described_under_both_names() -> None:
+    model, architecture = tiny_llama(tie_word_embeddings=True)
+    described = parameter_axes(architecture, model)
+    assert described["lm_head.weight"] == described["model.embed_tokens.weight"]
+
+
+def test_the_layers_of_a_multimodal_model_are_those_of_its_text_part() -> None:
+    model, architecture = on_meta("gemma3")
+    assert decoder_layers(model, architecture) is model.model.language_model.layers
+
+
+@pytest.mark.parametrize("block_size", [-1, 16])
+def test_quantized_weights_are_cut_as_the_weights_would_be(block_size: int) -> None:
+    from ttpu_torch_xla.quantization import QuantizationConfig, quantize
+
+    model, architecture = tiny_llama()
+    quantize(model, QuantizationConfig(bits=8, block_size=block_size, symmetric=False))
+    cuts = parameter_cuts(model, architecture, resolve_parallelism("2d", 8))
+    layer, blockwise = "model.layers.0.", block_size != -1
+    # 32 inputs are two blocks of 16 for two devices along fsdp; of 64, four along tensor.
+    assert cuts[f"{layer}self_attn.q_proj.weight_q"] == (
+        (("fsdp",), (), ("tensor",)) if blockwise else (("tensor",), ("fsdp",))
+    )
+    assert cuts[f"{layer}mlp.down_proj.weight_q"] == (
+        (("tensor",), (), ("fsdp",)) if blockwise else (("fsdp",), ("tensor",))
+    )
+    assert cuts[f"{layer}mlp.up_proj.scale"] == ((("fsdp",), ("tensor",)) if blockwise else (("tensor",),))
+    narrow = parameter_cuts(model, architecture, resolve_parallelism("fsdp", 8))
+    assert narrow[f"{layer}self_attn.q_proj.scale"] == ((), ()) if blockwise else ((),)
+
+
+# What users write
+
+
+@pytest.mark.parametrize(("what", "mesh"), [(what, mesh) for what, mesh in CUT_ALONG.items() if what != "mixtral"])
+def test_a_strategy_is_the_same_mesh_as_elsewhere(what: str, mesh: str) -> None:
+    spec = tiny_llama()[1].spec
+    for option in ("parallelism_strategy", "sharding_strategy", "mesh"):
+        assert str(resolve(spec, Runtime(), **{option: what})) == mesh  # type: ignore[arg-type]
+
+
+def test_nothing_asked_for_is_one_device_and_starts_no_runtime() -> None:
+    assert resolve(tiny_llama()[1].spec, None) is None  # type: ignore[arg-type]
+
+
+def test_on_one_device_a_strategy_cuts_nothing() -> None:
+    assert resolve(tiny_llama()[1].spec, Runtime(1), parallelism_strategy="fsdp") is None  # type: ignore[arg-type]
+
+
+def test_slices_are_kept() -> None:
+    found = resolve(tiny_llama()[1].spec, Runtime(), mesh="dcn.data=2,fsdp=4")  # type: ignore[arg-type]
+    assert found is not None
+    assert (dict(found.mesh), dict(found.dcn)) == ({"data": 2, "fsdp": 4}, {"data": 2})
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
+    "uneven heads": ({"num_key_value_heads": 2}, {"mesh": "mp"}, 8, "has 2 kv_heads: use 1, 2 devices"),
+    "too few devices for 3d": ({}, {"sharding_strategy": "3d"}, 4, "4 devices cannot be shared by 3 axes"),
+    "a part of the devices": ({}, {"mesh": "tensor=4"}, 8, "on all 8 that there are"),
+    "more devices than there are": ({}, {"mesh": "tensor=16"}, 8, "CPU_NUM_DEVICES=16 simulates"),
+    "an axis that cuts nothing": ({}, {"mesh": "expert=2,tensor=4"}, 8, "nothing of this llama is cut along it"),
+    "no such strategy": ({}, {"mesh": "fdsp"}, 8, "write 'fsdp'"),
+    "two at once": ({}, {"mesh": "mp", "sharding_strategy": "mp"}, 8, "pass one of them"),
+    "no text": ({}, {"mesh": 8}, 8, "is the int '8'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_in_one_sentence(case: str) -> None:
+    sizes, asked, devices, said = REFUSED[case]
+    with pytest.raises(TTPUError) as caught:
+        resolve(tiny_llama(**sizes)[1].spec, Runtime(devices), **asked)  # type: ignore[arg-type]
+    assert isinstance(caught.value, UnsupportedError | RequestError)
+    assert said in str(caught.value)
+
+
+def test_auto_takes_no_mesh_that_would_need_padded_heads() -> None:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 8}
+    spec = tiny_llama(**sizes)[1].spec
+    found = resolve(spec, Runtime(), parallelism_strategy="auto")  # type: ignore[arg-type]
+    assert found is not None and found.num_devices == DEVICES
+    assert dict(found.mesh).get("tensor", 1) in (1, 2)
+
+
+def test_a_plan_is_taken_and_its_rules_are_its_own() -> None:
+    from ttpu_core.plan.hardware import parse_topology
+    from ttpu_core.plan.planner import plans
+
+    spec = tiny_llama()[1].spec
+    plan = plans(spec, parse_topology("v5e:2x4"), Request())[0]
+    found = resolve(spec, Runtime(), plan=plan)  # type: ignore[arg-type]
+    assert found == plan.parallelism
+    with pytest.raises(RequestError, match="a plan has its own rules"):
+        resolve(spec, Runtime(), plan=plan, sharding_rules={"mlp": None})  # type: ignore[arg-type]
+
+
+def test_a_users_rules_say_what_is_cut() -> None:
+    model, architecture = tiny_llama()
+    rules = {"mlp": ["fsdp", "tensor"], "embed": None}
+    found = resolve(architecture.spec, Runtime(), mesh="2d", sharding_rules=rules)  # type: ignore[arg-type]
+    assert found is not None
+    cuts = parameter_cuts(model, architecture, found)
+    assert cuts["model.layers.0.mlp.up_proj.weight"] == (("fsdp", "tensor"), ())
+    assert cuts["model.layers.0.self_attn.q_proj.weight"] == (("tensor",), ())
+
+
+def test_an_activation_that_does_not_divide_stays_whole() -> None:
+    sharding = Sharding(resolve_parallelism("3d", 8), None, None)  # type: ignore[arg-type]
+    assert sharding.cut(("batch", "sequence", "vocab"), (8, 5, 96)) == (("data", "fsdp"), (), ("tensor",))
+    assert sharding.cut(("batch", "sequence", "vocab"), (1, 5, 93)) == ((), (), ())
+
+
+def test_fsdp_wrapping_needs_an_axis_to_cut_along() -> None:
+    model, architecture = tiny_llama()
+    with pytest.raises(UnsupportedError, match="the mesh has no axes, and FSDPv2 cuts along 'fsdp'"):
+        wrap(model, None, architecture)
+
+
+def test_a_loader_is_for_prepared_models() -> None:
+    with pytest.raises(RequestError, match="was not loaded by this backend"):
+        ShardedLoader([], tiny_llama()[0])
+
+
+# Eight devices
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, Any]:
+    """What the script says of each case: all in one process, whose devices are simulated."""
+    environment = os.environ | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(DEVICES), "JAX_PLATFORMS": "cpu"}
+    script = Path(__file__).with_name("xla_spmd_cases.py")
+    finished = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=900, env=environment, check=False
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    said: dict[str, Any] = json.loads(finished.stdout.rpartition("\n")[2])
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CUT_ALONG)
+class TestOnEightDevices:
+    def test_logits_equal_those_of_the_host(self, case: str, cases: dict[str, Any]) -> None:
+        assert cases[case]["mesh"] == CUT_ALONG[case]
+        assert cases[case]["logits"] < 1e-5
+
+    def test_three_steps_of_adamw_equal_those_of_the_host(self, case: str, cases: dict[str, Any]) -> None:
+        assert max(cases[case]["losses"]) < 1e-5
+        assert cases[case]["parameters"] < 1e-5
+
+    def test_a_training_step_compiles_at_most_twice(self, case: str, cases: dict[str, Any]) -> None:
+        assert cases[case]["compiles"] <= 2
+
+    def test_parameters_and_optimizer_state_are_cut(self, case: str, cases: dict[str, Any]) -> None:
+        query = cases[case]["cut"]["model.layers.0.self_attn.q_proj.weight"]
+        assert QUERY[case] in query
+        assert cases[case]["state_cut"] == query
+        whole = [name for name, cut in cases[case]["cut"].items() if cut == "{replicated}" and "norm" not in name]
+        assert not whole or case == "dp"
+
+    def test_rows_stay_on_their_devices(self, case: str, cases: dict[str, Any]) -> None:
+        assert LOGITS[case] in cases[case]["logits_cut"]
+        assert LOGITS[case].split(",")[0] in cases[case]["input_cut"]
+
+    def test_the_model_keeps_its_class_its_names_and_its_ties(self, case: str, cases: dict[str, Any]) -> None:
+        sparse = case == "mixtral"
+        assert cases[case]["class"] == ("MixtralForCausalLM" if sparse else "LlamaForCausalLM")
+        assert cases[case]["names_kept"]
+        assert cases[case]["tied"] is not sparse
+
+
+@pytest.mark.slow
+def test_experts_are_cut_along_their_own_axis(cases: dict[str, Any]) -> None:
+    cut = cases["mixtral"]["cut"]
+    assert "[2,1,2,2]" in cut["model.layers.0.mlp.experts.gate_up_proj"]
+    assert "[2,2,1,2]" in cut["model.layers.0.mlp.experts.down_proj"]
+
+
+@pytest.mark.slow
+def test_transformers_loads_what_a_wrapped_and_sharded_model_saves(cases: dict[str, Any]) -> None:
+    assert cases["mixtral"]["saved"]
+
+
+@pytest.mark.slow
+def test_a_wrapped_model_takes_a_state_of_the_stock_model(cases: dict[str, Any]) -> None:
+    assert cases["mixtral"]["loaded"] < 1e-5
+
+
+@pytest.mark.slow
+def test_simulated_slices_are_equal_parts_of_the_devices_in_their_order(cases: dict[str, Any]) -> None:
+    assert cases["slices"] == [[0, 1, 4, 5], [2, 3, 6, 7]]  # fsdp is two slices of two devices

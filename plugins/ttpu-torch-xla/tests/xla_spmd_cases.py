@@ -1,0 +1,169 @@
+"""Tiny models on a mesh of eight simulated devices, which is for a whole process: run as a script by
+test_xla_sharding.py, it prints what each strategy did, as one JSON object."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from ttpu_core import ModelConfig, default_registry
+from ttpu_torch_xla import saving
+from ttpu_torch_xla.adapter import current
+from ttpu_torch_xla.checkpointing import checkpoint_layers
+from ttpu_torch_xla.handle import Handle
+from ttpu_torch_xla.patches.choice import patches_for
+from ttpu_torch_xla.patches.patch import applied
+from ttpu_torch_xla.sharding import ShardedLoader, resolve, shard_model, wrap
+
+STEPS, ROWS, TOKENS = 3, 8, 12
+# AdamW divides by the root of the squared gradient plus eps: below an eps of the gradients' own size, a rounding of one
+# that is nearly zero is as large a step as any.
+OPTIMIZER: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "head_dim": 4, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
+    "attn_implementation": "eager",
+}  # fmt: skip
+LLAMA = ("fsdp", "dp", "mp", "2d", "3d")
+MIXTRAL = "data=2,fsdp=2,expert=2"
+
+
+def llama() -> Any:
+    """Tied, and with a vocabulary that eight devices do not divide."""
+    return LlamaForCausalLM(LlamaConfig(vocab_size=93, tie_word_embeddings=True, **SIZES))
+
+
+def mixtral() -> Any:
+    """Four experts, of which a token takes two."""
+    return MixtralForCausalLM(MixtralConfig(vocab_size=96, num_local_experts=4, **SIZES))
+
+
+def architecture_of(model: Any) -> Any:
+    """What the family plugin says of a model."""
+    return default_registry().architecture(ModelConfig.from_dict(json.loads(model.config.to_json_string(False))))
+
+
+def batches(model: Any) -> list[dict[str, torch.Tensor]]:
+    """The same token ids for each step."""
+    ids = torch.randint(0, model.config.vocab_size, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": ids, "labels": ids}] * STEPS
+
+
+def trained(model: Any, data: Any) -> Iterator[torch.Tensor]:
+    """The losses of AdamW's steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+    for batch in data:
+        optimizer.zero_grad()
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        yield loss.detach()
+    model.optimizer = optimizer
+
+
+class Case:
+    """A model and what the host computes with it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        self.architecture = architecture_of(model)
+        self.data = batches(model)
+        with torch.no_grad():
+            self.logits = model(self.data[0]["input_ids"]).logits
+        reference = copy.deepcopy(model)
+        self.losses = [float(loss) for loss in trained(reference, self.data)]
+        self.parameters = dict(reference.named_parameters())
+
+    def run(self, what: str, *, fsdp_wrap: bool = False) -> dict[str, Any]:
+        """The model cut as a strategy says: how far its logits, losses and parameters are from the host's."""
+        adapter = current()
+        parallelism = resolve(self.architecture.spec, adapter, parallelism_strategy=what)
+        assert parallelism is not None
+        model = copy.deepcopy(self.model)
+        handle = Handle(self.architecture, adapter, parallelism=parallelism)
+        handle.mesh = shard_model(model, self.architecture, parallelism, adapter)
+        saving.install(model)
+        names = set(model.state_dict())
+        if fsdp_wrap:
+            checkpoint_layers(model)
+            model = wrap(model, handle.mesh, self.architecture)
+        handle.attach(model, lambda: None)
+        adapter.sync(wait=True)
+        loader = ShardedLoader(self.data, model)
+        with torch.no_grad():
+            there = next(iter(loader))["input_ids"]
+            output = model(there).logits
+            logits_cut = adapter.sharding_of(output)
+            error = _error(output.detach().cpu(), self.logits)
+        adapter.sync(wait=True)
+        model.train()
+        adapter.reset_counters()
+        losses = [float(loss) for loss in list(trained(model, loader))]
+        compiles = adapter.counters().compiles
+        state = model.state_dict(keep_vars=True)
+        query = state["model.layers.0.self_attn.q_proj.weight"]
+        result = {
+            "mesh": str(parallelism),
+            "logits": error,
+            "losses": [abs(a - b) / b for a, b in zip(losses, self.losses, strict=True)],
+            "parameters": max(_error(state[name].detach().cpu(), one) for name, one in self.parameters.items()),
+            "compiles": compiles,
+            "input_cut": adapter.sharding_of(there),
+            "logits_cut": logits_cut,
+            "cut": {name: adapter.sharding_of(one) for name, one in state.items()},
+            "state_cut": adapter.sharding_of(model.optimizer.state[query]["exp_avg"]),
+            "names_kept": set(state) == names,
+            "tied": state["lm_head.weight"] is state["model.embed_tokens.weight"],
+            "class": type(model).__name__,
+        }
+        if fsdp_wrap:
+            result |= self._saved(model, state) | self._loaded(model, there)
+        return result
+
+    def _saved(self, model: Any, state: dict[str, torch.Tensor]) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            back = type(self.model).from_pretrained(folder).state_dict()
+        return {"saved": all(torch.equal(one, state[name].detach().cpu()) for name, one in back.items())}
+
+    def _loaded(self, model: Any, ids: torch.Tensor) -> dict[str, Any]:
+        """The untrained weights put back through `load_state_dict`, whose names must fit as well."""
+        model.load_state_dict(self.model.state_dict())
+        model.eval()
+        with torch.no_grad():
+            return {"loaded": _error(model(ids).logits.cpu(), self.logits)}
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected.detach()).abs().max() / expected.detach().abs().max())
+
+
+def main() -> None:
+    """Every case, in one process: starting one costs as much as a case."""
+    adapter = current()
+    adapter.use_spmd()
+    assert adapter.num_devices() == 8
+    torch.manual_seed(0)
+    dense, sparse = llama(), mixtral()
+    patches = {patch.target: patch for one in (dense, sparse) for patch in patches_for(architecture_of(one), "eager")}
+    with applied(patches.values()):
+        case = Case(dense)
+        results = {what: case.run(what) for what in LLAMA}
+        results["mixtral"] = Case(sparse).run(MIXTRAL, fsdp_wrap=True)
+    results["slices"] = adapter.mesh({"data": 2, "fsdp": 4}, {"fsdp": 2}).get_logical_mesh().tolist()
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

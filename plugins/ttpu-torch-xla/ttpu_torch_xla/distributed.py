@@ -1,0 +1,41 @@
+"""What `ttpu launch` says to a process of torch_xla. In: the contract in the environment; out: the runtime's variables
+before it starts, and afterwards the process's number where the core looks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, MutableMapping
+
+from ttpu_core.errors import LaunchError
+from ttpu_core.launch.contract import AUTO, NUM_PROCESSES, PROCESS_ID, contract_of
+
+DEVICE, CPU_DEVICES = "PJRT_DEVICE", "CPU_NUM_DEVICES"
+
+
+def before_start(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Simulated CPU devices, where the contract has any; variables that are set already stay as they are.
+
+    Raises:
+        LaunchError: the contract contradicts itself, or this is one of several processes on a CPU.
+    """
+    contract = contract_of(environment)
+    if contract is None:
+        return
+    if contract.local_devices is not None:
+        environment.setdefault(DEVICE, "CPU")
+        environment.setdefault(CPU_DEVICES, str(contract.local_devices))
+    if (contract.num_processes or 1) > 1 and environment.get(DEVICE) == "CPU":
+        raise LaunchError(
+            f"this is process {contract.process_id} of {contract.num_processes} on a CPU, but torch_xla joins "
+            "processes on TPUs only: run `ttpu launch --backend torch_xla --devices-per-process N` with one process, "
+            "which simulates N devices."
+        )
+
+
+def after_start(process: Callable[[], tuple[int, int]], environment: MutableMapping[str, str] = os.environ) -> None:
+    """On a TPU slice the runtime alone knows the number: `process` asks it for this process's, and for how many there
+    are."""
+    contract = contract_of(environment)
+    if contract is not None and contract.coordinator == AUTO and contract.process_id is None:
+        number, count = process()
+        environment[PROCESS_ID], environment[NUM_PROCESSES] = str(number), str(count)

@@ -1,0 +1,119 @@
+"""Equal layers traced and compiled once. In: a stock model whose decoder layers are all alike; out: the same model,
+whose loop over layers is one loop of the compiled program wherever nothing is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ttpu_core.architecture import Architecture
+from ttpu_core.errors import UnsupportedError
+from ttpu_torch_xla.sharding.apply import decoder_layers
+
+
+def scan_layers(model: Any, architecture: Architecture, mesh: Any = None) -> None:
+    """Run the layers as one loop while the model trains; generation, which caches, goes through them one by one.
+
+    The program then has one layer, however deep the model, so that deep ones compile faster; it holds the parameters
+    of all layers stacked beside the parameters themselves, and so needs more memory. Where activations are
+    checkpointed, torch's min-cut partition chooses what a turn of the loop keeps.
+
+    Raises:
+        UnsupportedError: layers that differ, or a mesh: torch_xla's loop over a mesh switches off the partitioner that
+            JAX uses in the same process.
+    """
+    layers = decoder_layers(model, architecture)
+    if layers is None or len(set(architecture.spec.layers)) > 1:
+        raise UnsupportedError(
+            f"scan_layers=True was asked for, but {architecture.spec.model_type} has "
+            f"{len(set(architecture.spec.layers))} kinds of layers, and a loop needs one: leave it out."
+        )
+    if mesh is not None:
+        raise UnsupportedError(
+            "scan_layers=True was asked for with a mesh, but torch_xla's loop runs on one device: leave out one of "
+            "scan_layers and the strategy."
+        )
+    for module in model.modules():
+        for name, child in module.named_children():
+            if child is layers:
+                setattr(module, name, ScannedLayers(layers))
+
+
+class ScannedLayers(torch.nn.ModuleList):
+    """The layers under their numbers, which a loop over them meets as one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self._run])
+
+    def __getitem__(self, index: Any) -> Any:
+        """One layer; a slice of all of them is this."""
+        if isinstance(index, slice) and len(range(len(self))[index]) == len(self):
+            return self
+        return super().__getitem__(index)
+
+    def _run(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        layers = list(self._modules.values())
+        if kwargs.get("past_key_values") is not None or not torch.is_grad_enabled():
+            for layer in layers:
+                assert layer is not None
+                hidden = layer(hidden, *args, **kwargs)
+            return hidden
+        return self._scan(layers, hidden, args, kwargs)
+
+    def _scan(
+        self, layers: list[Any], hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        from functorch.compile import default_partition, min_cut_rematerialization_partition
+        from torch._functorch import config as functorch_config
+        from torch_xla.experimental.scan import scan
+
+        first = layers[0]
+        recompute = bool(getattr(first, "gradient_checkpointing", False)) and first.training
+        flat, structure = tree_flatten((args, kwargs))
+        tensors = [one for one in flat if isinstance(one, torch.Tensor)]
+        fixed = tuple(_TENSOR if isinstance(one, torch.Tensor) else one for one in flat)
+        key = (first.training, recompute, str(structure), repr(fixed), tuple(one.dtype for one in tensors))
+        steps: dict[Any, Any] = self.__dict__.setdefault("_steps", {})
+        if key not in steps:  # a step that was traced before is not traced again
+            steps[key] = _step(first, structure, fixed, [one.dtype for one in tensors])
+        held = [dict(layer.named_parameters()) | dict(layer.named_buffers()) for layer in layers]
+        stacked = {name: torch.stack([one[name] for one in held]) for name in held[0]}
+        with functorch_config.patch(aggressive_recomputation=recompute):  # else whatever takes long is kept
+            carry, _ = scan(
+                steps[key],
+                [hidden, *(_as_float(one.detach()) for one in tensors)],
+                stacked,
+                partition_fn=min_cut_rematerialization_partition if recompute else default_partition,
+                is_fn_pure=True,
+            )
+        result: torch.Tensor = carry[0]
+        return result
+
+
+_TENSOR = object()
+
+
+def _step(first: Any, structure: TreeSpec, fixed: tuple[Any, ...], kinds: list[torch.dtype]) -> Any:
+    """One layer as torch_xla's scan traces it: every tensor comes in by an argument, and each that is carried must be
+    able to have a gradient, so that masks and positions travel as floats."""
+    with torch.no_grad():
+        example = deepcopy(first)
+    if hasattr(example, "gradient_checkpointing"):
+        example.gradient_checkpointing = False  # what is kept is chosen by the partition instead
+
+    def step(carry: list[torch.Tensor], weights: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], None]:
+        state, *others = carry
+        there = (one.to(kind) for one, kind in zip(others, kinds, strict=True))
+        args, kwargs = tree_unflatten([next(there) if one is _TENSOR else one for one in fixed], structure)
+        output = torch.func.functional_call(example, weights, (state, *args), kwargs, strict=True)
+        return [output, *others], None
+
+    return step
+
+
+def _as_float(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_floating_point() else tensor.to(torch.float32)

@@ -1,0 +1,163 @@
+"""Puts a stock model on the mesh. In: the model on the host, its architecture, a `Parallelism`; out: every parameter on
+the XLA device, cut as the strategy says, and hooks that keep activations cut along the batch while it runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ttpu_core import axes
+from ttpu_core.architecture import Architecture
+from ttpu_core.plan.parallelism import Parallelism
+from ttpu_core.plan.strategy import MeshAxes
+from ttpu_torch_xla.adapter import Adapter
+from ttpu_torch_xla.sharding.axes import parameter_axes
+from ttpu_torch_xla.sharding.resolve import cut_of
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A mesh of the runtime, and what is cut along it."""
+
+    parallelism: Parallelism
+    mesh: Any
+    adapter: Adapter
+
+    def cut(self, logical: tuple[str | None, ...], shape: tuple[int, ...]) -> tuple[MeshAxes, ...]:
+        """The mesh axes that cut each dimension of an activation or a cache; one that they do not divide is whole."""
+        table, sizes = dict(self.parallelism.strategy.rules), dict(self.parallelism.mesh)
+        result: list[MeshAxes] = []
+        taken: set[str] = set()
+        for axis, size in zip(logical, shape, strict=True):
+            wanted = tuple(a for a in table.get(axis or "", ()) if sizes.get(a, 1) > 1 and a not in taken)
+            result.append(wanted if size % prod(sizes[a] for a in wanted) == 0 else ())
+            taken.update(result[-1])
+        return tuple(result)
+
+    def constrain(self, tensor: torch.Tensor, *logical: str | None) -> torch.Tensor:
+        """Tell the compiler how an activation is cut, and its gradient alike; returns the tensor."""
+        return self._hold(tensor, self.cut(logical, tuple(tensor.shape)))
+
+    def constrain_looked_up(self, rows: torch.Tensor) -> torch.Tensor:
+        """Tell the compiler how rows of a table [batch, seq, hidden] are cut; returns them.
+
+        Where features are cut over some of the devices that share the batch, they are held to that cut first, so that
+        the devices exchange rows and not the table."""
+        (features,) = self.cut((axes.EMBED,), (rows.shape[-1],))
+        batch, sequence = self.cut((axes.BATCH, axes.SEQUENCE), tuple(rows.shape[:2]))
+        rest = tuple(axis for axis in batch if axis not in features)
+        if features and rest:
+            self._hold(rows, (rest, tuple(axis for axis in sequence if axis not in features), features))
+            rows = rows * 1  # a tensor has one cut: the next needs a tensor of its own
+        return self._hold(rows, (batch, sequence, ()))
+
+    def _hold(self, tensor: torch.Tensor, cut: tuple[MeshAxes, ...]) -> torch.Tensor:
+        def hold_gradient(gradient: torch.Tensor) -> None:
+            self.adapter.shard(gradient, self.mesh, cut)
+
+        if any(cut):
+            self.adapter.shard(tensor, self.mesh, cut)
+            if tensor.requires_grad:
+                tensor.register_hook(hold_gradient)
+        return tensor
+
+
+def shard_model(model: torch.nn.Module, architecture: Architecture, parallelism: Parallelism, adapter: Adapter) -> Any:
+    """Move a model to the device and cut it; returns the runtime's mesh, which is also the global one.
+
+    Args:
+        model: the stock model, on the host.
+        parallelism: the mesh, of all devices that there are, and what is cut along it.
+
+    Raises:
+        UnsupportedError: a parameter that the mesh does not divide; nothing has been moved then.
+    """
+    cuts = parameter_cuts(model, architecture, parallelism)
+    layers = decoder_layers(model, architecture)
+    mesh = adapter.mesh(dict(parallelism.mesh), dict(parallelism.dcn))
+    sharding = Sharding(parallelism, mesh, adapter)
+    _move(model, cuts, sharding)
+    _constrain_activations(model, layers, sharding)
+    return mesh
+
+
+def parameter_cuts(
+    model: torch.nn.Module, architecture: Architecture, parallelism: Parallelism
+) -> dict[str, tuple[MeshAxes, ...]]:
+    """Parameter name → mesh axes that cut each dimension, and so for the buffers of quantized weights; what nothing
+    describes is not in it."""
+    sizes = dict(parallelism.mesh)
+    shapes = {name: one.shape for name, one in model.named_buffers()}
+    cuts: dict[str, tuple[MeshAxes, ...]] = {}
+    for name, dimensions in parameter_axes(architecture, model).items():
+        cuts[name] = cut_of(dimensions, sizes, parallelism.strategy, name)
+        if name in shapes:  # of a quantized weight, whose blocks may be fewer than the devices
+            cuts[name] = tuple(
+                by if size % prod(sizes[axis] for axis in by) == 0 else ()
+                for by, size in zip(cuts[name], shapes[name], strict=True)
+            )
+    return cuts
+
+
+def decoder_layers(model: torch.nn.Module, architecture: Architecture) -> torch.nn.ModuleList | None:
+    """The list of the decoder's layers: the one with as many as the architecture that holds described parameters."""
+    for name in parameter_axes(architecture, model):
+        match = re.match(r"(.*?)\.0\.", name)
+        found = model.get_submodule(match[1]) if match else None
+        if isinstance(found, torch.nn.ModuleList) and len(found) == architecture.spec.num_layers:
+            return found
+    return None
+
+
+def _move(model: torch.nn.Module, cuts: dict[str, tuple[MeshAxes, ...]], sharding: Sharding) -> None:
+    """One tensor after another, each cut before its values travel, so that no device ever holds one whole; tied ones
+    stay tied, which `model.to(device)` would undo."""
+
+    def put(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        there = sharding.adapter.put(tensor)
+        sharding.adapter.shard(there, sharding.mesh, cuts.get(name, ((),) * there.ndim))
+        return there
+
+    moved: dict[int, torch.nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in moved:
+                value = put(f"{prefix}.{name}".removeprefix("."), parameter.data)
+                there = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+                there.__dict__.update(parameter.__dict__)
+                moved[id(parameter)] = there
+            module._parameters[name] = moved[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = put(f"{prefix}.{name}".removeprefix("."), buffer)
+
+
+def _constrain_activations(model: Any, layers: torch.nn.ModuleList | None, sharding: Sharding) -> None:
+    """Hold hidden states and logits to the batch's cut: left to itself, the compiler may follow the parameters' cuts
+    instead, and compute every row on every device."""
+
+    def looked_up(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return sharding.constrain_looked_up(output) if output.ndim == 3 else output
+
+    def hidden(module: torch.nn.Module, args: Any, output: Any) -> None:
+        state = output[0] if isinstance(output, tuple) else output
+        if isinstance(state, torch.Tensor) and state.ndim >= 3:
+            # gemma3n stacks several predictions of the residual stream before the batch.
+            sharding.constrain(state, *((None,) * (state.ndim - 3)), axes.BATCH, axes.SEQUENCE, None)
+
+    def logits(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.ndim == 3:
+            sharding.constrain(output, axes.BATCH, axes.SEQUENCE, axes.VOCAB)
+
+    model.get_input_embeddings().register_forward_hook(looked_up)
+    for layer in layers or ():
+        layer.register_forward_hook(hidden)
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.register_forward_hook(logits)

@@ -1,0 +1,75 @@
+"""torch_xla's FSDPv2 around the layers of a model that is on a mesh already. In: the model and its mesh; out: the same
+model object, whose decoder layers are `SpmdFullyShardedDataParallel`, under the parameter names that they had."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ttpu_core.architecture import Architecture
+from ttpu_core.errors import UnsupportedError
+from ttpu_torch_xla.sharding.apply import decoder_layers
+
+AXIS = "fsdp"
+INNER = "_orig_module."
+"""What FSDPv2 writes into the names of what it wraps."""
+
+
+def wrap(model: Any, mesh: Any, architecture: Architecture) -> Any:
+    """Wrap each decoder layer; returns the model.
+
+    `shard_model` has cut the parameters and holds activations to the batch's cut; FSDPv2 adds a barrier behind each
+    layer's gradients, so that the compiler does not gather them all before it sends the first. The model itself is
+    not wrapped, and stays an instance of its class.
+
+    Args:
+        mesh: the runtime's mesh, of which one axis is "fsdp".
+
+    Raises:
+        UnsupportedError: there is no such mesh, or the model has no list of layers.
+    """
+    axes = tuple(getattr(mesh, "axis_names", None) or ())
+    if AXIS not in axes:
+        raise UnsupportedError(
+            f"use_fsdp_wrap=True was asked for, but the mesh has {'the axes ' + ', '.join(axes) if axes else 'no axes'}"
+            f", and FSDPv2 cuts along {AXIS!r}: pass sharding_strategy='fsdp', '2d' or '3d', or leave it out."
+        )
+    layers = decoder_layers(model, architecture)
+    if layers is None:
+        raise UnsupportedError(
+            f"use_fsdp_wrap=True was asked for, but no list of decoder layers was found in {type(model).__name__}: "
+            "leave it out."
+        )
+    from torch_xla.distributed.fsdp.wrap import recursive_wrap, transformer_auto_wrap_policy
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+    recursive_wrap(
+        layers,
+        auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={type(one) for one in layers}),
+        wrapper_cls=SpmdFullyShardedDataParallel,
+        ignored_modules=set(),
+        ignored_params=set(),
+        only_wrap_children=True,
+        mesh=mesh,
+        shard_output=_cut_already,
+    )
+    for layer in layers:
+        layer.register_state_dict_post_hook(_without_inner)
+        layer.register_load_state_dict_pre_hook(_with_inner)
+    return model
+
+
+def _cut_already(output: Any, mesh: Any) -> None:
+    """The hooks of `shard_model` have cut the layer's output, by the batch's axes and not along "fsdp" alone."""
+
+
+def _without_inner(module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in [name for name in state if name.startswith(prefix + INNER)]:
+        state[prefix + name.removeprefix(prefix + INNER)] = state.pop(name)
+
+
+def _with_inner(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in [name for name in state if name.startswith(prefix) and not name.startswith(prefix + INNER)]:
+        state[prefix + INNER + name.removeprefix(prefix)] = state.pop(name)

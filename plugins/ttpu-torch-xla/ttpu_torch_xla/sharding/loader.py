@@ -1,0 +1,58 @@
+"""Batches on the mesh. In: batches of host tensors, as a `DataLoader` of torch yields them; out: the same on the
+device, each tensor cut along the batch, and along the sequence where the mesh cuts that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ttpu_core import axes
+from ttpu_core.errors import RequestError
+from ttpu_torch_xla.handle import Handle
+from ttpu_torch_xla.sharding.apply import Sharding
+
+
+class ShardedLoader:
+    """An iterable of batches on the devices of a prepared model.
+
+    Each tensor travels in parts: a device receives its rows only. Before a batch is handed out, what was recorded with
+    the one before is sent to the device, so that a training loop needs no call of its own for that.
+
+    With several processes each must yield the same batch, of which it sends the rows of its own devices.
+    """
+
+    def __init__(self, batches: Iterable[Any], model: Any) -> None:
+        """`batches`: tensors [batch, ...] or [batch, sequence, ...], alone or in dicts, lists and tuples."""
+        handle = getattr(model, "ttpu", None)
+        if not isinstance(handle, Handle):
+            raise RequestError(
+                f"a loader for {type(model).__name__} was asked for, but it was not loaded by this backend: pass what "
+                "AutoModelForTPU.from_pretrained(..., backend='torch_xla') returns."
+            )
+        self._batches, self._adapter = batches, handle.adapter
+        self._sharding: Sharding | None = None
+        if handle.parallelism is not None:
+            self._sharding = Sharding(handle.parallelism, handle.mesh, handle.adapter)
+
+    def __len__(self) -> int:
+        """Batches, where the iterable knows."""
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            there = tree_map_only(torch.Tensor, self._send, dict(batch) if hasattr(batch, "keys") else batch)
+            self._adapter.sync()
+            yield there
+        self._adapter.sync()
+
+    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
+        there = self._adapter.put(tensor)
+        if self._sharding is not None and there.ndim:
+            logical = (axes.BATCH, axes.SEQUENCE, *((None,) * there.ndim))[: there.ndim]
+            cut = self._sharding.cut(logical, tuple(there.shape))
+            if any(cut):
+                self._adapter.shard(there, self._sharding.mesh, cut)
+        return there

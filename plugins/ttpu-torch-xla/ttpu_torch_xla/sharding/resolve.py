@@ -1,0 +1,214 @@
+"""How a caller says that a model is to be cut over devices. In: a strategy, a mesh or a plan, of which one is given;
+out: a `Parallelism` on the devices that the runtime has, or None for one device. "auto" asks the planner."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+from ttpu_core import axes
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.plan.hardware import Topology, chip_named, slice_sizes
+from ttpu_core.plan.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
+from ttpu_core.plan.plan import Plan, load_plan
+from ttpu_core.plan.planner import Request, plans, why_nothing_fits
+from ttpu_core.plan.strategy import MeshAxes, Strategy
+from ttpu_core.plan.workload import BITS
+from ttpu_core.spec import ArchitectureSpec
+from ttpu_torch_xla.adapter import Adapter
+
+STAND_IN = "v5p"
+"""The chip whose figures "auto" takes where the devices are no TPUs: one with much memory."""
+
+SIMULATED_BY = "CPU_NUM_DEVICES"
+
+PADDED = frozenset({axes.VOCAB, axes.MLP})
+"""Logical axes that need not divide: XLA pads the last device's part, and nothing is computed head by head or expert by
+expert there."""
+
+
+def resolve(
+    spec: ArchitectureSpec,
+    adapter: Adapter,
+    *,
+    parallelism_strategy: Any = None,
+    sharding_strategy: Any = None,
+    mesh: Any = None,
+    plan: Any = None,
+    sharding_rules: Rules | None = None,
+    dtype: Any = "auto",
+) -> Parallelism | None:
+    """The parallelism that a caller asks for; None where nothing is, or where there is one device.
+
+    Args:
+        parallelism_strategy: what `resolve_parallelism` reads, or "auto".
+        sharding_strategy: the same.
+        mesh: the same, or a `Parallelism`.
+        plan: a `Plan`, or the file that `ttpu plan --save` wrote.
+        sharding_rules: logical axis → mesh axes, in place of the usual ones.
+        dtype: what weights are held in.
+
+    Raises:
+        RequestError: more than one of them, or something else than these.
+        PlanError: the plan is damaged, or was made for another model.
+        UnsupportedError: what these devices cannot do, sizes that they do not divide, or an axis along which nothing
+            of this model is cut.
+
+    Warns of a plan that was made for smaller weights.
+    """
+    given = {
+        name: value
+        for name, value in (
+            ("parallelism_strategy", parallelism_strategy),
+            ("sharding_strategy", sharding_strategy),
+            ("mesh", mesh),
+            ("plan", plan),
+        )
+        if value is not None
+    }
+    if len(given) > 1:
+        raise RequestError(
+            f"{' and '.join(given)} were given, but each of them says how the model is cut: pass one of them."
+        )
+    if not given:
+        return None
+    name, asked = next(iter(given.items()))
+    adapter.use_spmd()
+    devices = adapter.num_devices()
+    if plan is not None:
+        if sharding_rules:
+            raise RequestError("plan and sharding_rules were given, but a plan has its own rules: pass one of them.")
+        found = _planned_before(plan, spec, str(dtype))
+    elif isinstance(asked, Parallelism):
+        found = replace(asked, strategy=strategy_with(sharding_rules, asked.strategy))
+    elif isinstance(asked, str) and asked.strip().lower() == AUTO:
+        held = str(dtype).removeprefix("torch.")
+        request = Request(strategy=strategy_with(sharding_rules), dtype=held if held in BITS else "bfloat16")
+        found = planned(spec, adapter, request)
+    elif isinstance(asked, str):
+        found = resolve_parallelism(asked, devices, sharding_rules, SIMULATED_BY)
+    else:
+        raise RequestError(
+            f"{name} is the {type(asked).__name__} {str(asked)[:60]!r}, but text such as 'fsdp' or 'data=2,tensor=4' "
+            "is needed: pass that, or None for one device."
+        )
+    if found.num_devices == 1:
+        return None
+    if found.num_devices != devices:
+        raise UnsupportedError(
+            f"the mesh {str(found)!r} was asked for, which is {found.num_devices} devices, but torch_xla runs one "
+            f"program on all {devices} that there are: use all of them (on a CPU, {SIMULATED_BY} says how many are "
+            "simulated)."
+        )
+    busy = check(spec, dict(found.mesh), found.strategy)
+    idle = [axis for axis, size in found.mesh if size > 1 and axis not in busy]
+    if idle:
+        raise UnsupportedError(
+            f"the mesh has {dict(found.mesh)[idle[0]]} devices along {idle[0]!r}, but nothing of this "
+            f"{spec.model_type} is cut along it, so that they would all do the same: use "
+            f"{', '.join(sorted(busy)) or 'no mesh'} instead, or name what it cuts in sharding_rules."
+        )
+    return found
+
+
+def check(spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy) -> set[str]:
+    """That a mesh divides what cannot be padded here; returns the mesh axes along which anything is cut.
+
+    Raises:
+        UnsupportedError: a number of heads or experts, or another size, that the mesh does not divide.
+    """
+    table = dict(strategy.rules)
+    busy = {a for axis in (axes.BATCH, axes.SEQUENCE) for a in table.get(axis, ()) if mesh.get(a, 1) > 1}
+    for path, parameter in spec.parameters.items():
+        merged = [((axis, size),) if axis else () for axis, size in zip(parameter.axes, parameter.shape, strict=True)]
+        for cut in cut_of(merged, mesh, strategy, path):
+            busy.update(cut)
+    return busy
+
+
+def cut_of(
+    dimensions: Iterable[tuple[tuple[str, int], ...]], mesh: Mapping[str, int], strategy: Strategy, name: str
+) -> tuple[MeshAxes, ...]:
+    """The mesh axes that cut each dimension of a parameter, () where it is whole on every device.
+
+    Args:
+        dimensions: for each of them the logical axes that it merges, the slowest-varying first, with their numbers: the
+            first that the strategy cuts is cut.
+        name: what an error calls the parameter.
+
+    Raises:
+        UnsupportedError: a number that the mesh does not divide, with those that it could.
+    """
+    free = dict(mesh)
+    result: list[MeshAxes] = []
+    for merged in dimensions:
+        found: MeshAxes = ()
+        for axis, count in merged:
+            count = 0 if axis in PADDED else count  # a multiple of every number of devices
+            (found,) = strategy.mesh_axes((axis,), (count,), free, name)
+            if found:
+                break
+        for mesh_axis in found:
+            free[mesh_axis] = 1
+        result.append(found)
+    return tuple(result)
+
+
+def planned(spec: ArchitectureSpec, adapter: Adapter, request: Request) -> Parallelism:
+    """The planner's fastest mesh for these devices, among those that divide the heads: here they are not padded.
+
+    Raises:
+        UnsupportedError: the model fits in no way.
+    """
+    devices = adapter.num_devices()
+    chip = chip_named(adapter.chip() or STAND_IN)
+    if devices < chip.devices_per_chip or devices == 1:
+        return Parallelism(strategy=request.strategy)
+    slices = adapter.num_slices()
+    count = devices // chip.devices_per_chip // slices
+    flat = (*(1 for _ in range(chip.dimensions - 1)), count)
+    size = next((size for size in slice_sizes(chip) if Topology(chip, size).num_chips == count), flat)
+    topology = Topology(chip, size, slices)
+    found = plans(spec, topology, request)
+    # What cuts the sequence exchanges keys and values by ring attention, which is the JAX backend's.
+    usable = [one for one in found if dict(one.mesh).get("sequence", 1) == 1 and _divides(spec, one)]
+    if not usable:
+        raise UnsupportedError(
+            f"a mesh of {devices} devices was to be chosen for {spec.model_type}, but none divides its heads, which "
+            "the torch_xla backend does not pad: take another number of devices, or backend='jax', which pads them."
+        )
+    if not usable[0].fits:
+        raise UnsupportedError(str(why_nothing_fits(spec, topology, request, usable)))
+    return usable[0].parallelism
+
+
+def _divides(spec: ArchitectureSpec, plan: Plan) -> bool:
+    try:
+        check(spec, dict(plan.mesh), plan.strategy)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def _planned_before(plan: Any, spec: ArchitectureSpec, dtype: str) -> Parallelism:
+    read = load_plan(plan) if isinstance(plan, str | PathLike) else plan
+    if not isinstance(read, Plan):
+        raise RequestError(
+            f"plan is the {type(plan).__name__} {str(plan)[:60]!r}, but a ttpu_core.plan.plan.Plan or the path of a "
+            "file that `ttpu plan --save` wrote is needed: pass one of those."
+        )
+    read.check(spec)
+    held = dtype.removeprefix("torch.")
+    for program in read.programs:
+        workload = program.workload
+        if workload.quantization is None and held in BITS and BITS[workload.dtype] < BITS[held]:
+            warnings.warn(
+                f"the plan was made for weights in {workload.dtype}, but they are held in {held}, which takes more "
+                f"memory than it says: pass dtype={workload.dtype!r}",
+                stacklevel=4,
+            )
+            break
+    return read.parallelism
