@@ -19,6 +19,11 @@ DISTRIBUTIONS = {
         "ttpu_core/py.typed",
     },
     "plugins/ttpu-jax": {"ttpu_jax/backend.py", "ttpu_jax/cli/compile_report.py", "ttpu_jax/py.typed"},
+    "plugins/ttpu-torch-xla": {
+        "ttpu_torch_xla/backend.py",
+        "ttpu_torch_xla/cli/inspect.py",
+        "ttpu_torch_xla/py.typed",
+    },
     "plugins/ttpu-llama": {"ttpu_llama/llama.py", "ttpu_llama/py.typed"},
 }
 
