@@ -18,12 +18,12 @@ from ttpu_conformance.case import plugin_record
 from ttpu_conformance.declaration import declaration_for
 from ttpu_conformance.tiny import reference_class, tiny_config, written_config
 from ttpu_core import ModelConfig, default_registry
-from ttpu_core.errors import RequestError, TTPUError, UnsupportedError
+from ttpu_core.errors import PlanError, RequestError, TTPUError, UnsupportedError
 from ttpu_core.plan.parallelism import resolve_parallelism
 from ttpu_core.plan.planner import Request
 from ttpu_torch_xla.sharding.apply import Sharding, decoder_layers, parameter_cuts
 from ttpu_torch_xla.sharding.axes import Dimensions, parameter_axes
-from ttpu_torch_xla.sharding.fsdp import wrap
+from ttpu_torch_xla.sharding.fsdp import refuse_without_axis
 from ttpu_torch_xla.sharding.loader import ShardedLoader
 from ttpu_torch_xla.sharding.resolve import resolve
 
@@ -283,9 +283,24 @@ def test_an_activation_that_does_not_divide_stays_whole() -> None:
 
 
 def test_fsdp_wrapping_needs_an_axis_to_cut_along() -> None:
-    model, architecture = tiny_llama()
-    with pytest.raises(UnsupportedError, match="the mesh has no axes, and FSDPv2 cuts along 'fsdp'"):
-        wrap(model, None, architecture)
+    refuse_without_axis(resolve_parallelism("2d", 8))
+    with pytest.raises(UnsupportedError, match="the mesh is tensor=8, and FSDPv2 cuts along 'fsdp'"):
+        refuse_without_axis(resolve_parallelism("mp", 8))
+    with pytest.raises(UnsupportedError, match="the model is on one device"):
+        refuse_without_axis(None)
+
+
+def test_a_plan_is_for_weights_as_they_are_loaded() -> None:
+    from ttpu_core.plan.hardware import parse_topology
+    from ttpu_core.plan.planner import plans
+
+    spec = tiny_llama()[1].spec
+    plan = plans(spec, parse_topology("v5e:2x4"), Request(quantization="int8"))[0]
+    assert resolve(spec, Runtime(), plan=plan, quantization="int8") is not None  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="the plan is for int8 weights, but the torch_xla backend loads them in auto"):
+        resolve(spec, Runtime(), plan=plan)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="make a plan with --quantization int4"):
+        resolve(spec, Runtime(), plan=plan, quantization="int4")  # type: ignore[arg-type]
 
 
 def test_a_loader_is_for_prepared_models() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ttpu_core.auto import AutoModelForTPU
 
@@ -22,7 +22,7 @@ class AutoXLAModelForCausalLM:
         auto_shard: bool = True,
         sharding_strategy: str = "fsdp",
         gradient_checkpointing: bool = True,
-        use_fsdp_wrap: bool = True,
+        use_fsdp_wrap: bool | Literal["auto"] = "auto",
         verbose: bool = True,
         mesh: Any = None,
         do_quant: bool = False,
@@ -44,13 +44,14 @@ class AutoXLAModelForCausalLM:
         adapter = current()
         adapter.use_spmd()
         several = auto_shard and adapter.num_devices() > 1
+        # AutoXLA's own default is True; it wraps where there is something to wrap along.
         model = AutoModelForTPU.from_pretrained(
             pretrained_model_name_or_path,
             backend="torch_xla",
             auto_shard=several,
             mesh=mesh,
             sharding_strategy=None if mesh is not None else sharding_strategy,
-            use_fsdp_wrap=use_fsdp_wrap and several,
+            use_fsdp_wrap=use_fsdp_wrap if several else False,
             gradient_checkpointing=gradient_checkpointing,
             do_quant=do_quant,
             quantization_config=quantization_config,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib import metadata, util
-from typing import Any
+from typing import Any, Literal
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ class TorchXlaBackend:
         mesh: Any = None,
         plan: Any = None,
         auto_shard: bool = True,
-        use_fsdp_wrap: bool = False,
+        use_fsdp_wrap: bool | Literal["auto"] = False,
         attn_implementation: str | None = "auto",
         attention_config: Mapping[str, Any] | None = None,
         do_quant: bool = False,
@@ -62,7 +62,8 @@ class TorchXlaBackend:
             plan: a plan, or the file that `ttpu plan --save` wrote, instead of a strategy.
             sharding_rules: logical axis → the mesh axes that cut it, or None, in place of the usual ones.
             auto_shard: False leaves the model whole, whatever the strategy.
-            use_fsdp_wrap: wrap the model in torch_xla's FSDPv2 after it was cut.
+            use_fsdp_wrap: wrap the layers in torch_xla's FSDPv2 after they were cut; "auto" does so where the mesh has
+                devices along "fsdp".
             attn_implementation: "auto", "eager", "sdpa", "xla_flash_attention" or "splash_attention".
             attention_config: settings of that implementation, such as {"sa_block_q": 1024} for splash_attention.
             do_quant: quantize the linear layers as `quantization_config` says (int8 per channel where it is None).
@@ -86,8 +87,9 @@ class TorchXlaBackend:
         from ttpu_torch_xla.attention import transformers_name
         from ttpu_torch_xla.attention.choice import attention_for
         from ttpu_torch_xla.checkpointing import checkpoint_layers
+        from ttpu_torch_xla.quantization import QuantizationConfig, quantize
         from ttpu_torch_xla.scanning import scan_layers as scan
-        from ttpu_torch_xla.sharding.fsdp import wrap
+        from ttpu_torch_xla.sharding.fsdp import has_fsdp_axis, refuse_without_axis, wrap
         from ttpu_torch_xla.sharding.resolve import resolve
 
         if quantization_config is not None and not do_quant:
@@ -95,6 +97,8 @@ class TorchXlaBackend:
                 "quantization_config was given without do_quant=True, so that nothing would be quantized: pass "
                 "do_quant=True, or leave the configuration out."
             )
+        if do_quant:
+            quantization_config = quantization_config or QuantizationConfig()
         began = time.perf_counter()
         size = float(checkpoint.total_bytes)
         tell = progress or (lambda *_: None)
@@ -110,10 +114,15 @@ class TorchXlaBackend:
                 plan=plan,
                 sharding_rules=sharding_rules,
                 dtype=dtype,
+                quantization=None if quantization_config is None else quantization_config.planned_as,
             )
             if auto_shard
             else None
         )
+        if use_fsdp_wrap == "auto":
+            use_fsdp_wrap = has_fsdp_axis(parallelism)
+        elif use_fsdp_wrap:
+            refuse_without_axis(parallelism)
         asked = attn_implementation or "auto"
         attention, options = attention_for(architecture, asked, adapter.platform(), attention_config)
         chosen = patches_for(architecture, attention, optional=patches)
@@ -123,10 +132,8 @@ class TorchXlaBackend:
             model = stock_model(checkpoint, dtype, transformers_name(attention), quiet=progress is not None).eval()
             handle = Handle(architecture, adapter, chosen, attention, options, parallelism)
             handle.tokenizer = tokenizer_of(checkpoint)
-            if do_quant:
-                from ttpu_torch_xla.quantization import QuantizationConfig, quantize
-
-                handle.quantization = quantize(model, quantization_config or QuantizationConfig())
+            if quantization_config is not None:
+                handle.quantization = quantize(model, quantization_config)
             if parallelism is None:
                 model.to(adapter.device())
                 model.tie_weights()  # which moving a model to an XLA device undoes

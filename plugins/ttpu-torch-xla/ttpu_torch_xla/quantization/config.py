@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ttpu_core.errors import RequestError
+from ttpu_core.plan.workload import Quantization
 
 BITS = (4, 8)
 FLAGS = ("symmetric", "quantize_activation", "use_pallas", "per_channel", "quantize_lm_head", "pack_4bit")
@@ -122,6 +123,11 @@ class QuantizationConfig:
     def name(self) -> str:
         """Such as W4A16 or W8A8."""
         return f"W{self.bits}A{8 if self.quantize_activation else 16}"
+
+    @property
+    def planned_as(self) -> Quantization:
+        """What a plan calls weights like these."""
+        return "int4" if self.packed else "int8"
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` reads, as JSON can hold it: only what has an effect."""

@@ -10,11 +10,31 @@ import torch
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.plan.parallelism import Parallelism
 from ttpu_torch_xla.sharding.apply import decoder_layers
 
 AXIS = "fsdp"
 INNER = "_orig_module."
 """What FSDPv2 writes into the names of what it wraps."""
+
+
+def has_fsdp_axis(parallelism: Parallelism | None) -> bool:
+    """Whether a mesh has devices along which FSDPv2 cuts."""
+    return parallelism is not None and dict(parallelism.mesh).get(AXIS, 1) > 1
+
+
+def refuse_without_axis(parallelism: Parallelism | None) -> None:
+    """What can be said before the model is loaded.
+
+    Raises:
+        UnsupportedError: FSDPv2 has nothing to cut along.
+    """
+    if not has_fsdp_axis(parallelism):
+        found = "the model is on one device" if parallelism is None else f"the mesh is {parallelism}"
+        raise UnsupportedError(
+            f"use_fsdp_wrap=True was asked for, but {found}, and FSDPv2 cuts along {AXIS!r}: pass "
+            "sharding_strategy='fsdp', '2d' or '3d', or leave it out."
+        )
 
 
 def wrap(model: Any, mesh: Any, architecture: Architecture) -> Any:
@@ -28,14 +48,8 @@ def wrap(model: Any, mesh: Any, architecture: Architecture) -> Any:
         mesh: the runtime's mesh, of which one axis is "fsdp".
 
     Raises:
-        UnsupportedError: there is no such mesh, or the model has no list of layers.
+        UnsupportedError: the model has no list of layers.
     """
-    axes = tuple(getattr(mesh, "axis_names", None) or ())
-    if AXIS not in axes:
-        raise UnsupportedError(
-            f"use_fsdp_wrap=True was asked for, but the mesh has {'the axes ' + ', '.join(axes) if axes else 'no axes'}"
-            f", and FSDPv2 cuts along {AXIS!r}: pass sharding_strategy='fsdp', '2d' or '3d', or leave it out."
-        )
     layers = decoder_layers(model, architecture)
     if layers is None:
         raise UnsupportedError(

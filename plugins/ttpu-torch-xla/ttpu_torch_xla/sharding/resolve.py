@@ -3,28 +3,23 @@ out: a `Parallelism` on the devices that the runtime has, or None for one device
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from os import PathLike
 from typing import Any
 
 from ttpu_core import axes
 from ttpu_core.errors import RequestError, UnsupportedError
-from ttpu_core.plan.hardware import Topology, chip_named, slice_sizes
+from ttpu_core.plan.asked import STAND_IN, plan_for, refuse_idle_axes, the_one_given, topology_of
+from ttpu_core.plan.hardware import chip_named
 from ttpu_core.plan.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
-from ttpu_core.plan.plan import Plan, load_plan
+from ttpu_core.plan.plan import Plan
 from ttpu_core.plan.planner import Request, plans, why_nothing_fits
 from ttpu_core.plan.strategy import MeshAxes, Strategy
-from ttpu_core.plan.workload import BITS
+from ttpu_core.plan.workload import BITS, Quantization
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_torch_xla.adapter import Adapter
 
-STAND_IN = "v5p"
-"""The chip whose figures "auto" takes where the devices are no TPUs: one with much memory."""
-
 SIMULATED_BY = "CPU_NUM_DEVICES"
-
 PADDED = frozenset({axes.VOCAB, axes.MLP})
 """Logical axes that need not divide: XLA pads the last device's part, and nothing is computed head by head or expert by
 expert there."""
@@ -40,6 +35,7 @@ def resolve(
     plan: Any = None,
     sharding_rules: Rules | None = None,
     dtype: Any = "auto",
+    quantization: Quantization | None = None,
 ) -> Parallelism | None:
     """The parallelism that a caller asks for; None where nothing is, or where there is one device.
 
@@ -50,6 +46,7 @@ def resolve(
         plan: a `Plan`, or the file that `ttpu plan --save` wrote.
         sharding_rules: logical axis → mesh axes, in place of the usual ones.
         dtype: what weights are held in.
+        quantization: what they are quantized to: "int8", "int4" or None.
 
     Raises:
         RequestError: more than one of them, or something else than these.
@@ -59,34 +56,27 @@ def resolve(
 
     Warns of a plan that was made for smaller weights.
     """
-    given = {
-        name: value
-        for name, value in (
-            ("parallelism_strategy", parallelism_strategy),
-            ("sharding_strategy", sharding_strategy),
-            ("mesh", mesh),
-            ("plan", plan),
-        )
-        if value is not None
-    }
-    if len(given) > 1:
-        raise RequestError(
-            f"{' and '.join(given)} were given, but each of them says how the model is cut: pass one of them."
-        )
-    if not given:
+    given = the_one_given(
+        parallelism_strategy=parallelism_strategy, sharding_strategy=sharding_strategy, mesh=mesh, plan=plan
+    )
+    if given is None:
         return None
-    name, asked = next(iter(given.items()))
+    name, asked = given
     adapter.use_spmd()
     devices = adapter.num_devices()
+    held = str(dtype).removeprefix("torch.")
     if plan is not None:
-        if sharding_rules:
-            raise RequestError("plan and sharding_rules were given, but a plan has its own rules: pass one of them.")
-        found = _planned_before(plan, spec, str(dtype))
+        found = plan_for(
+            plan, spec, dtype=held, quantization=quantization, rules=sharding_rules, backend="torch_xla"
+        ).parallelism
     elif isinstance(asked, Parallelism):
         found = replace(asked, strategy=strategy_with(sharding_rules, asked.strategy))
     elif isinstance(asked, str) and asked.strip().lower() == AUTO:
-        held = str(dtype).removeprefix("torch.")
-        request = Request(strategy=strategy_with(sharding_rules), dtype=held if held in BITS else "bfloat16")
+        request = Request(
+            strategy=strategy_with(sharding_rules),
+            dtype=held if held in BITS else "bfloat16",
+            quantization=quantization,
+        )
         found = planned(spec, adapter, request)
     elif isinstance(asked, str):
         found = resolve_parallelism(asked, devices, sharding_rules, SIMULATED_BY)
@@ -104,13 +94,7 @@ def resolve(
             "simulated)."
         )
     busy = check(spec, dict(found.mesh), found.strategy)
-    idle = [axis for axis, size in found.mesh if size > 1 and axis not in busy]
-    if idle:
-        raise UnsupportedError(
-            f"the mesh has {dict(found.mesh)[idle[0]]} devices along {idle[0]!r}, but nothing of this "
-            f"{spec.model_type} is cut along it, so that they would all do the same: use "
-            f"{', '.join(sorted(busy)) or 'no mesh'} instead, or name what it cuts in sharding_rules."
-        )
+    refuse_idle_axes(spec.model_type, dict(found.mesh), busy)
     return found
 
 
@@ -164,14 +148,9 @@ def planned(spec: ArchitectureSpec, adapter: Adapter, request: Request) -> Paral
         UnsupportedError: the model fits in no way.
     """
     devices = adapter.num_devices()
-    chip = chip_named(adapter.chip() or STAND_IN)
-    if devices < chip.devices_per_chip or devices == 1:
+    topology = topology_of(chip_named(adapter.chip() or STAND_IN), devices, adapter.num_slices())
+    if topology is None or devices == 1:
         return Parallelism(strategy=request.strategy)
-    slices = adapter.num_slices()
-    count = devices // chip.devices_per_chip // slices
-    flat = (*(1 for _ in range(chip.dimensions - 1)), count)
-    size = next((size for size in slice_sizes(chip) if Topology(chip, size).num_chips == count), flat)
-    topology = Topology(chip, size, slices)
     found = plans(spec, topology, request)
     # What cuts the sequence exchanges keys and values by ring attention, which is the JAX backend's.
     usable = [one for one in found if dict(one.mesh).get("sequence", 1) == 1 and _divides(spec, one)]
@@ -191,24 +170,3 @@ def _divides(spec: ArchitectureSpec, plan: Plan) -> bool:
     except UnsupportedError:
         return False
     return True
-
-
-def _planned_before(plan: Any, spec: ArchitectureSpec, dtype: str) -> Parallelism:
-    read = load_plan(plan) if isinstance(plan, str | PathLike) else plan
-    if not isinstance(read, Plan):
-        raise RequestError(
-            f"plan is the {type(plan).__name__} {str(plan)[:60]!r}, but a ttpu_core.plan.plan.Plan or the path of a "
-            "file that `ttpu plan --save` wrote is needed: pass one of those."
-        )
-    read.check(spec)
-    held = dtype.removeprefix("torch.")
-    for program in read.programs:
-        workload = program.workload
-        if workload.quantization is None and held in BITS and BITS[workload.dtype] < BITS[held]:
-            warnings.warn(
-                f"the plan was made for weights in {workload.dtype}, but they are held in {held}, which takes more "
-                f"memory than it says: pass dtype={workload.dtype!r}",
-                stacklevel=4,
-            )
-            break
-    return read.parallelism
