@@ -46,7 +46,7 @@ def environment_without(folder: Path, prefixes: Sequence[str], distributions: Se
 
 def run(command: Sequence[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
     """A command with nothing of this process's environment that would lead back to its packages."""
-    kept = ("HOME", "PATH", "TMPDIR", "LANG", "JAX_COMPILATION_CACHE_DIR")
+    kept = ("HOME", "PATH", "TMPDIR", "LANG", "JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS")
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     environment |= {"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     words = [str(word) for word in command]

@@ -86,7 +86,7 @@ def compile_for(
         with _without_persistent_cache():
             executable = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        raise _explained(error, topology, _name(function)) from error
+        raise explained(error, topology, _name(function)) from error
     compile_seconds = time.perf_counter() - start
     memory, text = executable.memory_analysis(), executable.as_text()
     return CompiledProgram(
@@ -168,7 +168,7 @@ def _without_persistent_cache() -> Iterator[None]:
             compilation_cache.reset_cache()
 
 
-def _explained(error: Exception, topology: TpuTopology, name: str) -> Exception:
+def explained(error: Exception, topology: TpuTopology, name: str) -> Exception:
     """Returns the sentence for what a user can put right, and any other error as it came."""
     message = str(error)
     if "RESOURCE_EXHAUSTED" in message:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from ttpu_core.errors import RequestError
 from ttpu_jax.ops.attention.context import AttentionContext, Options
@@ -132,7 +133,11 @@ def check_splash_options(options: Options) -> None:
 
 def device_kind(context: AttentionContext) -> str:
     """What `jax.Device.device_kind` says of the devices that the program is for."""
-    device = jax.devices()[0] if context.mesh is None else context.mesh.devices.flat[0]
+    mesh = jax.sharding.get_abstract_mesh() if context.mesh is None else context.mesh
+    if isinstance(mesh, Mesh):
+        device = mesh.devices.flat[0]
+    else:  # traced for devices that this process has not, which the mesh describes
+        device = mesh.abstract_device or jax.devices()[0]
     kind: str = device.device_kind
     return kind
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from ttpu_core.spec import AttentionSpec
 
@@ -20,7 +20,8 @@ class AttentionContext:
     """Where attention runs and what its keys are. Hashable: static while a program is traced.
 
     Args:
-        mesh: the devices (also those of a compile-only topology); None for one device.
+        mesh: the devices (also those of a compile-only topology, or a description of devices that another runtime
+            drives); None for one device.
         batch_axes: mesh axes that cut the batch; empty where it is whole.
         head_axes: mesh axes that cut the KV heads; empty where they are whole.
         sequence_axes: mesh axes that cut the sequence; empty where it is whole.
@@ -30,7 +31,7 @@ class AttentionContext:
         options: `attention_config`, as `canonical_options` returns it.
     """
 
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     batch_axes: tuple[str, ...] = ()
     head_axes: tuple[str, ...] = ()
     sequence_axes: tuple[str, ...] = ()

@@ -1,0 +1,100 @@
+"""Kernels on a mesh of eight simulated devices, which is for a whole process: run as a script by test_xla_attention.py,
+it prints how far each mesh is from the host, as one JSON object."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+import torch
+from transformers.masking_utils import sliding_window_causal_mask_function
+
+from ttpu_core.plan.parallelism import Parallelism, resolve_parallelism
+from ttpu_torch_xla.adapter import current
+from ttpu_torch_xla.attention import interface
+from ttpu_torch_xla.attention.interface import attention
+from ttpu_torch_xla.attention.mask import kernel_mask
+from ttpu_torch_xla.attention.reference import reference
+
+BATCH, HEADS, KV, SEQ, DIM, WINDOW, SCALE, CAP = 4, 4, 2, 136, 16, 50, 0.3, 5.0
+# The last one has more devices along tensor than there are KV heads: they all compute with all heads.
+MESHES = ("data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4")
+
+
+@dataclass
+class Layer:
+    """What an attention module is to an attention function."""
+
+    ttpu: Any
+    layer_idx: int = 0
+
+
+def arrays() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, HEADS, SEQ, DIM), (BATCH, KV, SEQ, DIM), (BATCH, KV, SEQ, DIM), (HEADS,)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def padding() -> torch.Tensor:
+    mask = torch.ones(BATCH, SEQ, dtype=torch.bool)
+    mask[1, :30] = False
+    return mask
+
+
+def on_the_host() -> list[torch.Tensor]:
+    query, key, value, sinks = (one.requires_grad_() for one in arrays())
+    seen = torch.ones(SEQ, SEQ, dtype=torch.bool).tril().triu(1 - WINDOW) & padding()[:, None, None, :]
+    mixed = reference(query, key, value, seen, scale=SCALE, softcap=CAP, sinks=sinks) * padding()[:, :, None, None]
+    (mixed**2).sum().backward()
+    return [mixed.detach(), *(one.grad for one in (query, key, value, sinks) if one.grad is not None)]
+
+
+def on_the_mesh(parallelism: Parallelism) -> list[torch.Tensor]:
+    adapter = current()
+    mesh = adapter.mesh(dict(parallelism.mesh))
+    device = adapter.device()
+    there = [one.to(device) for one in arrays()]
+    for one in there[:3]:
+        adapter.shard(one, mesh, (("data", "fsdp") if "data" in dict(parallelism.mesh) else "fsdp", None, None, None))
+    query, key, value, sinks = (one.requires_grad_() for one in there)
+    layer = Layer(SimpleNamespace(parallelism=parallelism, options=(), attention_spec=lambda index: None))
+    given: dict[str, Any] = {"scaling": SCALE, "softcap": CAP, "s_aux": sinks}
+    mask = kernel_mask(
+        BATCH, SEQ, SEQ, mask_function=sliding_window_causal_mask_function(WINDOW),
+        attention_mask=padding().to(device), device=device,
+    )  # fmt: skip
+    mixed = attention("splash_attention", layer, query, key, value, mask, **given)
+    mixed = mixed * padding().to(device)[:, :, None, None]
+    (mixed**2).sum().backward()
+    adapter.sync()
+    return [mixed.detach().cpu(), *(one.grad.cpu() for one in (query, key, value, sinks) if one.grad is not None)]
+
+
+def main() -> None:
+    adapter = current()
+    adapter.use_spmd()
+    adapter.device()
+    calls: list[str] = []
+    attend = interface.attend
+
+    def counted(name: str, *arguments: Any, **named: Any) -> Any:
+        calls.append(name)
+        return attend(name, *arguments, **named)
+
+    interface.attend = counted
+    # torch counts devices at the first backward pass of a process, so that it must not be the host's.
+    on_meshes = {text: on_the_mesh(resolve_parallelism(text, 8)) for text in MESHES}
+    expected, errors = on_the_host(), {}
+    for text, found in on_meshes.items():
+        pairs = zip(("output", "query", "key", "value", "sinks"), found, expected, strict=True)
+        errors[text] = {name: float((a - b).abs().max() / b.abs().max()) for name, a, b in pairs}
+    print(json.dumps({"devices": adapter.num_devices(), "kernel_calls": len(calls), "errors": errors}))
+
+
+if __name__ == "__main__":
+    main()

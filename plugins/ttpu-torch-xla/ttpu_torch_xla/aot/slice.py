@@ -1,0 +1,177 @@
+"""A TPU slice that is not there, as a runtime. In: tensors that have a shape and no values; out: what a model recorded
+on them, ready to be compiled. Nothing runs, and no memory is taken for parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ttpu_core.errors import UnsupportedError
+from ttpu_core.plan.hardware import Topology, parse_topology
+from ttpu_torch_xla.adapter import Counters, Cut, TorchXla
+from ttpu_torch_xla.bridge import abstract_mesh, call_jax, lowering_for
+
+
+@dataclass(frozen=True)
+class SliceMesh:
+    """Mesh axis → devices, in order."""
+
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Of all axes."""
+        return prod(size for _, size in self.sizes)
+
+
+@dataclass(frozen=True)
+class State:
+    """Tensors that a step updates, with the arguments of the program that they were before it."""
+
+    tensors: tuple[torch.Tensor, ...]
+    arguments: tuple[int, ...]
+
+
+class TpuSlice(TorchXla):
+    """The adapter for the devices of a slice such as "v5e:2x4", whatever this machine has.
+
+    Its tensors are torch_xla's: operations on them are recorded and never run. What has no values, on torch's "meta"
+    device, gets none here either.
+    """
+
+    name = "aot"
+
+    def __init__(self, topology: str) -> None:
+        super().__init__()
+        self.topology: Topology = parse_topology(topology)
+        self.cuts: dict[int, tuple[SliceMesh, tuple[Cut, ...]]] = {}
+        self.mesh_used: SliceMesh | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Kernels that are recorded inside are for this slice."""
+        with lowering_for(self.topology.name):
+            yield
+
+    def platform(self) -> str:
+        """tpu."""
+        return "tpu"
+
+    def num_devices(self) -> int:
+        """Devices of the slice, as programs see them."""
+        return self.topology.num_devices
+
+    def chip(self) -> str | None:
+        """Of the slice."""
+        return self.topology.chip.name
+
+    def num_slices(self) -> int:
+        """One; or more, for which nothing is compiled here."""
+        return self.topology.slices
+
+    def use_spmd(self) -> None:
+        """Nothing to do: cuts are noted here, and said to the compiler at the end."""
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on the device: without values where it has none."""
+        if not tensor.is_meta:
+            return tensor.to(self.device())
+        return self.placeholder(tuple(tensor.shape), tensor.dtype)
+
+    def placeholder(self, shape: tuple[int, ...], dtype: torch.dtype, cut: tuple[Cut, ...] = ()) -> torch.Tensor:
+        """An argument of the program, cut along mesh axes where `cut` says so."""
+        import torch_xla.core.xla_builder as builder
+
+        self.device()
+        tensor: torch.Tensor = builder.create_placeholder_tensor(shape, dtype)
+        self.cuts[argument_of(tensor)] = (self.mesh_used or SliceMesh(()), cut or (None,) * len(shape))
+        return tensor
+
+    def mesh(self, sizes: Mapping[str, int], dcn: Mapping[str, int] | None = None) -> SliceMesh:
+        """A mesh of all devices of the slice.
+
+        Raises:
+            UnsupportedError: sizes of another number of devices, or several slices.
+        """
+        mesh = SliceMesh(tuple(sizes.items()))
+        if mesh.num_devices != self.num_devices() or (dcn and prod(dcn.values()) > 1):
+            raise UnsupportedError(
+                f"a mesh of {', '.join(f'{axis}={size}' for axis, size in sizes.items())} was asked for, but "
+                f"{self.topology.name!r} is one slice of {self.num_devices()} devices: give sizes whose product that "
+                "is, and no dcn axes."
+            )
+        self.mesh_used = mesh
+        return mesh
+
+    def shard(self, tensor: torch.Tensor, mesh: SliceMesh, cut: tuple[Cut, ...]) -> None:
+        """Note how an argument is cut, or tell the compiler how an intermediate result is."""
+        import torch_xla
+
+        if (argument := argument_of(tensor)) in self.cuts:
+            self.cuts[argument] = (mesh, cut)
+            return
+        shape = abstract_mesh(dict(mesh.sizes))
+        held = call_jax(
+            _constrained, tensor.detach(), static={"mesh": shape, "cut": _entries(cut)}, mesh=shape, name="cut"
+        )
+        torch_xla._XLAC._replace_xla_tensor(tensor, held)
+
+    def sharding_of(self, tensor: torch.Tensor) -> str:
+        """Of an argument."""
+        found = self.cuts.get(argument_of(tensor))
+        return "" if found is None else sharding_text(*found)
+
+    def state(self, tensors: list[torch.Tensor]) -> State:
+        """Remember arguments before a step updates them in place."""
+        return State(tuple(tensors), tuple(argument_of(tensor) for tensor in tensors))
+
+    def sync(self, wait: bool = False) -> None:
+        """Nothing runs."""
+
+    def counters(self) -> Counters:
+        """Nothing was run."""
+        return Counters()
+
+    def reset_counters(self) -> None:
+        """Nothing was counted."""
+
+
+def sharding_text(mesh: SliceMesh, cut: tuple[Cut, ...]) -> str:
+    """XLA's notation: a tile of devices for each dimension, then those that hold the same."""
+    import numpy as np
+
+    names, sizes = [axis for axis, _ in mesh.sizes], dict(mesh.sizes)
+    entries = [(one,) if isinstance(one, str) else tuple(one or ()) for one in cut]
+    used = [axis for entry in entries for axis in entry]
+    if prod(sizes[axis] for axis in used) == 1:
+        return "{replicated}"
+    rest = [axis for axis in names if axis not in used]
+    devices = np.arange(mesh.num_devices).reshape(tuple(sizes.values()))
+    order = devices.transpose([names.index(axis) for axis in (*used, *rest)]).reshape(-1)
+    tiles = [prod(sizes[axis] for axis in entry) for entry in entries]
+    copies = prod(sizes[axis] for axis in rest)
+    tail = " last_tile_dim_replicate" if copies > 1 else ""
+    shape = ",".join(map(str, [*tiles, copies] if copies > 1 else tiles))
+    return f"{{devices=[{shape}]{','.join(map(str, order))}{tail}}}"
+
+
+def argument_of(tensor: torch.Tensor) -> int:
+    import torch_xla
+
+    return int(torch_xla._XLAC._xla_get_tensor_id(tensor))
+
+
+def _entries(cut: tuple[Cut, ...]) -> tuple[Any, ...]:
+    return tuple((one,) if isinstance(one, str) else tuple(one or ()) or None for one in cut)
+
+
+def _constrained(x: Any, *, mesh: Any, cut: tuple[Any, ...]) -> Any:
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*cut)))
