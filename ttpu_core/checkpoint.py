@@ -18,6 +18,9 @@ from ttpu_core.safetensors_header import SafetensorsHeader, TensorInfo, read_hea
 __all__ = ["Checkpoint", "TensorInfo", "open_checkpoint", "open_config", "read_tensor_into"]
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+DTYPES = ("float32", "bfloat16", "float16")
+"""What models run in."""
+DTYPE_ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
@@ -60,6 +63,15 @@ class Checkpoint:
     def total_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def dtype(self) -> str:
+        """What its weights are meant to be held in: float32, bfloat16 or float16, by its config, else as stored."""
+        written = self.config.get("dtype") or self.config.get("torch_dtype")
+        if isinstance(written, str) and DTYPE_ALIASES.get(written, written) in DTYPES:
+            return DTYPE_ALIASES.get(written, written)
+        stored = {info.dtype for info in self.tensors.values()} & {"F64", "F32", "F16", "BF16"}
+        return "float32" if stored & {"F32", "F64"} else "float16" if stored == {"F16"} else "bfloat16"
 
     @property
     def weight_files(self) -> tuple[Path, ...]:

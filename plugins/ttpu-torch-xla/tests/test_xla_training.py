@@ -16,11 +16,11 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 from ttpu_core import ModelConfig, default_registry
 from ttpu_core.errors import UnsupportedError
-from ttpu_torch_xla import saving
 from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.checkpointing import checkpoint_layers, recomputed
 from ttpu_torch_xla.handle import Handle
 from ttpu_torch_xla.patches.choice import patches_for
+from ttpu_torch_xla.patches.defaults import DEFAULTS
 from ttpu_torch_xla.patches.patch import applied
 from ttpu_torch_xla.scanning import scan_layers
 from ttpu_torch_xla.sharding.loader import ShardedLoader
@@ -94,7 +94,7 @@ def test_a_training_step_compiles_at_most_twice_and_learns_as_on_the_host(llama:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         batches: Any = [{"input_ids": IDS, "attention_mask": MASK, "labels": IDS}] * 4
         if place == "device":
-            Handle(architecture_of(llama), adapter).attach(model, lambda: None)
+            Handle(architecture_of(llama), adapter).attach(model)
             batches = ShardedLoader(batches, model)
             assert len(batches) == 4
             adapter.sync(wait=True)
@@ -259,8 +259,8 @@ def test_a_loop_over_layers_that_differ_is_refused() -> None:
 
 def test_transformers_loads_what_is_saved_from_the_device(llama: Any, tmp_path: Path) -> None:
     model = on_device(llama)
-    saving.install(model)
-    model.save_pretrained(tmp_path)
+    with applied([patch for patch in DEFAULTS if "save_pretrained" in patch.target]):
+        model.save_pretrained(tmp_path)
     back = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
     for name, one in llama.state_dict().items():
         assert torch.equal(back[name], one)

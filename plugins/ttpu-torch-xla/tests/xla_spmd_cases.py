@@ -98,7 +98,7 @@ class Case:
         if fsdp_wrap:
             checkpoint_layers(model)
             model = wrap(model, handle.mesh, self.architecture)
-        handle.attach(model, lambda: None)
+        handle.attach(model)
         adapter.sync(wait=True)
         loader = ShardedLoader(self.data, model)
         with torch.no_grad():

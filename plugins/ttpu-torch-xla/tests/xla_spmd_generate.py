@@ -31,7 +31,7 @@ def generated(stock: Any, strategy: str) -> dict[str, Any]:
     model, handle = copy.deepcopy(stock), Handle(architecture, adapter, parallelism=parallelism)
     with applied(patches_for(architecture, "eager")):
         handle.mesh = shard_model(model, architecture, parallelism, adapter)
-        handle.attach(model, lambda: None)
+        handle.attach(model)
         install(model)
         adapter.sync(wait=True)
         adapter.reset_counters()

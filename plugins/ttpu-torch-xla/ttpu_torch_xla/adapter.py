@@ -61,6 +61,10 @@ class Adapter(Protocol):
         """The number of this process, and how many there are."""
         ...
 
+    def is_spmd(self) -> bool:
+        """Whether one program runs on all devices."""
+        ...
+
     def use_spmd(self) -> None:
         """From now on one program runs on all devices; must come before the first tensor is put on one."""
         ...
@@ -126,6 +130,10 @@ class TorchXla:
         self._xla = torch_xla
         self._runtime = torch_xla.runtime
 
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """A model that is saved whole refers to the runtime of the process that opens it."""
+        return current, ()
+
     def device(self) -> torch.device:
         """The XLA device; asking for it starts the runtime."""
         device: torch.device = self._xla.device()
@@ -137,8 +145,6 @@ class TorchXla:
 
     def num_devices(self) -> int:
         """Devices in all; several CPU devices are simulated by the environment variable CPU_NUM_DEVICES."""
-        if not self._runtime.is_spmd():
-            return 1
         return int(self._runtime.global_runtime_device_count())
 
     def chip(self) -> str | None:
@@ -156,6 +162,10 @@ class TorchXla:
     def process(self) -> tuple[int, int]:
         """Asking starts the runtime."""
         return int(self._runtime.process_index()), int(self._runtime.process_count())
+
+    def is_spmd(self) -> bool:
+        """Whether `use_spmd` was called."""
+        return bool(self._runtime.is_spmd())
 
     def use_spmd(self) -> None:
         """One program over all devices (GSPMD, arXiv 2105.04663)."""

@@ -42,7 +42,6 @@ class AutoXLAModelForCausalLM:
         from ttpu_torch_xla.adapter import current
 
         adapter = current()
-        adapter.use_spmd()
         several = auto_shard and adapter.num_devices() > 1
         # AutoXLA's own default is True; it wraps where there is something to wrap along.
         model = AutoModelForTPU.from_pretrained(
@@ -62,7 +61,7 @@ class AutoXLAModelForCausalLM:
         if verbose:
             handle = model.ttpu
             print(
-                f"{type(model).__name__} on {adapter.num_devices()} {adapter.platform()} device(s): "
-                f"{handle.parallelism or 'one device'}, {handle.attention} attention"
+                f"{type(model).__name__} on {adapter.platform()}, {handle.parallelism or 'one device'}: "
+                f"{handle.attention} attention"
             )
         return model

@@ -14,8 +14,9 @@ from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import RequestError
 from ttpu_core.plan.parallelism import Rules
 from ttpu_torch_xla.adapter import current
-from ttpu_torch_xla.handle import Handle
-from ttpu_torch_xla.load import stock_model, tokenizer_of
+from ttpu_torch_xla.handle import Handle, run_on_all_devices
+from ttpu_torch_xla.load import model_dtype, stock_model, tokenizer_of
+from ttpu_torch_xla.moving import move
 from ttpu_torch_xla.patches.choice import patches_for
 from ttpu_torch_xla.patches.patch import Patch, applied
 from ttpu_torch_xla.streaming import StreamingModel
@@ -70,11 +71,11 @@ class TorchXlaBackend:
             quantization_config: a `ttpu_torch_xla.quantization.QuantizationConfig`.
             gradient_checkpointing: recompute each layer's activations in the backward pass.
             scan_layers: trace equal layers once; compiles faster, and takes more memory for temporaries.
-            patches: False leaves out every patch that the model can run without.
+            patches: False leaves out every patch that the model runs rightly without.
             progress: called as progress("load", 0, bytes) before and progress("load", bytes, bytes) after loading.
 
         Raises:
-            CheckpointError, UnsupportedError, RequestError, PluginError: what cannot be loaded, and why.
+            CheckpointError, MappingError, UnsupportedError, RequestError, PluginError: what cannot be loaded, and why.
         """
         if unknown:
             raise RequestError(
@@ -83,60 +84,72 @@ class TorchXlaBackend:
                 "attn_implementation, attention_config, do_quant, quantization_config, gradient_checkpointing, "
                 "scan_layers, patches and progress: leave it out."
             )
-        from ttpu_torch_xla import generation, saving
+        from ttpu_torch_xla import generation
         from ttpu_torch_xla.attention import transformers_name
         from ttpu_torch_xla.attention.choice import attention_for
         from ttpu_torch_xla.checkpointing import checkpoint_layers
         from ttpu_torch_xla.quantization import QuantizationConfig, quantize
+        from ttpu_torch_xla.scanning import refuse_scan
         from ttpu_torch_xla.scanning import scan_layers as scan
         from ttpu_torch_xla.sharding.fsdp import has_fsdp_axis, refuse_without_axis, wrap
         from ttpu_torch_xla.sharding.resolve import resolve
 
+        for name, value in (("auto_shard", auto_shard), ("do_quant", do_quant), ("scan_layers", scan_layers),
+                            ("gradient_checkpointing", gradient_checkpointing), ("patches", patches)):  # fmt: skip
+            if not isinstance(value, bool):
+                raise RequestError(f"{name} is {value!r}, but it is a switch: write True or False.")
+        if use_fsdp_wrap not in (True, False, "auto"):
+            raise RequestError(f"use_fsdp_wrap is {use_fsdp_wrap!r}, but it is True, False or 'auto': write one.")
         if quantization_config is not None and not do_quant:
             raise RequestError(
                 "quantization_config was given without do_quant=True, so that nothing would be quantized: pass "
                 "do_quant=True, or leave the configuration out."
             )
         if do_quant:
-            quantization_config = quantization_config or QuantizationConfig()
+            quantization_config = QuantizationConfig.read(quantization_config or QuantizationConfig())
         began = time.perf_counter()
         size = float(checkpoint.total_bytes)
         tell = progress or (lambda *_: None)
         tell("load", 0.0, size)
         adapter = current()
-        parallelism = (
-            resolve(
-                architecture.spec,
-                adapter,
-                parallelism_strategy=parallelism_strategy,
-                sharding_strategy=sharding_strategy,
-                mesh=mesh,
-                plan=plan,
-                sharding_rules=sharding_rules,
-                dtype=dtype,
-                quantization=None if quantization_config is None else quantization_config.planned_as,
-            )
-            if auto_shard
-            else None
+        held = model_dtype(dtype, checkpoint)
+        # transformers would fill what is missing with random numbers, and leave out what it does not know.
+        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+        architecture.mapping.suited_to(shapes).resolve(shapes, checkpoint.source)
+        # Also where it is not followed: what is misspelt here would fail with auto_shard=True.
+        asked_for = resolve(
+            architecture.spec,
+            adapter,
+            parallelism_strategy=parallelism_strategy,
+            sharding_strategy=sharding_strategy,
+            mesh=mesh,
+            plan=plan,
+            sharding_rules=sharding_rules,
+            dtype=str(held),
+            quantization=None if quantization_config is None else quantization_config.planned_as,
         )
+        parallelism = asked_for if auto_shard else None
         if use_fsdp_wrap == "auto":
             use_fsdp_wrap = has_fsdp_axis(parallelism)
         elif use_fsdp_wrap:
             refuse_without_axis(parallelism)
+        if scan_layers:
+            refuse_scan(parallelism)
+        if parallelism is not None:
+            run_on_all_devices(adapter)
         asked = attn_implementation or "auto"
         attention, options = attention_for(architecture, asked, adapter.platform(), attention_config)
         chosen = patches_for(architecture, attention, optional=patches)
         steps = ExitStack()
         steps.enter_context(applied(chosen))
         try:
-            model = stock_model(checkpoint, dtype, transformers_name(attention), quiet=progress is not None).eval()
+            model = stock_model(checkpoint, held, transformers_name(attention), quiet=progress is not None).eval()
             handle = Handle(architecture, adapter, chosen, attention, options, parallelism)
             handle.tokenizer = tokenizer_of(checkpoint)
             if quantization_config is not None:
                 handle.quantization = quantize(model, quantization_config)
             if parallelism is None:
-                model.to(adapter.device())
-                model.tie_weights()  # which moving a model to an XLA device undoes
+                move(model, lambda _, tensor: adapter.put(tensor))
             else:
                 from ttpu_torch_xla.sharding.apply import shard_model
 
@@ -146,11 +159,10 @@ class TorchXlaBackend:
                 checkpoint_layers(model)
             if scan_layers:
                 scan(model, architecture, handle.mesh)
-            saving.install(model)
             generation.install(model)
             if use_fsdp_wrap:
                 model = wrap(model, handle.mesh, architecture)
-            handle.attach(model, steps.close)
+            handle.attach(model, steps)
             handle.load_seconds = time.perf_counter() - began
             tell("load", size, size)
         except BaseException:

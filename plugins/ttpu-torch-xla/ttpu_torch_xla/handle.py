@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ttpu_core.architecture import Architecture
+from ttpu_core.errors import UnsupportedError
 from ttpu_core.plan.parallelism import Parallelism
 from ttpu_core.spec import AttentionSpec
 from ttpu_torch_xla.adapter import Adapter
-from ttpu_torch_xla.patches.patch import Patch
+from ttpu_torch_xla.patches.patch import Patch, applied
 
 Options = tuple[tuple[str, object], ...]
+
+_on_one_device: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Prepared models whose tensors are on one device of a runtime that does not run on all of them."""
+
+
+def run_on_all_devices(adapter: Adapter) -> None:
+    """From now on programs run on all devices, if they do not yet.
+
+    Raises:
+        UnsupportedError: a model of this process is on one device, whose programs would crash the process then.
+    """
+    if adapter.is_spmd():
+        return
+    gc.collect()  # models that are gone may be waiting for it
+    if len(_on_one_device):
+        raise UnsupportedError(
+            f"a model was to be cut over {adapter.num_devices()} devices, but {len(_on_one_device)} loaded before it "
+            f"{'is' if len(_on_one_device) == 1 else 'are'} on one device, and {adapter.name} cannot change over: load "
+            "those with a strategy too, delete them first, or use another process."
+        )
+    adapter.use_spmd()
 
 
 @dataclass(eq=False)
@@ -42,7 +65,8 @@ class Handle:
     tokenizer: Any = None
     quantization: Any = None
     load_seconds: float = 0.0
-    _undo: Callable[[], None] | None = field(default=None, repr=False)
+    _model: weakref.ref[Any] | None = field(default=None, repr=False)
+    _undo: Any = field(default=None, repr=False)
 
     def attention_spec(self, layer: int) -> AttentionSpec | None:
         """The softmax attention of a layer; None where the layer has another mixer, or is not of this model."""
@@ -50,20 +74,45 @@ class Handle:
         mixer = layers[layer].mixer if 0 <= layer < len(layers) else None
         return mixer if isinstance(mixer, AttentionSpec) else None
 
-    def attach(self, model: Any, undo: Callable[[], None]) -> None:
-        """Hang this on the model and on its attention modules; `undo` runs at `close`, or when the model is gone."""
+    def attach(self, model: Any, patches: ExitStack | None = None) -> None:
+        """Hang this on the model and on its attention modules; `patches` ends at `close`, or when the model is gone."""
         model.ttpu = self
         for module in model.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 # Beside the module's own parts, so that neither parameters() nor state_dict() sees it.
                 object.__setattr__(module, "ttpu", self)
-        self._undo = weakref.finalize(model, undo)
+        self._hold(model, patches or ExitStack())
 
     def close(self) -> None:
-        """Take the patches back; the model then runs as the stock one, apart from its device and its `generate`."""
+        """Take the patches back; the model then runs as the stock one with eager attention, apart from its device and
+        its `generate`."""
+        model = self._model() if self._model is not None else None
+        if model is not None and self.attention not in ("eager", "sdpa"):
+            model.set_attn_implementation("eager")
+            self.attention = "eager"
         if self._undo is not None:
             self._undo()
 
+    def _hold(self, model: Any, patches: ExitStack) -> None:
+        self._model = weakref.ref(model)
+        self._undo = weakref.finalize(model, patches.close)
+        if not self.adapter.is_spmd():
+            _on_one_device.add(model)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
-        """A copied model shares its description."""
-        return self
+        """A copied model has a handle of its own, which keeps the patches for it; a copied part of one shares this."""
+        model = self._model() if self._model is not None else None
+        copied = memo.get(id(model))
+        if copied is None:
+            return self
+        own = replace(self, _model=None, _undo=None)
+        memo[id(self)] = own
+        patches = ExitStack()
+        if self._undo is not None and self._undo.alive:
+            patches.enter_context(applied(self.patches))
+        own._hold(copied, patches)
+        return own
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a file can hold: a model that is opened from one has no patches."""
+        return vars(self) | {"_model": None, "_undo": None}

@@ -6,34 +6,33 @@ from typing import Any
 
 import torch
 
-from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.checkpoint import DTYPE_ALIASES, DTYPES, Checkpoint
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES}
 
 
-def model_dtype(dtype: Any) -> torch.dtype | str:
-    """What `from_pretrained` of transformers takes: a torch dtype, or "auto".
+def model_dtype(dtype: Any, checkpoint: Checkpoint) -> str:
+    """The dtype that weights are held in, by name: what is asked for, or with "auto" what the checkpoint says.
 
     Raises:
         RequestError: no dtype that weights are held in.
     """
     name = str(dtype).removeprefix("torch.")
-    if name == "auto":
-        return name
+    name = checkpoint.dtype if name == "auto" else DTYPE_ALIASES.get(name, name)
     if name not in DTYPES:
         raise RequestError(
             f"dtype {dtype!r} was asked for, but weights are held in auto (as stored), {', '.join(DTYPES)}: pass one "
             "of them; for int8 and int4 pass do_quant=True and a quantization_config."
         )
-    return DTYPES[name]
+    return name
 
 
-def stock_model(checkpoint: Checkpoint, dtype: Any, attention: str, *, quiet: bool = False) -> Any:
+def stock_model(checkpoint: Checkpoint, dtype: str, attention: str, *, quiet: bool = False) -> Any:
     """The model as transformers loads it, on the host.
 
     Args:
-        dtype: what `model_dtype` reads.
+        dtype: what `model_dtype` answers.
         attention: what transformers knows it by.
         quiet: without transformers' own progress bar.
 
@@ -42,14 +41,13 @@ def stock_model(checkpoint: Checkpoint, dtype: Any, attention: str, *, quiet: bo
         CheckpointError: it refuses the files.
     """
     transformers = _transformers()
-    held = model_dtype(dtype)
     kind = model_class(transformers, checkpoint)
     bars = transformers.utils.logging
     hide = quiet and bars.is_progress_bar_enabled()
     if hide:
         bars.disable_progress_bar()
     try:
-        return kind.from_pretrained(str(checkpoint.path), dtype=held, attn_implementation=attention)
+        return kind.from_pretrained(str(checkpoint.path), dtype=TORCH_DTYPES[dtype], attn_implementation=attention)
     except ImportError as error:
         raise UnsupportedError(
             f"{checkpoint.source} was to be loaded as {kind.__name__}, but transformers {transformers.__version__} "

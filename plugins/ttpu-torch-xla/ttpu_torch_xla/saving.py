@@ -1,25 +1,30 @@
-"""`save_pretrained` for a model on XLA devices. In: a stock model; out: the same model, which writes a checkpoint that
-transformers loads: safetensors can write tensors of the host only, and whole ones."""
+"""`save_pretrained` for models on XLA devices, as a patch of transformers' method: safetensors can write tensors of the
+host only, and whole ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
 
 
-def install(model: Any) -> None:
-    """Replace the instance's `save_pretrained`; same arguments as transformers' own."""
-    original = model.save_pretrained
+def save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`PreTrainedModel.save_pretrained` with the same arguments, which fetches what is on an XLA device."""
 
-    def save_pretrained(
-        save_directory: Any, *args: Any, state_dict: Mapping[str, torch.Tensor] | None = None, **options: Any
+    @wraps(original)
+    def save(
+        self: Any, save_directory: Any, *args: Any, state_dict: Mapping[str, torch.Tensor] | None = None, **options: Any
     ) -> Any:
-        held = model.state_dict(keep_vars=True) if state_dict is None else state_dict
-        return original(save_directory, *args, state_dict=on_host(held), **options)
+        if self.device.type == "xla":
+            state_dict = on_host(self.state_dict(keep_vars=True) if state_dict is None else state_dict)
+        return original(self, save_directory, *args, state_dict=state_dict, **options)
 
-    model.save_pretrained = save_pretrained
+    return save
+
+
+save_pretrained.wraps_original = True  # type: ignore[attr-defined]
 
 
 def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,7 +12,21 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.plan.parallelism import Parallelism
 from ttpu_torch_xla.sharding.apply import decoder_layers
+
+
+def refuse_scan(parallelism: Parallelism | None) -> None:
+    """What can be said before the model is loaded.
+
+    Raises:
+        UnsupportedError: the model is to be cut over devices.
+    """
+    if parallelism is not None:
+        raise UnsupportedError(
+            f"scan_layers=True was asked for on the mesh {parallelism}, but layers are scanned on one device only: "
+            "leave scan_layers or the mesh out."
+        )
 
 
 def scan_layers(model: Any, architecture: Architecture, mesh: Any = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.checkpoint import DTYPE_ALIASES, Checkpoint
 from ttpu_core.errors import CheckpointError, RequestError
 
 _STORED: dict[str, Any] = {
@@ -19,7 +19,6 @@ _STORED: dict[str, Any] = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }  # no integers: weights stored as such are quantized, and mean nothing without their scales
 _MODEL: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-_ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
 def stored_dtype(name: str, tensor: str) -> np.dtype[Any]:
@@ -43,7 +42,7 @@ def model_dtype(name: Any, checkpoint: Checkpoint | None = None) -> np.dtype[Any
         RequestError: a dtype that models do not run in.
     """
     if name is None or name == "auto":
-        name = "float32" if checkpoint is None else _checkpoint_dtype(checkpoint)
+        name = "float32" if checkpoint is None else checkpoint.dtype
     if isinstance(name, str):
         text = name.removeprefix("torch.").removeprefix("jnp.")
     elif type(name).__module__.startswith("torch"):
@@ -53,15 +52,7 @@ def model_dtype(name: Any, checkpoint: Checkpoint | None = None) -> np.dtype[Any
             text = np.dtype(name).name
         except TypeError:
             text = "no dtype"
-    text = _ALIASES.get(text, text)
+    text = DTYPE_ALIASES.get(text, text)
     if text not in _MODEL:
         raise RequestError(f"dtype {name!r} was asked for, but models run in {', '.join(_MODEL)}: use one, or 'auto'.")
     return np.dtype(_MODEL[text])
-
-
-def _checkpoint_dtype(checkpoint: Checkpoint) -> str:
-    written = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    if isinstance(written, str) and _ALIASES.get(written, written) in _MODEL:
-        return written
-    stored = {info.dtype for info in checkpoint.tensors.values()} & _STORED.keys()
-    return "float32" if stored & {"F32", "F64"} else "float16" if stored == {"F16"} else "bfloat16"

@@ -53,7 +53,7 @@ def abstract_model(
         model.tie_weights()  # part of what `no_init_weights` leaves out
         handle = Handle(architecture, tpu, chosen, name, options, parallelism)
         handle.mesh = shard_model(model, architecture, parallelism, tpu)
-        handle.attach(model, steps.close)
+        handle.attach(model, steps)
     except BaseException:
         steps.close()
         raise

@@ -74,6 +74,10 @@ class TpuSlice(TorchXla):
         """One; or more, for which nothing is compiled here."""
         return self.topology.slices
 
+    def is_spmd(self) -> bool:
+        """A slice's programs run on all of it."""
+        return True
+
     def use_spmd(self) -> None:
         """Nothing to do: cuts are noted here, and said to the compiler at the end."""
 

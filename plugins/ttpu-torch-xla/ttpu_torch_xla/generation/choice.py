@@ -32,7 +32,7 @@ REPLACED: tuple[type, ...] = (
 )
 """What looks at the tokens so far, whose number changes, and has a form of fixed shape here."""
 
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def runs_on_device(processors: Iterable[Any]) -> bool:
@@ -56,7 +56,6 @@ class DeviceChoice:
         self, processors: Iterable[Any], prompt: torch.Tensor, new_tokens: int, sample: bool, device: torch.device
     ) -> None:
         self._prompt, self._device = prompt, device
-        self._seen: torch.Tensor | None = None
         self._processors = list(processors)
         self._steps: list[Step] | None = None
         self._draws: torch.Tensor | None = None
@@ -65,51 +64,51 @@ class DeviceChoice:
             draws[:new_tokens] = torch.rand(new_tokens, prompt.shape[0])
             self._draws = draws.to(device)
 
-    def __call__(self, logits: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def seen_in_prompt(self, vocab: int) -> torch.Tensor | None:
+        """bool [batch, vocab], what `__call__` takes for the first tokens; None where no processor asks for it."""
+        for processor in self._processors:
+            if isinstance(processor, stock.RepetitionPenaltyLogitsProcessor):
+                # The processor's own scores of ones say which tokens it counts as seen in the prompt.
+                marks: torch.Tensor = processor(self._prompt, torch.ones(len(self._prompt), vocab)) != 1
+                return marks.to(self._device)
+        return None
+
+    def __call__(
+        self, logits: torch.Tensor, step: torch.Tensor, seen: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [batch] and processed scores [batch, vocab] of logits [batch, vocab]; step, int64 [1], counts the new
-        tokens before these."""
+        tokens before these, and seen, bool [batch, vocab], marks the tokens so far."""
         if self._steps is None:
             self._steps = [self._step(processor, logits.shape[-1]) for processor in self._processors]
         scores = logits
         for process in self._steps:
-            scores = process(scores, step)
+            scores = process(scores, step, seen)
         token = scores.argmax(-1) if self._draws is None else drawn(scores, self._draws.index_select(0, step)[0])
         return token, scores
 
-    def append(self, token: torch.Tensor) -> None:
-        """Tokens [batch] that were appended to the sequences: those chosen, or padding after an end."""
-        if self._seen is not None:
-            self._seen = self._seen.scatter(1, token[:, None], True)
-
-    def kept(self) -> tuple[torch.Tensor, ...]:
-        """What one step hands to the next."""
-        return () if self._seen is None else (self._seen,)
-
     def _step(self, processor: Any, vocab: int) -> Step:
         if type(processor) in SAME:
-            return lambda scores, step: processor(None, scores)
+            return lambda scores, step, seen: processor(None, scores)
         if isinstance(processor, stock.RepetitionPenaltyLogitsProcessor):
-            # The processor's own scores of ones say which tokens it counts as seen in the prompt.
-            marks = processor(self._prompt, torch.ones(len(self._prompt), vocab)) != 1
-            self._seen = marks.to(self._device)
             penalty = processor.penalty
 
-            def penalised(scores: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-                assert self._seen is not None
+            # Captures no `self`: in a cycle, the call's tensors would stay on the device until a garbage collection.
+            def penalised(scores: torch.Tensor, step: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+                assert seen is not None
                 lower = torch.where(scores < 0, scores * penalty, scores / penalty)
-                return torch.where(self._seen, lower, scores)
+                return torch.where(seen, lower, scores)
 
             return penalised
         if isinstance(processor, stock.SuppressTokensLogitsProcessor):
             never = self._marked(processor.suppress_tokens, vocab)
-            return lambda scores, step: scores.masked_fill(never, -math.inf)
+            return lambda scores, step, seen: scores.masked_fill(never, -math.inf)
         if isinstance(processor, stock.MinLengthLogitsProcessor):
             fewest = processor.min_length - self._prompt.shape[1]
         else:
             fewest = processor.min_new_tokens + processor.prompt_length_to_skip - self._prompt.shape[1]
         ends = self._marked(processor.eos_token_id, vocab)
         count = torch.tensor([fewest]).to(self._device)
-        return lambda scores, step: scores.masked_fill(ends & (step < count), -math.inf)
+        return lambda scores, step, seen: scores.masked_fill(ends & (step < count), -math.inf)
 
     def _marked(self, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
         """bool [vocab] on the device, True at these tokens."""
@@ -118,7 +117,17 @@ class DeviceChoice:
 
 def drawn(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Tokens [batch] from softmax(scores [batch, vocab]) by the inverse of its distribution function at uniform [batch]
-    in [0, 1); tokens of probability zero are never drawn."""
-    below = scores.softmax(-1).cumsum(-1)
-    total = below[:, -1:]
-    return ((below <= uniform[:, None] * total) & (below < total)).sum(-1)
+    in [0, 1); tokens of probability zero are never drawn.
+
+    XLA sums prefixes in a tree, so that rounding makes them rise and fall by an ulp between tokens that add nothing:
+    where they first pass the level, the token may have probability zero.
+    """
+    probabilities = scores.softmax(-1)
+    below = probabilities.cumsum(-1)
+    vocab = scores.shape[-1]
+    token = torch.arange(vocab, device=scores.device)
+    possible = probabilities > 0
+    passed = possible & (below > uniform[:, None] * below[:, -1:])
+    first = torch.where(passed, token, vocab).amin(-1)
+    last = torch.where(possible, token, 0).amax(-1)
+    return torch.minimum(first, last)

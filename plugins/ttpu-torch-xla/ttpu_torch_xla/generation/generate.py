@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MethodType
+from functools import wraps
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.utils import ModelOutput
 
+from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_torch_xla.adapter import Adapter, current
 from ttpu_torch_xla.generation.cache import unknown_layers
 from ttpu_torch_xla.generation.loop import Decoding
@@ -34,6 +35,9 @@ CALL = frozenset(
 )  # fmt: skip
 """Arguments of `generate` itself, which reach neither the generation config nor the model."""
 
+OURS = "_ttpu_generate"
+"""The attribute of an instance that its class's `generate` looks for."""
+
 _warned: set[str] = set()
 
 
@@ -47,22 +51,63 @@ def install(model: Any, adapter: Adapter | None = None) -> None:
     - `past_key_values` of an output object is None.
 
     Where the loop cannot serve, as with beams, an assistant, pictures, or a cache of the caller's, transformers' own
-    loop runs after one warning: correct, but it compiles for nearly every token.
+    loop runs after one warning: correct, but it compiles for nearly every token. A model that was moved to another
+    device generates there as the stock one does.
+
+    A method bound on the instance would be a cycle of references, and the model's memory on the device would be freed
+    only by a garbage collection; so the class gets a `generate` that looks for this attribute of its instances, and
+    those without it go straight through.
 
     Args:
         model: a stock causal language model on the adapter's device.
         adapter: the runtime; this process's by default.
     """
-    model.generate = MethodType(_Generate(adapter or current()), model)
+    _look_for_ours(type(model))
+    setattr(model, OURS, _Generate(adapter or current()))
+
+
+def _look_for_ours(kind: Any) -> None:
+    """Have `generate` of a class look for an instance's own; once, also where a class above it does already."""
+    stock = kind.generate
+    if getattr(stock, "looks_for_ours", False):
+        return
+
+    @wraps(stock)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = vars(self).get(OURS)
+        return stock(self, *args, **kwargs) if ours is None else ours(self, stock, *args, **kwargs)
+
+    generate.looks_for_ours = True  # type: ignore[attr-defined]
+    kind.generate = generate
 
 
 @dataclass(frozen=True)
 class _Generate:
-    """What `install` binds to a model; a copy of the model has it bound to the copy."""
+    """What `install` gives a model, and what its copies share."""
 
     adapter: Adapter
 
-    def __call__(self, model: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Generate:
+        return self
+
+    def __call__(
+        self, model: Any, stock: Callable[..., Any], inputs: Any = None, generation_config: Any = None, **kwargs: Any
+    ) -> Any:
+        """`stock` is the class's own `generate`, to be called with the model first."""
+        if model.device.type != self.adapter.device().type:
+            return stock(model, inputs, generation_config, **kwargs)
+        if model.training and getattr(model, "is_gradient_checkpointing", False):
+            raise RequestError(
+                "generate was called while the model is in training mode with gradient checkpointing, in which "
+                "transformers' layers keep no keys and values: call model.eval() first, and model.train() afterwards."
+            )
+        # torch_xla cannot run in inference mode, which spares little that no_grad does not.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._on_device(model, stock, inputs, generation_config, kwargs)
+
+    def _on_device(
+        self, model: Any, stock: Callable[..., Any], inputs: Any, generation_config: Any, kwargs: dict[str, Any]
+    ) -> Any:
         home = _home(model, inputs, kwargs)
         inputs, kwargs = _on_host(inputs), {name: _on_host(value) for name, value in kwargs.items()}
         for name in NONE_IF_ZERO & kwargs.keys():
@@ -70,12 +115,16 @@ class _Generate:
                 del kwargs[name]
         own = {name: value for name, value in kwargs.items() if name not in CALL}
         config, model_inputs = model._prepare_generation_config(generation_config, **own)
+        _refuse(config)
         reason = _needs_stock(model, config, model_inputs, kwargs)
         if reason is None:
             kwargs |= _stop_strings(config, kwargs) | {"custom_generate": self._loop(kwargs.get("streamer"))}
         else:
             _warn_once(type(model).__name__, reason)
-        return _moved(type(model).generate(model, inputs, generation_config, **kwargs), home)
+            # On the host some of transformers' loops would join tensors of the host with the model's.
+            inputs = _on(inputs, model.device)
+            kwargs = {name: _on(value, model.device) for name, value in kwargs.items()}
+        return _moved(stock(model, inputs, generation_config, **kwargs), home)
 
     def _loop(self, streamer: Any) -> Callable[..., Any]:
         """What transformers calls in the place of its own loop."""
@@ -103,6 +152,24 @@ class _Generate:
             ).run()
 
         return decode
+
+
+def _refuse(config: Any) -> None:
+    """What neither our loop nor transformers' own can do with tensors of torch_xla.
+
+    Raises:
+        UnsupportedError: always naming the argument, which the checkpoint's generation config may have given.
+    """
+    if config.prompt_lookup_num_tokens is not None:
+        raise UnsupportedError(
+            f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens} was asked for, but transformers' search for "
+            "candidates in the prompt does not run on an XLA device: leave it out."
+        )
+    if str(config.cache_implementation).startswith("offloaded"):
+        raise UnsupportedError(
+            f"cache_implementation={config.cache_implementation!r} was asked for, but transformers offloads keys and "
+            "values by CUDA streams, which an XLA device has not: leave it out."
+        )
 
 
 def _needs_stock(model: Any, config: Any, model_inputs: Mapping[str, Any], kwargs: Mapping[str, Any]) -> str | None:
@@ -144,7 +211,15 @@ def _home(model: Any, inputs: Any, kwargs: Mapping[str, Any]) -> torch.device:
 
 
 def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+    """A tensor on the host, and an ordinary one also where the caller made it in inference mode."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.cpu()
+    return value.clone() if value.is_inference() else value
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _moved(result: Any, device: torch.device) -> Any:
@@ -166,5 +241,5 @@ def _warn_once(kind: str, reason: str) -> None:
             f"{kind}.generate was called with {reason}, which the compiled decoding loop does not serve: transformers' "
             "own loop runs, and compiles a program for nearly every token.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=5,
         )

@@ -28,6 +28,7 @@ class _State:
         token: int64 [batch], the newest. ended: bool [batch]. tokens: int64 [batch, answer], all new ones.
         step: int64 [1], how many those are. slot: int64 [1], where the newest one's keys go.
         positions: int64 [..., batch or 1, 1], the newest one's. mask: bool [batch, length].
+        seen: bool [batch, vocab], the tokens so far, where a processor looks at them.
         logits, scores: float32 [batch, vocab] that the newest one was chosen by.
     """
 
@@ -38,6 +39,7 @@ class _State:
     slot: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor
+    seen: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     scores: torch.Tensor | None = None
 
@@ -77,9 +79,11 @@ class Decoding:
         self.streamer, self.placement, self.forward = streamer, placement, forward
         lengths = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
         self.limit = max(1, min([config.max_length, *lengths]) - input_ids.shape[1])
-        ends = [one.eos_token_id.reshape(-1).cpu() for one in criteria if hasattr(one, "eos_token_id")]
+        ends = [one.eos_token_id.reshape(-1).cpu() for one in criteria if type(one) is EosTokenCriteria]
         self.ends = torch.cat(ends) if ends else None
-        self.pad = config._pad_token_tensor.reshape(()).cpu() if ends else None
+        # As transformers' loop does, which takes a caller's criterion of this attribute for one of end tokens.
+        pad = config._pad_token_tensor if any(hasattr(one, "eos_token_id") for one in criteria) else None
+        self.pad = None if pad is None else pad.reshape(()).cpu()
         self.prompt = padded(input_ids, attention_mask, position_ids, self.limit)
         self.chooses_on_host = not runs_on_device(processors)
         self.ends_on_host = any(type(one) not in (EosTokenCriteria, MaxLengthCriteria) for one in criteria)
@@ -206,22 +210,24 @@ class Decoding:
         if self.choose is None:
             self.placement.whole(logits)
             return replace(state, logits=logits)
-        token, scores = self.choose(logits, state.step)
+        seen = self.choose.seen_in_prompt(logits.shape[-1]) if state.seen is None else state.seen
+        token, scores = self.choose(logits, state.step, seen)
         ended = state.ended
         if self.device_ends is not None and self.device_pad is not None:
             token = torch.where(ended, self.device_pad, token)
             ended = ended | (token[:, None] == self.device_ends).any(-1)
-        self.choose.append(token)
+        seen = None if seen is None else seen.scatter(1, token[:, None], True)
         self.placement.whole(token, ended)
         tokens = state.tokens.index_copy(1, state.step, token[:, None])
         step = state.step + 1
-        self.placement.whole(tokens, step, *self.choose.kept())
+        self.placement.whole(tokens, step, seen)
         return replace(
             state,
             token=token,
             ended=ended,
             tokens=tokens,
             step=step,
+            seen=seen,
             logits=logits if self.wants_logits else None,
             scores=scores if self.wants_scores else None,
         )

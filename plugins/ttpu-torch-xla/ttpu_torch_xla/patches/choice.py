@@ -13,11 +13,11 @@ def patches_for(architecture: Architecture, attention: str, *, optional: bool = 
 
     Args:
         attention: its name; "eager" and "sdpa" are transformers' own, and need none.
-        optional: False leaves out all that only make it faster.
+        optional: False leaves out all that the model runs rightly without.
     """
     from ttpu_torch_xla.attention import patches as attention_patches
 
-    own = DEFAULTS if optional else ()
+    own = tuple(patch for patch in DEFAULTS if optional or patch.needed)
     kernels = attention_patches(attention)
     family = [from_family(patch, architecture.family) for patch in architecture.spec.torch_patches] if optional else []
     return tuple({patch.target: patch for patch in (*own, *kernels, *family)}.values())

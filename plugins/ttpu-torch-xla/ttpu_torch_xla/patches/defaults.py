@@ -13,7 +13,6 @@ DEFAULTS: tuple[Patch, ...] = (
         LAZY,
         "transformers reads a mask's values to find out whether it may be left out; for a lazy tensor that compiles "
         "and runs what was recorded so far, once more for every length.",
-        symptoms=("aten::_local_scalar_dense", "graph_breaks", "recompiles"),
     ),
     Patch(
         "no search for padding in token ids",
@@ -21,7 +20,6 @@ DEFAULTS: tuple[Patch, ...] = (
         LAZY,
         "the warning about padding without a mask reads token ids from the device.",
         "where the config has a pad_token_id and no attention_mask is given",
-        symptoms=("aten::_local_scalar_dense", "graph_breaks"),
     ),
     Patch(
         "experts of fixed shape",
@@ -31,7 +29,7 @@ DEFAULTS: tuple[Patch, ...] = (
         "torch_xla has no operations for.",
         "mixtures of experts",
         kind="interface",
-        symptoms=("aten::histc", "aten::_grouped_mm", "graph_breaks"),
+        needed=True,
     ),
     Patch(
         "triangular systems on the device",
@@ -39,7 +37,6 @@ DEFAULTS: tuple[Patch, ...] = (
         "ttpu_torch_xla.patches.linalg:solve_triangular",
         "torch_xla hands linalg.solve_triangular to the host; it lowers triangular_solve, which solves the same.",
         "layers with a gated delta rule",
-        symptoms=("aten::linalg_solve_triangular", "graph_breaks"),
     ),
     Patch(
         "layers computed again behind a barrier",
@@ -48,5 +45,20 @@ DEFAULTS: tuple[Patch, ...] = (
         "torch's activation checkpointing asks for a module torch.xla, which there is not, and XLA would keep what was "
         "computed first instead of computing it again.",
         "models in training whose gradient_checkpointing_enable() was called",
+    ),
+    Patch(
+        "packed sequences counted in whole numbers",
+        "transformers.masking_utils:find_packed_sequence_indices",
+        "ttpu_torch_xla.patches.packing:find_packed_sequence_indices",
+        "torch_xla's cumsum of booleans is boolean, so that all sequences of a row after the first would be one.",
+        "position_ids that restart",
+        needed=True,
+    ),
+    Patch(
+        "checkpoints from the device",
+        "transformers.modeling_utils:PreTrainedModel.save_pretrained",
+        "ttpu_torch_xla.saving:save_pretrained",
+        "safetensors writes tensors of the host only.",
+        needed=True,
     ),
 )

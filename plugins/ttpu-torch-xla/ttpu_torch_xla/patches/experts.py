@@ -41,7 +41,7 @@ grouped_experts.wraps_original = True  # type: ignore[attr-defined]
 def few_chosen(choices: int, experts: int) -> bool:
     """Whether to copy the weights of the chosen experts, one copy per choice, as decoding few sequences wants it; not
     on a mesh, where each device has some of the experts or a part of each."""
-    return choices * COPY_COST <= experts and current().num_devices() == 1
+    return choices * COPY_COST <= experts and not current().is_spmd()
 
 
 def all_experts(

@@ -32,8 +32,7 @@ class Patch:
         when: in words, to which models or settings it applies.
         kind: interface (an extension point of transformers), module (a class), or monkey (a function or method).
         source: the distribution or plugin that asks for it.
-        symptoms: what the inspector sees without it: names of aten operations that fall to the host, "recompiles",
-            "graph_breaks".
+        needed: without it results are wrong, or the model does not run.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Patch:
     when: str = "always"
     kind: Kind = "monkey"
     source: str = "ttpu-torch-xla"
-    symptoms: tuple[str, ...] = ()
+    needed: bool = False
 
 
 def from_family(patch: TorchPatch, source: str) -> Patch:

@@ -4,6 +4,7 @@ the XLA device, cut as the strategy says, and hooks that keep activations cut al
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,6 +16,7 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.plan.parallelism import Parallelism
 from ttpu_core.plan.strategy import MeshAxes
 from ttpu_torch_xla.adapter import Adapter
+from ttpu_torch_xla.moving import move
 from ttpu_torch_xla.sharding.axes import parameter_axes
 from ttpu_torch_xla.sharding.resolve import cut_of
 
@@ -42,6 +44,16 @@ class Sharding:
         """Tell the compiler how an activation is cut, and its gradient alike; returns the tensor."""
         return self._hold(tensor, self.cut(logical, tuple(tensor.shape)))
 
+    def constrain_sums(self, sums: torch.Tensor) -> torch.Tensor:
+        """Tell the compiler that a product [..., batch, seq, hidden], or [tokens, hidden], whose terms lie on several
+        devices is summed there and then; returns it.
+
+        GSPMD computes wrong numbers where such a product takes a cut of its features from what is done with it next
+        (seen with XLA of torch_xla 2.9, along three mesh axes)."""
+        of_rows = (axes.BATCH, axes.SEQUENCE) if sums.ndim > 2 else (axes.BATCH,)
+        logical = (*((None,) * (sums.ndim - len(of_rows) - 1)), *of_rows, None)
+        return self._hold(sums, self.cut(logical, tuple(sums.shape)), whole=True)
+
     def constrain_looked_up(self, rows: torch.Tensor) -> torch.Tensor:
         """Tell the compiler how rows of a table [batch, seq, hidden] are cut; returns them.
 
@@ -55,11 +67,11 @@ class Sharding:
             rows = rows * 1  # a tensor has one cut: the next needs a tensor of its own
         return self._hold(rows, (batch, sequence, ()))
 
-    def _hold(self, tensor: torch.Tensor, cut: tuple[MeshAxes, ...]) -> torch.Tensor:
+    def _hold(self, tensor: torch.Tensor, cut: tuple[MeshAxes, ...], whole: bool = False) -> torch.Tensor:
         def hold_gradient(gradient: torch.Tensor) -> None:
             self.adapter.shard(gradient, self.mesh, cut)
 
-        if any(cut):
+        if any(cut) or whole:
             self.adapter.shard(tensor, self.mesh, cut)
             if tensor.requires_grad:
                 tensor.register_hook(hold_gradient)
@@ -80,8 +92,15 @@ def shard_model(model: torch.nn.Module, architecture: Architecture, parallelism:
     layers = decoder_layers(model, architecture)
     mesh = adapter.mesh(dict(parallelism.mesh), dict(parallelism.dcn))
     sharding = Sharding(parallelism, mesh, adapter)
-    _move(model, cuts, sharding)
-    _constrain_activations(model, layers, sharding)
+
+    def put(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Cut before its values travel, so that no device ever holds it whole."""
+        there = adapter.put(tensor)
+        adapter.shard(there, mesh, cuts.get(name, ((),) * there.ndim))
+        return there
+
+    move(model, put)
+    _constrain_activations(model, layers, row_parallel(model, cuts, parallelism), sharding)
     return mesh
 
 
@@ -113,32 +132,27 @@ def decoder_layers(model: torch.nn.Module, architecture: Architecture) -> torch.
     return None
 
 
-def _move(model: torch.nn.Module, cuts: dict[str, tuple[MeshAxes, ...]], sharding: Sharding) -> None:
-    """One tensor after another, each cut before its values travel, so that no device ever holds one whole; tied ones
-    stay tied, which `model.to(device)` would undo."""
-
-    def put(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        there = sharding.adapter.put(tensor)
-        sharding.adapter.shard(there, sharding.mesh, cuts.get(name, ((),) * there.ndim))
-        return there
-
-    moved: dict[int, torch.nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in moved:
-                value = put(f"{prefix}.{name}".removeprefix("."), parameter.data)
-                there = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
-                there.__dict__.update(parameter.__dict__)
-                moved[id(parameter)] = there
-            module._parameters[name] = moved[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = put(f"{prefix}.{name}".removeprefix("."), buffer)
+def row_parallel(
+    model: torch.nn.Module, cuts: Mapping[str, tuple[MeshAxes, ...]], parallelism: Parallelism
+) -> list[torch.nn.Module]:
+    """The linear layers whose inputs are cut along an axis that does not cut the batch: each device has a part of every
+    sum (arXiv 1909.08053, section 3)."""
+    of_batch = set(dict(parallelism.strategy.rules).get(axes.BATCH, ()))
+    found: list[torch.nn.Module] = []
+    for path, module in model.named_modules():
+        runs = getattr(module, "dimensions", None)  # of a quantized layer
+        if not isinstance(runs, Mapping):
+            runs = {"weight": ("out", "in")} if isinstance(module, torch.nn.Linear) else {}
+        pairs = ((name, cuts.get(f"{path}.{name}")) for name in runs)
+        inputs = [by for name, cut in pairs if cut for along, by in zip(runs[name], cut, strict=True) if along == "in"]
+        if any(set(by) - of_batch for by in inputs):
+            found.append(module)
+    return found
 
 
-def _constrain_activations(model: Any, layers: torch.nn.ModuleList | None, sharding: Sharding) -> None:
+def _constrain_activations(
+    model: Any, layers: torch.nn.ModuleList | None, row_parallel: list[torch.nn.Module], sharding: Sharding
+) -> None:
     """Hold hidden states and logits to the batch's cut: left to itself, the compiler may follow the parameters' cuts
     instead, and compute every row on every device."""
 
@@ -151,11 +165,16 @@ def _constrain_activations(model: Any, layers: torch.nn.ModuleList | None, shard
             # gemma3n stacks several predictions of the residual stream before the batch.
             sharding.constrain(state, *((None,) * (state.ndim - 3)), axes.BATCH, axes.SEQUENCE, None)
 
+    def summed(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        sharding.constrain_sums(output)
+
     def logits(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
         if output.ndim == 3:
             sharding.constrain(output, axes.BATCH, axes.SEQUENCE, axes.VOCAB)
 
     model.get_input_embeddings().register_forward_hook(looked_up)
+    for linear in row_parallel:
+        linear.register_forward_hook(summed)
     for layer in layers or ():
         layer.register_forward_hook(hidden)
     head = model.get_output_embeddings()

@@ -62,7 +62,6 @@ def resolve(
     if given is None:
         return None
     name, asked = given
-    adapter.use_spmd()
     devices = adapter.num_devices()
     held = str(dtype).removeprefix("torch.")
     if plan is not None:

@@ -134,10 +134,8 @@ def check_splash_options(options: Options) -> None:
 def device_kind(context: AttentionContext) -> str:
     """What `jax.Device.device_kind` says of the devices that the program is for."""
     mesh = jax.sharding.get_abstract_mesh() if context.mesh is None else context.mesh
-    if isinstance(mesh, Mesh):
-        device = mesh.devices.flat[0]
-    else:  # traced for devices that this process has not, which the mesh describes
-        device = mesh.abstract_device or jax.devices()[0]
+    # What is traced for devices that this process has not is described by an abstract mesh.
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device or jax.devices()[0]
     kind: str = device.device_kind
     return kind
 

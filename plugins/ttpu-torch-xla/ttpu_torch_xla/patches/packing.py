@@ -1,0 +1,25 @@
+"""Packed sequences on a lazy device. In: positions that restart where a sequence begins; out: which sequence of its row
+each token belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Find = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+def find_packed_sequence_indices(original: Find) -> Find:
+    """transformers' function for tensors elsewhere; the same, counted in whole numbers, for those on an XLA device."""
+
+    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if position_ids.device.type != "xla":
+            return original(position_ids)
+        steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+        return (steps != 1).long().cumsum(-1)
+
+    return find
+
+
+find_packed_sequence_indices.wraps_original = True  # type: ignore[attr-defined]
