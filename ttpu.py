@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
-        if error.name != package:
+        if (error.name or "").partition(".")[0] != package:
             raise
         from ttpu_core.errors import MissingDependencyError
 

@@ -865,10 +865,19 @@ def test_auto_model_passes_dtype_and_options_to_the_backend(checkpoint: Path, ca
 
 def test_the_ttpu_module_has_exactly_its_public_names() -> None:
     assert ttpu.AutoModelForTPU is AutoModelForTPU
-    assert ttpu.__all__ == ["AutoModelForTPU"]
+    assert ttpu.__all__ == ["AutoModelForTPU", "AutoXLAModelForCausalLM"]
     assert [name for name in dir(ttpu) if not name.startswith("__")] == ttpu.__all__
-    with pytest.raises(AttributeError, match=r"no attribute 'LLM'; it has AutoModelForTPU\."):
+    with pytest.raises(AttributeError, match=r"no attribute 'LLM'; it has AutoModelForTPU, AutoXLAModel"):
         _ = ttpu.LLM
+
+
+def test_a_name_of_a_backend_that_is_missing_says_what_brings_it() -> None:
+    code = (
+        "import sys; sys.modules['ttpu_torch_xla'] = None\n"
+        "try:\n    from ttpu import AutoXLAModelForCausalLM\nexcept ImportError as error:\n    print(error)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert 'pip install "ttpu-core[torch-xla]"' in printed
 
 
 def test_importing_ttpu_imports_nothing_else() -> None:

@@ -50,6 +50,13 @@ def test_the_process_has_the_variables(tmp_path: Path) -> None:
         (("torch_xla", "--hosts", "a,b"), "joins processes on TPUs only: pass --env PJRT_DEVICE=TPU"),
         (("torch_xla", "--hosts", "a", "--nproc-per-node", "4"), "with 4 processes on a host"),
         (("torch_xla", "--devices-per-process", "2", "--env", "PJRT_DEVICE=TPU"), "PJRT_DEVICE is 'TPU'"),
+        (("torch_xla", "--slurm-script", "x", "--nodes", "2", "--devices-per-process", "4"), "on TPUs only"),
+        (("torch_xla", "--slurm-script", "x", "--nodes", "2"), "for 2 processes, but torch_xla joins"),
+        (("torch_xla", "--slurm-script", "x", "--nproc-per-node", "2"), "with --ntasks-per-node=1"),
+        (
+            ("torch_xla", "--slurm-script", "x", "--devices-per-process", "4", "--env", "PJRT_DEVICE=TPU"),
+            "PJRT_DEVICE is 'TPU'",
+        ),
         (("torch_tpu",), "processes are launched for jax or torch_xla"),
     ],
 )
@@ -68,6 +75,31 @@ def test_hosts_with_tpus_run_a_process_each() -> None:
     said = launched("torch_xla", "--hosts", "a,b", "--env", "PJRT_DEVICE=TPU", "--dry-run", "--", "train.py")
     assert said.count("PJRT_DEVICE=TPU") == 2
     assert said == launched("torch_xla", "--hosts", "a,b", "--dry-run", "--", "train.py", PJRT_DEVICE="TPU")
+
+
+def test_a_script_for_slurm_says_that_its_nodes_have_tpus_and_is_written_only_then(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    asked = ("torch_xla", "--slurm-script", str(script), "--nodes", "2")
+    launched(*asked, "--", "train.py", status=2)
+    assert not script.exists()
+    launched(*asked, "--env", "PJRT_DEVICE=TPU", "--", "train.py")
+    assert "export PJRT_DEVICE=TPU" in script.read_text()
+
+
+STEP = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n[1-4]"}
+
+
+def test_two_tasks_of_slurm_on_a_node_are_refused() -> None:
+    there = {**STEP, "PJRT_DEVICE": "TPU"}
+    task = ("torch_xla", "--slurm", "--dry-run", "--", "train.py")
+    for name, value in (("SLURM_STEP_TASKS_PER_NODE", "1,2(x3)"), ("SLURM_NTASKS_PER_NODE", "2")):
+        variables = {**there, name: value}
+        assert "with 2 processes on a host" in launched(*task, status=2, **variables)
+    fewer_than_the_job = {**there, "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}
+    for variables in (fewer_than_the_job, there):
+        assert "PJRT_DEVICE=TPU" in launched(*task, **variables)  # type: ignore[arg-type]
+    variables = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    launched("jax", *task[1:], **variables)  # type: ignore[arg-type]
 
 
 def test_a_worker_of_a_slice_uses_its_tpu() -> None:

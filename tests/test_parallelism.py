@@ -91,6 +91,12 @@ def test_what_these_devices_cannot_form_is_refused_in_one_sentence(what: str, de
     assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
 
 
+def test_a_refusal_names_the_argument_that_was_given() -> None:
+    for what, devices in (("fdsp", 8), ("3d", 4)):
+        with pytest.raises(UnsupportedError, match=f"^mesh '{what}' was asked for"):
+            resolve_parallelism(what, devices, argument="mesh")
+
+
 def test_rules_of_the_user_s_own_replace_the_usual_ones() -> None:
     table = dict(strategy_with({"mlp": ["fsdp", "tensor"], "embed": None, "q_per_kv": "tensor"}).rules)
     assert (table["mlp"], table["embed"], table["q_per_kv"]) == (("fsdp", "tensor"), (), ("tensor",))

@@ -413,6 +413,17 @@ class ArchitectureSpec:
         return self.embedding.vocab_size
 
     @property
+    def context(self) -> int:
+        """The most tokens that a sequence may have: the config's number, or that to which its rope stretches it."""
+        context = self.max_position_embeddings
+        for rope in {layer.mixer.rope for layer in self.layers}:
+            if rope is not None and rope.type in ("linear", "dynamic"):
+                context = max(context, int(self.max_position_embeddings * (rope.factor or 1.0)))
+            elif rope is not None and rope.type == "yarn":
+                context = max(context, int((rope.original_max_position_embeddings or 0) * (rope.factor or 1.0)))
+        return context
+
+    @property
     def hidden_size(self) -> int:
         """Features of the residual stream."""
         return self.embedding.hidden_size

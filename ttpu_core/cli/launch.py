@@ -191,6 +191,8 @@ def launch(
     if slurm_script is not None:
         from ttpu_core.launch.slurm import BatchScript
 
+        said = {**os.environ, **{variable: value for variable, value in asked.items() if value is not None}}
+        backends.variables_for(backend, place, nodes * nproc_per_node, devices_per_process, said)  # or every task fails
         script = BatchScript(
             words,
             places.directory(),
@@ -231,8 +233,9 @@ def launch(
         contract = pod_contract(timeout)
         tasks = [places.own_task(worker_label(os.environ), argv_of(words), contract, own_variables(1, None))]
     elif slurm:
-        from ttpu_core.launch.slurm import slurm_contract
+        from ttpu_core.launch.slurm import slurm_contract, tasks_per_node
 
+        backends.check_processes(backend, tasks_per_node(os.environ))
         contract = slurm_contract(os.environ, local_devices=devices_per_process, timeout=timeout)
         own = own_variables(contract.num_processes or 1, devices_per_process)
         tasks = [places.own_task(str(contract.process_id), argv_of(words), contract, own)]

@@ -35,8 +35,8 @@ def check_processes(backend: str, per_host: int) -> None:
     if backend == TORCH_XLA and per_host > 1:
         raise LaunchError(
             f"--backend {TORCH_XLA} was given with {per_host} processes on a host, but torch_xla drives all devices of "
-            "a host from one process: leave out --nproc-per-node, and say with --devices-per-process how many devices "
-            "a CPU simulates."
+            "a host from one process: start one on each (without --nproc-per-node; in SLURM with --ntasks-per-node=1), "
+            "and say with --devices-per-process how many devices a CPU simulates."
         )
 
 
@@ -46,7 +46,7 @@ def variables_for(
     """The variables of each process.
 
     Args:
-        place: one of `ttpu_core.launch.options.PLACES` where processes are started now.
+        place: one of `ttpu_core.launch.options.PLACES`: where processes are started now, or what a script says.
         processes: how many there are in all, where the launcher knows.
         local_devices: CPU devices that each simulates; None for the accelerators that are there.
         given: the variables that they have anyhow, which stay as they are.

@@ -16,6 +16,10 @@ FIRST_PORT, PORTS = 61440, 4096
 """The coordinator's port follows from the job's number, so that two jobs on a node seldom share it; JAX's own rule."""
 
 
+TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+"""Variables that say it, the step's before the job's, which a step may change."""
+
+
 def slurm_contract(
     environment: Mapping[str, str], *, local_devices: int | None = None, timeout: int = DEFAULT_TIMEOUT
 ) -> Contract:
@@ -38,6 +42,12 @@ def slurm_contract(
     job, count, number = (int(environment[name]) for name in needed)
     port = FIRST_PORT + job % PORTS
     return Contract(f"{first_node(nodes)}:{port}", count, number, local_devices, timeout)
+
+
+def tasks_per_node(environment: Mapping[str, str]) -> int:
+    """The most tasks that this step has on a node, as `2(x3),1` says; 1 where SLURM does not say."""
+    said = next((environment[name] for name in TASKS_PER_NODE if environment.get(name)), "1")
+    return max((int(part) for part in re.findall(r"(?:^|,)\s*(\d+)", said)), default=1)
 
 
 def first_node(nodes: str) -> str:

@@ -68,7 +68,11 @@ class Parallelism:
 
 
 def resolve_parallelism(
-    what: str, num_devices: int, rules: Rules | None = None, simulated_by: str = SIMULATED_BY
+    what: str,
+    num_devices: int,
+    rules: Rules | None = None,
+    simulated_by: str = SIMULATED_BY,
+    argument: str = "parallelism_strategy",
 ) -> Parallelism:
     """The mesh that a strategy means on `num_devices` devices.
 
@@ -77,6 +81,7 @@ def resolve_parallelism(
             "dcn.data=2," before it where two slices are joined). A name takes all devices; a mesh may take fewer.
         rules: logical axis → the mesh axes that cut it, or None, in place of the usual ones.
         simulated_by: what sets the number of devices on a CPU, for the refusal of a mesh that is too large.
+        argument: what the caller's argument is called, for a refusal of its value.
 
     Raises:
         UnsupportedError: no such strategy, axis or mesh, or one that these devices cannot form.
@@ -84,7 +89,7 @@ def resolve_parallelism(
     text = str(what).strip().lower()
     dcn: dict[str, int] = {}
     if text in NAMED:
-        mesh = _named(text, num_devices)
+        mesh = _named(text, num_devices, argument)
     elif re.fullmatch(r"\d+(x\d+)*", text):
         mesh = _shape(text)
     elif "=" in text:
@@ -93,7 +98,7 @@ def resolve_parallelism(
         close = get_close_matches(text, (*NAMED, AUTO), n=1)
         meant = f"{close[0]!r}" if close else "one of them"
         raise UnsupportedError(
-            f"parallelism_strategy {what!r} was asked for, but it is no strategy: there are {', '.join(NAMED)}, "
+            f"{argument} {what!r} was asked for, but it is no strategy: there are {', '.join(NAMED)}, "
             f"{AUTO}, shapes such as '2x4' and meshes such as 'data=2,tensor=4'; write {meant}."
         )
     found = Parallelism(_in_order(mesh), _in_order(dcn), strategy_with(rules))
@@ -152,7 +157,7 @@ def _known(kind: str, given: Iterable[object], known: Iterable[str]) -> None:
             )
 
 
-def _named(name: str, num_devices: int) -> dict[str, int]:
+def _named(name: str, num_devices: int, argument: str) -> dict[str, int]:
     axes = NAMED[name]
     if num_devices == 1:
         return {}
@@ -161,7 +166,7 @@ def _named(name: str, num_devices: int) -> dict[str, int]:
         smallest = 2 ** len(axes)
         possible = [str(n) for n in range(smallest, 65) if _even_factors(n, len(axes))]
         raise UnsupportedError(
-            f"parallelism_strategy {name!r} was asked for, which cuts along {' and '.join(axes)}, but {num_devices} "
+            f"{argument} {name!r} was asked for, which cuts along {' and '.join(axes)}, but {num_devices} "
             f"devices cannot be shared by {len(axes)} axes of two or more: take {', '.join(possible[:6])} or another "
             "such number of devices, or a strategy with fewer axes such as 'fsdp'."
         )

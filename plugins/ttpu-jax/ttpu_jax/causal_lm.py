@@ -69,13 +69,7 @@ class JaxCausalLM:
     @property
     def context(self) -> int:
         """The most tokens that a sequence may have: the config's number, or that to which its rope stretches it."""
-        context = self.spec.max_position_embeddings
-        for rope in self.programs.runtime.ropes:
-            if rope.type in ("linear", "dynamic"):
-                context = max(context, int(self.spec.max_position_embeddings * (rope.factor or 1.0)))
-            elif rope.type == "yarn":
-                context = max(context, int((rope.original_max_position_embeddings or 0) * (rope.factor or 1.0)))
-        return context
+        return self.spec.context
 
     def __call__(self, input_ids: Any, attention_mask: Any = None) -> CausalLMOutput:
         """Logits float32 [batch, seq, vocab] of input_ids [batch, seq] (or [seq], or lists of one length).

@@ -52,11 +52,11 @@ def placement_for(
         read = plan_for(plan, spec, dtype=dtype, quantization=None, rules=sharding_rules, backend="JAX")
         return local_placement(read.parallelism)
     strategy = strategy_with(sharding_rules)
-    asked = given[1] if given else None
+    argument, asked = given or ("parallelism_strategy", None)
     if isinstance(asked, str) and asked.strip().lower() == AUTO:
         return local_placement(planned(spec, jax.devices(), Request(strategy=strategy, dtype=dtype)))
     if isinstance(asked, str):
-        asked = resolve_parallelism(asked, len(jax.devices()), sharding_rules)
+        asked = resolve_parallelism(asked, len(jax.devices()), sharding_rules, argument=argument)
     placement = local_placement(asked, strategy)
     _refuse_idle_axes(spec, placement)
     return placement

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
 import json
 import os
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,11 @@ pytest.importorskip("torch_xla")
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from xla_tiny import Tiny, model_types, prompt, tiny
 
-from ttpu_torch_xla.generation import generate as routing
-from ttpu_torch_xla.generation import install
-from ttpu_torch_xla.generation.choice import drawn
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_torch_xla.checkpointing import checkpoint_layers
+from ttpu_torch_xla.generation import install, stock
+from ttpu_torch_xla.generation.cache import FixedCache
+from ttpu_torch_xla.generation.choice import DeviceChoice, drawn
 from ttpu_torch_xla.generation.prompt import answer_bucket, padded, prompt_bucket
 
 pytestmark = pytest.mark.torch
@@ -83,14 +88,16 @@ def ending(pair: Pair) -> int:
     return int(pair.host.generate(IDS, attention_mask=MASK, do_sample=False, max_new_tokens=NEW)[1, 21 + 5])
 
 
-def test_sixty_four_tokens_take_few_programs_and_a_second_run_none(llama: Pair) -> None:
+def test_sixty_four_tokens_take_three_programs_and_a_second_run_none(llama: Pair) -> None:
     adapter = llama.made.adapter
-    llama.device_model.generate(IDS, attention_mask=MASK, do_sample=False, max_new_tokens=64)
-    adapter.reset_counters()
-    host, ours = llama.both(IDS, attention_mask=MASK, do_sample=False, max_new_tokens=64)
-    assert ours.tolist() == host.tolist()
-    assert adapter.counters().compiles == 0
-    assert not adapter.counters().fallbacks
+    ids, mask = prompt(5, 21, left={1: 8})  # five rows, of which no other test compiles anything
+    host = llama.host.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=64).tolist()
+    for programs in ({1, 2, 3}, {0}):
+        adapter.reset_counters()
+        ours = llama.device_model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=64)
+        assert ours.tolist() == host
+        assert adapter.counters().compiles in programs
+        assert not adapter.counters().fallbacks
 
 
 def test_sequences_end_at_their_end_token_and_are_padded_from_there(llama: Pair) -> None:
@@ -208,6 +215,21 @@ def test_draws_have_the_distribution_of_the_scores() -> None:
     assert drawn(scores[None], torch.zeros(1)).item() == 0
 
 
+def test_draws_on_the_device_are_possible_tokens_at_every_level_of_the_distribution(llama: Pair) -> None:
+    """Sums of prefixes rise at tokens of probability zero too there, so the levels are where a draw might hit them."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.full((1, 32_000), -float("inf"))
+    possible = torch.randperm(32_000, generator=generator)[:50]
+    scores[0, possible] = torch.randn(50, generator=generator)
+    on_device = scores.to(llama.made.device)
+    below = on_device.softmax(-1).cumsum(-1).cpu()[0]
+    levels = below.unique() / below[-1]
+    below_one = 1 - 2**-24
+    uniform = torch.cat([levels, torch.nextafter(levels, torch.tensor(0.0))]).clamp(0, below_one)
+    tokens = drawn(on_device.expand(len(uniform), -1), uniform.to(llama.made.device)).cpu()
+    assert set(tokens.tolist()) == set(possible.tolist())
+
+
 def test_several_answers_per_prompt(llama: Pair) -> None:
     ours = llama.device_model.generate(
         IDS, attention_mask=MASK, do_sample=True, max_new_tokens=5, num_return_sequences=2
@@ -240,7 +262,7 @@ def test_a_streamer_gets_prompt_and_tokens_as_they_come(llama: Pair, ends: bool)
     assert ours.ended == host.ended == 1
 
 
-class NoEvenTokens(LogitsProcessor):  # type: ignore[misc]
+class NoEvenTokens(LogitsProcessor):
     """A caller's own, which looks at the sequences too."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -249,7 +271,7 @@ class NoEvenTokens(LogitsProcessor):  # type: ignore[misc]
         return scores.scatter(1, input_ids[:, -1:], -float("inf"))
 
 
-class AfterNine(StoppingCriteria):  # type: ignore[misc]
+class AfterNine(StoppingCriteria):
     """Ends each row at its own length."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -269,6 +291,21 @@ def test_a_callers_processors_and_criteria_are_run_with_the_tokens_so_far(llama:
         assert ours.tolist() == host.tolist(), asked
     assert adapter.counters().compiles <= 2 * PROGRAMS, "tokens chosen on the device, or logits given to the host"
     assert not adapter.counters().fallbacks
+
+
+class NeverWithAttribute(StoppingCriteria):
+    """Has an attribute of the name that transformers' criterion of end tokens has, and of another type."""
+
+    eos_token_id = 5
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.arange(input_ids.shape[0]) + input_ids.shape[1] >= 30
+
+
+def test_only_end_tokens_of_transformers_own_criterion_end_sequences(llama: Pair) -> None:
+    asked = {"stopping_criteria": [NeverWithAttribute()], "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    host, ours = llama.both(IDS, attention_mask=MASK, **asked)
+    assert ours.tolist() == host.tolist()
 
 
 def test_what_the_host_samples_is_what_transformers_samples_for_the_seed(llama: Pair) -> None:
@@ -302,7 +339,7 @@ def test_stop_strings_end_generation(llama: Pair) -> None:
 
 
 def test_beams_are_left_to_transformers_with_one_warning(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "_warned", set())
+    monkeypatch.setattr(stock, "_warned", set())
     asked = {"attention_mask": MASK, "do_sample": False, "max_new_tokens": 3, "num_beams": 2}
     with pytest.warns(UserWarning, match="the generation mode beam_search"):
         ours = llama.device_model.generate(IDS, **asked)
@@ -311,6 +348,86 @@ def test_beams_are_left_to_transformers_with_one_warning(llama: Pair, monkeypatc
         warnings.simplefilter("always")
         llama.device_model.generate(IDS[:, :16], **(asked | {"attention_mask": None, "max_new_tokens": 1}))
     assert not [one for one in caught if "generation mode" in str(one.message)]
+
+
+def test_guidance_is_left_to_transformers_on_the_device(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock, "_warned", set())
+    asked = {"do_sample": False, "max_new_tokens": 4, "guidance_scale": 1.5}
+    with pytest.warns(UserWarning, match=r"guidance_scale=1\.5"):
+        host, ours = llama.both(IDS, attention_mask=MASK, **asked)
+    assert ours.device.type == "cpu"
+    assert ours.tolist() == host.tolist()
+
+
+@pytest.mark.parametrize("assistant", ["on the host", "on the device", "the prompt"])
+@pytest.mark.filterwarnings("ignore:.*compiled decoding loop:UserWarning")
+def test_an_assistants_candidates_leave_the_tokens_as_they_are(llama: Pair, assistant: str) -> None:
+    """The assistant is wrong once, and has nothing to say before the last token."""
+    ids = torch.cat([IDS[:1, :6], IDS[:1, :6]], 1)
+    asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
+    plain = llama.host.generate(ids, **asked).tolist()
+    if assistant == "the prompt":
+        asked["prompt_lookup_num_tokens"] = 2
+    else:
+        other = copy.deepcopy(llama.host if assistant == "on the host" else llama.device_model)
+        with torch.no_grad():
+            other.lm_head.weight[int(plain[0][12 + 1])] = 0
+        asked["assistant_model"] = other
+    assert llama.device_model.generate(ids, **asked).tolist() == plain
+
+
+def test_offloading_is_refused(llama: Pair) -> None:
+    with pytest.raises(UnsupportedError, match=r"cache_implementation='offloaded' was asked for, but .*: leave it out"):
+        llama.device_model.generate(IDS[:1], max_new_tokens=3, cache_implementation="offloaded")
+
+
+@pytest.mark.filterwarnings("ignore:.*compiled decoding loop:UserWarning")
+def test_inference_mode_changes_nothing(llama: Pair) -> None:
+    asked = {"do_sample": False, "max_new_tokens": 4}
+    with torch.inference_mode():
+        ids, mask = IDS.clone(), MASK.clone()
+        host, ours = llama.both(ids, attention_mask=mask, **asked)
+        guided = llama.device_model.generate(ids, attention_mask=mask, guidance_scale=1.5, **asked)
+    assert ours.tolist() == host.tolist()
+    assert guided.tolist() == llama.host.generate(IDS, attention_mask=MASK, guidance_scale=1.5, **asked).tolist()
+
+
+def test_generation_in_training_mode_needs_keys_and_values(llama: Pair) -> None:
+    model = copy.deepcopy(llama.device_model)
+    checkpoint_layers(model)
+    asked = {"do_sample": False, "max_new_tokens": 4}
+    host = llama.host.generate(IDS, **asked)
+    assert model.eval().generate(IDS, **asked).tolist() == host.tolist()
+    with pytest.raises(RequestError, match=r"gradient checkpointing.*call model.eval\(\) first"):
+        model.train().generate(IDS, **asked)
+
+
+def test_a_model_that_was_moved_away_generates_where_it_is(llama: Pair) -> None:
+    model = copy.deepcopy(llama.device_model).to("cpu")
+    host = llama.host.generate(IDS, attention_mask=MASK, do_sample=False, max_new_tokens=4)
+    assert model.generate(IDS, attention_mask=MASK, do_sample=False, max_new_tokens=4).tolist() == host.tolist()
+
+
+def test_a_deleted_model_is_gone_at_once_with_all_that_generation_made(llama: Pair) -> None:
+    model = copy.deepcopy(llama.device_model)
+    gone, weights = weakref.ref(model), weakref.ref(model.lm_head.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        model.generate(IDS, attention_mask=MASK, do_sample=False, max_new_tokens=3, repetition_penalty=1.5)
+        made = [one for one in gc.get_objects() if type(one) in (DeviceChoice, FixedCache)]
+        del model
+        assert (made, gone(), weights()) == ([], None, None)
+    finally:
+        gc.enable()
+
+
+def test_other_models_of_the_class_are_as_they_were(llama: Pair) -> None:
+    assert type(llama.host) is type(llama.device_model)
+    assert inspect.signature(llama.device_model.generate) == inspect.signature(llama.host.generate)
+    llama.made.adapter.reset_counters()
+    llama.host.generate(IDS, do_sample=False, max_new_tokens=3)
+    assert llama.made.adapter.counters().executions == 0
 
 
 def test_a_mistaken_argument_is_refused_as_transformers_does(llama: Pair) -> None:

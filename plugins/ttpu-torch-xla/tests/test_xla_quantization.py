@@ -4,6 +4,7 @@ and what becomes of a model."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import warnings
@@ -19,7 +20,9 @@ transformers = pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 
 from ttpu_core.errors import RequestError, UnsupportedError  # noqa: E402
-from ttpu_torch_xla import adapter  # noqa: E402
+from ttpu_torch_xla import adapter, saving  # noqa: E402
+from ttpu_torch_xla.patches.defaults import DEFAULTS  # noqa: E402
+from ttpu_torch_xla.patches.patch import applied  # noqa: E402
 from ttpu_torch_xla.quantization import QuantizationConfig, QuantizedLinear, quantize  # noqa: E402
 from ttpu_torch_xla.quantization.pack import half_run, pack, quantize_weight, unpack  # noqa: E402
 
@@ -232,6 +235,17 @@ def test_what_lies_beside_and_before_a_quantized_layer_trains(linear: nn.Linear,
     assert all(one.weight.grad is not None and one.weight.grad.abs().max() > 0 for one in (before, down, up))
 
 
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("activation", [False, True], ids=["A16", "A8"])
+def test_what_lies_before_any_kind_of_quantized_layer_trains(bias: bool, symmetric: bool, activation: bool) -> None:
+    config = QuantizationConfig(symmetric=symmetric, quantize_activation=activation)
+    layer = QuantizedLinear.from_linear(nn.Linear(16, 8, bias=bias), config)
+    x = torch.randn(2, 16, requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.allclose(x.grad, layer.weight.sum(0).expand_as(x), atol=1e-5)
+
+
 def test_the_op_gives_the_bias_its_gradient(linear: nn.Linear, x: Any) -> None:
     weight = quantize_weight(linear.weight)
     torch.ops.ttpu.quantized_linear(x, *weight, linear.bias, False).sum().backward()
@@ -417,6 +431,21 @@ def test_a_quantized_model_is_the_stock_model_with_rounded_weights(config: Quant
     assert torch.equal(quantized.generate(tokens, **arguments), stock.generate(tokens, **arguments))
 
 
+@pytest.mark.parametrize("config", [QuantizationConfig(), QuantizationConfig(4, 16, symmetric=False)], ids=name_of)
+def test_a_gradient_passes_through_all_quantized_layers_of_a_model(
+    config: QuantizationConfig, tokens: Any, device: Any
+) -> None:
+    rounded, model = llama(attention_bias=False), llama(attention_bias=False)
+    for name in quantize(model, config).quantized:
+        rounded.get_submodule(name).weight.data = model.get_submodule(name).weight
+    found = {}
+    for which, one, ids in (("host", rounded, tokens), ("device", model.to(device), tokens.to(device))):
+        one.train()(ids, labels=ids, use_cache=False).loss.backward()
+        adapter.current().sync()
+        found[which] = one.model.embed_tokens.weight.grad.cpu()
+    assert (found["device"] - found["host"]).abs().max() < 1e-4 * found["host"].abs().max()
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_quantized_model_gives_the_same_on_the_xla_device(bits: int, tokens: Any, device: Any) -> None:
     model = llama()
@@ -544,6 +573,25 @@ def test_a_configuration_survives_json() -> None:
     assert QuantizationConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+def test_a_configuration_can_be_changed_in_a_copy() -> None:
+    config = QuantizationConfig(symmetric=False)
+    for changed in (dataclasses.replace(config, bits=4), dataclasses.replace(config, n_bits=4)):
+        assert (changed.bits, changed.n_bits, changed.symmetric) == (4, 4, False)
+        assert changed == QuantizationConfig(4, symmetric=False)
+    assert dataclasses.replace(config, block_size=64) == QuantizationConfig(block_size=64, symmetric=False)
+    with pytest.raises(RequestError, match="two names of one number"):
+        dataclasses.replace(config, bits=4, n_bits=8)
+
+
+def test_a_configuration_or_its_arguments_are_read() -> None:
+    config = QuantizationConfig(4)
+    assert QuantizationConfig.read(config) is config
+    assert QuantizationConfig.read({"bits": 4}) == config
+    for wrong in ("int8", 8, [("bits", 4)]):
+        with pytest.raises(RequestError, match="but a QuantizationConfig or a mapping of its arguments is needed"):
+            QuantizationConfig.read(wrong)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -580,11 +628,19 @@ def test_what_a_model_does_not_allow_is_refused_before_it_is_touched(config: Qua
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
 
 
-def test_a_checkpoint_that_transformers_would_misread_is_not_written(tmp_path: Any) -> None:
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_checkpoint_that_transformers_would_misread_is_not_written(
+    patched: bool, tmp_path: Any, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = llama()
     quantize(model, {"bits": 8})
-    with pytest.raises(UnsupportedError, match="quantized layers"):
-        copy.deepcopy(model).save_pretrained(tmp_path)
+    monkeypatch.setattr(saving, "on_host", lambda _: pytest.fail("fetched what is not written"))
+    with applied([patch for patch in DEFAULTS if patched and "save_pretrained" in patch.target]):
+        there = model.to(device)
+        for one in (there, copy.deepcopy(there)):
+            with pytest.raises(UnsupportedError, match="quantized layers"):
+                one.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_is_not_quantized_twice() -> None:

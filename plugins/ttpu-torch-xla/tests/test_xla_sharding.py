@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.utils._pytree import tree_leaves
+from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
 
 from ttpu_conformance.case import plugin_record
 from ttpu_conformance.declaration import declaration_for
@@ -21,7 +22,8 @@ from ttpu_core import ModelConfig, default_registry
 from ttpu_core.errors import PlanError, RequestError, TTPUError, UnsupportedError
 from ttpu_core.plan.parallelism import resolve_parallelism
 from ttpu_core.plan.planner import Request
-from ttpu_torch_xla.sharding.apply import Sharding, decoder_layers, parameter_cuts
+from ttpu_torch_xla.handle import Handle
+from ttpu_torch_xla.sharding.apply import Sharding, decoder_layers, linears_cut_along, parameter_cuts
 from ttpu_torch_xla.sharding.axes import Dimensions, parameter_axes
 from ttpu_torch_xla.sharding.fsdp import refuse_without_axis
 from ttpu_torch_xla.sharding.loader import ShardedLoader
@@ -51,8 +53,16 @@ QUERY = {
     "3d": "[2,2,2]",
     "mixtral": "[1,2,4]",
 }
-LOGITS = {"fsdp": "[8,1,1]", "dp": "[8,1,1]", "mp": "", "2d": "[2,1,1,4]", "3d": "[4,1,1,2]", "mixtral": "[4,1,1,2]"}
-"""The vocabulary of 93 is cut in the table, where XLA pads it, and whole in the logits."""
+LOGITS = {
+    "fsdp": "[8,1,1]",
+    "dp": "[8,1,1]",
+    "mp": "[1,1,8]",
+    "2d": "[2,1,1,4]",
+    "3d": "[4,1,1,2]",
+    "mixtral": "[4,1,1,2]",
+}
+"""The vocabulary of 93 is cut in the table, where XLA pads it; in the logits where nothing else of them is."""
+INPUT = {case: "{replicated}" if case == "mp" else f"{{devices={cut.split(',')[0]}," for case, cut in LOGITS.items()}
 
 
 def architecture_of(model: Any) -> Any:
@@ -198,7 +208,8 @@ def test_quantized_weights_are_cut_as_the_weights_would_be(block_size: int) -> N
     )
     assert cuts[f"{layer}mlp.up_proj.scale"] == ((("fsdp",), ("tensor",)) if blockwise else (("tensor",),))
     narrow = parameter_cuts(model, architecture, resolve_parallelism("fsdp", 8))
-    assert narrow[f"{layer}self_attn.q_proj.scale"] == ((), ()) if blockwise else ((),)
+    # Two blocks are fewer than the devices; a scale for each output is cut by nothing that cuts the inputs.
+    assert narrow[f"{layer}self_attn.q_proj.scale"] == (((), ()) if blockwise else ((),))
 
 
 # What users write
@@ -229,9 +240,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
     "uneven heads": ({"num_key_value_heads": 2}, {"mesh": "mp"}, 8, "has 2 kv_heads: use 1, 2 devices"),
     "too few devices for 3d": ({}, {"sharding_strategy": "3d"}, 4, "4 devices cannot be shared by 3 axes"),
     "a part of the devices": ({}, {"mesh": "tensor=4"}, 8, "on all 8 that there are"),
+    "one device of several": ({}, {"mesh": "tensor=1"}, 8, "mesh that mesh asks for is 1 device, but torch_xla runs"),
     "more devices than there are": ({}, {"mesh": "tensor=16"}, 8, "CPU_NUM_DEVICES=16 simulates"),
     "an axis that cuts nothing": ({}, {"mesh": "expert=2,tensor=4"}, 8, "nothing of this llama is cut along it"),
-    "no such strategy": ({}, {"mesh": "fdsp"}, 8, "write 'fsdp'"),
+    "no such strategy": ({}, {"sharding_strategy": "fdsp"}, 8, "sharding_strategy 'fdsp' was asked for"),
+    "no such mesh": ({}, {"mesh": "fdsp"}, 8, "mesh 'fdsp' was asked for, but it is no strategy"),
+    "rules alone": ({}, {"sharding_rules": {"mlp": None}}, 8, "sharding_rules for mlp were given, but nothing says"),
+    "no such axis": ({}, {"mesh": "2d", "sharding_rules": {"mlpp": None}}, 1, "the logical axis 'mlpp'"),
     "two at once": ({}, {"mesh": "mp", "sharding_strategy": "mp"}, 8, "pass one of them"),
     "no text": ({}, {"mesh": 8}, 8, "is the int '8'"),
 }
@@ -303,9 +318,88 @@ def test_a_plan_is_for_weights_as_they_are_loaded() -> None:
         resolve(spec, Runtime(), plan=plan, quantization="int4")  # type: ignore[arg-type]
 
 
+def test_a_plan_for_smaller_weights_than_are_held_is_warned_of() -> None:
+    from ttpu_core.plan.hardware import parse_topology
+    from ttpu_core.plan.planner import plans
+
+    spec = tiny_llama()[1].spec
+    plan = plans(spec, parse_topology("v5e:2x4"), Request(dtype="bfloat16"))[0]
+    for dtype in ("float32", torch.float32):
+        with pytest.warns(UserWarning, match="made for weights in bfloat16, but they are held in float32"):
+            resolve(spec, Runtime(), plan=plan, dtype=dtype)  # type: ignore[arg-type]
+
+
+def test_the_planner_is_told_what_weights_are_held_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[resolve.__module__]
+    asked: list[Request] = []
+
+    def planned(spec: Any, _: Any, request: Request) -> Any:
+        asked.append(request)
+        return resolve_parallelism("fsdp", 8)
+
+    monkeypatch.setattr(module, "planned", planned)
+    for dtype in ("float32", torch.float16, "auto"):
+        resolve(tiny_llama()[1].spec, Runtime(), mesh="auto", dtype=dtype)  # type: ignore[arg-type]
+    assert [request.dtype for request in asked] == ["float32", "float16", "bfloat16"]
+
+
+def test_products_are_summed_where_devices_have_parts_of_them() -> None:
+    model, architecture = tiny_llama()
+    parallelism = resolve_parallelism("3d", 8)
+    cuts = parameter_cuts(model, architecture, parallelism)
+    names = {id(module): name.removeprefix("model.layers.0.") for name, module in model.named_modules()}
+    found = {
+        dimension: {names[id(one)] for one in linears_cut_along(dimension, model, cuts, parallelism)}
+        for dimension in ("in", "out")
+    }
+    first = {which: {name for name in of_which if "layers" not in name} for which, of_which in found.items()}
+    assert first["in"] == {"self_attn.o_proj", "mlp.down_proj"}
+    assert first["out"] == {*(f"self_attn.{x}_proj" for x in "qkv"), "mlp.gate_proj", "mlp.up_proj", "lm_head"}
+    fsdp = resolve_parallelism("fsdp", 8)
+    of_fsdp = parameter_cuts(model, architecture, fsdp)
+    assert not linears_cut_along("in", model, of_fsdp, fsdp) + linears_cut_along("out", model, of_fsdp, fsdp)
+
+
+def test_quantized_products_are_summed_too() -> None:
+    from ttpu_torch_xla.quantization import QuantizationConfig, quantize
+
+    parallelism = resolve_parallelism("3d", 8)
+    for block_size in (-1, 16):
+        model, architecture = tiny_llama()
+        quantize(model, QuantizationConfig(block_size=block_size))
+        found = linears_cut_along("in", model, parameter_cuts(model, architecture, parallelism), parallelism)
+        layer = model.model.layers[0]
+        assert layer.mlp.down_proj in found and layer.self_attn.o_proj in found
+        assert layer.mlp.up_proj not in found
+
+
 def test_a_loader_is_for_prepared_models() -> None:
     with pytest.raises(RequestError, match="was not loaded by this backend"):
         ShardedLoader([], tiny_llama()[0])
+
+
+def test_every_tensor_of_a_batch_is_put_on_the_device() -> None:
+    class Pair(NamedTuple):
+        left: Any
+        right: Any
+
+    class Device(Runtime):
+        def put(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to("meta")
+
+        def sync(self) -> None: ...
+
+    model: Any = torch.nn.Linear(1, 1)
+    model.ttpu = Handle(None, Device())  # type: ignore[arg-type]
+    ids = torch.zeros(2, 3)
+    encoding = BatchEncoding({"input_ids": ids, "more": [ids, {"deep": ids, "name": "x"}]})
+    for batch in (encoding, (encoding, ids), [encoding], {"one": encoding}, Pair(encoding, ids)):
+        [found] = ShardedLoader([batch], model)
+        leaves = tree_leaves(found)
+        assert {one.device.type for one in leaves if isinstance(one, torch.Tensor)} == {"meta"}
+        assert sum(isinstance(one, torch.Tensor) for one in leaves) == 3 + (len(leaves) > 4)
+        assert "x" in leaves
+    assert isinstance(found, Pair)
 
 
 # Eight devices
@@ -330,6 +424,7 @@ class TestOnEightDevices:
     def test_logits_equal_those_of_the_host(self, case: str, cases: dict[str, Any]) -> None:
         assert cases[case]["mesh"] == CUT_ALONG[case]
         assert cases[case]["logits"] < 1e-5
+        assert cases[case]["logits_of_one_row"] < 1e-5
 
     def test_three_steps_of_adamw_equal_those_of_the_host(self, case: str, cases: dict[str, Any]) -> None:
         assert max(cases[case]["losses"]) < 1e-5
@@ -347,13 +442,34 @@ class TestOnEightDevices:
 
     def test_rows_stay_on_their_devices(self, case: str, cases: dict[str, Any]) -> None:
         assert LOGITS[case] in cases[case]["logits_cut"]
-        assert LOGITS[case].split(",")[0] in cases[case]["input_cut"]
+        assert INPUT[case] in cases[case]["input_cut"]
 
     def test_the_model_keeps_its_class_its_names_and_its_ties(self, case: str, cases: dict[str, Any]) -> None:
         sparse = case == "mixtral"
         assert cases[case]["class"] == ("MixtralForCausalLM" if sparse else "LlamaForCausalLM")
         assert cases[case]["names_kept"]
         assert cases[case]["tied"] is not sparse
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "qwen3_next", "mistral4"])
+class TestOtherLayersOnThreeAxes:
+    def test_logits_equal_those_of_the_host(self, model_type: str, cases: dict[str, Any]) -> None:
+        assert cases[model_type]["mesh"] == CUT_ALONG["3d"]
+        assert cases[model_type]["logits"] < 1e-5
+
+    def test_training_equals_the_hosts(self, model_type: str, cases: dict[str, Any]) -> None:
+        assert max(cases[model_type]["losses"]) < 1e-5
+        assert cases[model_type]["parameters"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [what for what in CUT_ALONG if what != "mixtral"])
+def test_a_checkpoint_is_loaded_cut_and_generates_what_the_host_does(strategy: str, cases: dict[str, Any]) -> None:
+    found = cases["loaded"][strategy]
+    assert found["mesh"] == CUT_ALONG[strategy]
+    assert found["logits"] < 1e-5
+    assert found["generates_the_same"]
 
 
 @pytest.mark.slow

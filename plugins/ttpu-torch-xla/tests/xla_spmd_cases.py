@@ -15,9 +15,10 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from xla_tiny import tiny
 
+from ttpu import AutoModelForTPU
 from ttpu_core import ModelConfig, default_registry
-from ttpu_torch_xla import saving
 from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.checkpointing import checkpoint_layers
 from ttpu_torch_xla.handle import Handle
@@ -37,6 +38,9 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 LLAMA = ("fsdp", "dp", "mp", "2d", "3d")
 MIXTRAL = "data=2,fsdp=2,expert=2"
+OTHERS = ("gemma3n_text", "qwen3_next", "mistral4")
+"""Model types with more to their layers: several residual streams, a gated delta rule, latent attention and experts."""
+QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
 def llama() -> Any:
@@ -93,7 +97,6 @@ class Case:
         model = copy.deepcopy(self.model)
         handle = Handle(self.architecture, adapter, parallelism=parallelism)
         handle.mesh = shard_model(model, self.architecture, parallelism, adapter)
-        saving.install(model)
         names = set(model.state_dict())
         if fsdp_wrap:
             checkpoint_layers(model)
@@ -104,25 +107,28 @@ class Case:
         with torch.no_grad():
             there = next(iter(loader))["input_ids"]
             output = model(there).logits
+            adapter.sync(wait=True)
             logits_cut = adapter.sharding_of(output)
-            error = _error(output.detach().cpu(), self.logits)
+            error = _error(output.cpu(), self.logits)
+            few = _error(model(self.data[0]["input_ids"][:1].to(adapter.device())).logits.cpu(), self.logits[:1])
         adapter.sync(wait=True)
         model.train()
         adapter.reset_counters()
         losses = [float(loss) for loss in list(trained(model, loader))]
         compiles = adapter.counters().compiles
         state = model.state_dict(keep_vars=True)
-        query = state["model.layers.0.self_attn.q_proj.weight"]
+        moments = model.optimizer.state.get(state.get(QUERY))
         result = {
             "mesh": str(parallelism),
             "logits": error,
+            "logits_of_one_row": few,
             "losses": [abs(a - b) / b for a, b in zip(losses, self.losses, strict=True)],
             "parameters": max(_error(state[name].detach().cpu(), one) for name, one in self.parameters.items()),
             "compiles": compiles,
             "input_cut": adapter.sharding_of(there),
             "logits_cut": logits_cut,
             "cut": {name: adapter.sharding_of(one) for name, one in state.items()},
-            "state_cut": adapter.sharding_of(model.optimizer.state[query]["exp_avg"]),
+            "state_cut": adapter.sharding_of(moments["exp_avg"]) if moments else None,
             "names_kept": set(state) == names,
             "tied": state["lm_head.weight"] is state["model.embed_tokens.weight"],
             "class": type(model).__name__,
@@ -145,6 +151,29 @@ class Case:
             return {"loaded": _error(model(ids).logits.cpu(), self.logits)}
 
 
+def loaded(model: Any) -> dict[str, Any]:
+    """A checkpoint through the public call, for each named strategy: how far its logits are from the host's, and
+    whether it generates the same."""
+    ids = batches(model)[0]["input_ids"]
+    asked = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
+    with torch.no_grad():
+        logits = model(ids).logits
+    tokens = model.generate(ids[:3], **asked)
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        for what in LLAMA:
+            there = AutoModelForTPU.from_pretrained(folder, backend="torch_xla", sharding_strategy=what)
+            with torch.no_grad():
+                found = there(ids.to(there.device)).logits.cpu()
+            results[what] = {
+                "mesh": str(there.ttpu.parallelism),
+                "logits": _error(found, logits),
+                "generates_the_same": torch.equal(there.generate(ids[:3], **asked), tokens),
+            }
+    return results
+
+
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected.detach()).abs().max() / expected.detach().abs().max())
 
@@ -161,6 +190,10 @@ def main() -> None:
         case = Case(dense)
         results = {what: case.run(what) for what in LLAMA}
         results["mixtral"] = Case(sparse).run(MIXTRAL, fsdp_wrap=True)
+    for model_type in OTHERS:
+        with tiny(model_type) as other:
+            results[model_type] = Case(other.model).run("3d")
+    results["loaded"] = loaded(dense)
     results["slices"] = adapter.mesh({"data": 2, "fsdp": 4}, {"fsdp": 2}).get_logical_mesh().tolist()
     json.dump(results, sys.stdout)
 

@@ -158,7 +158,7 @@ class TorchXlaBackend:
             if gradient_checkpointing:
                 checkpoint_layers(model)
             if scan_layers:
-                scan(model, architecture, handle.mesh)
+                scan(model, architecture)
             generation.install(model)
             if use_fsdp_wrap:
                 model = wrap(model, handle.mesh, architecture)

@@ -7,9 +7,8 @@ import os
 from collections.abc import Callable, MutableMapping
 
 from ttpu_core.errors import LaunchError
+from ttpu_core.launch.backends import CPU_DEVICES, DEVICE
 from ttpu_core.launch.contract import AUTO, NUM_PROCESSES, PROCESS_ID, contract_of
-
-DEVICE, CPU_DEVICES = "PJRT_DEVICE", "CPU_NUM_DEVICES"
 
 
 def before_start(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -71,18 +71,29 @@ def model_class(transformers: Any, checkpoint: Checkpoint) -> Any:
 
     Raises:
         UnsupportedError: there is none.
+        CheckpointError: transformers refuses the config.
     """
     for name in checkpoint.config.get("architectures") or ():
         named = getattr(transformers, str(name), None)
         if isinstance(named, type) and hasattr(named, "generate"):
             return named
-    config = transformers.AutoConfig.from_pretrained(str(checkpoint.path))
+    none = UnsupportedError(
+        f"{checkpoint.source} has model_type {checkpoint.config.model_type!r}, for which transformers "
+        f"{transformers.__version__} has no causal language model: update transformers, or use backend='jax'."
+    )
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(checkpoint.path))
+    except Exception as error:  # config classes raise many kinds for values that they refuse
+        if checkpoint.config.model_type not in transformers.CONFIG_MAPPING:
+            raise none from error
+        raise CheckpointError(
+            f"the config of {checkpoint.source} was to be read, but transformers {transformers.__version__} refuses it "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:300]}): correct config.json, or use "
+            "backend='jax'."
+        ) from error
     mapping = transformers.AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
-        raise UnsupportedError(
-            f"{checkpoint.source} has model_type {checkpoint.config.model_type!r}, for which transformers "
-            f"{transformers.__version__} has no causal language model: update transformers, or use backend='jax'."
-        )
+        raise none
     return mapping[type(config)]
 
 

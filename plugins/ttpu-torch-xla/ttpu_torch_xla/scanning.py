@@ -3,11 +3,12 @@ whose loop over layers is one loop of the compiled program wherever nothing is c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ttpu_core.architecture import Architecture
@@ -20,7 +21,8 @@ def refuse_scan(parallelism: Parallelism | None) -> None:
     """What can be said before the model is loaded.
 
     Raises:
-        UnsupportedError: the model is to be cut over devices.
+        UnsupportedError: the model is to be cut over devices, where torch_xla's loop switches off the partitioner that
+            JAX uses in the same process.
     """
     if parallelism is not None:
         raise UnsupportedError(
@@ -29,16 +31,16 @@ def refuse_scan(parallelism: Parallelism | None) -> None:
         )
 
 
-def scan_layers(model: Any, architecture: Architecture, mesh: Any = None) -> None:
+def scan_layers(model: Any, architecture: Architecture) -> None:
     """Run the layers as one loop while the model trains; generation, which caches, goes through them one by one.
 
     The program then has one layer, however deep the model, so that deep ones compile faster; it holds the parameters
     of all layers stacked beside the parameters themselves, and so needs more memory. Where activations are
-    checkpointed, torch's min-cut partition chooses what a turn of the loop keeps.
+    checkpointed, torch's min-cut partition chooses what a turn of the loop keeps. `refuse_scan` says where it serves.
 
     Raises:
-        UnsupportedError: layers that differ, or a mesh: torch_xla's loop over a mesh switches off the partitioner that
-            JAX uses in the same process.
+        UnsupportedError: layers that differ, or dropout, here or in a training step: torch_xla's loop cannot draw
+            random numbers.
     """
     layers = decoder_layers(model, architecture)
     if layers is None or len(set(architecture.spec.layers)) > 1:
@@ -46,26 +48,37 @@ def scan_layers(model: Any, architecture: Architecture, mesh: Any = None) -> Non
             f"scan_layers=True was asked for, but {architecture.spec.model_type} has "
             f"{len(set(architecture.spec.layers))} kinds of layers, and a loop needs one: leave it out."
         )
-    if mesh is not None:
-        raise UnsupportedError(
-            "scan_layers=True was asked for with a mesh, but torch_xla's loop runs on one device: leave out one of "
-            "scan_layers and the strategy."
-        )
-    for module in model.modules():
+    _refuse_dropout(layers)
+    for module in list(model.modules()):
         for name, child in module.named_children():
             if child is layers:
-                setattr(module, name, ScannedLayers(layers))
+                scanned = ScannedLayers(layers)
+                setattr(module, name, scanned)
+                module.register_forward_pre_hook(scanned._enter)
+                module.register_forward_hook(scanned._leave, always_call=True)
 
 
 class ScannedLayers(torch.nn.ModuleList):
-    """The layers under their numbers, which a loop over them meets as one."""
+    """The layers, which the loop of the model that holds them meets as one; all others meet them one by one."""
+
+    _entered = False
+
+    def _enter(self, *_: Any) -> None:
+        self._entered = True
+
+    def _leave(self, *_: Any) -> None:
+        self._entered = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the steps that were traced: a copy traces its own, and a file cannot hold them."""
+        return {name: value for name, value in vars(self).items() if name != "_steps"}
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self._run])
+        return iter([self._run]) if self._entered else super().__iter__()
 
     def __getitem__(self, index: Any) -> Any:
-        """One layer; a slice of all of them is this."""
-        if isinstance(index, slice) and len(range(len(self))[index]) == len(self):
+        """As of a `ModuleList`; to the model's loop, a slice of all layers is this."""
+        if self._entered and isinstance(index, slice) and len(range(len(self))[index]) == len(self):
             return self
         return super().__getitem__(index)
 
@@ -86,16 +99,20 @@ class ScannedLayers(torch.nn.ModuleList):
         from torch_xla.experimental.scan import scan
 
         first = layers[0]
+        if first.training:
+            _refuse_dropout(layers)
+        held = _held(layers)
         recompute = bool(getattr(first, "gradient_checkpointing", False)) and first.training
         flat, structure = tree_flatten((args, kwargs))
         tensors = [one for one in flat if isinstance(one, torch.Tensor)]
         fixed = tuple(_TENSOR if isinstance(one, torch.Tensor) else one for one in flat)
-        key = (first.training, recompute, str(structure), repr(fixed), tuple(one.dtype for one in tensors))
+        stacked = {name: torch.stack([one[name] for one in held]) for name in held[0]}
+        gradients = tuple((name, one.requires_grad) for name, one in stacked.items())
+        kinds = tuple(one.dtype for one in tensors)
+        key = (first.training, recompute, repr(first), gradients, str(structure), repr(fixed), kinds)
         steps: dict[Any, Any] = self.__dict__.setdefault("_steps", {})
         if key not in steps:  # a step that was traced before is not traced again
-            steps[key] = _step(first, structure, fixed, [one.dtype for one in tensors])
-        held = [dict(layer.named_parameters()) | dict(layer.named_buffers()) for layer in layers]
-        stacked = {name: torch.stack([one[name] for one in held]) for name in held[0]}
+            steps[key] = _step(first, structure, fixed, kinds)
         with functorch_config.patch(aggressive_recomputation=recompute):  # else whatever takes long is kept
             carry, _ = scan(
                 steps[key],
@@ -111,7 +128,7 @@ class ScannedLayers(torch.nn.ModuleList):
 _TENSOR = object()
 
 
-def _step(first: Any, structure: TreeSpec, fixed: tuple[Any, ...], kinds: list[torch.dtype]) -> Any:
+def _step(first: Any, structure: TreeSpec, fixed: tuple[Any, ...], kinds: tuple[torch.dtype, ...]) -> Any:
     """One layer as torch_xla's scan traces it: every tensor comes in by an argument, and each that is carried must be
     able to have a gradient, so that masks and positions travel as floats."""
     with torch.no_grad():
@@ -127,6 +144,40 @@ def _step(first: Any, structure: TreeSpec, fixed: tuple[Any, ...], kinds: list[t
         return [output, *others], None
 
     return step
+
+
+def _held(layers: list[Any]) -> list[dict[str, torch.Tensor]]:
+    """Parameters and buffers of each layer by name.
+
+    Raises:
+        UnsupportedError: one has others than the first, as after an adapter was put into some of them.
+    """
+    held = [dict(layer.named_parameters()) | dict(layer.named_buffers()) for layer in layers]
+    kinds = [{name: (one.shape, one.dtype) for name, one in of_layer.items()} for of_layer in held]
+    for number, of_layer in enumerate(kinds):
+        if of_layer != kinds[0]:
+            others = sorted(dict(of_layer.items() ^ kinds[0].items()))
+            raise UnsupportedError(
+                f"layer {number} was to be run in one loop with layer 0, but they differ in {others[0]}: change all "
+                "layers alike, or load the model without scan_layers."
+            )
+    return held
+
+
+def _refuse_dropout(layers: Iterable[torch.nn.Module]) -> None:
+    """Raises UnsupportedError where a layer drops anything in training."""
+    for number, layer in enumerate(layers):
+        for path, module in layer.named_modules():
+            rates = {name: rate for name, rate in vars(module).items() if "dropout" in name}
+            if isinstance(module, _DropoutNd):
+                rates["p"] = module.p
+            for name, rate in rates.items():
+                if isinstance(rate, float) and rate > 0:
+                    raise UnsupportedError(
+                        f"scan_layers=True was asked for, but layer {number} has {name}={rate} in "
+                        f"{path or 'itself'}, and torch_xla's loop cannot draw random numbers: set it to 0, or load "
+                        "the model without scan_layers."
+                    )
 
 
 def _as_float(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -12,15 +13,16 @@ from typing import Any
 
 import torch
 
-from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.errors import RequestError, TTPUError, UnsupportedError
 from ttpu_core.generated import FinishReason, StreamEvent, Timings
 from ttpu_core.text_stream import TextStream
 from ttpu_torch_xla.adapter import Adapter
+from ttpu_torch_xla.generation.length import new_tokens
 
 Prompt = str | list[dict[str, str]]
-DEFAULT_MAX_NEW_TOKENS = 128
-NOT_DONE = ("logprobs", "presence_penalty", "frequency_penalty")
-"""Arguments that other backends' `stream` takes and transformers' `generate` does not."""
+NOT_DONE: Mapping[str, tuple[Any, ...]] = {"logprobs": (), "presence_penalty": (0,), "frequency_penalty": (0,)}
+"""Arguments that other backends' `stream` takes and transformers' `generate` does not, with values that ask for
+nothing."""
 
 
 class _Stopped(Exception):
@@ -87,15 +89,17 @@ class StreamingModel:
         self.timings = Timings(load_seconds=load_seconds)
 
     def stream(self, prompt: Prompt, **arguments: Any) -> Iterator[StreamEvent]:
-        """Yield one event per new token; arguments are transformers' `generate`'s, and `seed`.
+        """Yield one event per new token; arguments are transformers' `generate`'s, and `seed`, which leaves torch's own
+        random numbers as they were.
 
         Raises:
-            RequestError: no tokenizer, or a prompt without tokens.
+            RequestError: at once, for no tokenizer, a prompt without tokens, or one that leaves no room in the context;
+                with the first event, for what transformers refuses.
             UnsupportedError: an argument that this backend does not know.
         """
         given = {name: value for name, value in arguments.items() if value is not None}
-        for name in NOT_DONE:
-            if given.pop(name, None):
+        for name, neutral in NOT_DONE.items():
+            if name in given and given.pop(name) not in neutral:
                 raise UnsupportedError(
                     f"{name} was asked for, but the torch_xla backend's generate is transformers', which has no such "
                     "argument: leave it out, or use backend='jax'."
@@ -106,12 +110,10 @@ class StreamingModel:
                 "copy its tokenizer files beside the weights."
             )
         ids = self._ids(prompt)
-        seed = given.pop("seed", None)
-        if seed is not None:
-            torch.manual_seed(seed)
-        stops = tuple(given.pop("stop_strings", None) or ())
-        if "max_length" not in given and self.model.generation_config.max_new_tokens is None:
-            given.setdefault("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+        stops = _strings(given.pop("stop_strings", ()))
+        context = self.model.ttpu.architecture.spec.context
+        given["max_new_tokens"] = new_tokens(len(ids), given, self.model.generation_config, context)
+        given["max_length"] = None  # which the checkpoint may have, and transformers would warn of
         return self._events(ids, stops, given)
 
     def _ids(self, prompt: Prompt) -> list[int]:
@@ -134,7 +136,7 @@ class StreamingModel:
         try:
             while (token := tokens.queue.get()) is not None:
                 if isinstance(token, BaseException):
-                    raise token
+                    raise _refusal(token, given) if held is None else token
                 clock.token()
                 if held is not None:
                     yield held
@@ -147,12 +149,15 @@ class StreamingModel:
                 last = held if held.finish_reason else StreamEvent(held.text + text.finish(), held.token_id)
                 yield last if last.finish_reason else StreamEvent(last.text, last.token_id, finish_reason="length")
         finally:
+            token = None  # an error that was raised would otherwise hold this frame, and the frame the error
             tokens.cancelled.set()
             thread.join()
 
-    def _run(self, ids: Sequence[int], tokens: _Tokens, given: dict[str, Any]) -> None:
+    def _run(self, ids: Sequence[int], tokens: _Tokens, given: Mapping[str, Any]) -> None:
+        arguments = {name: value for name, value in given.items() if name != "seed"}
         try:
-            self.model.generate(torch.tensor([list(ids)]), streamer=tokens, **given)
+            with _seeded(given.get("seed")):
+                self.model.generate(torch.tensor([list(ids)]), streamer=tokens, **arguments)
             tokens.queue.put(None)
         except _Stopped:
             pass
@@ -162,3 +167,32 @@ class StreamingModel:
     def _end_ids(self, given: dict[str, Any]) -> frozenset[int]:
         ends = given.get("eos_token_id", self.model.generation_config.eos_token_id)
         return frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """With random numbers of this seed inside, and as if none had been drawn behind it."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"stop_strings is {value!r}, but non-empty strings are needed: correct it.")
+    return tuple(texts)
+
+
+def _refusal(error: BaseException, given: Mapping[str, Any]) -> BaseException:
+    """What `generate` raised before its first token, in one sentence where it is of the arguments."""
+    if isinstance(error, TTPUError) or not isinstance(error, ValueError | TypeError):
+        return error
+    asked = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+    reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".:")
+    refused = RequestError(f"generate was given {asked}, but transformers refuses that ({reason}): correct it.")
+    refused.__cause__ = error
+    return refused

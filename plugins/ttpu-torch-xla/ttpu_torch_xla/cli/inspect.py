@@ -3,13 +3,14 @@ runtime, and what removes it, goes out."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ttpu_core.cli.console import counted, note, print_json, stderr_console, stdout_console
-from ttpu_core.errors import RequestError
+from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 
 
 def inspect(
@@ -40,26 +41,30 @@ def inspect(
             f"backend {backend!r} was to be inspected, but only torch_xla runs transformers' own models, which is what "
             "is inspected: leave --backend out."
         )
+    _compile_quickly()
     from rich.progress import BarColumn, Progress, TextColumn
 
     from ttpu_torch_xla.adapter import current
-    from ttpu_torch_xla.inspector.inspect import inspect_model
-    from ttpu_torch_xla.patches.choice import patches_for
+    from ttpu_torch_xla.inspector.inspect import build, inspect_model, stages
 
     config, architecture = _config(checkpoint, as_it_is)
-    stages = len(patches_for(architecture, "eager")) + 2
+    model = build(config, shrunk=not as_it_is)
     with Progress(
         TextColumn("inspecting"), BarColumn(), TextColumn("{task.description}"), console=stderr_console(),
         disable=quiet, transient=True,
     ) as progress:  # fmt: skip
-        task = progress.add_task("stock", total=stages)
+        task = progress.add_task("", total=len(stages(architecture)))
         found = inspect_model(
-            config, architecture, current(), tell=lambda stage: progress.update(task, advance=1, description=stage)
+            model,
+            architecture,
+            current(),
+            tell=lambda stage, settled: progress.update(task, completed=settled, description=stage),
         )
     facts = {
         "checkpoint": checkpoint,
         "model_type": architecture.spec.model_type,
         "layers": int(config.num_hidden_layers),
+        "as_it_is": as_it_is,
         "found": [_facts(one) for one in found],
         "left": [_facts(one) for one in found if one.removed_by is None],
     }
@@ -67,6 +72,15 @@ def inspect(
         print_json(facts)
     else:
         _print(facts)
+
+
+def _compile_quickly() -> None:
+    """Tell XLA to optimise little, since what is compiled here runs once or twice; read when the runtime starts."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    for flag in ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"):
+        if flag.partition("=")[0] not in flags:
+            flags = f"{flags} {flag}".strip()
+    os.environ["XLA_FLAGS"] = flags
 
 
 def _config(name: str, as_it_is: bool) -> tuple[Any, Any]:
@@ -79,12 +93,23 @@ def _config(name: str, as_it_is: bool) -> tuple[Any, Any]:
 
     path = Path(name).expanduser()
     if path.is_file():
-        described, folder = open_config(name), path.parent
+        described = open_config(name)
     else:
         opened = open_checkpoint(name)
-        described, folder = opened.config, opened.path
+        described, path = opened.config, opened.path
     architecture = default_registry().architecture(described)
-    config = transformers.AutoConfig.from_pretrained(str(folder)).get_text_config()
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path)).get_text_config()  # takes a file of any name too
+    except Exception as error:  # config classes raise many kinds for values that they refuse
+        asked = f"{name} was to be inspected, but transformers {transformers.__version__}"
+        if described.model_type not in transformers.CONFIG_MAPPING:
+            raise UnsupportedError(
+                f"{asked} has no model of type {described.model_type!r}: update transformers, or use backend='jax' for "
+                "it."
+            ) from error
+        raise CheckpointError(
+            f"{asked} refuses its config ({type(error).__name__}: {' '.join(str(error).split())[:300]}): correct it."
+        ) from error
     return (config if as_it_is else small_config(config, architecture)), architecture
 
 
@@ -106,16 +131,21 @@ def _print(facts: dict[str, Any]) -> None:
 
     found, left = facts["found"], facts["left"]
     if found:
-        table = Table("during", "kind", "what", "where", "times", "removed by", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table("during", "found", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("times", justify="right")
+        table.add_column("removed by", max_width=16)  # leaves room for places in 80 columns
         for one in sorted(found, key=lambda one: (one["during"], one["kind"], one["what"])):
-            cells = (one["during"], one["kind"], one["what"], one["where"], str(one["times"]), one["removed_by"] or "—")
+            what = "\n".join(line for line in (f"{one['kind']}: {one['what']}", one["where"]) if line)
+            cells = (one["during"], what, str(one["times"]), one["removed_by"] or "—")
             table.add_row(*(Text(cell, overflow="fold") for cell in cells))
         stdout_console().print(table)
-    layers = counted(facts["layers"], "small layer")
+    layers = counted(facts["layers"], "layer" if facts["as_it_is"] else "small layer")
     print(
         f"{facts['model_type']} ({layers}): {counted(len(found), 'finding')}, of which this backend's patches leave "
         f"{len(left)}."
     )
     for one in left:
         where = f" at {one['where']}" if one["where"] else ""
-        note(f"still there during {one['during']}: {one['kind']}, {one['what']}{where}, {one['times']} times")
+        note(
+            f"still there during {one['during']}: {one['kind']}, {one['what']}{where}, {counted(one['times'], 'time')}"
+        )

@@ -3,25 +3,20 @@ prepares everything, on the host; only its loop is replaced, by the door that it
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
-from transformers.generation import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.utils import ModelOutput
 
-from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.errors import RequestError
 from ttpu_torch_xla.adapter import Adapter, current
-from ttpu_torch_xla.generation.cache import unknown_layers
 from ttpu_torch_xla.generation.loop import Decoding
 from ttpu_torch_xla.generation.placement import placement_of
-
-TEXT = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep"})
-"""Inputs of the model that our loop understands; where others are given, transformers' own loop runs."""
+from ttpu_torch_xla.generation.stock import EmptySums, inputs_device, needs_stock, refuse_offloading, warn_once
 
 NONE_IF_ZERO = frozenset({"token_type_ids", "mm_token_type_ids"})
 """Inputs that say which tokens are of a picture; processors give them for mere text too, where they are zero."""
@@ -37,8 +32,6 @@ CALL = frozenset(
 
 OURS = "_ttpu_generate"
 """The attribute of an instance that its class's `generate` looks for."""
-
-_warned: set[str] = set()
 
 
 def install(model: Any, adapter: Adapter | None = None) -> None:
@@ -96,7 +89,7 @@ class _Generate:
         """`stock` is the class's own `generate`, to be called with the model first."""
         if model.device.type != self.adapter.device().type:
             return stock(model, inputs, generation_config, **kwargs)
-        if model.training and getattr(model, "is_gradient_checkpointing", False):
+        if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             raise RequestError(
                 "generate was called while the model is in training mode with gradient checkpointing, in which "
                 "transformers' layers keep no keys and values: call model.eval() first, and model.train() afterwards."
@@ -115,16 +108,16 @@ class _Generate:
                 del kwargs[name]
         own = {name: value for name, value in kwargs.items() if name not in CALL}
         config, model_inputs = model._prepare_generation_config(generation_config, **own)
-        _refuse(config)
-        reason = _needs_stock(model, config, model_inputs, kwargs)
+        refuse_offloading(config)
+        reason = needs_stock(model, config, model_inputs, kwargs)
         if reason is None:
             kwargs |= _stop_strings(config, kwargs) | {"custom_generate": self._loop(kwargs.get("streamer"))}
-        else:
-            _warn_once(type(model).__name__, reason)
-            # On the host some of transformers' loops would join tensors of the host with the model's.
-            inputs = _on(inputs, model.device)
-            kwargs = {name: _on(value, model.device) for name, value in kwargs.items()}
-        return _moved(stock(model, inputs, generation_config, **kwargs), home)
+            return _moved(stock(model, inputs, generation_config, **kwargs), home)
+        warn_once(type(model).__name__, reason)
+        device = inputs_device(model, config)
+        inputs, kwargs = _on(inputs, device), {name: _on(value, device) for name, value in kwargs.items()}
+        with EmptySums():
+            return _moved(stock(model, inputs, generation_config, **kwargs), home)
 
     def _loop(self, streamer: Any) -> Callable[..., Any]:
         """What transformers calls in the place of its own loop."""
@@ -152,42 +145,6 @@ class _Generate:
             ).run()
 
         return decode
-
-
-def _refuse(config: Any) -> None:
-    """What neither our loop nor transformers' own can do with tensors of torch_xla.
-
-    Raises:
-        UnsupportedError: always naming the argument, which the checkpoint's generation config may have given.
-    """
-    if config.prompt_lookup_num_tokens is not None:
-        raise UnsupportedError(
-            f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens} was asked for, but transformers' search for "
-            "candidates in the prompt does not run on an XLA device: leave it out."
-        )
-    if str(config.cache_implementation).startswith("offloaded"):
-        raise UnsupportedError(
-            f"cache_implementation={config.cache_implementation!r} was asked for, but transformers offloads keys and "
-            "values by CUDA streams, which an XLA device has not: leave it out."
-        )
-
-
-def _needs_stock(model: Any, config: Any, model_inputs: Mapping[str, Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Why our loop cannot serve a call, or None."""
-    if kwargs.get("custom_generate") is not None:
-        return "a custom_generate"
-    mode = config.get_generation_mode(kwargs.get("assistant_model"))
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        return f"the generation mode {mode.value}"
-    if config.guidance_scale not in (None, 1, 1.0):
-        return f"guidance_scale={config.guidance_scale}"
-    if config.cache_implementation not in (None, "dynamic", "static"):
-        return f"cache_implementation={config.cache_implementation!r}"
-    others = sorted(name for name, value in model_inputs.items() if value is not None and name not in TEXT)
-    if others:
-        return f"the input {others[0]}"
-    layers = unknown_layers(model.config)
-    return f"layers of type {layers[0]}" if layers else None
 
 
 def _stop_strings(config: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,14 +189,3 @@ def _moved(result: Any, device: torch.device) -> Any:
         for name, value in list(result.items()):
             result[name] = _moved(value, device)
     return result
-
-
-def _warn_once(kind: str, reason: str) -> None:
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(
-            f"{kind}.generate was called with {reason}, which the compiled decoding loop does not serve: transformers' "
-            "own loop runs, and compiles a program for nearly every token.",
-            UserWarning,
-            stacklevel=5,
-        )

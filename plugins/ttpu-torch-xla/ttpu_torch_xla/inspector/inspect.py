@@ -3,10 +3,9 @@ patch after which it was gone."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,11 +17,15 @@ from ttpu_torch_xla.inspector.observe import Finding, observe
 from ttpu_torch_xla.patches.choice import patches_for
 from ttpu_torch_xla.patches.patch import applied
 
-BATCH, PROMPT, NEW = 2, 24, 4
-GENERATION = "generation"
-"""What is reported beside the patches: the backend's own `generate`."""
+PROMPT, NEW = 24, 2
+STOCK, GENERATION = "stock", "generation"
+"""What is reported beside the patches: the model as it is, and the backend's own `generate`."""
 
 PASSES = ("forward", "generate")
+
+_batches = count(2)
+"""Each stage gets a batch that this process did not inspect with before: a program that was compiled for an earlier
+stage is not compiled again, so that with the same shapes every stage but the first would seem to compile nothing."""
 
 
 @dataclass(frozen=True)
@@ -36,54 +39,103 @@ class Observed:
     removed_by: str | None
 
 
-def inspect_model(
-    config: Any, architecture: Architecture, adapter: Adapter, tell: Callable[[str], None] = lambda _: None
-) -> tuple[Observed, ...]:
-    """Run a model of this config stock, then with one patch more at a time, and compare. What one stage hides, such as
-    all that comes after an error, is found at the next.
+Key = tuple[str, tuple[str, str, str]]
+"""What is the same finding in two stages: the pass, and the finding's own key."""
+
+Found = Mapping[Key, tuple[Finding, int]]
+
+
+def stages(architecture: Architecture) -> tuple[str, ...]:
+    """What is compared: the stock model, the model with one patch more at a time, and at last `GENERATION`."""
+    return (STOCK, *(patch.name for patch in patches_for(architecture, "eager")), GENERATION)
+
+
+def build(config: Any, *, shrunk: bool) -> Any:
+    """The model with random weights, with the attention that transformers chooses for it, on the host.
+
+    Args:
+        shrunk: whether the config was made small here, so that it is no fault of transformers if it does not fit.
 
     Raises:
-        UnsupportedError: transformers cannot build or run it here.
+        UnsupportedError: transformers has no such model, or cannot build it here.
     """
     import transformers
 
+    asked = f"a model of type {config.model_type!r} was to be inspected, but transformers {transformers.__version__}"
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise UnsupportedError(f"{asked} has no causal language model of this type: use backend='jax' for it.")
+    torch.manual_seed(0)
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config).eval()
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{asked} needs something for it that is not installed ({_words(error)}): install that."
+        ) from error
+    except Exception as error:  # models raise many kinds for a config that does not fit
+        what = "the small config that was made of it" if shrunk else "its config"
+        remedy = "inspect a small checkpoint of this type with --as-it-is" if shrunk else "correct it"
+        raise UnsupportedError(f"{asked} refuses {what} ({_words(error)}): {remedy}.") from error
+
+
+def inspect_model(
+    model: Any, architecture: Architecture, adapter: Adapter, tell: Callable[[str, int], None] = lambda *_: None
+) -> tuple[Observed, ...]:
+    """Run a model stock, then with one patch more at a time, and compare. What one stage hides, such as all that comes
+    after an error, is found at the next. Where both ends of a stretch of stages find the same, those between are taken
+    to find it too, and are not run.
+
+    Args:
+        model: from `build`; it is moved to the device, and is left with this backend's `generate`.
+        tell: called before a stage is run, with its name and how many are settled.
+    """
     from ttpu_torch_xla import generation
 
-    torch.manual_seed(0)
     patches = patches_for(architecture, "eager")
-    try:
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    except (ValueError, ImportError) as error:
-        raise UnsupportedError(
-            f"a model of type {config.model_type!r} was to be inspected, but transformers {transformers.__version__} "
-            f"cannot build it here ({' '.join(str(error).split())[:200]}): use backend='jax' for it."
-        ) from error
+    names = stages(architecture)
+    last = len(names) - 1
     model.to(adapter.device())
-    found = _findings(model, adapter)
-    tell("stock")
-    seen, removed_by = dict(found), {}
+    settled: dict[int, Found] = {}
 
-    def next_stage(name: str) -> None:
-        nonlocal found
-        before, found = found, _findings(model, adapter)
-        removed_by.update({key: name for key in before if key not in found})
-        for key, times in found.items():
-            seen.setdefault(key, times)
+    def settle(stage: int) -> None:
+        tell(names[stage], len(settled))
+        with applied(patches[:stage]):
+            settled[stage] = _findings(model, adapter)
+
+    def settle_between(low: int, high: int) -> None:
+        if settled[low].keys() == settled[high].keys():
+            settled.update(dict.fromkeys(range(low + 1, high), settled[high]))
+        elif high - low > 1:
+            middle = (low + high) // 2
+            settle(middle)
+            settle_between(low, middle)
+            settle_between(middle, high)
+
+    settle(0)
+    if patches:
+        settle(last - 1)
+        settle_between(0, last - 1)
+    generation.install(model, adapter)  # for good, so that it comes last
+    settle(last)
+    return _compared([(names[stage], settled[stage]) for stage in sorted(settled)])
+
+
+def _compared(found: list[tuple[str, Found]]) -> tuple[Observed, ...]:
+    """Findings of all stages, in their order, with the stage after which each was gone for good."""
+    seen: dict[Key, tuple[Finding, int]] = {}
+    removed_by: dict[Key, str] = {}
+    before: Found = {}
+    for name, now in found:
+        removed_by.update({key: name for key in before if key not in now})
+        for key, value in now.items():
+            seen.setdefault(key, value)
             removed_by.pop(key, None)
-        tell(name)
-
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(applied((patch,)))
-            next_stage(patch.name)
-        generation.install(model)
-        next_stage(GENERATION)
-    return tuple(Observed(*key, times, removed_by.get(key)) for key, times in seen.items())
+        before = now
+    return tuple(Observed(key[0], finding, times, removed_by.get(key)) for key, (finding, times) in seen.items())
 
 
-def _findings(model: Any, adapter: Adapter) -> Counter[tuple[str, Finding]]:
-    device = adapter.device()
-    ids = torch.randint(1, int(model.config.get_text_config().vocab_size), (BATCH, PROMPT))
+def _findings(model: Any, adapter: Adapter) -> Found:
+    device, batch = adapter.device(), next(_batches)
+    ids = torch.randint(1, int(model.config.get_text_config().vocab_size), (batch, PROMPT))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0  # left padding
 
@@ -92,11 +144,15 @@ def _findings(model: Any, adapter: Adapter) -> Counter[tuple[str, Finding]]:
 
     def generate(step: int) -> None:
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-        # A few tokens more the second time: what is compiled for them is compiled for every token.
-        model.generate(**inputs, max_new_tokens=NEW + 2 * step, do_sample=False, eos_token_id=[255], pad_token_id=0)
+        # A token more the second time: what is compiled for it is compiled for every token.
+        model.generate(**inputs, max_new_tokens=NEW + step, do_sample=False, eos_token_id=[255], pad_token_id=0)
 
-    found: Counter[tuple[str, Finding]] = Counter()
-    for name, run in zip(PASSES, (forward, generate), strict=True):
-        for finding, times in observe(adapter, run).items():
-            found[name, finding] += times
-    return found
+    return {
+        (name, finding.key): (finding, times)
+        for name, run in zip(PASSES, (forward, generate), strict=True)
+        for finding, times in observe(adapter, run).items()
+    }
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -3,6 +3,7 @@ operations ran on the host, and how often programs were compiled."""
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections import Counter
@@ -35,6 +36,11 @@ class Finding:
     kind: str
     what: str
     where: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What the finding has in common with the same one for inputs of other shapes: an error may quote those."""
+        return self.kind, re.sub(r"\d+", "#", self.what) if self.kind == "error" else self.what, self.where
 
 
 class HostReads(TorchDispatchMode):

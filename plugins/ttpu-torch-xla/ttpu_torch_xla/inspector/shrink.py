@@ -4,10 +4,12 @@ checkpoint's config and architecture; out: a transformers config of a few narrow
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.spec import AttentionSpec, LayerSpec, MLPSpec
 
 MOST_LAYERS = 8
 SMALL: Mapping[str, int] = {
@@ -20,7 +22,6 @@ SMALL: Mapping[str, int] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "head_dim": 16,
-    "global_head_dim": 16,
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
@@ -44,40 +45,43 @@ SMALL: Mapping[str, int] = {
 
 HEADS = 4
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+LAYER_NUMBERS = ("mlp_only_layers", "moe_layers")
+"""Lists of the numbers of layers."""
 
 
 def small_config(config: Any, architecture: Architecture) -> Any:
-    """A copy of a transformers text config with few and narrow layers.
+    """A copy of a transformers text config with few and narrow layers, of each kind that the model has.
 
-    As many layers are kept as it takes to have each kind once: a window here, a mixture of experts there.
+    Raises:
+        UnsupportedError: transformers refuses such a config.
     """
     values = config.to_dict()
-    layers = layers_needed(architecture)
-    before = int(values["num_hidden_layers"])
-    for name, value in list(values.items()):
-        if isinstance(value, bool):
-            continue
-        if isinstance(value, int) and name in SMALL:
-            values[name] = min(value, SMALL[name])
-        elif isinstance(value, list) and len(value) == before:  # one entry per layer
-            values[name] = [min(v, SMALL[name]) if name in SMALL else v for v in value[:layers]]
-        elif isinstance(value, list) and name in ("mlp_only_layers", "no_rope_layers"):
-            values[name] = [index for index in value if index < layers]
-    values["num_hidden_layers"] = layers
+    kept = layers_kept(architecture)
+    before = dict(values)
+    layers = int(values["num_hidden_layers"])
+    for name, value in before.items():
+        if name in LAYER_NUMBERS and isinstance(value, list):
+            values[name] = [new for new, old in enumerate(kept) if old in value]
+        elif isinstance(value, list) and len(value) == layers:
+            values[name] = [_small(name, value[old]) for old in kept]
+        else:
+            values[name] = _small(name, value)
+    values["num_hidden_layers"] = len(kept)
     heads = int(values["num_attention_heads"])
-    kv = int(values.get("num_key_value_heads") or heads)
     values["num_attention_heads"] = min(heads, HEADS)
     if "num_key_value_heads" in values:
+        kv = int(values["num_key_value_heads"] or heads)
         values["num_key_value_heads"] = max(1, values["num_attention_heads"] * kv // heads)
-    for name in ("num_global_key_value_heads",):
-        if isinstance(values.get(name), int):
-            values[name] = max(1, min(values[name], values["num_attention_heads"]))
-    for name in TOKENS:
-        if values.get(name) is not None:
-            values[name] = None
-    shared = values.get("num_kv_shared_layers")
-    if isinstance(shared, int) and shared:
-        values["num_kv_shared_layers"] = min(shared, layers // 2)
+    values.update({name: None for name in TOKENS if name in values})
+    if values.get("num_kv_shared_layers"):
+        values["num_kv_shared_layers"] = sum(_reads_other_keys(architecture.spec.layers[old]) for old in kept)
+    if values.get("per_layer_config"):
+        own = {int(number): changes for number, changes in values["per_layer_config"].items()}
+        values["per_layer_config"] = {
+            new: {name: _in_proportion(value, before.get(name), values.get(name)) for name, value in own[old].items()}
+            for new, old in enumerate(kept)
+            if old in own
+        }
     try:
         return type(config).from_dict(values)
     except Exception as error:  # config classes raise many kinds for values that do not fit together
@@ -88,12 +92,40 @@ def small_config(config: Any, architecture: Architecture) -> Any:
         ) from error
 
 
-def layers_needed(architecture: Architecture) -> int:
-    """The fewest first layers among which every kind of layer is found, up to `MOST_LAYERS`."""
-    seen: set[Any] = set()
-    needed = 1
-    for index, layer in enumerate(architecture.spec.layers):
-        if layer not in seen:
-            seen.add(layer)
-            needed = index + 1
-    return min(needed, MOST_LAYERS, architecture.spec.num_layers)
+def layers_kept(architecture: Architecture) -> tuple[int, ...]:
+    """The fewest first layers among which every kind of layer is found, up to `MOST_LAYERS`. Where the last layers read
+    the keys and values of earlier ones: the first layer of each kind that has its own, and the last of each that reads,
+    so that those stay the last, with one to read from before them."""
+    kinds = [_kind(layer) for layer in architecture.spec.layers]
+    reads = [_reads_other_keys(layer) for layer in architecture.spec.layers]
+    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    if not any(reads):
+        return tuple(range(min(max(first.values()) + 1, MOST_LAYERS)))
+    last = {kind: index for index, kind in enumerate(kinds)}
+    return tuple(sorted({(last if reading else first)[kind] for kind, reading in zip(kinds, reads, strict=True)}))
+
+
+def _kind(layer: LayerSpec) -> LayerSpec:
+    """A layer, but for what does not decide which code runs: how wide it is, and which layer's keys it reads."""
+    mixer, mlp = layer.mixer, layer.mlp
+    if isinstance(mixer, AttentionSpec) and mixer.kv_from_layer is not None:
+        mixer = replace(mixer, kv_from_layer=0)
+    if isinstance(mlp, MLPSpec):
+        mlp = replace(mlp, intermediate_size=1)
+    return replace(layer, mixer=mixer, mlp=mlp)
+
+
+def _reads_other_keys(layer: LayerSpec) -> bool:
+    return isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_from_layer is not None
+
+
+def _small(name: str, value: Any) -> Any:
+    if name in SMALL and isinstance(value, int) and not isinstance(value, bool):
+        return min(value, SMALL[name])
+    return value
+
+
+def _in_proportion(value: Any, before: Any, after: Any) -> Any:
+    """A layer's own size, made smaller as the size of the other layers was, so that the two still differ."""
+    sizes = [isinstance(each, int) and not isinstance(each, bool) for each in (value, before, after)]
+    return max(1, value * after // before) if all(sizes) and before else value

@@ -14,6 +14,11 @@ BITS = (4, 8)
 FLAGS = ("symmetric", "quantize_activation", "use_pallas", "per_channel", "quantize_lm_head", "pack_4bit")
 
 
+class _Settled(int):
+    """A number of bits that a configuration has written into both of its names: where `dataclasses.replace` passes one
+    beside a new number, the new one counts."""
+
+
 @dataclass(frozen=True)
 class QuantizationConfig:
     """How the weights of linear layers are held, and whether tokens are quantized on their way in.
@@ -60,7 +65,8 @@ class QuantizationConfig:
     bits: int = 0  # 0: whatever n_bits says
 
     def __post_init__(self) -> None:
-        given = {bits for bits in (self.n_bits, self.bits or None) if bits is not None}
+        said = [bits for bits in (self.n_bits, self.bits or None) if bits is not None]
+        given = {bits for bits in said if not isinstance(bits, _Settled)} or set(said)
         if len(given) > 1:
             raise RequestError(
                 f"bits={self.bits} and n_bits={self.n_bits} were asked for, but they are two names of one number: pass "
@@ -69,8 +75,8 @@ class QuantizationConfig:
         bits = given.pop() if given else 8
         if isinstance(bits, bool) or bits not in BITS:
             raise RequestError(f"weights of {bits!r} bits were asked for, but a weight is held in 4 or 8: pass one.")
-        object.__setattr__(self, "bits", int(bits))
-        object.__setattr__(self, "n_bits", int(bits))
+        object.__setattr__(self, "bits", _Settled(bits))
+        object.__setattr__(self, "n_bits", _Settled(bits))
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r} was given, but it is True or False: pass one.")
@@ -132,7 +138,23 @@ class QuantizationConfig:
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` reads, as JSON can hold it: only what has an effect."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _LASTING}
-        return values | {"exclude_layers": list(self.exclude_layers)}
+        return values | {"bits": int(self.bits), "exclude_layers": list(self.exclude_layers)}
+
+    @classmethod
+    def read(cls, value: Any) -> QuantizationConfig:
+        """A configuration as it is, or the one that a mapping of arguments makes.
+
+        Raises:
+            RequestError: it is neither, or an argument is wrong.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        raise RequestError(
+            f"quantization_config is the {type(value).__name__} {str(value)[:60]!r}, but a QuantizationConfig or a "
+            "mapping of its arguments is needed: pass QuantizationConfig(bits=8), for one."
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantizationConfig:

@@ -177,7 +177,7 @@ def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     weight_q, scale, zero_point = ctx.saved_tensors
     of_x = quantized_linear_gradient(gradient, weight_q, scale, zero_point) if ctx.needs_input_grad[0] else None
     of_bias = None
-    if ctx.needs_input_grad[4]:
+    if any(ctx.needs_input_grad[4:5]):  # torch leaves out trailing arguments that have their defaults
         of_bias = gradient.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return of_x, None, None, None, of_bias, None
 

@@ -65,8 +65,7 @@ def quantize(model: Any, config: QuantizationConfig | Mapping[str, Any] | None =
         RequestError: there is nothing to quantize, a layer cannot be cut into such blocks, or an excluded name matches
             no layer.
     """
-    if not isinstance(config, QuantizationConfig):
-        config = QuantizationConfig.from_dict(config or {})
+    config = QuantizationConfig() if config is None else QuantizationConfig.read(config)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):
         raise RequestError("a model was to be quantized, but it has quantized layers already: quantize it once.")
@@ -93,7 +92,7 @@ def quantize(model: Any, config: QuantizationConfig | Mapping[str, Any] | None =
         setattr(model.get_submodule(parent), last, QuantizedLinear.from_linear(linears.pop(name), config))
     if untied:
         model.config.tie_word_embeddings = False
-    if hasattr(model, "save_pretrained"):
+    if hasattr(model, "save_pretrained"):  # before the class's, which a patch may have replaced
         model.save_pretrained = _refuse_to_save
     report = Report(config, tuple(chosen), kept | dict(_other_matrices(model)), before, nbytes(model))
     logger.info("%s", report)

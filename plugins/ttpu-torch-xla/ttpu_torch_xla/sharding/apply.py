@@ -50,9 +50,15 @@ class Sharding:
 
         GSPMD computes wrong numbers where such a product takes a cut of its features from what is done with it next
         (seen with XLA of torch_xla 2.9, along three mesh axes)."""
-        of_rows = (axes.BATCH, axes.SEQUENCE) if sums.ndim > 2 else (axes.BATCH,)
-        logical = (*((None,) * (sums.ndim - len(of_rows) - 1)), *of_rows, None)
-        return self._hold(sums, self.cut(logical, tuple(sums.shape)), whole=True)
+        return self._hold(sums, self._of_sums(sums), whole=True)
+
+    def constrain_gradient_sums(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same of the gradient that reaches a tensor from what is done with the one that this returns."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        cut, own = self._of_sums(tensor), tensor.view_as(tensor)  # a gradient of its own, before it is added to others
+        own.register_hook(lambda gradient: self.adapter.shard(gradient, self.mesh, cut))
+        return own
 
     def constrain_looked_up(self, rows: torch.Tensor) -> torch.Tensor:
         """Tell the compiler how rows of a table [batch, seq, hidden] are cut; returns them.
@@ -66,6 +72,10 @@ class Sharding:
             self._hold(rows, (rest, tuple(axis for axis in sequence if axis not in features), features))
             rows = rows * 1  # a tensor has one cut: the next needs a tensor of its own
         return self._hold(rows, (batch, sequence, ()))
+
+    def _of_sums(self, sums: torch.Tensor) -> tuple[MeshAxes, ...]:
+        of_rows = (axes.BATCH, axes.SEQUENCE) if sums.ndim > 2 else (axes.BATCH,)
+        return self.cut((*((None,) * (sums.ndim - len(of_rows) - 1)), *of_rows, None), tuple(sums.shape))
 
     def _hold(self, tensor: torch.Tensor, cut: tuple[MeshAxes, ...], whole: bool = False) -> torch.Tensor:
         def hold_gradient(gradient: torch.Tensor) -> None:
@@ -100,7 +110,8 @@ def shard_model(model: torch.nn.Module, architecture: Architecture, parallelism:
         return there
 
     move(model, put)
-    _constrain_activations(model, layers, row_parallel(model, cuts, parallelism), sharding)
+    _constrain_sums(model, cuts, sharding)
+    _constrain_activations(model, layers, sharding)
     return mesh
 
 
@@ -132,11 +143,11 @@ def decoder_layers(model: torch.nn.Module, architecture: Architecture) -> torch.
     return None
 
 
-def row_parallel(
-    model: torch.nn.Module, cuts: Mapping[str, tuple[MeshAxes, ...]], parallelism: Parallelism
+def linears_cut_along(
+    dimension: str, model: torch.nn.Module, cuts: Mapping[str, tuple[MeshAxes, ...]], parallelism: Parallelism
 ) -> list[torch.nn.Module]:
-    """The linear layers whose inputs are cut along an axis that does not cut the batch: each device has a part of every
-    sum (arXiv 1909.08053, section 3)."""
+    """The linear layers whose inputs ("in") or outputs ("out") are cut along an axis that does not cut the batch: each
+    device has a part of every sum of the product, or of its gradient's (arXiv 1909.08053, section 3)."""
     of_batch = set(dict(parallelism.strategy.rules).get(axes.BATCH, ()))
     found: list[torch.nn.Module] = []
     for path, module in model.named_modules():
@@ -144,15 +155,35 @@ def row_parallel(
         if not isinstance(runs, Mapping):
             runs = {"weight": ("out", "in")} if isinstance(module, torch.nn.Linear) else {}
         pairs = ((name, cuts.get(f"{path}.{name}")) for name in runs)
-        inputs = [by for name, cut in pairs if cut for along, by in zip(runs[name], cut, strict=True) if along == "in"]
-        if any(set(by) - of_batch for by in inputs):
+        cut_by = {
+            axis
+            for name, cut in pairs
+            if cut
+            for along, by in zip(runs[name], cut, strict=True)
+            if along == dimension
+            for axis in by
+        }
+        if cut_by - of_batch:
             found.append(module)
     return found
 
 
-def _constrain_activations(
-    model: Any, layers: torch.nn.ModuleList | None, row_parallel: list[torch.nn.Module], sharding: Sharding
-) -> None:
+def _constrain_sums(model: torch.nn.Module, cuts: Mapping[str, tuple[MeshAxes, ...]], sharding: Sharding) -> None:
+    """Sum what several devices have parts of where it is computed, in the forward pass and in the backward one."""
+
+    def summed(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        sharding.constrain_sums(output)
+
+    def summed_backwards(module: torch.nn.Module, args: Any) -> Any:
+        return (sharding.constrain_gradient_sums(args[0]), *args[1:]) if args else None
+
+    for linear in linears_cut_along("in", model, cuts, sharding.parallelism):
+        linear.register_forward_hook(summed)
+    for linear in linears_cut_along("out", model, cuts, sharding.parallelism):
+        linear.register_forward_pre_hook(summed_backwards)
+
+
+def _constrain_activations(model: Any, layers: torch.nn.ModuleList | None, sharding: Sharding) -> None:
     """Hold hidden states and logits to the batch's cut: left to itself, the compiler may follow the parameters' cuts
     instead, and compute every row on every device."""
 
@@ -165,16 +196,11 @@ def _constrain_activations(
             # gemma3n stacks several predictions of the residual stream before the batch.
             sharding.constrain(state, *((None,) * (state.ndim - 3)), axes.BATCH, axes.SEQUENCE, None)
 
-    def summed(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-        sharding.constrain_sums(output)
-
     def logits(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
         if output.ndim == 3:
             sharding.constrain(output, axes.BATCH, axes.SEQUENCE, axes.VOCAB)
 
     model.get_input_embeddings().register_forward_hook(looked_up)
-    for linear in row_parallel:
-        linear.register_forward_hook(summed)
     for layer in layers or ():
         layer.register_forward_hook(hidden)
     head = model.get_output_embeddings()

@@ -1,5 +1,5 @@
 """torch_xla's FSDPv2 around the layers of a model that is on a mesh already. In: the model and its mesh; out: the same
-model object, whose decoder layers are `SpmdFullyShardedDataParallel`, under the parameter names that they had."""
+model object, whose decoder layers are `SpmdFullyShardedDataParallel`; its `state_dict` keeps the parameters' names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def wrap(model: Any, mesh: Any, architecture: Architecture) -> Any:
 
     `shard_model` has cut the parameters and holds activations to the batch's cut; FSDPv2 adds a barrier behind each
     layer's gradients, so that the compiler does not gather them all before it sends the first. The model itself is
-    not wrapped, and stays an instance of its class.
+    not wrapped, and stays an instance of its class. `state_dict`, `load_state_dict` and checkpoints have the names of
+    before; `named_parameters` and `named_modules` say `_orig_module` within each layer, and a layer's own attributes
+    are those of the layer that it wraps.
 
     Args:
         mesh: the runtime's mesh, of which one axis is "fsdp".

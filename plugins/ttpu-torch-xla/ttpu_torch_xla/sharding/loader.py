@@ -3,11 +3,11 @@ device, each tensor cut along the batch, and along the sequence where the mesh c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from ttpu_core import axes
 from ttpu_core.errors import RequestError
@@ -25,7 +25,8 @@ class ShardedLoader:
     """
 
     def __init__(self, batches: Iterable[Any], model: Any) -> None:
-        """`batches`: tensors [batch, ...] or [batch, sequence, ...], alone or in dicts, lists and tuples."""
+        """`batches`: tensors [batch, ...] or [batch, sequence, ...], alone or in mappings, lists and tuples; mappings
+        such as a `BatchEncoding` come out as dicts."""
         handle = getattr(model, "ttpu", None)
         if not isinstance(handle, Handle):
             raise RequestError(
@@ -43,10 +44,21 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
-            there = tree_map_only(torch.Tensor, self._send, dict(batch) if hasattr(batch, "keys") else batch)
+            there = self._there(batch)
             self._adapter.sync()
             yield there
         self._adapter.sync()
+
+    def _there(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return {name: self._there(value) for name, value in batch.items()}
+        if isinstance(batch, torch.Tensor):
+            return self._send(batch)
+        return tree_map(
+            lambda one: self._there(one) if isinstance(one, torch.Tensor | Mapping) else one,
+            batch,
+            is_leaf=lambda one: isinstance(one, Mapping),
+        )
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
         there = self._adapter.put(tensor)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ttpu_core import axes
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.launch.backends import CPU_DEVICES as SIMULATED_BY
 from ttpu_core.plan.asked import STAND_IN, plan_for, refuse_idle_axes, the_one_given, topology_of
 from ttpu_core.plan.hardware import chip_named
 from ttpu_core.plan.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
@@ -19,7 +20,6 @@ from ttpu_core.plan.workload import BITS, Quantization
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_torch_xla.adapter import Adapter
 
-SIMULATED_BY = "CPU_NUM_DEVICES"
 PADDED = frozenset({axes.VOCAB, axes.MLP})
 """Logical axes that need not divide: XLA pads the last device's part, and nothing is computed head by head or expert by
 expert there."""
@@ -45,11 +45,11 @@ def resolve(
         mesh: the same, or a `Parallelism`.
         plan: a `Plan`, or the file that `ttpu plan --save` wrote.
         sharding_rules: logical axis → mesh axes, in place of the usual ones.
-        dtype: what weights are held in.
+        dtype: what weights are held in, by name or as torch's; "auto" is not known yet, and counts as bfloat16.
         quantization: what they are quantized to: "int8", "int4" or None.
 
     Raises:
-        RequestError: more than one of them, or something else than these.
+        RequestError: more than one of them, something else than these, or rules without any of them.
         PlanError: the plan is damaged, or was made for another model.
         UnsupportedError: what these devices cannot do, sizes that they do not divide, or an axis along which nothing
             of this model is cut.
@@ -60,6 +60,11 @@ def resolve(
         parallelism_strategy=parallelism_strategy, sharding_strategy=sharding_strategy, mesh=mesh, plan=plan
     )
     if given is None:
+        if sharding_rules:
+            raise RequestError(
+                f"sharding_rules for {', '.join(map(str, sharding_rules))} were given, but nothing says that the model "
+                "is cut: pass a parallelism_strategy too, such as 'fsdp', or leave the rules out."
+            )
         return None
     name, asked = given
     devices = adapter.num_devices()
@@ -78,20 +83,20 @@ def resolve(
         )
         found = planned(spec, adapter, request)
     elif isinstance(asked, str):
-        found = resolve_parallelism(asked, devices, sharding_rules, SIMULATED_BY)
+        found = resolve_parallelism(asked, devices, sharding_rules, SIMULATED_BY, name)
     else:
         raise RequestError(
             f"{name} is the {type(asked).__name__} {str(asked)[:60]!r}, but text such as 'fsdp' or 'data=2,tensor=4' "
             "is needed: pass that, or None for one device."
         )
-    if found.num_devices == 1:
-        return None
     if found.num_devices != devices:
+        said = "is 1 device" if found.num_devices == 1 else f"{str(found)!r} is {found.num_devices} devices"
         raise UnsupportedError(
-            f"the mesh {str(found)!r} was asked for, which is {found.num_devices} devices, but torch_xla runs one "
-            f"program on all {devices} that there are: use all of them (on a CPU, {SIMULATED_BY} says how many are "
-            "simulated)."
+            f"the mesh that {name} asks for {said}, but torch_xla runs one program on all {devices} that there are: "
+            f"use all of them (on a CPU, {SIMULATED_BY} says how many are simulated), or leave {name} out for one."
         )
+    if devices == 1:
+        return None
     busy = check(spec, dict(found.mesh), found.strategy)
     refuse_idle_axes(spec.model_type, dict(found.mesh), busy)
     return found

@@ -1,0 +1,63 @@
+"""How long an answer may become. In: what a caller and a checkpoint say of lengths, a prompt and the model's context;
+out: a number of new tokens, or one clear refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
+
+from ttpu_core.errors import RequestError
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+
+def new_tokens(prompt: int, given: Mapping[str, Any], checkpoint: Any, context: int) -> int:
+    """How many tokens may follow a prompt, as the JAX backend has it: what the caller gives wins over what the
+    checkpoint has, then `max_new_tokens` over `max_length`, which counts the prompt; and only a `max_new_tokens` of the
+    caller's is refused, not cut, where it exceeds the context.
+
+    Args:
+        prompt: tokens of the prompt.
+        given: the caller's arguments of `generate`; a `generation_config` among them counts too.
+        checkpoint: the model's own generation config.
+        context: the most tokens that a sequence may have.
+
+    Raises:
+        RequestError: the prompt leaves no room, or the caller asks for more than there is, or for no whole number.
+    """
+    room = context - prompt
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {prompt:,} tokens, but this model's context holds {context:,} and one must be left for "
+            "the answer: shorten the prompt."
+        )
+    config = given.get("generation_config")
+    asked = _count("max_new_tokens", given.get("max_new_tokens"), config)
+    total = _count("max_length", given.get("max_length"), config)
+    if asked is not None:
+        if asked > room:
+            raise RequestError(
+                f"{asked:,} new tokens were asked for after a prompt of {prompt:,}, but this model's context holds "
+                f"{context:,}: ask for at most {room:,}."
+            )
+        return asked
+    usual = None
+    if total is None:
+        usual = _count("max_new_tokens", None, checkpoint)
+        total = _count("max_length", None, checkpoint) if usual is None else None
+    if total is not None and total <= prompt:
+        raise RequestError(
+            f"max_length={total} counts the prompt, which has {prompt} tokens already: raise it, or pass "
+            "max_new_tokens."
+        )
+    return min(room, total - prompt if total is not None else usual or DEFAULT_MAX_NEW_TOKENS)
+
+
+def _count(name: str, value: Any, config: Any) -> int | None:
+    value = getattr(config, name, None) if value is None else value
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+        raise RequestError(f"{name} is {value!r}, but an integer of at least 1 is needed: correct it.")
+    return int(value)
