@@ -357,7 +357,9 @@ def _one_of(places: Mapping[str, object]) -> None:
 
 
 def _as_line(task: Task) -> str:
-    shown = ("TTPU_", "PJRT_DEVICE", "CPU_NUM_DEVICES")
+    from ttpu_core.launch.backends import CPU_DEVICES, DEVICE
+
+    shown = ("TTPU_", DEVICE, CPU_DEVICES)
     said = {name: value for name, value in task.environment.items() if name.startswith(shown) and value}
     place = " ".join(f"{name}={value}" for name, value in said.items())
     return f"[{task.label}]{f' on {task.host}' if task.host else ''} {place} {shlex.join(task.command)}"

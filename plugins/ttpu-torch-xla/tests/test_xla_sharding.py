@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
     "uneven heads": ({"num_key_value_heads": 2}, {"mesh": "mp"}, 8, "has 2 kv_heads: use 1, 2 devices"),
     "too few devices for 3d": ({}, {"sharding_strategy": "3d"}, 4, "4 devices cannot be shared by 3 axes"),
     "a part of the devices": ({}, {"mesh": "tensor=4"}, 8, "on all 8 that there are"),
-    "one device of several": ({}, {"mesh": "tensor=1"}, 8, "mesh that mesh asks for is 1 device, but torch_xla runs"),
+    "one device of several": ({}, {"mesh": "tensor=1"}, 8, "the mesh 'tensor=1', which is 1 device, but torch_xla"),
     "more devices than there are": ({}, {"mesh": "tensor=16"}, 8, "CPU_NUM_DEVICES=16 simulates"),
     "an axis that cuts nothing": ({}, {"mesh": "expert=2,tensor=4"}, 8, "nothing of this llama is cut along it"),
     "no such strategy": ({}, {"sharding_strategy": "fdsp"}, 8, "sharding_strategy 'fdsp' was asked for"),

@@ -90,10 +90,12 @@ def resolve(
             "is needed: pass that, or None for one device."
         )
     if found.num_devices != devices:
-        said = "is 1 device" if found.num_devices == 1 else f"{str(found)!r} is {found.num_devices} devices"
+        said = asked if isinstance(asked, str) and plan is None else str(found)
+        many = "1 device" if found.num_devices == 1 else f"{found.num_devices} devices"
         raise UnsupportedError(
-            f"the mesh that {name} asks for {said}, but torch_xla runs one program on all {devices} that there are: "
-            f"use all of them (on a CPU, {SIMULATED_BY} says how many are simulated), or leave {name} out for one."
+            f"{name} asks for the mesh {said!r}, which is {many}, but torch_xla runs one program on all {devices} that "
+            f"there are: use all of them (on a CPU, {SIMULATED_BY} says how many are simulated), or leave {name} out "
+            "for one."
         )
     if devices == 1:
         return None
