@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import CheckpointError, MappingError, RequestError, UnsupportedError
@@ -140,6 +147,23 @@ def test_packed_sequences_do_not_see_each_other(llama: Path) -> None:
         ).logits.cpu()
     alone = [logits(stock(llama), part) for part in ids.split(lengths, dim=1)]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [2, 8, 64])
+def test_a_cache_that_grows_keeps_what_a_window_needs_shorter_or_longer_than_the_sequence(
+    tmp_path: Path, window: int
+) -> None:
+    torch.manual_seed(0)
+    MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)).save_pretrained(tmp_path)
+    host = MistralForCausalLM.from_pretrained(tmp_path).eval()
+    model, ids = load(tmp_path), torch.arange(1, 21)[None]
+    expected, found = [], []
+    for one, results in ((host, expected), (model, found)):
+        with torch.no_grad():
+            first = one(input_ids=ids[:, :12].to(one.device))  # with a cache, as is usual
+            second = one(input_ids=ids[:, 12:].to(one.device), past_key_values=first.past_key_values)
+        results.extend((first.logits.cpu(), second.logits.cpu()))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_experts_run_without_the_optional_patches_too(tmp_path: Path) -> None:

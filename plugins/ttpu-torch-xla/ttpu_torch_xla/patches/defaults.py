@@ -55,6 +55,14 @@ DEFAULTS: tuple[Patch, ...] = (
         needed=True,
     ),
     Patch(
+        "windows longer than the sequence",
+        "transformers.cache_utils:DynamicSlidingWindowLayer.update",
+        "ttpu_torch_xla.patches.windows:update",
+        "its slice begins before the tensor does where a window is longer than the sequence, which torch_xla refuses.",
+        "layers with windows or chunks, called with a cache",
+        needed=True,
+    ),
+    Patch(
         "checkpoints from the device",
         "transformers.modeling_utils:PreTrainedModel.save_pretrained",
         "ttpu_torch_xla.saving:save_pretrained",
