@@ -18,16 +18,24 @@ STAND_IN = "v5p"
 """The chip whose figures "auto" takes where the devices are no TPUs: one with much memory."""
 
 
-def the_one_given(**arguments: Any) -> tuple[str, Any] | None:
+def the_one_given(rules: Any, **arguments: Any) -> tuple[str, Any] | None:
     """Name and value of the argument that is not None; None where all are.
 
+    Args:
+        rules: the caller's sharding rules, which say nothing where nothing says that the model is cut.
+
     Raises:
-        RequestError: more than one is given.
+        RequestError: more than one is given, or rules alone.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     if len(given) > 1:
         raise RequestError(
             f"{' and '.join(given)} were given, but each of them says how the model is cut: pass one of them."
+        )
+    if rules and not given:
+        raise RequestError(
+            f"sharding_rules for {', '.join(map(str, rules))} were given, but nothing says that the model is cut: pass "
+            "a parallelism_strategy too, such as 'fsdp', or leave the rules out."
         )
     return next(iter(given.items()), None)
 

@@ -36,6 +36,11 @@ def test_two_ways_of_saying_it_are_refused(path: Path) -> None:
         AutoModelForTPU.from_pretrained(path, parallelism_strategy="fsdp", mesh="tensor=2")
 
 
+def test_rules_without_anything_that_cuts_are_refused(path: Path) -> None:
+    with pytest.raises(RequestError, match="sharding_rules for mlp were given, but nothing says that the model is cut"):
+        AutoModelForTPU.from_pretrained(path, sharding_rules={"mlp": None})
+
+
 def test_sharding_strategy_and_mesh_are_other_names_of_it(spec: Any) -> None:
     one, two, three = (
         placement_for(spec, **{name: "2x4"}) for name in ("parallelism_strategy", "sharding_strategy", "mesh")

@@ -39,14 +39,18 @@ def placement_for(
         dtype: what weights are held in.
 
     Raises:
-        RequestError: more than one of them.
+        RequestError: more than one of them, or rules alone.
         PlanError: the plan is damaged, or was made for another model or for quantized weights.
         UnsupportedError: what these devices cannot do, or an axis along which nothing of this model is cut.
 
     Warns of a plan that was made for smaller weights.
     """
     given = the_one_given(
-        parallelism_strategy=parallelism_strategy, sharding_strategy=sharding_strategy, mesh=mesh, plan=plan
+        sharding_rules,
+        parallelism_strategy=parallelism_strategy,
+        sharding_strategy=sharding_strategy,
+        mesh=mesh,
+        plan=plan,
     )
     if plan is not None:
         read = plan_for(plan, spec, dtype=dtype, quantization=None, rules=sharding_rules, backend="JAX")

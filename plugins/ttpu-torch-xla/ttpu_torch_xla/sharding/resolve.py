@@ -57,14 +57,13 @@ def resolve(
     Warns of a plan that was made for smaller weights.
     """
     given = the_one_given(
-        parallelism_strategy=parallelism_strategy, sharding_strategy=sharding_strategy, mesh=mesh, plan=plan
+        sharding_rules,
+        parallelism_strategy=parallelism_strategy,
+        sharding_strategy=sharding_strategy,
+        mesh=mesh,
+        plan=plan,
     )
     if given is None:
-        if sharding_rules:
-            raise RequestError(
-                f"sharding_rules for {', '.join(map(str, sharding_rules))} were given, but nothing says that the model "
-                "is cut: pass a parallelism_strategy too, such as 'fsdp', or leave the rules out."
-            )
         return None
     name, asked = given
     devices = adapter.num_devices()
