@@ -6,16 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ttpu_core.auto import AutoModelForTPU
+    from ttpu_jax.engine.async_engine import AsyncEngine
+    from ttpu_jax.engine.llm import LLM
+    from ttpu_jax.engine.sampling_params import GuidedDecoding, SamplingParams
     from ttpu_torch_xla.auto import AutoXLAModelForCausalLM
 
 _EXPORTS = {
+    "AsyncEngine": "ttpu_jax.engine.async_engine",
     "AutoModelForTPU": "ttpu_core.auto",
     "AutoXLAModelForCausalLM": "ttpu_torch_xla.auto",
+    "GuidedDecoding": "ttpu_jax.engine.sampling_params",
+    "LLM": "ttpu_jax.engine.llm",
+    "SamplingParams": "ttpu_jax.engine.sampling_params",
 }
-_BROUGHT_BY = {"ttpu_torch_xla": '"ttpu-core[torch-xla]"'}
+_BROUGHT_BY = {"ttpu_jax": '"ttpu-core[jax]"', "ttpu_torch_xla": '"ttpu-core[torch-xla]"'}
 """What `pip install` takes for the modules of backends."""
 
-__all__ = ["AutoModelForTPU", "AutoXLAModelForCausalLM"]
+__all__ = ["LLM", "AsyncEngine", "AutoModelForTPU", "AutoXLAModelForCausalLM", "GuidedDecoding", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,17 +19,33 @@ class TextStream:
     turn out to be no character change what was decoded before them, which byte-fallback tokenizers such as Llama 2's
     do, and takes a prompt that ends within a character for new text."""
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop_strings: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stop_strings: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False) if backend is None else backend.decode
-        self._decode = partial(decode, skip_special_tokens=True)
+        self._decode = partial(decode, skip_special_tokens=skip_special_tokens)
         self._window = [int(token) for token in prompt]  # tokens that are decoded together: some known, then new ones
         self._known = len(self._window)
         self._known_text = self._decode(self._window)
         self._stops = tuple(stop_strings)
         self._held = ""
         self.text = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stopped_by is not None
+
+    def watch(self, stop_strings: Sequence[str]) -> None:
+        """Look for these from the next token on."""
+        self._stops = tuple(stop_strings)
 
     def push(self, token: int) -> str:
         """Text that this token makes certain; what might begin a stop string is held back."""
@@ -42,8 +58,8 @@ class TextStream:
         self._held += text
         matches = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if matches:
-            self.stopped = True
-            return self._release(min(matches)[0])
+            at, self.stopped_by = min(matches)
+            return self._release(at)
         return self._release(len(self._held) - self._possible_stop())
 
     def finish(self) -> str:

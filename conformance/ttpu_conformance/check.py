@@ -75,6 +75,7 @@ SUBJECTS = (
     "numerics",
     "caching",
     "generation",
+    "serving",
     "checkpoints",
     "training",
     "parallel",

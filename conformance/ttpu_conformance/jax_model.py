@@ -95,6 +95,37 @@ class JaxModel:
         mapping = pad_mapping(self.architecture.mapping, self.model.paddings)
         return float(value), export_tensors(mapping, gradients)
 
+    def generated(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        """Greedy tokens after prompts, without the engine."""
+        options = {"max_new_tokens": new_tokens, "ignore_eos": True, "do_sample": False}
+        output = self.model.generate(prompts, return_dict_in_generate=True, **options)
+        return [completion.token_ids for completion in output.completions]
+
+    def served(self, prompts: list[list[int]], new_tokens: int, *, prefill: int) -> list[list[list[int]]]:
+        """Greedy tokens after prompts that the engine serves together, twice: it runs fewer at once than there are, and
+        has pages for fewer still."""
+        from ttpu_jax.engine.llm import LLM
+        from ttpu_jax.engine.sampling_params import SamplingParams
+
+        page, running = 4, len(prompts) - 1
+        longest = max(map(len, prompts)) + new_tokens
+        settings: dict[str, Any] = {
+            "max_model_len": longest,
+            "max_num_seqs": running,
+            "max_num_batched_tokens": prefill,
+            "sequence_buckets": (running,),
+            "token_buckets": (prefill,),
+            "page_size": page,
+            "num_pages": 2 * (-(-longest // page)) + 1,
+            "sampling_level": "greedy",
+            "penalties": False,
+            "prompt_logprobs": False,
+            "strict_compile": True,
+        }
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        with LLM(self.model, progress=None, **settings) as llm:
+            return [[output.outputs[0].token_ids for output in llm.generate(prompts, params)] for _ in range(2)]
+
     @property
     def replicated_share(self) -> float:
         """The share of the parameters' elements that lie whole on every device."""

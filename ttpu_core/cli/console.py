@@ -87,7 +87,8 @@ class LoadProgress:
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, event: str, done: float, total: float) -> None:
-        """`event` is "load" (bytes) or "compile" (0 of 1 at the start, 1 of 1 at the end); others are not shown."""
+        """`event` is "load" (bytes) or "compile" (programs, or 0 of 1 at the start and 1 of 1 at the end); others are
+        not shown."""
         if not self._shown or event not in ("load", "compile"):
             return
         if done >= total:
@@ -97,11 +98,13 @@ class LoadProgress:
         if event not in self._tasks:
             self._tasks[event] = progress.add_task(
                 {"load": "loading weights", "compile": "compiling"}[event],
-                total=total if event == "load" else None,
+                total=total if event == "load" or total > 1 else None,
                 sizes="",
             )
         if event == "load":
             progress.update(self._tasks[event], completed=done, sizes=f"{in_bytes(done)} of {in_bytes(total)}")
+        elif total > 1:
+            progress.update(self._tasks[event], completed=done, sizes=f"{done:,.0f} of {total:,.0f} programs")
 
     def close(self) -> None:
         """Remove what is shown, for good."""

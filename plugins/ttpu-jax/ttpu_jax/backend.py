@@ -53,8 +53,10 @@ class JaxBackend:
         plan: Any = None,
         attn_implementation: str = "auto",
         attention_config: Mapping[str, Any] | None = None,
+        task: str = "inference",
+        enable_paged_attention: bool = False,
         progress: ProgressCallback | None = None,
-        **unknown: Any,
+        **more: Any,
     ) -> JaxCausalLM:
         """Read the weights onto the devices.
 
@@ -69,17 +71,17 @@ class JaxBackend:
             attn_implementation: "auto", "eager", "xla_flash_attention", "splash_attention", or an import string
                 `package.module:function`; what it does not serve (decode, for the two kernels) is "eager".
             attention_config: settings of that implementation, such as {"sa_block_q": 1024} for splash_attention.
-            progress: called as progress("load", bytes done, bytes in all) and progress("compile", 0 or 1, 1).
+            task: "inference"; there is no other yet.
+            enable_paged_attention: `generate` and `stream` use the serving engine: a paged KV cache, continuous
+                batching, prefix caching, programs compiled ahead.
+            progress: called as progress("load", bytes done, bytes in all) and progress("compile", done, in all).
+            more: with `enable_paged_attention`, settings of the engine (`ttpu_jax.engine.config.EngineConfig`), such as
+                max_num_seqs.
 
         Raises:
             CheckpointError, MappingError, UnsupportedError, RequestError: what cannot be loaded, and why.
         """
-        if unknown:
-            raise RequestError(
-                f"from_pretrained() was given {', '.join(sorted(unknown))}, but the JAX backend takes dtype, "
-                "parallelism_strategy, sharding_strategy, mesh, plan, sharding_rules, attn_implementation, "
-                "attention_config and progress: leave it out."
-            )
+        engine_config = _engine_config(task, enable_paged_attention, more)
         began = time.perf_counter()
         initialize()
         check_supported(architecture.spec)
@@ -109,7 +111,12 @@ class JaxBackend:
         programs = Programs(spec, spec.parameters, runtime, params, cache_dtype, on_compile=on_compile)
         tokenizer = load_tokenizer(checkpoint)
         seconds = time.perf_counter() - began
-        return JaxCausalLM(architecture, checkpoint, programs, params, held, tokenizer, seconds, paddings)
+        model = JaxCausalLM(architecture, checkpoint, programs, params, held, tokenizer, seconds, paddings)
+        if engine_config is not None:
+            from ttpu_jax.engine.build import build_engine
+
+            model.engine = build_engine(model, engine_config, progress)
+        return model
 
     def verify_plan(
         self, architecture: Architecture, plan: Plan, *, progress: Callable[[str], None] | None = None
@@ -147,6 +154,26 @@ class JaxBackend:
             "compiles_for_tpu": util.find_spec("libtpu") is not None,
             "missing": {} if versions["libtpu"] else {"libtpu": 'pip install "ttpu-jax[tpu]"'},
         }
+
+
+def _engine_config(task: str, enabled: bool, more: Mapping[str, Any]) -> Any:
+    """The engine's settings, None without one."""
+    if task != "inference":
+        raise RequestError(
+            f"task={task!r} was asked for, but this version of the JAX backend loads models for inference: leave it out."
+        )
+    from ttpu_jax.engine.config import NAMES, EngineConfig
+
+    unknown = sorted(name for name in more if not enabled or name not in NAMES)
+    if unknown:
+        engine = f", the engine's {', '.join(NAMES)}" if enabled else ""
+        hint = ", or pass enable_paged_attention=True with it" if not enabled and set(unknown) <= set(NAMES) else ""
+        raise RequestError(
+            f"from_pretrained() was given {', '.join(unknown)}, but the JAX backend takes dtype, parallelism_strategy, "
+            "sharding_strategy, mesh, plan, sharding_rules, attn_implementation, attention_config, task, "
+            f"enable_paged_attention and progress{engine}: leave it out{hint}."
+        )
+    return EngineConfig(**more) if enabled else None
 
 
 def _attention_by_kind(

@@ -52,12 +52,27 @@ class JaxCausalLM:
         self.timings = Timings(load_seconds=load_seconds)
         self.programs = programs
         self.paddings: Paddings = paddings or {}
+        self.engine: Any = None
+        """The serving engine (`ttpu_jax.engine`) that `generate` and `stream` use, where paged attention is enabled."""
         self._checkpoint = checkpoint
 
     @property
     def spec(self) -> ArchitectureSpec:
         """The architecture as data."""
         return self.architecture.spec
+
+    @property
+    def name(self) -> str:
+        """What the checkpoint is called: its Hub id, or its directory's name."""
+        if self._checkpoint is None:
+            return self.spec.model_type
+        source = str(self._checkpoint.source)
+        return Path(source).resolve().name if Path(source).exists() else source
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end a sequence, as the checkpoint says."""
+        return self._stop_ids(options_from({}, None, self._checkpoint.generation_config if self._checkpoint else {}))
 
     @property
     def module(self) -> Decoder:
@@ -181,6 +196,17 @@ class JaxCausalLM:
 
     def _run(self, prompts: Prompts, options: GenerationOptions) -> Iterator[tuple[StreamEvent, Completion]]:
         self.timings = Timings(load_seconds=self.timings.load_seconds)
+        if self.engine is not None:
+            from ttpu_jax.engine import generate
+
+            return generate.run(
+                self.engine,
+                prompts.ids,
+                options,
+                stop_ids=self._stop_ids(options),
+                context=self.context,
+                timings=self.timings,
+            )
         return loop.run(
             self.programs,
             prompts.ids,

@@ -13,10 +13,11 @@ from ttpu_core.spec import AttentionSpec
 from ttpu_jax.model.cache import LayerCache
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step, maybe, value_of
 from ttpu_jax.ops import attention as attention_ops
+from ttpu_jax.ops.paged_attention import PagedKV, paged_attention, write
 from ttpu_jax.ops.rope import rotate
 from ttpu_jax.ops.temperature import query_factor
 
-KeyValue = tuple[jax.Array, jax.Array]
+KeyValue = tuple[jax.Array, jax.Array] | PagedKV
 
 
 class Attention(nnx.Module):
@@ -43,14 +44,18 @@ class Attention(nnx.Module):
         self,
         x: jax.Array,
         step: Step,
-        cache: LayerCache | None = None,
+        cache: LayerCache | PagedKV | None = None,
         turn: jax.Array | None = None,
         kv: KeyValue | None = None,
-    ) -> tuple[jax.Array, LayerCache | None, KeyValue]:
+    ) -> tuple[jax.Array, LayerCache | PagedKV | None, KeyValue]:
         """x [batch, seq, hidden]: the same shape, the cache with this step's keys and values in it, and the keys
-        [batch, kv_heads, keys, head_dim] and values that were attended to.
+        [batch, kv_heads, keys, head_dim] and values, or the pages, that were attended to.
 
         `kv` are another layer's, for a layer that has none of its own."""
+        if step.ragged is not None:
+            assert not isinstance(cache, LayerCache)
+            return self._paged(x, step, cache, kv)
+        assert not isinstance(cache, PagedKV)
         query, own = self._project(x, step)
         query_positions = step.query_positions
         if step.last_only:
@@ -62,6 +67,8 @@ class Attention(nnx.Module):
         else:
             cache = cache.write(*own, _slot(step), turn)
             kv = own if step.fresh else cache.layer(turn)
+        assert kv is not None and not isinstance(kv, PagedKV)
+        assert step.key_positions is not None
         placement, spec = self.runtime.placement, self.spec
         mixed = attention_ops.attend(
             self.runtime.attention,
@@ -83,7 +90,30 @@ class Attention(nnx.Module):
         )
         return self._finish(mixed, x), cache, kv
 
-    def _project(self, x: jax.Array, step: Step) -> tuple[jax.Array, KeyValue | None]:
+    def _paged(
+        self, x: jax.Array, step: Step, cache: PagedKV | None, kv: KeyValue | None
+    ) -> tuple[jax.Array, PagedKV | None, KeyValue]:
+        """As the call, for x [1, tokens, hidden] of many sequences, whose keys and values are in pages."""
+        assert step.ragged is not None
+        placement, spec = self.runtime.placement, self.spec
+        query, own = self._project(x, step)
+        pages = kv
+        if own is not None:
+            assert cache is not None
+            key, value = (each[0].swapaxes(0, 1) for each in own)
+            pages = cache = write(cache, key, value, step.ragged)
+        assert isinstance(pages, PagedKV)
+        context = attention_ops.AttentionContext(
+            mesh=placement.mesh,
+            head_axes=placement.cut(axes.KV_HEADS, spec.num_kv_heads),
+            platform=placement.platform,
+            own_keys=False,
+        )
+        sinks = value_of(self.sinks)
+        mixed = paged_attention(query[0], pages, step.ragged, spec, sinks=sinks, context=context)
+        return self._finish(mixed[None], x), cache, pages
+
+    def _project(self, x: jax.Array, step: Step) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """query [batch, seq, kv_heads, q_per_kv, dim]; key and value [batch, kv_heads, seq, dim], if this layer has
         its own."""
         spec, constrain = self.spec, self.runtime.placement.constrain

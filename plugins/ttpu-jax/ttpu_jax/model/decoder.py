@@ -20,6 +20,7 @@ from ttpu_jax.model.custom import custom_block, custom_embedding
 from ttpu_jax.model.embedding import Embedding, Head
 from ttpu_jax.model.layers import Cache, DecoderLayer
 from ttpu_jax.model.modules import RESIDUAL, LayerInputs, Norm, Parameters, Runtime, Step, maybe
+from ttpu_jax.ops.paged_attention import RaggedBatch
 from ttpu_jax.ops.rope import rope_angles
 
 Caches = tuple[Cache | None, ...]
@@ -126,6 +127,27 @@ class Decoder(nnx.Module):
         if last_only:
             x = x[:, -1:]
         return maybe(self.final_norm, self.embed.collapse(x)), cache
+
+    def ragged(self, tokens: jax.Array, batch: RaggedBatch, caches: Caches) -> tuple[jax.Array, Caches]:
+        """One step of many sequences of different lengths, whose caches are pages and slots (`ttpu_jax.model.paged`).
+
+        Args:
+            tokens: [tokens], of all sequences one after another, then padding.
+            batch: which of them belong to which sequence, and where each sequence's pages are.
+
+        Returns:
+            The residual stream after the final norm [tokens, hidden], and the caches with these tokens in them.
+        """
+        assert not self.stacked
+        positions = batch.positions[None]
+        # A token's own sequence decides on its angles, so each is a batch of its own for that.
+        angles = (rope_angles(rope, batch.positions[:, None], batch.lengths) for rope in self.runtime.ropes)
+        turned = tuple((cos.swapaxes(0, 1), sin.swapaxes(0, 1)) for cos, sin in angles)
+        step = Step(positions, None, turned, ragged=batch)
+        x, beside = self.embed(tokens[None], positions)
+        x = self.runtime.placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
+        x, caches = self._unroll_layers(x, step, caches, beside, last_only=False)
+        return maybe(self.final_norm, self.embed.collapse(x))[0], caches
 
     def _unroll_layers(
         self, x: jax.Array, step: Step, caches: Caches, beside: jax.Array | None, *, last_only: bool

@@ -15,6 +15,7 @@ from ttpu_core.spec import AttentionSpec, MixerSpec, QueryTemperature
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step
 from ttpu_jax.ops import attention as attention_ops
 from ttpu_jax.ops.attention.reference import MASKED
+from ttpu_jax.ops.paged_attention import PagedKV, paged_attention, write
 from ttpu_jax.ops.rope import rotate
 from ttpu_jax.ops.temperature import query_factor
 
@@ -45,10 +46,15 @@ class LatentAttention(nnx.Module):
         self.key_up, self.value_up = Linear(values.at("key_up"), runtime), Linear(values.at("value_up"), runtime)
         self.output = Linear(values.at("output"), runtime)
 
-    def __call__(self, x: jax.Array, step: Step, state: State | None = None) -> tuple[jax.Array, State | None]:
+    def __call__(
+        self, x: jax.Array, step: Step, state: State | PagedKV | None = None
+    ) -> tuple[jax.Array, State | PagedKV | None]:
         """x [batch, seq, hidden]: the same shape (or the last token's, [batch, 1, hidden]), and the state with these
-        tokens' latents [batch, slots, kv_lora_rank] and rotated keys [batch, slots, qk_rope_head_dim] in it."""
+        tokens' latents [batch, slots, kv_lora_rank] and rotated keys [batch, slots, qk_rope_head_dim] in it, or the
+        pages that hold both (`latent_pages`)."""
         latent, rope_key = self._compress(x, step)
+        if isinstance(state, PagedKV):
+            return self._paged(x, step, latent, rope_key, state)
         if state is not None:
             state = {
                 "latent": _written(state["latent"], latent, step.slot),
@@ -56,10 +62,32 @@ class LatentAttention(nnx.Module):
             }
         query, positions = self._queries(x, step)
         if state is None or step.fresh:
-            mixed = self._expanded(query, latent, rope_key, positions, step.key_positions)
+            mixed = self._expanded(query, latent, rope_key, positions, _present(step.key_positions))
         else:
-            mixed = self._absorbed(query, state["latent"], state["rope_key"], positions, step.key_positions)
+            mixed = self._absorbed(query, state["latent"], state["rope_key"], positions, _present(step.key_positions))
         return self.output(mixed.reshape(*mixed.shape[:2], -1)), state
+
+    def _paged(
+        self, x: jax.Array, step: Step, latent: jax.Array, rope_key: jax.Array, pages: PagedKV
+    ) -> tuple[jax.Array, PagedKV]:
+        """As the call, for x [1, tokens, hidden] of many sequences: the absorbed form, with one key head that holds
+        latent and rotated key, and whose first features are the value."""
+        assert step.ragged is not None
+        query, _ = self._queries(x, step)
+        key_up, value_up = self.key_up.kernel[...], self.value_up.kernel[...]
+        if self.runtime.placement.platform == "cpu":
+            key_up, value_up = (a.astype(jnp.float32) for a in (key_up, value_up))
+        dtype = key_up.dtype
+        pages = write(pages, jnp.concatenate([latent, rope_key], axis=-1)[0][:, None], None, step.ragged)
+        taken = _product("bshd,hdr->bshr", query[..., : self.plain].astype(dtype), key_up).astype(dtype)
+        query = jnp.concatenate([self._cut(taken), query[..., self.plain :].astype(dtype)], axis=-1)
+        context = attention_ops.AttentionContext(
+            mesh=self.runtime.placement.mesh, platform=self.runtime.placement.platform, own_keys=False
+        )
+        spec = latent_pages(self.spec)
+        mixed = paged_attention(query[0][:, None], pages, step.ragged, spec, context=context)[:, 0][None]
+        mixed = _product("bshr,hvr->bshv", self._cut(mixed.astype(dtype)), value_up).astype(x.dtype)
+        return self.output(self._cut(mixed).reshape(*mixed.shape[:2], -1)), pages
 
     def _compress(self, x: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         """The latent [batch, seq, kv_lora_rank] and the rotated key [batch, seq, qk_rope_head_dim] of each token."""
@@ -149,6 +177,24 @@ class LatentAttention(nnx.Module):
     def _cut(self, x: jax.Array) -> jax.Array:
         """x [batch, seq, heads, features], cut by heads."""
         return self.runtime.placement.constrain(x, axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, None)
+
+
+def latent_pages(spec: MixerSpec) -> AttentionSpec:
+    """The attention that latent attention is in its absorbed form: all heads share one key, whose first features are
+    the value."""
+    rank = spec.option("kv_lora_rank")
+    return AttentionSpec(
+        num_heads=spec.option("num_heads"),
+        num_kv_heads=1,
+        head_dim=rank + spec.option("qk_rope_head_dim"),
+        v_head_dim=rank,
+        scale=spec.option("scale"),
+    )
+
+
+def _present(positions: jax.Array | None) -> jax.Array:
+    assert positions is not None
+    return positions
 
 
 def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -14,8 +14,10 @@ from ttpu_jax.model.attention import Attention, KeyValue
 from ttpu_jax.model.cache import LayerCache, StateCache
 from ttpu_jax.model.custom import custom_mixer
 from ttpu_jax.model.modules import MLP, RESIDUAL, LayerInputs, Norm, Parameters, Runtime, Step, maybe
+from ttpu_jax.model.ragged import on_rows
+from ttpu_jax.ops.paged_attention import PagedKV
 
-Cache = LayerCache | StateCache
+Cache = LayerCache | StateCache | PagedKV
 
 
 class DecoderLayer(nnx.Module):
@@ -82,7 +84,14 @@ class DecoderLayer(nnx.Module):
         if not isinstance(self.spec.mixer, MixerSpec):
             assert not isinstance(cache, StateCache)
             return self.attention(x, step, cache, turn, inputs.kv if inputs else None)
+        if isinstance(cache, PagedKV):
+            mixed, cache = self.mixer(x, step, cache)
+            return mixed, cache, None
         assert not isinstance(cache, LayerCache)
+        if step.ragged is not None:
+            assert cache is not None
+            mixed, cache = on_rows(self.mixer, x, step, cache)
+            return mixed, cache, None
         mixed, state = self.mixer(x, step, None if cache is None else cache.layer(turn))
         if cache is not None:
             cache = cache.write(state, turn)

@@ -18,6 +18,7 @@ from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec
 from ttpu_jax.ops.activation import activate, gated_activation, sparsify
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.norm import normalize
+from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.params.placement import Placement
 
 RESIDUAL = (axes.BATCH, axes.SEQUENCE, None)
@@ -66,14 +67,17 @@ class Parameters:
 class Step:
     """What the tokens of one forward pass have in common: positions [batch, seq] of queries and [batch, keys] of keys,
     cos and sin for each of the runtime's ropes, and the cache slot where the first token goes; `fresh` says that
-    nothing is in the cache before it, `last_only` that a layer's output is wanted for the last token alone."""
+    nothing is in the cache before it, `last_only` that a layer's output is wanted for the last token alone.
+
+    With `ragged`, the one row holds tokens of many sequences, and caches are pages: there are no `key_positions`."""
 
     query_positions: jax.Array
-    key_positions: jax.Array
+    key_positions: jax.Array | None
     angles: tuple[tuple[jax.Array, jax.Array], ...]
     slot: jax.Array | None = None
     fresh: bool = field(default=False, metadata={"static": True})
     last_only: bool = field(default=False, metadata={"static": True})
+    ragged: RaggedBatch | None = None
 
     @property
     def valid(self) -> jax.Array:
@@ -85,9 +89,9 @@ class Step:
 @dataclass(frozen=True)
 class LayerInputs:
     """What a layer is given beside the residual stream: `kv`, another layer's keys [batch, kv_heads, keys, head_dim]
-    and values, where it has none of its own; `beside` [batch, seq, features] from a custom embedding."""
+    and values, or its pages, where it has none of its own; `beside` [batch, seq, features] from a custom embedding."""
 
-    kv: tuple[jax.Array, jax.Array] | None = None
+    kv: tuple[jax.Array, jax.Array] | PagedKV | None = None
     beside: jax.Array | None = None
 
 

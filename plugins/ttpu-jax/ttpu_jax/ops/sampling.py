@@ -185,6 +185,20 @@ def update(counts: TokenCounts, tokens: jax.Array) -> TokenCounts:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class LogitRules:
+    """What a row's request says of single tokens; only made when some row's does.
+
+    bias_tokens, bias: int32 and float32 `[batch, n]`, what is added to a token's logit; tokens below 0 are ignored.
+    allowed: uint32 `[batch, words]`, one bit per token, the lowest first; a token whose bit is 0 is never chosen.
+    """
+
+    bias_tokens: jax.Array
+    bias: jax.Array
+    allowed: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Sampled:
     """What `sample` returns; what was not asked for is None.
 
@@ -204,6 +218,7 @@ def sample(
     counts: TokenCounts | None,
     step: jax.Array,
     features: SamplingFeatures,
+    rules: LogitRules | None = None,
 ) -> Sampled:
     """The next token of every row.
 
@@ -212,7 +227,8 @@ def sample(
 
     Greedy rows take the argmax of the penalised logits, the lowest index among equals. The others draw from
     the filtered distribution by the Gumbel-max trick (arXiv:1411.0030), with noise keyed by (seed, step).
-    Log-probabilities are the log-softmax of the raw logits: before penalties, temperature and filters.
+    Log-probabilities are the log-softmax of the raw logits: before rules, penalties, temperature and filters. Rules
+    come first: biases before the penalties, forbidden tokens after them.
 
     A row is no distribution if it holds NaN, or if its largest penalised logit is infinite (an overflow, or
     every token forbidden). Its token is -1 and its log-probability NaN, for the host to raise on.
@@ -224,11 +240,13 @@ def sample(
     if features.logprobs > vocab:
         raise ValueError(f"logprobs is {features.logprobs}, but the vocabulary has {vocab} tokens: lower it")
     raw = logits.astype(jnp.float32)
-    scores = raw
+    scores = raw if rules is None else _biased(raw, rules)
     if features.penalties:
         if counts is None:
             raise ValueError("penalties are on, but counts is None: pass empty_counts(batch, vocab)")
-        scores = _penalised(raw, inputs, counts)
+        scores = _penalised(scores, inputs, counts)
+    if rules is not None:
+        scores = jnp.where(_bits(rules.allowed, vocab), scores, -jnp.inf)
 
     highest, token = _first_highest(scores)
     broken = ~jnp.isfinite(highest)  # NaN is higher than every number
@@ -248,6 +266,18 @@ def sample(
         return Sampled(token, chosen)
     top_logprobs, top_tokens = jax.lax.top_k(logprobs, features.logprobs)
     return Sampled(token, chosen, top_tokens, top_logprobs)
+
+
+def _biased(scores: jax.Array, rules: LogitRules) -> jax.Array:
+    """Scores `[batch, vocab]` with each row's biases added."""
+    rows = jnp.arange(scores.shape[0])[:, None]
+    return scores.at[rows, _inside(rules.bias_tokens, scores.shape[1])].add(rules.bias, mode="drop")
+
+
+def _bits(words: jax.Array, count: int) -> jax.Array:
+    """bool `[batch, count]` of uint32 `[batch, words]`, the lowest bit of the first word first."""
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits.reshape(words.shape[0], -1)[:, :count] != 0
 
 
 def _penalised(scores: jax.Array, inputs: SamplingInputs, counts: TokenCounts) -> jax.Array:

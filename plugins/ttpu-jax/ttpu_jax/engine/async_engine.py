@@ -1,0 +1,420 @@
+"""The engine for programs that run on asyncio, such as servers. In: prompts, from any number of tasks; out: a stream of
+deltas for each, while one thread of its own steps the core."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from ttpu_core.errors import TTPUError
+from ttpu_jax.engine.outputs import EmbeddingOutput, Logprob, OutputDelta
+from ttpu_jax.engine.sampling_params import SamplingParams
+
+LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+Prompt = str | list[int]
+Pooling = Literal["last", "mean"]
+
+
+class EngineDeadError(TTPUError):
+    """The engine failed, or was shut down, and serves nothing any more."""
+
+
+class EngineClosingError(TTPUError):
+    """The engine finishes what it has and takes nothing new."""
+
+
+class RequestFailedError(TTPUError):
+    """One request failed within the engine; others go on."""
+
+
+class RequestTimeoutError(TTPUError):
+    """A request took longer than it was given; what it had said until then was delivered."""
+
+
+class Core(Protocol):
+    """What is asked of an engine core: all of it is called from one thread, attributes may be read from any."""
+
+    tokenizer: Any
+    model_name: str
+    max_model_len: int
+    adapters: dict[str, int]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        ...
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        adapter: str | None = None,
+        pooling: Pooling | None = None,
+    ) -> None:
+        """Take a request, or raise RequestError."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; unknown ones are no error."""
+        ...
+
+    def step(self) -> list[OutputDelta]:
+        """Run one step."""
+        ...
+
+    def stats(self) -> Any:
+        """Counters and gauges, as a dataclass of numbers."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class Stream:
+    """The answer to one request as it comes: iterate over it once, in the loop where it was made.
+
+    Deltas that the consumer has not taken are merged for each answer, so that a slow one holds its text and no queue.
+    """
+
+    def __init__(self, engine: AsyncEngine, request_id: str, answers: int) -> None:
+        self.request_id = request_id
+        self.loop = asyncio.get_running_loop()
+        self._engine = engine
+        self._running = answers
+        self._waiting: dict[int, list[OutputDelta]] = {}
+        self._ready = asyncio.Event()
+        self._error: TTPUError | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more comes from the engine."""
+        return self._running == 0 or self._error is not None
+
+    def put(self, delta: OutputDelta) -> None:
+        """One delta of the engine's; called in the loop."""
+        if self.finished:
+            return
+        if delta.error is not None:
+            self.fail(RequestFailedError(delta.error))
+            return
+        self._waiting.setdefault(delta.index, []).append(delta)
+        self._running -= delta.finish_reason is not None
+        if self._running == 0:
+            self._done()
+        self._ready.set()
+
+    def fail(self, error: TTPUError) -> None:
+        """End with an error, after what was said so far; called in the loop."""
+        if not self.finished:
+            self._error = error
+            self._done()
+            self._ready.set()
+
+    def expire_after(self, seconds: float) -> None:
+        """Abort if it is not done by then."""
+
+        def expired() -> None:
+            self._engine.abort(self.request_id)
+            self.fail(
+                RequestTimeoutError(
+                    f"the request ran for {seconds:g} s, which is as long as one may: ask for fewer tokens, or try again "
+                    "when there is less to do."
+                )
+            )
+
+        self._deadline = self.loop.call_later(seconds, expired)
+
+    def close(self) -> None:
+        """Abort what is still running; nothing where all of it is done."""
+        if not self.finished:
+            self._engine.abort(self.request_id)
+            self.fail(EngineClosingError("the stream was closed before its answer was done: ask again."))
+
+    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        try:
+            while True:
+                await self._ready.wait()
+                self._ready.clear()
+                waiting, self._waiting = self._waiting, {}
+                for deltas in waiting.values():
+                    yield merged(deltas)
+                if self.finished and not self._waiting:
+                    break
+            if self._error is not None:
+                raise self._error
+        finally:
+            self.close()
+
+    def _done(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._engine.forget(self)
+
+
+def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    """Successive deltas of one answer as one."""
+    first, last = deltas[0], deltas[-1]
+    if first is last:
+        return first
+    logprobs: list[dict[int, Logprob]] | None = None
+    if any(delta.logprobs is not None for delta in deltas):
+        logprobs = [token for delta in deltas for token in delta.logprobs or ()]
+    return replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs,
+    )
+
+
+@dataclass
+class _Call:
+    """Something to do between two steps, and who waits for it."""
+
+    work: Callable[[], Any]
+    future: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
+
+
+class AsyncEngine:
+    """Serves requests of many asyncio tasks with one core.
+
+    The core is touched by the engine's own thread alone: between steps it does what tasks asked for. All methods but
+    `start` and `close` are called in an event loop."""
+
+    def __init__(self, core: Any) -> None:
+        self.core: Any = core
+        self.error: str | None = None  # why it is dead
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._streams: dict[str, Stream] = {}
+        self._closing = False
+        self._stopped = False
+        self._stats: Any = None
+        self._thread = threading.Thread(target=self._run, name="ttpu-engine", daemon=True)
+
+    # -- life -----------------------------------------------------------------------------------------------
+
+    def start(self) -> AsyncEngine:
+        """Begin to step; once."""
+        self._thread.start()
+        return self
+
+    @property
+    def alive(self) -> bool:
+        """Whether it serves what it has."""
+        return self.error is None and not self._stopped and self._thread.is_alive()
+
+    @property
+    def accepting(self) -> bool:
+        """Whether it takes new requests."""
+        return self.alive and not self._closing
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Take nothing new and wait until nothing runs; False if that took longer than `timeout` seconds, and what
+        was left then is aborted."""
+        self._closing = True
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        while self._streams:
+            if deadline is not None and asyncio.get_running_loop().time() >= deadline:
+                for stream in list(self._streams.values()):
+                    self.abort(stream.request_id)
+                    stream.fail(EngineClosingError("the server shuts down and could not wait any longer: ask again."))
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    async def shutdown(self, timeout: float | None = 0) -> None:
+        """Drain, then stop the thread and close the core."""
+        await self.drain(timeout)
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Stop at once; from any thread."""
+        self._closing = True
+        self._calls.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # -- requests -------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        adapter: str | None = None,
+        pooling: Pooling | None = None,
+        timeout: float | None = None,
+    ) -> Stream:
+        """A stream of deltas, once the core has taken the request; `timeout` in seconds aborts it.
+
+        Raises:
+            RequestError: the core refuses it (QueueFullError: for now).
+            EngineDeadError, EngineClosingError: it takes nothing.
+        """
+        self.check_accepting()
+        name = request_id or uuid.uuid4().hex
+        stream = Stream(self, name, 1 if pooling else params.n)
+        options: dict[str, Any] = {"priority": priority, "adapter": adapter}
+        if pooling is not None:
+            options["pooling"] = pooling
+
+        guides = getattr(self.core, "guides", None)
+        if params.guided is not None and guides is not None:  # a large schema takes a second, which steps do not wait for
+            await asyncio.to_thread(guides.compile, params.guided)
+
+        def add() -> None:
+            self.core.add(name, prompt, params, **options)
+            self._streams[name] = stream
+
+        try:
+            await self.call(add)
+        except asyncio.CancelledError:
+            self.abort(name)
+            raise
+        if timeout is not None and not stream.finished:
+            stream.expire_after(timeout)
+        return stream
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, **options: Any) -> AsyncIterator[OutputDelta]:
+        """The deltas of `submit`'s stream. Leaving the loop over them aborts the request."""
+        async for delta in await self.submit(prompt, params, **options):
+            yield delta
+
+    async def embed(self, prompt: Prompt, pooling: Pooling = "last", **options: Any) -> EmbeddingOutput:
+        """A prompt's embedding."""
+        stream = await self.submit(prompt, SamplingParams(max_tokens=1), pooling=pooling, **options)
+        ids = prompt if isinstance(prompt, list) else []
+        embedding: np.ndarray | None = None
+        async for delta in stream:
+            embedding = delta.embedding if delta.embedding is not None else embedding
+            ids = ids or [0] * delta.num_prompt_tokens
+        if embedding is None:
+            raise RequestFailedError("an embedding was asked for, but the engine gave none: use a model that has one.")
+        return EmbeddingOutput(stream.request_id, ids, embedding)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, at any time; an unknown one is no error."""
+        self._streams.pop(request_id, None)
+        self._calls.put(_Call(lambda: self.core.abort(request_id)))
+
+    def forget(self, stream: Stream) -> None:
+        """A stream is done."""
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+
+    # -- everything else --------------------------------------------------------------------------------------
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """What `work` returns, which the engine's thread does between two steps: the way to sleep, wake up, load an
+        adapter or change weights.
+
+        Raises:
+            EngineDeadError: it is dead, or dies before; otherwise what `work` raises.
+        """
+        self.check_alive()
+        call = _Call(work)
+        self._calls.put(call)
+        if self._stopped:  # after the check, when it had read its queue to the end
+            self._refuse_calls()
+        result: T = await asyncio.wrap_future(call.future)
+        return result
+
+    async def stats(self, patience: float = 1.0) -> Any:
+        """The core's counters; those of last time where the core is busy for longer than `patience` seconds."""
+        if self.alive:
+            with suppress(asyncio.TimeoutError, EngineDeadError):
+                self._stats = await asyncio.wait_for(self.call(self.core.stats), patience)
+        return self._stats if self._stats is not None else self.core.stats()
+
+    def check_alive(self) -> None:
+        if self.error is not None:
+            raise EngineDeadError(f"the engine failed and serves nothing any more ({self.error}): start it again.")
+        if self._stopped or not self._thread.is_alive():
+            raise EngineDeadError("the engine was asked to work, but it is not running: call start().")
+
+    def check_accepting(self) -> None:
+        self.check_alive()
+        if self._closing:
+            raise EngineClosingError("the server is shutting down and takes no new requests: ask another one.")
+
+    # -- the engine's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._do_calls():
+                if self.core.has_work:
+                    self._deliver(self.core.step())
+        except BaseException as error:  # whatever it is, nobody is there to catch it, and everybody waits
+            LOG.exception("the engine failed")
+            self.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        finally:
+            self._stopped = True
+            self._refuse_calls()
+            self._end_streams()
+            with suppress(Exception):
+                self.core.close()
+
+    def _do_calls(self) -> bool:
+        """What was asked for meanwhile; waits for it where there is nothing else to do. False: stop."""
+        while True:
+            try:
+                call = self._calls.get(block=not self.core.has_work)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            if not call.future.set_running_or_notify_cancel():
+                continue
+            try:
+                call.future.set_result(call.work())
+            except Exception as error:
+                call.future.set_exception(error)
+
+    def _deliver(self, deltas: Sequence[OutputDelta]) -> None:
+        """Hand deltas to their streams: one wake-up of a loop for all of a step's."""
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Stream, OutputDelta]]] = {}
+        for delta in deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is not None:
+                loops.setdefault(stream.loop, []).append((stream, delta))
+        for loop, pairs in loops.items():
+            with suppress(RuntimeError):  # the loop is closed, so that nobody listens
+                loop.call_soon_threadsafe(_put_all, pairs)
+
+    def _refuse_calls(self) -> None:
+        reason = EngineDeadError(f"the engine stopped ({self.error or 'it was shut down'}): start it again.")
+        with suppress(queue.Empty):
+            while True:
+                call = self._calls.get_nowait()
+                if call is not None and call.future.set_running_or_notify_cancel():
+                    call.future.set_exception(reason)
+
+    def _end_streams(self) -> None:
+        reason = EngineDeadError(f"the engine stopped ({self.error or 'it was shut down'}): ask again later.")
+        for stream in list(self._streams.values()):
+            with suppress(RuntimeError):
+                stream.loop.call_soon_threadsafe(stream.fail, reason)
+
+
+def _put_all(pairs: Sequence[tuple[Stream, OutputDelta]]) -> None:
+    for stream, delta in pairs:
+        stream.put(delta)

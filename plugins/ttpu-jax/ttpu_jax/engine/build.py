@@ -1,0 +1,192 @@
+"""From a loaded model to an engine that serves it. In: weights on devices and an `EngineConfig`; out: an `EngineCore`
+whose programs are compiled and whose pages fill the memory that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttpu_core import axes
+from ttpu_core.errors import UnsupportedError
+from ttpu_jax.engine.buckets import buckets_for
+from ttpu_jax.engine.config import KV_CACHE_DTYPES, EngineConfig
+from ttpu_jax.engine.core import EngineCore
+from ttpu_jax.engine.costs import StepCosts
+from ttpu_jax.engine.memory import free_bytes, pages_per_group
+from ttpu_jax.engine.pages import PageGroup
+from ttpu_jax.engine.programs import OnProgress
+from ttpu_jax.engine.runner import Runner
+from ttpu_jax.engine.schedule import SchedulerConfig
+from ttpu_jax.engine.scheduler import Scheduler
+from ttpu_jax.model.paged import group_page_bytes, paged_layout, state_bytes
+
+
+if TYPE_CHECKING:
+    from ttpu_jax.causal_lm import JaxCausalLM
+
+RECURRENT_PREFILLS = 2
+"""Prompts per step where layers carry recurrent states: each takes a row as long as the step."""
+
+
+def build_engine(
+    model: JaxCausalLM, config: EngineConfig | None = None, progress: OnProgress | None = None, *, name: str = ""
+) -> EngineCore:
+    """An engine for a loaded model.
+
+    Args:
+        progress: called as progress("compile", programs done, programs in all).
+        name: the model's name in answers; the checkpoint's directory name otherwise.
+
+    Raises:
+        UnsupportedError: a model, or a mesh, that the engine cannot serve.
+        RequestError: settings that contradict the model or each other, or too little memory.
+    """
+    programs = model.programs
+    spec, runtime = programs.spec, programs.runtime
+    placement = runtime.placement
+    _check_mesh(placement)
+    platform = placement.platform
+    config = (config or EngineConfig()).filled(spec, platform)
+    assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens and config.page_size
+    layout = paged_layout(spec, config.max_model_len)
+    asked = KV_CACHE_DTYPES[config.kv_cache_dtype]
+    cache_dtype = programs.cache_dtype if asked is None else jnp.dtype(asked)
+
+    speculation = None
+    if config.speculative is not None:
+        from ttpu_jax.engine.speculative import speculative_config
+
+        speculation = speculative_config(config.speculative)
+        if layout.recurrent:
+            raise UnsupportedError(
+                f"speculative decoding was asked for, but this {spec.model_type!r} model has layers with a recurrent "
+                "state, which cannot take back tokens that are not accepted: leave it out."
+            )
+    draft = speculation.num_speculative_tokens if speculation else 0
+
+    params: Mapping[str, Any] = model.params
+    table = spec.parameters
+    adapters: dict[str, int] = {}
+    if config.adapters or config.max_adapters:
+        from ttpu_jax.engine.lora import load_adapters
+
+        params, table, adapters = load_adapters(model, config)
+
+    max_prefills = RECURRENT_PREFILLS if layout.recurrent else None
+    buckets = buckets_for(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        draft=draft,
+        max_prefills=max_prefills,
+        sequences=config.sequence_buckets,
+        tokens=config.token_buckets,
+    )
+    runner = Runner(
+        spec, table, runtime, params, config, layout, buckets, cache_dtype, model.dtype, adapters=table is not spec.parameters
+    )
+    page_bytes = group_page_bytes(spec, layout, config.page_size, placement, cache_dtype)
+    drafter = None
+    if speculation is not None and speculation.method == "draft_model":
+        from ttpu_jax.engine.speculative.load_draft import draft_page_bytes, load_draft, prepare_draft
+
+        # Its pages are counted with those of the largest group: the two follow the same tokens.
+        drafter = load_draft(speculation, model, config)
+        page_bytes = (page_bytes[0] + draft_page_bytes(drafter), *page_bytes[1:])
+    runner.allocate(_num_pages(runner, page_bytes, model))
+    runner.compile(progress)
+    if drafter is not None:
+        prepare_draft(drafter, max(runner.num_pages), progress)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            page_size=config.page_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            max_waiting=config.max_waiting,
+            max_prefills=max_prefills,
+            recurrent=layout.recurrent,
+            lookahead=draft,
+        ),
+        tuple(
+            PageGroup(group.name, pages, group.window, group.chunk)
+            for group, pages in zip(layout.groups, runner.num_pages, strict=True)
+        ),
+    )
+    proposer = None
+    if speculation is not None:
+        from ttpu_jax.engine.speculative import make_proposer
+
+        proposer = make_proposer(speculation, drafter, spec.vocab_size)
+    device = _device(placement)
+    weight_bytes = sum(value.nbytes for value in model.params.values())
+    runner.pool.serving = True
+    return EngineCore(
+        runner,
+        scheduler,
+        model.tokenizer,
+        model_name=name or model.name,
+        stop_ids=model.stop_ids,
+        costs=StepCosts(spec, weight_bytes, cache_dtype.itemsize, _devices(placement), device.device_kind),
+        adapters=adapters,
+        proposer=proposer,
+        draft_tokens=draft,
+        overlap=config.overlap,
+    )
+
+
+def _num_pages(runner: Runner, page_bytes: tuple[int, ...], model: Any) -> tuple[int, ...]:
+    """Pages per group: what was asked for, or what is free beside weights, states and the largest step."""
+    config, spec, placement = runner.config, runner.spec, runner.runtime.placement
+    if config.num_pages is not None or not page_bytes:
+        return pages_per_group(config, runner.layout, page_bytes, None)
+    if config.kv_cache_memory is not None:
+        return pages_per_group(config, runner.layout, page_bytes, config.kv_cache_memory)
+    assert config.max_num_seqs is not None
+    device = _device(placement)
+    temporaries = 0
+    if device.platform != "cpu":
+        # The temporaries of a step do not depend on how many pages there are, so any number tells.
+        runner.num_pages = pages_per_group(replace(config, num_pages=config.max_num_seqs + 2), runner.layout, page_bytes, None)
+        largest = next(iter(runner.programs())).lower().compile()
+        temporaries = int(largest.memory_analysis().temp_size_in_bytes)
+    states = state_bytes(spec, config.max_num_seqs, placement, runner.state_dtype)
+    sampling = (config.max_num_seqs + 1) * runner.vocab * 5 if config.penalties else 0
+    return pages_per_group(config, runner.layout, page_bytes, free_bytes(device, temporaries + states + sampling))
+
+
+def _check_mesh(placement: Any) -> None:
+    """Refuse meshes whose devices would repeat each other's work."""
+    if placement.mesh is None:
+        return
+    for axis, what in ((axes.BATCH, "requests"), (axes.SEQUENCE, "the sequence")):
+        weights = {a for logical in (axes.Q_HEADS, axes.MLP, axes.EMBED, axes.EXPERT) for a in placement.axes_of(logical)}
+        idle = [a for a in placement.axes_of(axis) if a not in weights]
+        if idle:
+            raise UnsupportedError(
+                f"the engine was asked to serve over {dict(placement.mesh.shape)}, but it does not cut {what} over "
+                f"{', '.join(idle)}, whose devices would all do the same: use tensor (and expert) axes alone, and start "
+                "one server per replica."
+            )
+    if jax.process_count() > 1:
+        raise UnsupportedError(
+            f"the engine was started in {jax.process_count()} processes, but it serves from one: use the devices of one "
+            "host, or start one server per host."
+        )
+
+
+def _device(placement: Any) -> jax.Device:
+    device: jax.Device = jax.local_devices()[0] if placement.mesh is None else placement.mesh.devices.flat[0]
+    return device
+
+
+def _devices(placement: Any) -> int:
+    return 1 if placement.mesh is None else int(np.prod(placement.mesh.devices.shape))
+
+

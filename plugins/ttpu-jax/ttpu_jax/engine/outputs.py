@@ -1,0 +1,94 @@
+"""What the engine gives back. In: nothing; out: plain values whose names are vLLM's, so that callers need not change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token's natural log-probability in the model's own distribution (before temperature and filters), its rank (1
+    is the likeliest; None where it is not among those reported) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Times in seconds of `time.monotonic`; None for what has not happened yet."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One answer. `token_ids` holds the stop token that ended it, if one did; `text` neither that nor a stop string.
+
+    logprobs: for each token, token id → Logprob, the chosen token first. finish_reason: None while it grows, then
+    stop, length or abort. stop_reason: the token id or text that ended it; None for the end of sequence."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is whole."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt's answers. `num_cached_tokens` of the prompt were found in the prefix cache."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """A prompt's embedding: float32 [hidden], of length one unless it was asked for as it is."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    embedding: np.ndarray
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class OutputDelta:
+    """What one engine step added to one answer: the stream that servers send on.
+
+    `text` and `token_ids` are new since the last delta (text may be held back while it may begin a stop string, or is
+    half a character; token ids are never held back)."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0  # in all so far
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # with the first delta, where they were asked for
+    embedding: np.ndarray | None = None
+    error: str | None = None  # one sentence, where the request failed in the engine; finish_reason is then "error"

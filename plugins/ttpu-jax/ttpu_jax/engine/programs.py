@@ -1,0 +1,99 @@
+"""Compiled programs by name and shape. In: functions with abstract arguments; out: executables, compiled ahead of time
+in a pool. Once the engine serves, a program that is missing is an error in strict mode, else compiled and counted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ttpu_core.errors import TTPUError
+
+log = logging.getLogger("ttpu.engine")
+OnProgress = Callable[[str, float, float], None]
+
+
+class RecompileError(TTPUError):
+    """A program that was not compiled ahead was needed while serving, in strict mode."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function to compile. `arguments` are abstract (`jax.ShapeDtypeStruct`) or arrays."""
+
+    key: Hashable
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donated: tuple[int, ...] = ()
+    out_shardings: Any = None
+
+    def lower(self) -> jax.stages.Lowered:
+        """Traced; the compiler has yet to run."""
+        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=self.out_shardings)
+        return jitted.lower(*self.arguments)
+
+
+class ProgramPool:
+    """Keeps what is compiled. `recompiles` counts the programs that were compiled while serving."""
+
+    def __init__(self, *, strict: bool = False, workers: int | None = None) -> None:
+        self.strict = strict
+        self.serving = False
+        self.recompiles = 0
+        self.compile_seconds = 0.0
+        self._workers = workers or max(1, min(8, os.cpu_count() or 1))
+        self._compiled: dict[Hashable, Any] = {}
+        self._lock = threading.Lock()
+
+    def compile(self, programs: Iterable[Program], progress: OnProgress | None = None) -> None:
+        """Compile all of them: traced here, one after another, since tracing holds the interpreter's lock; compiled in
+        threads meanwhile. `progress("compile", done, total)` after each."""
+        wanted = [program for program in programs if program.key not in self._compiled]
+        began, done = time.perf_counter(), 0
+        if progress is not None and wanted:
+            progress("compile", 0, len(wanted))
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="ttpu-compile") as pool:
+            futures = {pool.submit(program.lower().compile): program.key for program in wanted}
+            for future in as_completed(futures):
+                self._compiled[futures[future]] = future.result()
+                done += 1
+                if progress is not None:
+                    progress("compile", done, len(wanted))
+        self.compile_seconds += time.perf_counter() - began
+
+    def executable(self, key: Hashable) -> Any:
+        """What was compiled under a key; KeyError where nothing was."""
+        return self._compiled[key]
+
+    def get(self, key: Hashable, program: Callable[[], Program]) -> Any:
+        """The executable of a key; `program` makes what is compiled where it is missing.
+
+        Raises:
+            RecompileError: it is missing while serving, in strict mode.
+        """
+        found = self._compiled.get(key)
+        if found is not None:
+            return found
+        with self._lock:
+            if self.serving:
+                self.recompiles += 1
+                if self.strict:
+                    raise RecompileError(
+                        f"the program {key} was needed while serving, but was not compiled ahead, and strict_compile is "
+                        "on: add its shape to the buckets, or turn strict_compile off."
+                    )
+                log.warning("compiling %s while serving: requests wait meanwhile", key)
+            self.compile([program()])
+        return self._compiled[key]
+
+    @property
+    def keys(self) -> tuple[Hashable, ...]:
+        """What is compiled."""
+        return tuple(self._compiled)

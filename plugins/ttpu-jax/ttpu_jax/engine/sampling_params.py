@@ -1,0 +1,130 @@
+"""What one request asks for. In: a caller's values; out: a frozen, checked `SamplingParams`, or one clear refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ttpu_core.errors import RequestError
+from ttpu_jax.ops import sampling
+
+MAX_LOGPROBS = 20
+"""Alternatives that one token may be reported with, unless the engine is told otherwise: the OpenAI API's limit."""
+MAX_LOGIT_BIAS = 300
+"""Tokens that one request may bias or forbid, stop tokens under `min_tokens` included: the OpenAI API's limit."""
+
+
+@dataclass(frozen=True)
+class GuidedDecoding:
+    """What the answer must match: exactly one of these. `json` is a JSON schema (a dict, or its text) or True for any
+    JSON object, `regex` a regular expression, `choice` a list of texts, `grammar` a Lark or llguidance grammar."""
+
+    json: Mapping[str, Any] | str | bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"guided decoding was given {', '.join(given) or 'nothing'}, but it follows exactly one of json, regex, "
+                "choice and grammar: pass one."
+            )
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(self.choice))
+            if not all(isinstance(text, str) and text for text in self.choice or ("",)):
+                raise RequestError("guided decoding's choice must be texts that are not empty: correct it.")
+
+
+@dataclass(frozen=True)
+class SamplingParams(sampling.SamplingParams):
+    """How one request wants its tokens chosen, and when to stop; names are vLLM's and OpenAI's.
+
+    temperature: 1 unless said otherwise; 0 is greedy. The other numbers are those of the base class.
+    n: answers to one prompt. Answer i draws with seed + i.
+    max_tokens: the most tokens to add; None is all that the context holds.
+    min_tokens: no end of sequence and no stop token before so many.
+    stop: texts that end the answer, which does not hold them (unless `include_stop_str_in_output`).
+    stop_token_ids: tokens that end it, beside the model's own end of sequence, which `ignore_eos` lets pass.
+    logprobs: None, or how many alternatives to report beside each token (0: the token's own).
+    prompt_logprobs: the same of each prompt token.
+    logit_bias: token id → added to its logit.
+    allowed_token_ids: no other token is ever chosen.
+    guided: what the answer must match.
+    detokenize: False leaves out text, and stop strings with it.
+    """
+
+    temperature: float = 1.0
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    guided: GuidedDecoding | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        put("stop_token_ids", tuple(self.stop_token_ids or ()))
+        put("logit_bias", dict(self.logit_bias or {}))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", tuple(self.allowed_token_ids))
+        if isinstance(self.guided, Mapping):
+            put("guided", GuidedDecoding(**self.guided))
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises RequestError, in one sentence, for the first value that is out of range."""
+        super().validate()
+        _whole("n", self.n, 1)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1)
+        _whole("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, but max_tokens is {self.max_tokens}: lower the one or raise the other."
+            )
+        if self.prompt_logprobs is not None:
+            _whole("prompt_logprobs", self.prompt_logprobs, 0)
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise RequestError(f"stop is {list(self.stop)!r}, but texts that are not empty are needed: correct it.")
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings were given with detokenize=False, which makes no text: leave one out.")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _whole(name, token, 0)
+        if self.allowed_token_ids == ():
+            raise RequestError("allowed_token_ids is empty, so that no token could be chosen: name some, or leave it out.")
+        for token, bias in self.logit_bias.items():
+            _whole("a token of logit_bias", token, 0)
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                raise RequestError(f"logit_bias of token {token} is {bias!r}: it must be a number from -100 to 100.")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias names {len(self.logit_bias)} tokens, but at most {MAX_LOGIT_BIAS} are allowed: name fewer."
+            )
+
+    def answer(self, index: int) -> SamplingParams:
+        """The parameters of answer `index` of `n`, as a request of its own."""
+        seed = None if self.seed is None else (self.seed + index) % 2**32
+        return replace(self, n=1, seed=seed)
+
+
+def _whole(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise RequestError(f"{name} is {value!r}: it must be a whole number, {low} or more.")
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+StopWords = Sequence[str]
