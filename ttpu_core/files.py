@@ -1,4 +1,5 @@
-"""Files that are whole or not there. In: a path and a text; out: the file, which a reader never sees half written."""
+"""Files that are whole or not there. In: a path and a text, or bytes; out: the file, which a reader never sees half
+written."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ import tempfile
 from pathlib import Path
 
 
-def write_whole(path: str | os.PathLike[str], text: str, *, mode: int = 0o666, replace: bool = True) -> None:
+def write_whole(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o666, replace: bool = True) -> None:
     """Write a file beside its place, then put it there.
 
     Args:
+        content: bytes as they are, a text in UTF-8.
         mode: its permissions, less those that the process's umask takes away.
         replace: whether a file that is there already makes room.
 
@@ -24,8 +26,8 @@ def write_whole(path: str | os.PathLike[str], text: str, *, mode: int = 0o666, r
     descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.absolute().parent)
     unfinished = Path(name)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         unfinished.chmod(mode & ~_umask())  # mkstemp lets nobody else in

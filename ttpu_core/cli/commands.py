@@ -19,9 +19,11 @@ from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError
 
 TRACEBACK_VARIABLE = "TTPU_TRACEBACK"
 BROUGHT_BY = {
+    "bench": '"ttpu-jax[bench]"',
     "compile-report": '"ttpu-core[jax]"',
     "conformance": "ttpu-conformance",
     "inspect": '"ttpu-core[torch-xla]"',
+    "serve": '"ttpu-core[jax]"',
 }
 """What `pip install` takes for a command of our own distributions."""
 

@@ -70,23 +70,52 @@ def compile_for(
 ) -> CompiledProgram:
     """Compiles `function` for the devices of `topology`, without running it.
 
+    `function`, `abstract_args`, `donate_argnums`: as in `lower_for`.
+    Raises `UnsupportedError` when the program needs more memory than a device has, when an argument is not sharded over
+    the topology, or when libtpu does not know a compiler option.
+    """
+    lowered = lower_for(topology, function, *abstract_args, donate_argnums=donate_argnums)
+    return compile_lowered(topology, lowered, _name(function), compiler_options)
+
+
+def lower_for(
+    topology: TpuTopology,
+    function: Callable[..., Any],
+    *abstract_args: Any,
+    donate_argnums: int | Sequence[int] = (),
+) -> jax.stages.Lowered:
+    """Traces `function` for the devices of `topology`; the compiler has yet to run.
+
     `function`: a plain function, or one already under `jax.jit`, which then has its own `donate_argnums`.
     `abstract_args`: pytrees of `jax.ShapeDtypeStruct` with a `NamedSharding` over a mesh from `make_mesh`. While the
     function is traced that mesh is the current one, so that Pallas kernels can ask which chip they are for.
-    Raises `UnsupportedError` when the program needs more memory than a device has, when an argument is not sharded over
-    the topology, or when libtpu does not know a compiler option.
+    Raises `UnsupportedError` when an argument is not sharded over the topology.
     """
     mesh = _check_shardings(topology, abstract_args)
     jitted = _jitted(function, donate_argnums)
     with _current_mesh(mesh):
-        lowered = jitted.lower(*abstract_args)
+        lowered: jax.stages.Lowered = jitted.lower(*abstract_args)
+    return lowered
+
+
+def compile_lowered(
+    topology: TpuTopology,
+    lowered: jax.stages.Lowered,
+    name: str,
+    compiler_options: Mapping[str, CompilerOption] | None = None,
+) -> CompiledProgram:
+    """Compiles what `lower_for` gave; `name` stands in messages.
+
+    Raises `UnsupportedError` when the program needs more memory than a device has, or when libtpu does not know a
+    compiler option.
+    """
     options = dict(compiler_options) if compiler_options else None
     start = time.perf_counter()
     try:
         with _without_persistent_cache():
-            executable = lowered.compile(compiler_options=options)
+            executable: Any = lowered.compile(compiler_options=options)  # TPU programs have every analysis
     except jax.errors.JaxRuntimeError as error:
-        raise explained(error, topology, _name(function)) from error
+        raise explained(error, topology, name) from error
     compile_seconds = time.perf_counter() - start
     memory, text = executable.memory_analysis(), executable.as_text()
     return CompiledProgram(

@@ -83,13 +83,14 @@ def buckets_for(
     max_prefills: int | None = None,
     sequences: Iterable[int] | None = None,
     tokens: Iterable[int] | None = None,
+    factor: int = 4,
 ) -> Buckets:
-    """Powers of four up to the limits for sequences, powers of two for tokens, unless they are given; mixed steps take
-    the larger two sizes of sequences."""
-    seqs = tuple(sorted({*(sequences or _powers(1, max_num_seqs, 4)), max_num_seqs}))
+    """The limits, and sizes smaller by `factor` again and again, unless sizes are given; steps that also prefill are
+    made for all sequences. Each size more costs a compilation, each size less some padding."""
+    seqs = tuple(sorted({*(sequences or _powers(1, max_num_seqs, factor)), max_num_seqs}))
     smallest = min(SMALLEST_TOKENS, max_num_batched_tokens)
-    sizes = tuple(sorted({*(tokens or _powers(smallest, max_num_batched_tokens, 2)), max_num_batched_tokens}))
-    return Buckets(seqs, seqs[-2:], sizes, draft, max_prefills)
+    sizes = tuple(sorted({*(tokens or _powers(smallest, max_num_batched_tokens, factor)), max_num_batched_tokens}))
+    return Buckets(seqs, seqs[-1:], sizes, draft, max_prefills)
 
 
 def _powers(first: int, last: int, factor: int) -> list[int]:

@@ -13,18 +13,22 @@ import numpy as np
 
 from ttpu_core import axes
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.spec import ArchitectureSpec, Parameter
 from ttpu_jax.engine.buckets import buckets_for
+from ttpu_jax.engine.cache_folder import keep_compiled
 from ttpu_jax.engine.config import KV_CACHE_DTYPES, EngineConfig
 from ttpu_jax.engine.core import EngineCore
 from ttpu_jax.engine.costs import StepCosts
 from ttpu_jax.engine.memory import free_bytes, pages_per_group
+from ttpu_jax.engine.page_count import steady_pages
 from ttpu_jax.engine.pages import PageGroup
 from ttpu_jax.engine.programs import OnProgress
 from ttpu_jax.engine.runner import Runner
 from ttpu_jax.engine.schedule import SchedulerConfig
 from ttpu_jax.engine.scheduler import Scheduler
+from ttpu_jax.engine.store import ProgramStore
+from ttpu_jax.model.modules import Runtime
 from ttpu_jax.model.paged import group_page_bytes, paged_layout, state_bytes
-
 
 if TYPE_CHECKING:
     from ttpu_jax.causal_lm import JaxCausalLM
@@ -49,48 +53,23 @@ def build_engine(
     programs = model.programs
     spec, runtime = programs.spec, programs.runtime
     placement = runtime.placement
-    _check_mesh(placement)
+    refuse_idle_devices(placement)
+    keep_compiled()
     platform = placement.platform
     config = (config or EngineConfig()).filled(spec, platform)
     assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens and config.page_size
-    layout = paged_layout(spec, config.max_model_len)
-    asked = KV_CACHE_DTYPES[config.kv_cache_dtype]
-    cache_dtype = programs.cache_dtype if asked is None else jnp.dtype(asked)
-
-    speculation = None
-    if config.speculative is not None:
-        from ttpu_jax.engine.speculative import speculative_config
-
-        speculation = speculative_config(config.speculative)
-        if layout.recurrent:
-            raise UnsupportedError(
-                f"speculative decoding was asked for, but this {spec.model_type!r} model has layers with a recurrent "
-                "state, which cannot take back tokens that are not accepted: leave it out."
-            )
-    draft = speculation.num_speculative_tokens if speculation else 0
-
     params: Mapping[str, Any] = model.params
     table = spec.parameters
-    adapters: dict[str, int] = {}
+    adapters = None
     if config.adapters or config.max_adapters:
         from ttpu_jax.engine.lora import load_adapters
 
         params, table, adapters = load_adapters(model, config)
-
-    max_prefills = RECURRENT_PREFILLS if layout.recurrent else None
-    buckets = buckets_for(
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        draft=draft,
-        max_prefills=max_prefills,
-        sequences=config.sequence_buckets,
-        tokens=config.token_buckets,
-    )
-    runner = Runner(
-        spec, table, runtime, params, config, layout, buckets, cache_dtype, model.dtype, adapters=table is not spec.parameters
-    )
+    runner = runner_for(spec, table, runtime, params, config, programs.cache_dtype, model.dtype)
+    runner.pool.store = ProgramStore(placement.devices)
+    layout, cache_dtype = runner.layout, runner.cache_dtype
     page_bytes = group_page_bytes(spec, layout, config.page_size, placement, cache_dtype)
-    drafter = None
+    drafter, speculation = None, _speculation(config)
     if speculation is not None and speculation.method == "draft_model":
         from ttpu_jax.engine.speculative.load_draft import draft_page_bytes, load_draft, prepare_draft
 
@@ -110,9 +89,9 @@ def build_engine(
             enable_prefix_caching=config.enable_prefix_caching,
             enable_chunked_prefill=config.enable_chunked_prefill,
             max_waiting=config.max_waiting,
-            max_prefills=max_prefills,
+            max_prefills=runner.buckets.max_prefills,
             recurrent=layout.recurrent,
-            lookahead=draft,
+            lookahead=runner.buckets.draft,
         ),
         tuple(
             PageGroup(group.name, pages, group.window, group.chunk)
@@ -125,7 +104,7 @@ def build_engine(
 
         proposer = make_proposer(speculation, drafter, spec.vocab_size)
     device = _device(placement)
-    weight_bytes = sum(value.nbytes for value in model.params.values())
+    weight_bytes = sum(value.nbytes for value in params.values())
     runner.pool.serving = True
     return EngineCore(
         runner,
@@ -135,10 +114,62 @@ def build_engine(
         stop_ids=model.stop_ids,
         costs=StepCosts(spec, weight_bytes, cache_dtype.itemsize, _devices(placement), device.device_kind),
         adapters=adapters,
+        model=model,
         proposer=proposer,
-        draft_tokens=draft,
+        draft_tokens=runner.buckets.draft,
         overlap=config.overlap,
     )
+
+
+def runner_for(
+    spec: ArchitectureSpec,
+    table: Mapping[str, Parameter],
+    runtime: Runtime,
+    params: Mapping[str, Any],
+    config: EngineConfig,
+    cache_dtype: np.dtype[Any],
+    held: np.dtype[Any],
+) -> Runner:
+    """A runner whose programs are not compiled and whose caches are not made; weights may be only shapes.
+
+    Args:
+        table: the parameters, adapters included.
+        config: as `EngineConfig.filled` gives it.
+        cache_dtype: what keys and values are held in unless `config` says otherwise. held: what weights are held in.
+
+    Raises:
+        UnsupportedError: a model that the engine cannot serve, or not with speculation.
+    """
+    assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
+    layout = paged_layout(spec, config.max_model_len)
+    speculation = _speculation(config)
+    if speculation is not None and layout.recurrent:
+        raise UnsupportedError(
+            f"speculative decoding was asked for, but this {spec.model_type!r} model has layers with a recurrent "
+            "state, which cannot take back tokens that are not accepted: leave it out."
+        )
+    buckets = buckets_for(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        draft=speculation.num_speculative_tokens if speculation else 0,
+        max_prefills=RECURRENT_PREFILLS if layout.recurrent else None,
+        sequences=config.sequence_buckets,
+        tokens=config.token_buckets,
+        factor=8 if runtime.placement.platform == "cpu" else 4,
+    )
+    asked = KV_CACHE_DTYPES[config.kv_cache_dtype]
+    pages = cache_dtype if asked is None else jnp.dtype(asked)
+    adapters = table is not spec.parameters
+    return Runner(spec, table, runtime, params, config, layout, buckets, pages, held, adapters=adapters)
+
+
+def _speculation(config: EngineConfig) -> Any:
+    """The settings of speculative decoding, None without."""
+    if config.speculative is None:
+        return None
+    from ttpu_jax.engine.speculative import speculative_config
+
+    return speculative_config(config.speculative)
 
 
 def _num_pages(runner: Runner, page_bytes: tuple[int, ...], model: Any) -> tuple[int, ...]:
@@ -153,31 +184,34 @@ def _num_pages(runner: Runner, page_bytes: tuple[int, ...], model: Any) -> tuple
     temporaries = 0
     if device.platform != "cpu":
         # The temporaries of a step do not depend on how many pages there are, so any number tells.
-        runner.num_pages = pages_per_group(replace(config, num_pages=config.max_num_seqs + 2), runner.layout, page_bytes, None)
-        largest = next(iter(runner.programs())).lower().compile()
-        temporaries = int(largest.memory_analysis().temp_size_in_bytes)
+        few = replace(config, num_pages=config.max_num_seqs + 2)
+        runner.num_pages = pages_per_group(few, runner.layout, page_bytes, None)
+        memory: Any = runner.pool.build(next(iter(runner.programs()))).memory_analysis()
+        temporaries = int(memory.temp_size_in_bytes)
     states = state_bytes(spec, config.max_num_seqs, placement, runner.state_dtype)
     sampling = (config.max_num_seqs + 1) * runner.vocab * 5 if config.penalties else 0
-    return pages_per_group(config, runner.layout, page_bytes, free_bytes(device, temporaries + states + sampling))
+    free = free_bytes(device, temporaries + states + sampling)
+    return steady_pages(pages_per_group(config, runner.layout, page_bytes, free), runner, page_bytes)
 
 
-def _check_mesh(placement: Any) -> None:
+def refuse_idle_devices(placement: Any) -> None:
     """Refuse meshes whose devices would repeat each other's work."""
     if placement.mesh is None:
         return
+    logical = (axes.Q_HEADS, axes.MLP, axes.EMBED, axes.EXPERT)
+    weights = {mesh_axis for axis in logical for mesh_axis in placement.axes_of(axis)}
     for axis, what in ((axes.BATCH, "requests"), (axes.SEQUENCE, "the sequence")):
-        weights = {a for logical in (axes.Q_HEADS, axes.MLP, axes.EMBED, axes.EXPERT) for a in placement.axes_of(logical)}
         idle = [a for a in placement.axes_of(axis) if a not in weights]
         if idle:
             raise UnsupportedError(
                 f"the engine was asked to serve over {dict(placement.mesh.shape)}, but it does not cut {what} over "
-                f"{', '.join(idle)}, whose devices would all do the same: use tensor (and expert) axes alone, and start "
-                "one server per replica."
+                f"{', '.join(idle)}, whose devices would all do the same: use tensor (and expert) axes alone, and "
+                "start one server per replica."
             )
     if jax.process_count() > 1:
         raise UnsupportedError(
-            f"the engine was started in {jax.process_count()} processes, but it serves from one: use the devices of one "
-            "host, or start one server per host."
+            f"the engine was started in {jax.process_count()} processes, but it serves from one: use the devices of "
+            "one host, or start one server per host."
         )
 
 

@@ -7,7 +7,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +25,10 @@ from ttpu_jax.engine.sampling_params import SamplingParams
 from ttpu_jax.engine.schedule import ScheduledStep
 from ttpu_jax.engine.scheduler import Scheduler
 from ttpu_jax.engine.stats import EngineStats
+
+if TYPE_CHECKING:
+    from ttpu_jax.causal_lm import JaxCausalLM
+    from ttpu_jax.engine.lora import Adapters
 
 Prompt = str | Sequence[int]
 
@@ -42,14 +47,15 @@ class EngineCore:
         model_name: str,
         stop_ids: frozenset[int],
         costs: StepCosts,
-        adapters: Mapping[str, int] | None = None,
+        adapters: Adapters | None = None,
+        model: JaxCausalLM | None = None,
         proposer: Any = None,
         draft_tokens: int = 0,
         overlap: bool = True,
     ) -> None:
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.model_name, self.stop_ids = model_name, stop_ids
-        self.adapters: dict[str, int] = dict(adapters or {})
+        self.lora, self.model = adapters, model
         self.proposer, self.draft_tokens = proposer, draft_tokens
         self.overlap, self.costs = overlap, costs
         assert runner.config.max_model_len is not None
@@ -89,7 +95,8 @@ class EngineCore:
             raise RequestError(f"a request with the id {request_id!r} is being served: choose another id.")
         ids = self.token_ids(prompt)
         self._check(ids, params, pooling)
-        params = params.with_seed()
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbelow(2**32))
         count = params.n if pooling is None else 1
         made = [self._request(request_id, index, count, ids, params, priority, adapter, pooling) for index in range(count)]
         taken: list[Request] = []
@@ -362,6 +369,36 @@ class EngineCore:
             asleep=self.asleep,
         )
 
+    @property
+    def adapters(self) -> dict[str, int]:
+        """Loaded LoRA adapters by name, each with its number."""
+        return {} if self.lora is None else dict(self.lora.names)
+
+    def load_adapter(self, name: str, directory: str) -> None:
+        """Load a LoRA adapter in PEFT's format, in place of one of the same name; requests finish with what they
+        started with.
+
+        Raises:
+            RequestError: no room (`max_adapters`, `max_lora_rank`), or no adapter there.
+            CheckpointError, MappingError, UnsupportedError: an adapter that this model cannot use.
+        """
+        if self.lora is None or self.asleep:
+            why = "it is asleep: wake it up" if self.lora else "it was built without room for them: set max_adapters"
+            raise RequestError(f"the adapter {name!r} was to be loaded into this engine, but {why}.")
+        busy = {answer.request.adapter for answer in self._answers.values()}
+        self.lora.load(self.runner.params, name, directory, busy)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; requests that use it finish with it.
+
+        Raises:
+            RequestError: there is none of this name.
+        """
+        if self.lora is None or name not in self.lora.names:
+            known = ", ".join(self.adapters) or "none"
+            raise RequestError(f"the adapter {name!r} was to be unloaded, but those loaded are: {known}.")
+        self.lora.unload(name)
+
     def reset_prefix_cache(self) -> None:
         """Forget what prompts have in common with earlier ones."""
         self.scheduler.reset_prefix_cache()
@@ -380,6 +417,7 @@ class EngineCore:
         """Put the weights back on the devices, and go on."""
         if self.asleep:
             self.runner.wake_up()
+            self._share_weights()
             if self.proposer is not None:
                 self.proposer.wake_up()
             self.asleep = False
@@ -388,7 +426,15 @@ class EngineCore:
         """Run `update`, which replaces the runner's weights, between two steps; what was computed with the old ones is
         computed again, tokens that were sampled stay."""
         self._pause()
-        update()
+        try:
+            update()
+        finally:
+            self._share_weights()
+
+    def _share_weights(self) -> None:
+        """Give the loaded model the runner's arrays: those that it had are gone."""
+        if self.model is not None:
+            self.model.params.update({path: self.runner.params[path] for path in self.model.params})
 
     def _pause(self) -> None:
         """Finish what is dispatched, and let every request start over from its tokens."""
@@ -410,6 +456,8 @@ class EngineCore:
     # -- bookkeeping --
 
     def _check(self, ids: list[int], params: SamplingParams, pooling: str | None) -> None:
+        if pooling not in (None, "last", "mean"):
+            raise RequestError(f"pooling is {pooling!r}, but last and mean are known: use one of them.")
         room = self.max_model_len - len(ids)
         if room < (0 if pooling else 1):
             raise RequestError(
@@ -463,7 +511,7 @@ class EngineCore:
             own,
             priority=priority,
             adapter=self.adapters[adapter] if adapter else 0,
-            salt=self._salt + (adapter or "").encode(),
+            salt=self._salt + (self.lora.salt(adapter) if self.lora and adapter else b""),
             pooling=pooling,
             stop_ids=frozenset() if own.ignore_eos else self.stop_ids,
             max_output=1 if pooling else min(own.max_tokens or room, room),

@@ -15,6 +15,7 @@ from ttpu_jax.engine.sampling_params import GuidedDecoding
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # A model that likes none of the words that may follow can go on with blanks for ever; a schema's own x-guidance wins.
 _BLANKS = {"whitespace_pattern": r"[ \t\r\n]{1,128}"}
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # as llama.cpp and xgrammar write grammars
 _ATTRIBUTE = re.compile(r"^\s*[\w-]+\s*\[[^\]\n]*\b(temperature|stop)\s*=", re.MULTILINE)
 
 
@@ -28,7 +29,12 @@ def content_of(guided: GuidedDecoding) -> str:
 
     Raises RequestError for a schema that is not JSON."""
     kind = kind_of(guided)
-    return f"{kind} {json.dumps(_schema(guided) if kind == 'json' else getattr(guided, kind))}"
+    try:
+        return f"{kind} {json.dumps(_schema(guided) if kind == 'json' else getattr(guided, kind))}"
+    except (TypeError, ValueError) as error:
+        raise refusal(guided, f"it is not JSON: {error}") from error
+    except RecursionError as error:
+        raise refusal(guided, "it is nested too deeply") from error
 
 
 def grammar_of(guided: GuidedDecoding) -> str:
@@ -76,10 +82,7 @@ def _schema(guided: GuidedDecoding) -> Any:
     if schema is True:
         return {"type": "object"}
     if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise refusal(guided, f"it is not JSON: {error}") from error
+        schema = json.loads(schema)
     if not isinstance(schema, dict | bool):
         schema = dict(schema) if hasattr(schema, "keys") else schema
     if not isinstance(schema, dict | bool):
@@ -109,7 +112,7 @@ def _literal(text: str) -> str:
 def _grammar(text: str) -> str:
     if text.lstrip().startswith("{"):
         return _grammar_list(text)
-    if "::=" in text:  # GBNF, as llama.cpp and xgrammar write grammars
+    if _GBNF.search(text):
         from llguidance.gbnf_to_lark import any_to_lark
 
         try:
@@ -130,7 +133,7 @@ def _grammar_list(text: str) -> str:
     try:
         grammars = json.loads(text)
         first = grammars["grammars"][0]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise refusal(guided, f"it is not JSON: {error}") from error
     except (KeyError, IndexError, TypeError) as error:
         raise refusal(guided, 'it starts with a brace, but is no {"grammars": […]}') from error

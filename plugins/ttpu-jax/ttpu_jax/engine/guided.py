@@ -73,7 +73,10 @@ class GuideFactory:
         vocabulary = self._llguidance()
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(vocabulary, grammar_of(guided), log_level=0)
+        try:
+            matcher = LLMatcher(vocabulary, grammar_of(guided), log_level=0)
+        except UnicodeEncodeError as error:
+            raise refusal(guided, f"it holds half a character, {error.object[error.start]!r}") from error
         if matcher.is_error():
             raise refusal(guided, matcher.get_error())
         trial = matcher.deep_copy()

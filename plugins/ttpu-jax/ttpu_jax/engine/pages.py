@@ -3,8 +3,6 @@ counts and page hashes; out: persistent int32 tables, one row per slot, that bat
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,10 +11,7 @@ import numpy as np
 
 from ttpu_core.errors import RequestError
 from ttpu_jax.engine.page_pool import PagePool
-from ttpu_jax.engine.request import Request
 from ttpu_jax.ops.paged_attention.batch import NULL_PAGE
-
-_DIGEST_BYTES = 16
 
 Positions = TypeVar("Positions", int, np.ndarray)
 
@@ -56,19 +51,6 @@ class PageGroup:
         if self.chunk is not None:
             return position // self.chunk * self.chunk
         return position * 0 if self.window is None else position - (self.window - 1)
-
-
-def extend_hashes(hashes: list[bytes], request: Request, pages: int, page_size: int) -> None:
-    """Makes `hashes` hold those of the request's first `pages` full pages, of which all tokens are known.
-
-    A page's hash is the blake2b of its parent's and its token ids, the root's parent being the request's salt: equal
-    hashes mean equal tokens from the first on, and an equal salt."""
-    start, width = len(hashes) * page_size, page_size * 8
-    tokens = array("q", request.tokens(start, pages * page_size)).tobytes() if pages * page_size > start else b""
-    parent = hashes[-1] if hashes else b"root" + request.salt
-    for offset in range(0, len(tokens), width):
-        parent = hashlib.blake2b(parent + tokens[offset : offset + width], digest_size=_DIGEST_BYTES).digest()
-        hashes.append(parent)
 
 
 class PageTables:

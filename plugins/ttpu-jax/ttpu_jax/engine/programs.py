@@ -1,5 +1,6 @@
 """Compiled programs by name and shape. In: functions with abstract arguments; out: executables, compiled ahead of time
-in a pool. Once the engine serves, a program that is missing is an error in strict mode, else compiled and counted."""
+in a pool, or loaded where they were compiled before. Once the engine serves, a program that is missing is an error in
+strict mode, else compiled and counted."""
 
 from __future__ import annotations
 
@@ -10,11 +11,14 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from ttpu_core.errors import TTPUError
+
+if TYPE_CHECKING:
+    from ttpu_jax.engine.store import ProgramStore
 
 log = logging.getLogger("ttpu.engine")
 OnProgress = Callable[[str, float, float], None]
@@ -41,12 +45,16 @@ class Program:
 
 
 class ProgramPool:
-    """Keeps what is compiled. `recompiles` counts the programs that were compiled while serving."""
+    """Keeps what is compiled. `recompiles` counts the programs that were compiled while serving, `loaded` those that a
+    store had; `seconds` says how long each took."""
 
-    def __init__(self, *, strict: bool = False, workers: int | None = None) -> None:
+    def __init__(self, *, strict: bool = False, workers: int | None = None, store: ProgramStore | None = None) -> None:
         self.strict = strict
         self.serving = False
         self.recompiles = 0
+        self.loaded = 0
+        self.seconds: dict[Hashable, float] = {}
+        self.store = store
         self.compile_seconds = 0.0
         self._workers = workers or max(1, min(8, os.cpu_count() or 1))
         self._compiled: dict[Hashable, Any] = {}
@@ -60,9 +68,11 @@ class ProgramPool:
         if progress is not None and wanted:
             progress("compile", 0, len(wanted))
         with ThreadPoolExecutor(self._workers, thread_name_prefix="ttpu-compile") as pool:
-            futures = {pool.submit(program.lower().compile): program.key for program in wanted}
+            futures = {pool.submit(self._built, program.lower()): program.key for program in wanted}
             for future in as_completed(futures):
-                self._compiled[futures[future]] = future.result()
+                key = futures[future]
+                self._compiled[key], self.seconds[key], loaded = future.result()
+                self.loaded += loaded
                 done += 1
                 if progress is not None:
                     progress("compile", done, len(wanted))
@@ -92,6 +102,17 @@ class ProgramPool:
                 log.warning("compiling %s while serving: requests wait meanwhile", key)
             self.compile([program()])
         return self._compiled[key]
+
+    def build(self, program: Program) -> Any:
+        """An executable that is not kept."""
+        return self._built(program.lower())[0]
+
+    def _built(self, lowered: jax.stages.Lowered) -> tuple[Any, float, bool]:
+        """The executable, how long it took, and whether a store had it."""
+        began = time.perf_counter()
+        found = self.store.load(lowered) if self.store else None
+        compiled = lowered.compile() if found is None else found
+        return compiled, time.perf_counter() - began, found is not None
 
     @property
     def keys(self) -> tuple[Hashable, ...]:

@@ -156,6 +156,20 @@ class Runner:
         self._asleep = {}
         self.allocate(self.num_pages)
 
+    def weight(self, path: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Shape and dtype of a parameter, awake or asleep."""
+        value = self._asleep[path][0] if self._asleep else self.params[path]
+        return tuple(value.shape), np.dtype(value.dtype)
+
+    def replace_weight(self, path: str, value: np.ndarray) -> None:
+        """Put a host array of the same shape and dtype in a parameter's place: on its devices, or where it sleeps."""
+        if self._asleep:
+            self._asleep[path] = value, self._asleep[path][1]
+            return
+        old = self.params[path]
+        self.params[path] = jax.device_put(value, old.sharding).block_until_ready()
+        old.delete()
+
     # -- steps --
 
     def dispatch(
@@ -224,7 +238,7 @@ class Runner:
             output[: len(request.output)] = request.output
             program = self.pool.get("begin_slot", self._begin_program)
             put = partial(put_whole, sharding=self._whole)
-            self.state = program(self.state, put(np.int32(slot)), put(prompt), put(output))
+            self.state = program(self.state, put(np.asarray(slot, np.int32)), put(prompt), put(output))
 
     def _tokens_and_rows(self, step: ScheduledStep) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens of the step, and for each row whose logits are wanted its request and its token."""
@@ -365,7 +379,7 @@ class Runner:
             )
         return self._layouts[shape]
 
-    def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def _abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._whole)
 
     def _abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -31,6 +31,8 @@ def token_bytes(tokenizer: Any, size: int) -> TokenBytes:
     Raises RequestError for a tokenizer whose decoder does not write one token after the other.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    if tokenizer is None:
+        raise _refusal("this checkpoint has none")
     if backend is None or backend.decoder is None:
         raise _refusal(f"this checkpoint's is {type(tokenizer).__name__}")
     write = _writer(_stages(json.loads(backend.decoder.__getstate__())))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ttpu_jax.engine.request import Request
@@ -80,29 +80,3 @@ class WaitingQueue:
 def _negated(request: Request) -> Key:
     priority, sequence = key_of(request)
     return (-priority, -sequence)
-
-
-class Claims:
-    """Pages whose content some running prompt is about to compute, by hash: who wants the same had better wait."""
-
-    def __init__(self) -> None:
-        self._owners: dict[bytes, Request] = {}
-
-    def claim(self, request: Request, hashes: list[bytes]) -> None:
-        """The request is going to compute these pages, but for those that another one claimed before."""
-        for digest in hashes:
-            self._owners.setdefault(digest, request)
-
-    def drop(self, request: Request, hashes: Iterable[bytes]) -> None:
-        """They are computed, or will not be."""
-        if self._owners:
-            for digest in hashes:
-                if self._owners.get(digest) is request:
-                    del self._owners[digest]
-
-    def shared(self, hashes: list[bytes], start: int) -> int:
-        """How many pages from page `start` on are claimed without a gap."""
-        count = 0
-        while start + count < len(hashes) and hashes[start + count] in self._owners:
-            count += 1
-        return count

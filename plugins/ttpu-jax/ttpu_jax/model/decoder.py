@@ -19,11 +19,13 @@ from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.custom import custom_block, custom_embedding
 from ttpu_jax.model.embedding import Embedding, Head
 from ttpu_jax.model.layers import Cache, DecoderLayer
+from ttpu_jax.model.low_rank import adapters_of_tokens
 from ttpu_jax.model.modules import RESIDUAL, LayerInputs, Norm, Parameters, Runtime, Step, maybe
 from ttpu_jax.ops.paged_attention import RaggedBatch
 from ttpu_jax.ops.rope import rope_angles
 
-Caches = tuple[Cache | None, ...]
+Caches = tuple[Any, ...]
+"""One per layer: `Cache` or None."""
 
 
 class Decoder(nnx.Module):
@@ -215,7 +217,8 @@ def _apply_layer(
     definition: Any, is_source: bool, state: Any, x: jax.Array, step: Step, cache: Cache | None, inputs: LayerInputs
 ) -> tuple[jax.Array, Cache | None, KeyValue | None]:
     """One layer. Layers with equal definitions and shapes hit jit's cache and are traced once."""
-    x, cache, kv = nnx.merge(definition, state)(x, step, cache, None, inputs)
+    with adapters_of_tokens(None if step.ragged is None else step.ragged.adapters):
+        x, cache, kv = nnx.merge(definition, state)(x, step, cache, None, inputs)
     return x, cache, kv if is_source else None
 
 

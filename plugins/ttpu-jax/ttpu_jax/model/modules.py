@@ -15,6 +15,7 @@ from flax import nnx
 
 from ttpu_core import axes
 from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec
+from ttpu_jax.model.low_rank import low_rank_update
 from ttpu_jax.ops.activation import activate, gated_activation, sparsify
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.norm import normalize
@@ -110,15 +111,24 @@ class Norm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x @ kernel.T + bias."""
+    """x @ kernel.T + bias, and what a token's LoRA adapter adds, where a serving engine holds some for this kernel."""
 
     def __init__(self, values: Parameters, runtime: Runtime) -> None:
         self.on_one_device = runtime.placement.mesh is None
         self.kernel, self.bias = values["kernel"], values.get("bias")
+        self.lora_a, self.lora_b = values.get("lora_a"), values.get("lora_b")
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in]: [..., *out]."""
-        return linear(x, self.kernel[...], value_of(self.bias), out_dtype=out_dtype, flatten=self.on_one_device)
+        flatten = self.on_one_device
+        added = None
+        if self.lora_a is not None and self.lora_b is not None:
+            added = low_rank_update(x, self.lora_a[...], self.lora_b[...], flatten=flatten)
+        if added is None:
+            return linear(x, self.kernel[...], value_of(self.bias), out_dtype=out_dtype, flatten=flatten)
+        wide = jnp.dtype(jnp.float32)
+        product = linear(x, self.kernel[...], value_of(self.bias), out_dtype=wide, flatten=flatten)
+        return (product + added).astype(out_dtype or x.dtype)
 
 
 class MLP(nnx.Module):

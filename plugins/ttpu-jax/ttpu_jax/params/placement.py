@@ -27,7 +27,12 @@ class Placement:
     @property
     def platform(self) -> str:
         """cpu, tpu or gpu: that of the mesh's devices, else of the default device."""
-        return jax.local_devices()[0].platform if self.mesh is None else self.mesh.devices.flat[0].platform
+        return self.devices[0].platform
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The mesh's devices in its order, else the default device."""
+        return (jax.local_devices()[0],) if self.mesh is None else tuple(self.mesh.devices.flat)
 
     def sharding(self, axes: tuple[str | None, ...], shape: tuple[int, ...], name: str) -> Sharding:
         """The sharding of an array by its logical axes.

@@ -1,9 +1,9 @@
 """Attention over keys and values that lie in pages, for flat batches of sequences that advance each by its own number
 of tokens."""
 
-from ttpu_jax.ops.paged_attention.api import paged_attention
+from ttpu_jax.ops.paged_attention.api import paged_attention, serves
 from ttpu_jax.ops.paged_attention.batch import NULL_PAGE, PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import empty_pages, page_bytes
 from ttpu_jax.ops.paged_attention.write import write
 
-__all__ = ["NULL_PAGE", "PagedKV", "RaggedBatch", "empty_pages", "page_bytes", "paged_attention", "write"]
+__all__ = ["NULL_PAGE", "PagedKV", "RaggedBatch", "empty_pages", "page_bytes", "paged_attention", "serves", "write"]

@@ -3,14 +3,15 @@ queries mixed of them."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from ttpu_core.spec import AttentionSpec
+from ttpu_jax.ops.attention.blocks import device_kind
 from ttpu_jax.ops.attention.context import AttentionContext
+from ttpu_jax.ops.paged_attention import kernel
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.reference import reference
 
@@ -35,20 +36,29 @@ def paged_attention(
     Returns:
         [tokens, kv_heads, q_per_kv, value_dim] in the query's type; finite numbers for padding.
     """
-    local = partial(reference, spec=spec, platform=context.platform)
+    use_kernel = bool(kv.combined) and kernel.unserved_batch(spec, batch, kv.group) is None
+    kind = device_kind(context) if use_kernel else ""
 
     def attend(query: jax.Array, kv: PagedKV, batch: RaggedBatch, sinks: jax.Array | None) -> jax.Array:
-        return local(query, kv, batch, sinks=sinks)
+        if use_kernel:
+            return kernel.attend(query, kv, batch, spec, kind)
+        return reference(query, kv, batch, spec, sinks=sinks, platform=context.platform)
 
     if context.mesh is None:
         return attend(query, kv, batch, sinks)
     heads = context.head_axes or None
-    pages: Any = PartitionSpec(None, None, heads)
-    run = jax.shard_map(
+    of_query, of_sinks, whole = PartitionSpec(None, heads), PartitionSpec(heads), PartitionSpec()
+    run = jax.shard_map(  # neither the kernel nor loops over pages are the compiler's to cut
         attend,
         mesh=context.mesh,
-        in_specs=(PartitionSpec(None, heads), pages, PartitionSpec(), PartitionSpec(heads)),
-        out_specs=PartitionSpec(None, heads),
+        in_specs=(of_query, PartitionSpec(None, None, heads), whole, of_sinks),
+        out_specs=of_query,
         check_vma=False,
     )
-    return run(query, kv, batch, sinks)
+    mixed: jax.Array = run(query, kv, batch, sinks)
+    return mixed
+
+
+def serves(spec: AttentionSpec, platform: str, dtype: Any, *, value_in_key: bool = False) -> str | None:
+    """Why the TPU kernel does not serve a layer whose pages are of `dtype`, so that the reference does, or None."""
+    return kernel.unserved(spec, platform, dtype, value_in_key)

@@ -58,11 +58,12 @@ class PagedKV:
     pages: the keys and values of all pages, or keys alone where values are their first features (`value_in_key`).
     scales: what quantized entries are multiplied by; None where they are not.
     group: the page group, an index into `RaggedBatch.tables` and `slots`. Static.
-    combined: each token's key and value heads lie together, as the TPU kernel wants them (`layout`). Static.
+    combined: 0, or where each token's key and value heads lie together, as the TPU kernel wants them (`layout`), the
+        number of devices that heads are cut over. Static.
     """
 
     pages: jax.Array
     scales: jax.Array | None = None
     group: int = field(default=0, metadata={"static": True})
     value_in_key: bool = field(default=False, metadata={"static": True})
-    combined: bool = field(default=False, metadata={"static": True})
+    combined: int = field(default=0, metadata={"static": True})

@@ -2,8 +2,9 @@
 what a page costs, and the keys and values of given pages as arrays to compute with.
 
 Split pages are [pages, planes, kv_heads, page_size, dim], planes being keys and values, or keys alone: what a product
-over one KV head's tokens wants. Combined pages are [pages, page_size, 2 * kv_heads, dim] with each head's key before
-its value, and dim a multiple of 128: what JAX's ragged paged attention kernel wants, and cut over heads all the same.
+over one KV head's tokens wants. Combined pages are [pages, page_size, 2 * kv_heads, dim], each head's key before its
+value, dim a multiple of 128: what JAX's kernel wants, and where one token is one piece of memory. It also wants a
+device's heads to fill whole tiles: heads of zeros are put behind those of each device where they do not.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import numpy as np
 from ttpu_core import axes
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.paged_attention.batch import PagedKV
+from ttpu_jax.ops.paged_attention.kernel import LANES, padded_heads, unserved
 from ttpu_jax.params.placement import Placement
 
-LANES = 128
 INT8_LIMIT = 127.0
 
 
@@ -33,18 +34,19 @@ def empty_pages(
     group: int = 0,
     *,
     value_in_key: bool = False,
-    combined: bool = False,
     abstract: bool = False,
 ) -> PagedKV:
     """Pages of zeros for one layer on the placement's devices, cut over KV heads where they divide; or only the shapes.
 
     Args:
         num_pages: with `NULL_PAGE`.
-        dtype: int8 is kept with one float32 scale per token and head; other types are cast to.
+        dtype: int8 is kept with one float32 scale per token and head; other types are cast to. On a CPU 16-bit floats
+            are kept as float32, since XLA:CPU takes longer to convert them than to read twice as much.
         value_in_key: keys alone are kept; the values are their first `spec.value_dim` features.
-        combined: see above.
     """
-    shape, logical = _shape(spec, num_pages, page_size, value_in_key, combined)
+    dtype = _kept(dtype, placement)
+    combined = _combined(spec, placement, dtype, value_in_key)
+    shape, logical = _shape(spec, num_pages, page_size, dtype, value_in_key, combined)
 
     def make(shape: tuple[int, ...], logical: tuple[str | None, ...], kind: Any) -> Any:
         sharding = placement.sharding(placement.divisible(logical, shape), shape, "KV pages")
@@ -52,36 +54,36 @@ def empty_pages(
             return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
         return jnp.zeros(shape, kind, device=sharding)
 
-    scales = make(shape[:-1], logical[:-1], jnp.float32) if np.dtype(dtype) == np.int8 else None
+    scales = make(shape[:-1], logical[:-1], jnp.float32) if dtype == np.int8 else None
     return PagedKV(make(shape, logical, dtype), scales, group, value_in_key, combined)
 
 
 def page_bytes(
-    spec: AttentionSpec,
-    page_size: int,
-    placement: Placement,
-    dtype: Any,
-    *,
-    value_in_key: bool = False,
-    combined: bool = False,
+    spec: AttentionSpec, page_size: int, placement: Placement, dtype: Any, *, value_in_key: bool = False
 ) -> tuple[int, int]:
     """Bytes of one page of one layer on all devices together, and the number of ways that they are cut."""
-    shape, _ = _shape(spec, 1, page_size, value_in_key, combined)
-    item = np.dtype(dtype).itemsize
-    size = math.prod(shape) * item + (math.prod(shape[:-1]) * 4 if np.dtype(dtype) == np.int8 else 0)
-    cut = placement.cut(axes.KV_HEADS, spec.num_kv_heads)
-    ways = math.prod(placement.mesh.shape[axis] for axis in cut) if placement.mesh is not None else 1
-    return size, ways
+    dtype = _kept(dtype, placement)
+    combined = _combined(spec, placement, dtype, value_in_key)
+    shape, _ = _shape(spec, 1, page_size, dtype, value_in_key, combined)
+    size = math.prod(shape) * dtype.itemsize + (math.prod(shape[:-1]) * 4 if dtype == np.int8 else 0)
+    return size, _ways(spec, placement)
+
+
+def page_size_of(kv: PagedKV) -> int:
+    """Tokens per page."""
+    return kv.pages.shape[1 if kv.combined else 3]
 
 
 def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """What `kv` keeps of keys [tokens, kv_heads, dim] and values [tokens, kv_heads, value_dim]: entries as its pages
     have them for one slot each, and their scales."""
     width = kv.pages.shape[-1]
-    planes = [_padded(key, width)] if value is None else [_padded(key, width), _padded(value, width)]
-    tokens, heads, _ = key.shape
+    planes = [_widened(key, width)] if value is None else [_widened(key, width), _widened(value, width)]
+    tokens = key.shape[0]
     if kv.combined:
-        rows = jnp.stack(planes, axis=2).reshape(tokens, heads * len(planes), width)
+        rows = jnp.stack(planes, axis=2).reshape(tokens, kv.combined, -1, width)
+        more = kv.pages.shape[2] // kv.combined - rows.shape[2]
+        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, more), (0, 0))).reshape(tokens, -1, width)
     else:
         rows = jnp.stack(planes, axis=1)
     if kv.scales is None:
@@ -94,24 +96,24 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
     return jnp.round(rows / scales[..., None]).astype(jnp.int8), scales
 
 
-def page_size_of(kv: PagedKV) -> int:
-    """Tokens per page."""
-    return kv.pages.shape[1 if kv.combined else 3]
-
-
-def read(kv: PagedKV, pages: jax.Array, spec: AttentionSpec, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def read(
+    kv: PagedKV, pages: jax.Array, spec: AttentionSpec, kv_heads: int, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
     """Keys [rows, kv_heads, n * page_size, head_dim] and values [rows, kv_heads, n * page_size, value_dim] of pages
-    [rows, n], as `dtype`."""
+    [rows, n] of one device, as `dtype`."""
     rows, n = pages.shape
     tokens = n * page_size_of(kv)
-    found = kv.pages[pages]
+    if rows * n == 1:  # a slice that XLA:CPU copies as it is, not a gather
+        found = jax.lax.dynamic_index_in_dim(kv.pages, pages[0, 0], 0)[None]
+    else:
+        found = kv.pages[pages]
     scales = None if kv.scales is None else kv.scales[pages][..., None]
     found = found.astype(dtype)
     if scales is not None:
         found = (found * scales).astype(dtype)
     width = found.shape[-1]
     if kv.combined:
-        found = found.reshape(rows, tokens, -1, 2, width).transpose(3, 0, 2, 1, 4)
+        found = found.reshape(rows, tokens, -1, 2, width)[:, :, :kv_heads].transpose(3, 0, 2, 1, 4)
     else:
         planes, heads = found.shape[2:4]
         found = found.transpose(2, 0, 3, 1, 4, 5).reshape(planes, rows, heads, tokens, width)
@@ -119,18 +121,39 @@ def read(kv: PagedKV, pages: jax.Array, spec: AttentionSpec, dtype: Any) -> tupl
     return found[0][..., : spec.head_dim], values[..., : spec.value_dim]
 
 
+def _kept(dtype: Any, placement: Placement) -> np.dtype[Any]:
+    kept = np.dtype(dtype)
+    wide = placement.platform == "cpu" and kept in (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+    return np.dtype(np.float32) if wide else kept
+
+
+def _ways(spec: AttentionSpec, placement: Placement) -> int:
+    """How many devices KV heads are cut over."""
+    if placement.mesh is None:
+        return 1
+    return math.prod(placement.mesh.shape[axis] for axis in placement.cut(axes.KV_HEADS, spec.num_kv_heads))
+
+
+def _combined(spec: AttentionSpec, placement: Placement, dtype: np.dtype[Any], value_in_key: bool) -> int:
+    """`PagedKV.combined`."""
+    if unserved(spec, placement.platform, dtype, value_in_key) is not None:
+        return 0
+    return _ways(spec, placement)
+
+
 def _shape(
-    spec: AttentionSpec, num_pages: int, page_size: int, value_in_key: bool, combined: bool
+    spec: AttentionSpec, num_pages: int, page_size: int, dtype: np.dtype[Any], value_in_key: bool, combined: int
 ) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
     """The shape of pages, and its logical axes."""
     width = spec.head_dim if value_in_key else max(spec.head_dim, spec.value_dim)
     if combined:
         width = -(-width // LANES) * LANES
-        return (num_pages, page_size, 2 * spec.num_kv_heads, width), (None, None, axes.KV_HEADS, None)
+        heads = combined * padded_heads(spec.num_kv_heads // combined, dtype)
+        return (num_pages, page_size, 2 * heads, width), (None, None, axes.KV_HEADS, None)
     planes = 1 if value_in_key else 2
     return (num_pages, planes, spec.num_kv_heads, page_size, width), (None, None, axes.KV_HEADS, None, None)
 
 
-def _padded(x: jax.Array, width: int) -> jax.Array:
+def _widened(x: jax.Array, width: int) -> jax.Array:
     missing = width - x.shape[-1]
     return x if missing == 0 else jnp.pad(x, ((0, 0), (0, 0), (0, missing)))

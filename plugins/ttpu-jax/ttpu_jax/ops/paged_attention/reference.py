@@ -14,10 +14,13 @@ from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import page_size_of, read
 
-TOGETHER = 16
-"""Queries of a sequence that are computed at once for all sequences: a decode step, also with drafts to verify."""
-QUERY_BLOCK = 128
-KEY_BLOCK = 64  # tokens of pages that are read at once
+CPU_KEYS, OTHER_KEYS = 32, 256
+"""Tokens of pages that are read at once, if a page holds no more. On a CPU what is read should stay in a core's cache
+until it has been used twice (12 layers of 64 decode rows with 12 heads over 100 to 400 tokens: 190 ms one sequence at a
+time, 450 ms all together)."""
+CPU_QUERIES, OTHER_QUERIES = (1, 8, 128), (16, 128)
+"""Queries of one sequence that are computed at once: the fewest that hold all of them, else the last."""
+FEW_QUERIES = 4  # with so few, products of one query each are five times as fast on a CPU as one of all
 
 
 def reference(
@@ -29,88 +32,142 @@ def reference(
     sinks: jax.Array | None = None,
     platform: str = "cpu",
 ) -> jax.Array:
-    """query [tokens, kv_heads, q_per_kv, head_dim]: [tokens, kv_heads, q_per_kv, value_dim] in its type."""
-    mixed = _few_queries(query, kv, batch, spec, sinks, batch.max_queries, platform)
-    return mixed.astype(query.dtype)
+    """query [tokens, kv_heads, q_per_kv, head_dim]: [tokens, kv_heads, q_per_kv, value_dim] in its type. Sequences
+    one after another on a CPU; elsewhere all sequences together, then those that have more queries than a few."""
+    attend = partial(_attend, kv=kv, spec=spec, sinks=sinks, on_cpu=platform == "cpu")
+    most = batch.max_queries
+    if platform == "cpu":
+        sizes = [size for size in CPU_QUERIES if size < most] + [min(most, CPU_QUERIES[-1])]
+        mixed = jnp.zeros((*query.shape[:-1], spec.value_dim), query.dtype)
+        return _one_by_one(query, mixed, batch, kv.group, attend, sizes, jnp.int32(0))
+    few, many = OTHER_QUERIES
+    few = most if most <= few else 1
+    mixed = _together(query, batch, kv.group, attend, few).astype(query.dtype)
+    return mixed if most == few else _one_by_one(query, mixed, batch, kv.group, attend, [min(most, many)], few)
 
 
-def _few_queries(
-    query: jax.Array,
-    kv: PagedKV,
-    batch: RaggedBatch,
-    spec: AttentionSpec,
-    sinks: jax.Array | None,
-    block: int,
-    platform: str,
+def _together(
+    query: jax.Array, batch: RaggedBatch, group: int, attend: partial[jax.Array], block: int
 ) -> jax.Array:
-    """Sequences of `block` queries at most."""
+    """All sequences at once, as if each had `block` queries; those of longer ones are left for later."""
     tokens, sequences = query.shape[0], batch.kv_lens.shape[0]
-    starts = batch.query_starts[:-1]
+    starts, counts = batch.query_starts[:-1], jnp.diff(batch.query_starts)
     places = jnp.minimum(starts[:, None] + jnp.arange(block), tokens - 1)
-    counts = batch.query_starts[1:] - starts
-    there = jnp.arange(block) < counts[:, None]
-    positions = jnp.where(there, (batch.kv_lens - counts)[:, None] + jnp.arange(block), -1)
-    mixed = _attend(query[places], positions, batch.tables[kv.group], kv, spec, sinks, platform)
+    here = (jnp.arange(block) < counts[:, None]) & (counts <= block)[:, None]
+    positions = jnp.where(here, (batch.kv_lens - counts)[:, None] + jnp.arange(block), -1)
+    mixed = attend(query[places], positions, batch.tables[group])
     rows = jnp.clip(batch.rows, 0, sequences - 1)
     return mixed[rows, jnp.clip(jnp.arange(tokens) - starts[rows], 0, block - 1)]
+
+
+def _one_by_one(
+    query: jax.Array,
+    mixed: jax.Array,
+    batch: RaggedBatch,
+    group: int,
+    attend: partial[jax.Array],
+    sizes: list[int],
+    done: jax.Array | int,
+) -> jax.Array:
+    """Puts into `mixed` what sequences of more than `done` queries mix, in blocks of one of `sizes` queries."""
+    tokens = query.shape[0]
+    room = ((0, sizes[-1]), (0, 0), (0, 0), (0, 0))  # the last block may reach past the last token
+    query, mixed = jnp.pad(query, room), jnp.pad(mixed, room)
+
+    def sequence(row: jax.Array, mixed: jax.Array) -> jax.Array:
+        start, count = batch.query_starts[row], batch.query_starts[row + 1] - batch.query_starts[row]
+        first, table = batch.kv_lens[row] - count, batch.tables[group][row][None]
+
+        def block(index: jax.Array, mixed: jax.Array, *, size: int) -> jax.Array:
+            offsets = index * size + jnp.arange(size)
+            positions = jnp.where(offsets < count, first + offsets, -1)
+            queries = jax.lax.dynamic_slice_in_dim(query, start + index * size, size)
+            found = attend(queries[None], positions[None], table)[0].astype(mixed.dtype)
+            # What it writes past the sequence's end is overwritten by the next one, or lies on padding: zeros.
+            return jax.lax.dynamic_update_slice_in_dim(mixed, found, start + index * size, 0)
+
+        def blocks(mixed: jax.Array, *, size: int) -> jax.Array:
+            if size < sizes[-1] or batch.max_queries <= size:
+                return block(jnp.int32(0), mixed, size=size)
+            return jax.lax.fori_loop(0, (count + size - 1) // size, partial(block, size=size), mixed)
+
+        ways = [partial(blocks, size=size) for size in sizes]
+        if isinstance(done, int) and done:
+            return jax.lax.cond(count > done, ways[-1], lambda mixed: mixed, mixed)
+        fits = sum((count > size).astype(jnp.int32) for size in sizes[:-1])
+        return jax.lax.switch(fits, ways, mixed) if len(ways) > 1 else ways[0](mixed)
+
+    return jax.lax.fori_loop(0, batch.num_sequences[0], sequence, mixed)[:tokens]
 
 
 def _attend(
     query: jax.Array,
     positions: jax.Array,
     table: jax.Array,
+    *,
     kv: PagedKV,
     spec: AttentionSpec,
     sinks: jax.Array | None,
-    platform: str,
+    on_cpu: bool,
 ) -> jax.Array:
     """query [rows, queries, kv_heads, q_per_kv, head_dim] of positions [rows, queries], negative for none, each row
     over the pages in its row of the table: [rows, queries, kv_heads, q_per_kv, value_dim] in float32, zeros where
     there is no query."""
     rows, queries, heads, group, dim = query.shape
     size = page_size_of(kv)
-    together = max(1, KEY_BLOCK // size)
-    block, width = together * size, table.shape[1]
-    table = jnp.pad(table, ((0, 0), (0, -width % together)))
-    compute = jnp.float32 if platform == "cpu" else query.dtype
+    together = max(1, (CPU_KEYS if on_cpu else OTHER_KEYS) // size)
+    block = together * size
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % together)))
+    compute = jnp.dtype(jnp.float32) if on_cpu else query.dtype
     turned = query.transpose(0, 2, 3, 1, 4).reshape(rows, heads, group * queries, dim).astype(compute)
-    oldest = _oldest_visible(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions).min(), spec)
-    first = jnp.minimum(jnp.maximum(oldest, 0) // block, positions.max() // block + 1)
+    newest = positions.max(1)
+    none = jnp.iinfo(jnp.int32).max
+    oldest = jnp.maximum(_oldest_visible(jnp.where(positions < 0, none, positions).min(1), spec), 0)
+    zeros = jnp.zeros((rows, heads, group, queries), jnp.float32)
+    start = zeros + MASKED, zeros
+    if sinks is not None:
+        start = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], zeros.shape), zeros + 1
 
     def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, mixed = carry
         pages = jax.lax.dynamic_slice_in_dim(table, index * together, together, 1)
-        key, value = read(kv, pages, spec, compute)
-        of_keys = index * block + jnp.arange(block)
-        visible = _visible(positions[:, :, None], of_keys, spec)
-        # Pages behind a window belong to others: what lies there may be anything, and 0 * NaN is NaN.
-        value = jnp.where(visible.any(1)[:, None, :, None], value, 0)
-        scores = jax.lax.dot_general(turned, key, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
-        scores = scores.reshape(rows, heads, group, queries, block) * spec.softmax_scale
+        key, value = read(kv, pages, spec, heads, compute)
+        places = index * block + jnp.arange(block)
+        # What lies in slots that nobody sees may be anything, and 0 * NaN is NaN.
+        seen = (places >= oldest[:, None]) & (places <= newest[:, None])
+        value = jnp.where(seen[:, None, :, None], value, 0)
+        scores = _scores(turned, key, one_by_one=on_cpu).reshape(rows, heads, group, queries, block)
+        scores = scores * spec.softmax_scale
         if spec.logit_softcap is not None:
             scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
-        shown = visible[:, None, None]
-        scores = jnp.where(shown, scores, MASKED)
+        visible = _visible(positions[:, :, None], places, spec)[:, None, None]
+        scores = jnp.where(visible, scores, MASKED)
         now = jnp.maximum(highest, scores.max(-1))
-        weights = jnp.where(shown, jnp.exp(scores - now[..., None]), 0)
+        weights = jnp.where(visible, jnp.exp(scores - now[..., None]), 0)
         keep = jnp.exp(highest - now)
         flat = weights.reshape(rows, heads, group * queries, block).astype(compute)
         more = jax.lax.dot_general(flat, value, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
         mixed = mixed * keep[..., None] + more.reshape(rows, heads, group, queries, -1)
         return now, total * keep + weights.sum(-1), mixed
 
-    zeros = jnp.zeros((rows, heads, group, queries), jnp.float32)
-    start = zeros + MASKED, zeros
-    if sinks is not None:
-        start = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], zeros.shape), zeros + 1
     mixed = jnp.zeros((*zeros.shape, spec.value_dim), jnp.float32)
-    _, total, mixed = jax.lax.fori_loop(first, positions.max() // block + 1, step, (*start, mixed))
+    first, last = oldest.min() // block, newest.max() // block
+    _, total, mixed = jax.lax.fori_loop(first, last + 1, step, (*start, mixed))
     mixed = mixed / jnp.where(total == 0, 1, total)[..., None]
     return mixed.transpose(0, 3, 1, 2, 4)
 
 
+def _scores(query: jax.Array, key: jax.Array, one_by_one: bool) -> jax.Array:
+    """query [rows, heads, queries, dim], key [rows, heads, keys, dim]: [rows, heads, queries, keys]."""
+    dims = (((3,), (3,)), ((0, 1), (0, 1)))
+    if one_by_one and query.shape[2] <= FEW_QUERIES:
+        queries = jnp.split(query, query.shape[2], axis=2)
+        return jnp.concatenate([jax.lax.dot_general(one, key, dims) for one in queries], axis=2)
+    return jax.lax.dot_general(query, key, dims, preferred_element_type=jnp.float32)
+
+
 def _oldest_visible(position: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """The first position that a query sees, where that is not before the sequence's start."""
+    """The first position that a query sees, or what is before all."""
     oldest = jnp.zeros_like(position)
     if spec.window is not None:
         oldest = jnp.maximum(oldest, position - spec.window + 1)

@@ -1,0 +1,145 @@
+"""Ragged batches over scattered pages, and what attention over them must give: written with loops in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ttpu_core.spec import AttentionSpec
+from ttpu_jax.ops.paged_attention import NULL_PAGE, RaggedBatch
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """One step: for each sequence its new tokens and its tokens with those."""
+
+    counts: Sequence[int]
+    lengths: Sequence[int]
+    batch: RaggedBatch
+    num_pages: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.batch.positions)
+
+    @property
+    def real(self) -> int:
+        return sum(self.counts)
+
+
+def ragged(
+    counts: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    page_size: int = 4,
+    pages: int = 16,
+    sequences: int | None = None,
+    tokens: int | None = None,
+    window: int | None = None,
+    max_queries: int | None = None,
+    max_prefills: int | None = None,
+    seed: int = 0,
+) -> Ragged:
+    """A batch in which each sequence has that many new tokens and that many in all. Pages that lie wholly behind
+    `window` for the oldest new token are given back."""
+    rows, here = sequences or len(counts), len(counts)
+    total = tokens or sum(counts)
+    starts = np.full(rows + 1, sum(counts), np.int32)
+    starts[:here] = np.cumsum([0, *counts])[:-1]
+    kv_lens = np.zeros(rows, np.int32)
+    kv_lens[:here] = lengths
+    needed = [-(-length // page_size) for length in lengths]
+    free = iter(np.random.default_rng(seed).permutation(sum(needed)) + 1)
+    table = np.full((rows, pages), NULL_PAGE, np.int32)
+    positions, owners, slots = np.full(total, -1, np.int32), np.zeros(total, np.int32), np.zeros(total, np.int32)
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        first = 0 if window is None else max(0, length - count - window + 1) // page_size
+        for page in range(needed[row]):
+            table[row, page] = next(free) if page >= first else NULL_PAGE
+        for i in range(count):
+            token, position = starts[row] + i, length - count + i
+            positions[token], owners[token] = position, row
+            slots[token] = table[row, position // page_size] * page_size + position % page_size
+    batch = RaggedBatch(
+        query_starts=jnp.asarray(starts),
+        kv_lens=jnp.asarray(kv_lens),
+        num_sequences=jnp.asarray([here], jnp.int32),
+        positions=jnp.asarray(positions),
+        lengths=jnp.asarray(np.maximum(positions + 1, 0)),
+        rows=jnp.asarray(owners),
+        tables=(jnp.asarray(table),),
+        slots=(jnp.asarray(slots),),
+        states=jnp.zeros(rows, jnp.int32),
+        max_queries=max_queries or max(counts),
+        max_prefills=max_prefills or max(1, sum(count > 1 for count in counts)),
+        page_size=page_size,
+    )
+    return Ragged(tuple(counts), tuple(lengths), batch, sum(needed) + 1)
+
+
+def whole(case: Ragged) -> Ragged:
+    """The batch that would have written every token that `case` can still see, in one step."""
+    table = np.asarray(case.batch.tables[0])
+    size = case.batch.page_size
+    positions, owners, slots = [], [], []
+    for row, length in enumerate(case.lengths):
+        for position in range(length):
+            positions.append(position)
+            owners.append(row)
+            slots.append(table[row, position // size] * size + position % size)
+    starts = np.full(len(table) + 1, sum(case.lengths), np.int32)
+    starts[: len(case.lengths)] = np.cumsum([0, *case.lengths])[:-1]
+    batch = RaggedBatch(
+        query_starts=jnp.asarray(starts),
+        kv_lens=case.batch.kv_lens,
+        num_sequences=case.batch.num_sequences,
+        positions=jnp.asarray(positions, jnp.int32),
+        lengths=jnp.asarray(positions, jnp.int32) + 1,
+        rows=jnp.asarray(owners, jnp.int32),
+        tables=case.batch.tables,
+        slots=(jnp.asarray(slots, jnp.int32),),
+        states=case.batch.states,
+        max_queries=max(case.lengths),
+        max_prefills=len(case.lengths),
+        page_size=size,
+    )
+    return Ragged(case.lengths, case.lengths, batch, case.num_pages)
+
+
+def oracle(
+    case: Ragged,
+    query: Any,
+    keys: Any,
+    values: Any,
+    spec: AttentionSpec,
+    sinks: Any = None,
+) -> np.ndarray:
+    """query [real tokens, kv_heads, q_per_kv, dim]; keys and values [all tokens of all sequences, kv_heads, dim]."""
+    query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))
+    mixed = np.zeros((*query.shape[:3], spec.value_dim))
+    token, before = 0, 0
+    for count, length in zip(case.counts, case.lengths, strict=True):
+        for position in range(length - count, length):
+            first = 0
+            if spec.window is not None:
+                first = max(first, position - spec.window + 1)
+            if spec.chunk is not None:
+                first = max(first, position // spec.chunk * spec.chunk)
+            seen = slice(before + first, before + position + 1)
+            for head in range(spec.num_kv_heads):
+                for member in range(spec.q_per_kv):
+                    scores = keys[seen, head] @ query[token, head, member] * spec.softmax_scale
+                    if spec.logit_softcap is not None:
+                        scores = np.tanh(scores / spec.logit_softcap) * spec.logit_softcap
+                    weights = np.exp(scores - scores.max())
+                    total = weights.sum()
+                    if sinks is not None:
+                        total += np.exp(float(sinks[head, member]) - scores.max())
+                    mixed[token, head, member] = weights @ values[seen, head, : spec.value_dim] / total
+            token += 1
+        before += length
+    return mixed

@@ -1,0 +1,216 @@
+"""`ttpu serve` as a process of its own over a tiny random llama: the whole way from the command line to tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tiny
+
+OPTIONS = ("--port", "0", "--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "32")
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+@dataclass
+class Process:
+    """A server that runs."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    def client(self) -> Any:
+        """OpenAI's own client."""
+        from openai import OpenAI
+
+        return OpenAI(base_url=f"{self.url}/v1", api_key="secret", max_retries=0, timeout=60)
+
+    def stats(self) -> Any:
+        """The engine's counters."""
+        return httpx.get(f"{self.url}/stats", timeout=30).json()["engine"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.llama_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny-llama", chat=True)
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.0, "top_k": 50}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Process]:
+    with started(str(checkpoint), *OPTIONS, "--speculative", "ngram:2", "--enable-admin") as running:
+        yield running
+
+
+class started:  # noqa: N801  (reads as a statement)
+    """`ttpu serve` with these arguments."""
+
+    def __init__(self, *arguments: str) -> None:
+        environment = {**os.environ, "TTPU_API_KEY": "secret", "XLA_FLAGS": _one_device()}
+        command = [sys.executable, "-m", "ttpu_core.cli.main", "serve", *arguments]
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Process:
+        assert self.process.stdout is not None and self.process.stderr is not None
+        line = self.process.stdout.readline()
+        found = re.match(r"serving (\S+) at (http://127\.0\.0\.1:\d+) ", line)
+        assert found, f"{line!r} {self.process.stderr.read()}"
+        return Process(self.process, found[2])
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+            self.process.communicate()
+
+
+def _one_device() -> str:
+    return re.sub(r"device_count=\d+", "device_count=1", os.environ.get("XLA_FLAGS", ""))
+
+
+def until(true: Callable[[], Any], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+def test_an_answer_is_the_same_streamed_and_whole_alone_and_in_company(server: Process) -> None:
+    client = server.client()
+    asked = {"model": "tiny-llama", "messages": HELLO, "max_tokens": 20}
+    whole = client.chat.completions.create(**asked)
+    assert whole.usage.completion_tokens == 20 and whole.choices[0].finish_reason == "length"
+    others = [client.completions.create(model="tiny-llama", prompt="x" * n, max_tokens=60, stream=True) for n in (3, 40)]
+    chunks = list(client.chat.completions.create(stream=True, **asked))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    for other in others:
+        other.close()
+
+
+def test_log_probabilities_are_those_of_the_greedy_path(server: Process) -> None:
+    answer = server.client().chat.completions.create(
+        model="tiny-llama", messages=HELLO, max_tokens=6, logprobs=True, top_logprobs=3
+    )
+    for entry in answer.choices[0].logprobs.content:
+        assert entry.bytes == entry.top_logprobs[0].bytes and entry.logprob == entry.top_logprobs[0].logprob
+        assert sorted((top.logprob for top in entry.top_logprobs), reverse=True) == [
+            top.logprob for top in entry.top_logprobs
+        ]
+
+
+def test_a_prompt_scored_by_echo_is_scored_as_it_is_generated(server: Process) -> None:
+    client = server.client()
+    asked = {"model": "tiny-llama", "logprobs": 0}
+    said = client.completions.create(prompt="Hi", max_tokens=4, extra_body={"return_token_ids": True}, **asked)
+    ids = [*b"Hi", *said.choices[0].token_ids]
+    scored = client.completions.create(prompt=ids, max_tokens=0, echo=True, **asked)
+    expected = said.choices[0].logprobs.token_logprobs
+    assert len(expected) == 4 and scored.choices[0].logprobs.token_logprobs[2:] == pytest.approx(expected, abs=2e-4)
+
+
+def test_an_answer_matches_its_schema(server: Process) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"fine": {"type": "boolean"}, "size": {"enum": ["s", "m"]}},
+        "required": ["fine", "size"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+    answer = server.client().chat.completions.create(
+        model="tiny-llama", messages=HELLO, max_tokens=100, response_format=form, seed=3, temperature=1
+    )
+    told = json.loads(answer.choices[0].message.content)
+    assert answer.choices[0].finish_reason == "stop" and isinstance(told["fine"], bool) and told["size"] in ("s", "m")
+    choices = {"guided_choice": ["maybe", "never"]}
+    answer = server.client().chat.completions.create(model="tiny-llama", messages=HELLO, extra_body=choices)
+    assert answer.choices[0].message.content in choices["guided_choice"]
+
+
+def test_a_schema_that_is_none_is_refused(server: Process) -> None:
+    import openai
+
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "wizard"}}}
+    with pytest.raises(openai.BadRequestError):
+        server.client().chat.completions.create(model="tiny-llama", messages=HELLO, response_format=form)
+
+
+def test_a_seed_repeats_an_answer(server: Process) -> None:
+    asked = {"model": "tiny-llama", "messages": HELLO, "max_tokens": 12, "temperature": 1.0, "n": 2}
+    answers = [server.client().chat.completions.create(seed=seed, **asked) for seed in (5, 5, 6)]
+    said = [[choice.message.content for choice in answer.choices] for answer in answers]
+    assert said[0] == said[1] != said[2] and said[0][0] != said[0][1]
+
+
+def test_embeddings_have_length_one_and_differ(server: Process) -> None:
+    told = server.client().embeddings.create(model="tiny-llama", input=["one", "two"])
+    vectors = [one.embedding for one in told.data]
+    assert all(sum(value**2 for value in vector) == pytest.approx(1, abs=1e-3) for vector in vectors)
+    assert len(vectors[0]) == 32 and vectors[0] != vectors[1]
+
+
+def test_pages_come_back_when_clients_leave(server: Process) -> None:
+    client = server.client()
+    streams = [
+        client.completions.create(model="tiny-llama", prompt="abc", max_tokens=100, stream=True, n=2) for _ in range(3)
+    ]
+    next(iter(streams[0]))
+    for stream in streams:
+        stream.close()
+    until(lambda: server.stats()["running"] == server.stats()["waiting"] == 0)
+    assert set(server.stats()["pages_in_use"].values()) == {0}
+
+
+def test_metrics_tell_what_was_done(server: Process) -> None:
+    text = httpx.get(f"{server.url}/metrics").text
+    values = dict(re.findall(r"^(ttpu:\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
+    assert float(values["ttpu:generation_tokens_total"]) > 20 and float(values["ttpu:draft_tokens_total"]) > 0
+    assert float(values["ttpu:time_to_first_token_seconds_count"]) > 0
+    assert float(values["ttpu:time_per_output_token_seconds_count"]) > 0
+    assert float(values["ttpu:recompiles_total"]) == 0, "every program was compiled before the server was ready"
+
+
+def test_the_engine_sleeps_and_goes_on(server: Process) -> None:
+    http = httpx.Client(base_url=server.url, headers={"authorization": "Bearer secret"}, timeout=60)
+    asked = {"model": "tiny-llama", "messages": HELLO, "max_tokens": 5}
+    before = http.post("/v1/chat/completions", json=asked).json()["choices"]
+    assert http.post("/sleep").status_code == 200
+    assert http.get("/stats").json()["engine"]["asleep"]
+    assert http.post("/wake_up").status_code == 200
+    assert http.post("/v1/chat/completions", json=asked).json()["choices"] == before
+
+
+def test_a_wrong_place_or_option_is_refused_before_anything_is_loaded(server: Process, checkpoint: Path) -> None:
+    taken = server.url.rsplit(":", 1)[1]
+    for arguments, said in (
+        (("--port", taken), "cannot (Address already in use)"),
+        (("--port", "0", "--tool-call-parser", "x"), "auto, hermes"),
+        (("--port", "0", "--enable-lora", "poet"), "NAME=PATH"),
+        (("--port", "0", "--chat-template", "/nowhere.jinja"), "cannot be read"),
+    ):
+        command = [sys.executable, "-m", "ttpu_core.cli.main", "serve", str(checkpoint), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_signal_lets_answers_end_and_the_process_end_well(server: Process) -> None:
+    stream = iter(server.client().completions.create(model="tiny-llama", prompt="abc", max_tokens=90, stream=True))
+    next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    chunks = list(stream)
+    assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+    assert server.process.wait(30) == 0

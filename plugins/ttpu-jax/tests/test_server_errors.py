@@ -1,0 +1,243 @@
+"""Every refusal is JSON in OpenAI's form, with a status of its kind and the field that it is about."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_core import FakeCore, tokenizer
+from serving import Running, running
+
+from ttpu_jax.server import ServerSettings
+from ttpu_jax.server.errors import as_api_error
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HELLO: Any = [{"role": "user", "content": "say: hello"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    core = FakeCore(tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    with running(core, ServerSettings(max_body_bytes=10_000, max_prompt_tokens=200, max_choices=8)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: Running) -> Iterator[httpx.Client]:
+    with server.http() as client:
+        yield client
+
+
+def refused(response: httpx.Response, status: int) -> Any:
+    """The error of a response that must have this status and OpenAI's form."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"].endswith(".") and "\n" not in body["error"]["message"]
+    return body["error"]
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "fake", "messages": HELLO, **fields}
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "fake", "prompt": "say: hello", **fields}
+
+
+def post(http: httpx.Client, path: str, body: Any) -> httpx.Response:
+    """With whatever Python's JSON can write, such as NaN and halves of surrogate pairs."""
+    return http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"stop": ""}, "stop[0]"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[1]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "response_format"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "bad name"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+    ],
+)
+def test_a_chat_that_cannot_be_served_names_its_field(http: httpx.Client, fields: Any, param: str) -> None:
+    error = refused(post(http, CHAT, chat(**fields)), 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": [999]}, "prompt"),
+        ({"prompt": ["a"] * 9}, "prompt"),
+        ({"prompt": "x" * 201}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+    ],
+)
+def test_a_completion_that_cannot_be_served_names_its_field(http: httpx.Client, fields: Any, param: str) -> None:
+    assert refused(post(http, COMPLETION, completion(**fields)), 400)["param"] == param
+
+
+@pytest.mark.parametrize("name", ["reasoning_effort", "audio", "functions", "web_search_options", "store", "made_up"])
+def test_what_is_not_understood_is_refused_by_name(http: httpx.Client, name: str) -> None:
+    error = refused(http.post(CHAT, json=chat(**{name: True})), 400)
+    assert error["param"] == name and repr(name) in error["message"]
+    assert error["code"] == ("unknown_field" if name == "made_up" else "unsupported_field")
+
+
+def test_what_means_nothing_is_accepted(http: httpx.Client) -> None:
+    neutral = {"store": False, "service_tier": "auto", "modalities": ["text"], "functions": None, "user": "me"}
+    neutral |= {"metadata": {"a": "b"}, "n": None, "stop": None, "temperature": None, "logit_bias": None, "tools": []}
+    assert http.post(CHAT, json=chat(**neutral)).status_code == 200
+
+
+def test_a_prompt_that_is_too_long_has_openais_code(http: httpx.Client) -> None:
+    error = refused(http.post(COMPLETION, json=completion(prompt="x" * 300)), 400)
+    assert error["code"] == "context_length_exceeded" and "200" in error["message"]
+
+
+def test_a_field_that_is_missing_is_named(http: httpx.Client) -> None:
+    assert refused(http.post(CHAT, json={"model": "fake"}), 400)["param"] == "messages"
+    assert refused(http.post(COMPLETION, json={"prompt": "a"}), 400)["param"] == "model"
+    assert refused(http.post(COMPLETION), 400)["code"] == "missing_field"
+
+
+@pytest.mark.parametrize("body", ["{", "", "nul", "[1]", '"text"', "3", "[" * 5000, '{"a": ' * 1600, "\xff\xfe"])
+def test_a_body_that_is_no_json_object(http: httpx.Client, body: str) -> None:
+    content = body.encode("latin-1")
+    refused(http.post(CHAT, content=content, headers={"content-type": "application/json"}), 400)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+def test_another_content_type(http: httpx.Client, kind: str) -> None:
+    body = json.dumps(chat()).encode()
+    error = refused(http.post(CHAT, content=body, headers={"content-type": kind}), 415)
+    assert error["code"] == "unsupported_media_type"
+
+
+def test_json_by_any_of_its_names(http: httpx.Client) -> None:
+    body = json.dumps(chat()).encode()
+    for kind in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.me+json"):
+        assert http.post(CHAT, content=body, headers={"content-type": kind}).status_code == 200, kind
+
+
+def test_paths_and_methods_that_do_not_exist(http: httpx.Client) -> None:
+    assert refused(http.get("/v1/nothing"), 404)["code"] == "not_found"
+    assert refused(http.post("/v1/chat/completions/", json=chat()), 404)["code"] == "not_found"
+    assert refused(http.get(CHAT), 405)["code"] == "method_not_allowed"
+    assert refused(http.delete("/v1/models"), 405)["code"] == "method_not_allowed"
+    assert refused(http.post("/sleep"), 404), "administration is off unless it is asked for"
+
+
+def test_an_unknown_model(server: Running, http: httpx.Client) -> None:
+    error = refused(http.post(CHAT, json=chat(model="gpt-4")), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    refused(http.get("/v1/models/gpt-4"), 404)
+    with pytest.raises(openai.NotFoundError):
+        server.client().chat.completions.create(**chat(model="gpt-4"))
+
+
+def test_a_body_that_is_too_large(http: httpx.Client) -> None:
+    for size in (10_001, 30_000, 2_000_000):
+        error = refused(http.post(COMPLETION, json=completion(prompt="x" * size)), 413)
+        assert error["code"] == "request_too_large" and "10,000" in error["message"]
+
+    def chunked() -> Iterator[bytes]:
+        for _ in range(20):
+            yield b"x" * 1000
+
+    refused(http.post(COMPLETION, content=chunked(), headers={"content-type": "application/json"}), 413)
+    assert http.get("/health").status_code == 200
+
+
+def test_embeddings_and_tokens_refuse_in_the_same_form(http: httpx.Client) -> None:
+    assert refused(http.post("/v1/embeddings", json={"model": "fake", "input": []}), 400)["param"] == "input"
+    error = refused(http.post("/v1/embeddings", json={"model": "fake", "input": "a", "dimensions": 2}), 400)
+    assert error["param"] == "dimensions"
+    assert refused(http.post("/tokenize", json={}), 400)["param"] == "prompt"
+    assert refused(post(http, "/tokenize", {"prompt": "\ud800"}), 400)["param"] == "prompt"
+    assert refused(http.post("/detokenize", json={"tokens": [-1]}), 400)["param"] == "tokens[0]"
+    assert http.post("/detokenize", json={"tokens": [2**31 - 1]}).status_code in (200, 400)
+
+
+def test_a_full_queue_asks_to_come_again(tmp_path: Any) -> None:
+    with running(FakeCore(tokenizer(tmp_path), max_running=2)) as server:
+        response = server.http().post(CHAT, json=chat(n=3))
+        error = refused(response, 429)
+        assert error["code"] == "rate_limit_exceeded" and response.headers["retry-after"] == "1"
+        with pytest.raises(openai.RateLimitError):
+            server.client().chat.completions.create(**chat(n=3))
+
+
+def test_a_bug_is_told_without_its_details(tmp_path: Any) -> None:
+    core = FakeCore(tokenizer(tmp_path))
+    core.add = None  # type: ignore[assignment,method-assign]
+    with running(core) as server:
+        error = refused(server.http().post(CHAT, json=chat()), 500)
+        assert error["type"] == "server_error" and "NoneType" not in error["message"]
+    assert as_api_error(RuntimeError("a password")).body["error"]["message"].count("password") == 0
+
+
+def test_an_engine_that_dies_fails_its_requests_and_says_so(tmp_path: Any) -> None:
+    with running(FakeCore(tokenizer(tmp_path), fail_at=3)) as server:
+        http = server.http()
+        assert http.get("/health").status_code == 200
+        error = refused(http.post(CHAT, json=chat()), 503)
+        assert error["code"] == "engine_dead" and "on fire" in error["message"]
+        assert refused(http.post(CHAT, json=chat()), 503)["code"] == "engine_dead"
+        refused(http.get("/health"), 503)
+        assert http.get("/metrics").status_code == 200, "what happened can still be looked at"
+        assert server.core.closed
+
+
+def test_an_engine_that_dies_ends_a_stream_with_an_error(tmp_path: Any) -> None:
+    with running(FakeCore(tokenizer(tmp_path), fail_at=3, seconds=0.01)) as server:
+        stream = server.client().chat.completions.create(stream=True, **chat())
+        with pytest.raises(openai.APIError, match="on fire"):
+            for _ in stream:
+                pass

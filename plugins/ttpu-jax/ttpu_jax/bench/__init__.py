@@ -1,0 +1,1 @@
+"""Measures servers and engines: what `ttpu bench` runs."""

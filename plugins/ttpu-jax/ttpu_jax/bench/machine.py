@@ -1,0 +1,53 @@
+"""Where a measurement was made. In: nothing; out: the machine and the versions, for the file that keeps the numbers."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("ttpu-core", "ttpu-jax", "jax", "jaxlib", "flax", "libtpu", "httpx", "numpy")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that this process may use, system, versions of what is installed, and the time."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": versions(),
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that are installed."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def devices() -> dict[str, Any]:
+    """What JAX runs on in this process."""
+    import jax
+
+    local = jax.local_devices()
+    return {"kind": local[0].device_kind, "platform": local[0].platform, "count": len(local)}
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()

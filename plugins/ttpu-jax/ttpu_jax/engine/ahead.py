@@ -1,0 +1,277 @@
+"""An engine's programs for a TPU slice that need not be there. In: an architecture, a slice and engine settings; out:
+what the TPU compiler says of each step, and how many pages fit beside the weights and the largest step."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttpu_core import axes
+from ttpu_core.architecture import Architecture
+from ttpu_core.errors import UnsupportedError
+from ttpu_core.plan.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_jax.aot.compile import CompiledProgram, compile_lowered, lower_for
+from ttpu_jax.aot.topology import TpuTopology, make_mesh, tpu_topology
+from ttpu_jax.engine.buckets import StepShape
+from ttpu_jax.engine.build import refuse_idle_devices, runner_for
+from ttpu_jax.engine.config import EngineConfig
+from ttpu_jax.engine.memory import MARGIN, pages_per_group
+from ttpu_jax.engine.programs import Program
+from ttpu_jax.engine.runner import Runner
+from ttpu_jax.engine.store import ProgramStore
+from ttpu_jax.model.modules import Runtime, different_ropes
+from ttpu_jax.model.paged import group_page_bytes, state_bytes
+from ttpu_jax.model.support import check_supported
+from ttpu_jax.ops.attention import attention_choice
+from ttpu_jax.params.dtypes import model_dtype
+from ttpu_jax.params.initialize import abstract_parameters
+from ttpu_jax.params.padding import pad_for
+from ttpu_jax.params.placement import Placement
+
+USABLE = 0.97
+"""Of the memory that the compiler's figures leave, what pages are counted for: a device that is there may have less."""
+KERNEL = 'custom_call_target="tpu_custom_call"'
+
+
+@dataclass(frozen=True)
+class ProgramFigures:
+    """What the compiler says of a program. Bytes are of one device; `seconds` are predicted; collectives are (name,
+    number, bytes of one device's results); `kernels` counts calls of Pallas kernels."""
+
+    peak_bytes: int
+    argument_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    seconds: float
+    compile_seconds: float
+    collectives: tuple[tuple[str, int, int], ...]
+    kernels: int
+
+    @classmethod
+    def of(cls, program: CompiledProgram) -> ProgramFigures:
+        """Those of a program that was just compiled."""
+        counts: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        for one in program.collectives:
+            counts[one.op] += one.count
+            sizes[one.op] += one.count * one.result_bytes
+        return cls(
+            peak_bytes=program.peak_bytes,
+            argument_bytes=program.argument_bytes,
+            alias_bytes=program.alias_bytes,
+            temp_bytes=program.temp_bytes,
+            seconds=program.estimate.seconds,
+            compile_seconds=program.compile_seconds,
+            collectives=tuple((op, counts[op], sizes[op]) for op in sorted(counts)),
+            kernels=program.hlo_text.count(KERNEL),
+        )
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> ProgramFigures:
+        """What `dataclasses.asdict` gave, through JSON."""
+        collectives = tuple((str(op), int(count), int(size)) for op, count, size in facts["collectives"])
+        return cls(**{**facts, "collectives": collectives})
+
+
+@dataclass(frozen=True)
+class AheadProgram:
+    """One program. `cache_bytes` are the pages and states that it is given on each device; `compiled` is None where it
+    had been stored before."""
+
+    name: str
+    figures: ProgramFigures
+    cache_bytes: int
+    compiled: CompiledProgram | None
+
+    @property
+    def cache_in_place(self) -> bool:
+        """Whether all of the caches are written where they were, and so held once."""
+        return self.figures.alias_bytes >= self.cache_bytes
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """An engine's programs for a slice. `num_pages` of each group fit; `programs` are compiled with them.
+
+    weight_bytes: on each device. page_bytes: of a page in each group, in all of its layers, on each device.
+    """
+
+    topology: TpuTopology
+    config: EngineConfig
+    mesh: Mapping[str, int]
+    num_pages: tuple[int, ...]
+    page_bytes: tuple[int, ...]
+    weight_bytes: int
+    programs: tuple[AheadProgram, ...]
+    runner: Runner
+
+
+def compile_ahead(
+    architecture: Architecture,
+    topology_name: str,
+    config: EngineConfig | None = None,
+    *,
+    dtype: Any = "bfloat16",
+    mesh: Mapping[str, int] | None = None,
+    strategy: Strategy = DEFAULT_STRATEGY,
+    attn_implementation: str = "auto",
+    only: Callable[[Program], bool] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    store: bool = False,
+    workers: int | None = None,
+) -> Ahead:
+    """Compile an engine's programs for a slice.
+
+    Args:
+        mesh: mesh axis → devices along it; None cuts every layer over all devices (`tensor`).
+        only: which programs; None is all.
+        progress: called with the name of what was compiled, how many are done, and how many there are.
+        store: keep executables for a machine that has such a slice, and do not compile what was kept before.
+        workers: programs that are compiled at once; None is one per processor, at most four.
+
+    Raises:
+        UnsupportedError: no such slice or mesh, or a program does not fit.
+        RequestError: settings that contradict the model or each other.
+        MissingDependencyError: libtpu is not installed.
+    """
+    topology = tpu_topology(topology_name)
+    runner = abstract_runner(architecture, topology, config or EngineConfig(), dtype, mesh, strategy, attn_implementation)
+    placement = runner.runtime.placement
+    kept = ProgramStore(placement.devices) if store else None
+    programs = [program for program in runner.programs() if only is None or only(program)]
+    if progress is not None:
+        progress("", 0, len(programs))
+    if runner.config.num_pages is None:
+        runner.num_pages = _fitting_pages(runner, topology)
+        programs = [program for program in runner.programs() if only is None or only(program)]
+    caches = _device_bytes(runner._empty_caches(abstract=True))
+    size = runner.config.page_size or 1
+    return Ahead(
+        topology=topology,
+        config=runner.config,
+        mesh={} if placement.mesh is None else dict(placement.mesh.shape),
+        num_pages=runner.num_pages,
+        page_bytes=group_page_bytes(runner.spec, runner.layout, size, placement, runner.cache_dtype),
+        weight_bytes=_device_bytes(runner.params),
+        programs=_compile_all(topology, programs, caches, kept, progress, workers or min(4, os.cpu_count() or 1)),
+        runner=runner,
+    )
+
+
+def _compile_all(
+    topology: TpuTopology,
+    programs: Sequence[Program],
+    caches: int,
+    store: ProgramStore | None,
+    progress: Callable[[str, int, int], None] | None,
+    workers: int,
+) -> tuple[AheadProgram, ...]:
+    """Traced here, one after another; compiled in threads meanwhile. `caches`: bytes of pages and states."""
+
+    def compile_one(program: Program, lowered: jax.stages.Lowered) -> AheadProgram:
+        name = name_of(program)
+        held = caches if program.key[0] == "step" else 0  # type: ignore[index]
+        facts = None if store is None else store.facts(lowered)
+        if facts is not None:
+            return AheadProgram(name, ProgramFigures.from_dict(facts), held, None)
+        compiled = compile_lowered(topology, lowered, name)
+        figures = ProgramFigures.of(compiled)
+        if store is not None:
+            store.save(lowered, compiled.executable, asdict(figures))
+        return AheadProgram(name, figures, held, compiled)
+
+    done: dict[int, AheadProgram] = {}
+    with ThreadPoolExecutor(workers, thread_name_prefix="ttpu-compile") as pool:
+        try:
+            futures = {
+                pool.submit(compile_one, program, lower(topology, program)): index
+                for index, program in enumerate(programs)
+            }
+            for future in as_completed(futures):
+                done[futures[future]] = future.result()
+                if progress is not None:
+                    progress(done[futures[future]].name, len(done), len(programs))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return tuple(done[index] for index in range(len(programs)))
+
+
+def abstract_runner(
+    architecture: Architecture,
+    topology: TpuTopology,
+    config: EngineConfig,
+    dtype: Any,
+    mesh: Mapping[str, int] | None,
+    strategy: Strategy = DEFAULT_STRATEGY,
+    attn_implementation: str = "auto",
+) -> Runner:
+    """A runner whose weights are only shapes, on the devices of a slice."""
+    check_supported(architecture.spec)
+    kind = model_dtype(dtype)
+    placement = Placement(make_mesh(topology, mesh or {"tensor": len(topology.devices)}), strategy)
+    refuse_idle_devices(placement)
+    spec, _ = pad_for(architecture.spec, placement)
+    sequence_axes = placement.axes_of(axes.SEQUENCE)
+    attention = attention_choice(spec, attn_implementation, placement.platform, None, sequence_axes)
+    runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
+    filled = config.filled(spec, placement.platform)
+    params = abstract_parameters(spec.parameters, placement, kind)
+    runner = runner_for(spec, spec.parameters, runtime, params, filled, kind, kind)
+    runner.num_pages = pages_per_group(
+        replace(filled, num_pages=filled.num_pages or (filled.max_num_seqs or 1) + 2), runner.layout, (), None
+    )
+    return runner
+
+
+def lower(topology: TpuTopology, program: Program) -> jax.stages.Lowered:
+    """One program, traced for a slice."""
+    jitted = jax.jit(program.function, donate_argnums=program.donated, out_shardings=program.out_shardings)
+    return lower_for(topology, jitted, *program.arguments)
+
+
+def name_of(program: Program) -> str:
+    """What tables call it."""
+    key: Any = program.key
+    if isinstance(key, str):
+        return key
+    kind, *rest = key
+    return str(rest[0]) if isinstance(rest[0], StepShape) else " ".join([str(kind), *(_word(each) for each in rest)])
+
+
+def _word(part: Any) -> str:
+    return part.name.lower() if hasattr(part, "name") else str(part)
+
+
+def _fitting_pages(runner: Runner, topology: TpuTopology) -> tuple[int, ...]:
+    """As many as the memory holds beside the weights, the states, and the temporaries of the largest step, which do
+    not depend on how many there are."""
+    placement, config = runner.runtime.placement, runner.config
+    program = next(iter(runner.programs()))
+    largest = compile_lowered(topology, lower(topology, program), name_of(program))
+    weights = _device_bytes(runner.params)
+    states = state_bytes(runner.spec, config.max_num_seqs or 1, placement, runner.state_dtype)
+    sampling = _device_bytes(runner._empty_state(abstract=True))
+    free = topology.chip.hbm_bytes - weights - states - sampling - largest.temp_bytes - MARGIN
+    if free <= 0:
+        raise UnsupportedError(
+            f"an engine for {topology.name!r} was asked for, but weights and the largest step take "
+            f"{-free / 2**30:.2f} GiB more than each device's {topology.chip.hbm_bytes / 2**30:.2f} GiB: use more "
+            "devices, or lower max_num_batched_tokens."
+        )
+    sizes = group_page_bytes(runner.spec, runner.layout, config.page_size or 1, placement, runner.cache_dtype)
+    return pages_per_group(config, runner.layout, sizes, int(free * USABLE))
+
+
+def _device_bytes(arrays: Any) -> int:
+    """Bytes of abstract arrays on one device, without the padding of tiles."""
+    leaves: Iterable[Any] = jax.tree.leaves(arrays)
+    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)

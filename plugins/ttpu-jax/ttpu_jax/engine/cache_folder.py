@@ -1,0 +1,100 @@
+"""Where compiled programs are kept between runs. In: the user's cache folder and an environment variable; out: folders
+that nobody else can write to, and JAX's own compilation cache in one of them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import stat
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+log = logging.getLogger("ttpu.engine")
+
+VARIABLE = "TTPU_COMPILE_CACHE"
+"""`off` keeps nothing; anything else is the folder, in place of $XDG_CACHE_HOME or ~/.cache, then ttpu/programs."""
+OFF = ("off", "0", "no", "false")
+JAX_DIRECTORY, JAX_SECONDS = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+SHORTEST = 0.1
+"""Seconds of compiling from which a program is worth a file. JAX's own limit is one second, and most programs of an
+engine take less, dozens of them."""
+NEVER = 1e9
+
+
+def programs_folder(*parts: str, make: bool = True) -> Path | None:
+    """A folder for programs, made where it is missing if so asked; None where none is wanted or there, or where others
+    could write to it, which is logged.
+
+    What lies there is code that will run as whoever reads it. So the folder has to be the user's own, or root's (an
+    image in which programs were compiled ahead), and closed to others.
+    """
+    asked = os.environ.get(VARIABLE, "").strip()
+    if asked.lower() in OFF:
+        return None
+    try:
+        folder = Path(asked).expanduser() if asked else _cache_home() / "ttpu" / "programs"
+        for part in ("", *parts):
+            folder = folder / part
+            if not make and not folder.is_dir():
+                return None
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not is_closed(folder.stat()):
+                log.warning(
+                    "compiled programs are not kept in %s, which others may write to: make it yours alone (chmod 700), or "
+                    "set %s to another folder or to off",
+                    *(folder, VARIABLE),
+                )
+                return None
+    except (OSError, RuntimeError) as error:  # the latter: there is no home
+        log.warning("compiled programs are not kept: %s", error)
+        return None
+    return folder
+
+
+def is_closed(status: os.stat_result) -> bool:
+    """Whether only the user, or root, can have written what this describes."""
+    if not hasattr(os, "geteuid"):
+        return False  # a system without owners
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def keep_compiled() -> Path | None:
+    """Switch JAX's persistent compilation cache on for this process, unless the user has said where it is, or that there
+    is none; returns its folder, None without."""
+    config: Any = jax.config  # its options are not in its type
+    if not config.jax_enable_compilation_cache:
+        return None
+    if config.jax_compilation_cache_dir is not None:
+        return Path(config.jax_compilation_cache_dir) if config.jax_compilation_cache_dir else None
+    folder = programs_folder("jax", host())
+    if folder is None:
+        return None
+    jax.config.update(JAX_DIRECTORY, str(folder))
+    if not os.access(folder, os.W_OK):
+        jax.config.update(JAX_SECONDS, NEVER)  # it is read all the same
+    elif JAX_SECONDS.upper() not in os.environ:
+        jax.config.update(JAX_SECONDS, SHORTEST)
+    compilation_cache.reset_cache()  # JAX looks once in a process whether there is one
+    return folder
+
+
+@cache
+def host() -> str:
+    """The kind of this machine's processor: a home may be shared by several, whose programs would not run on another."""
+    described = platform.processor()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        described += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        pass
+    return f"{platform.machine() or 'any'}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
+
+
+def _cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

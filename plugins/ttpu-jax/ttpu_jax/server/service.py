@@ -1,0 +1,211 @@
+"""What all endpoints share. In: checked requests; out: streams of the engine's, watched by the metrics, and the names
+under which models are served."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from ttpu_jax.engine.async_engine import AsyncEngine, Pooling, RequestTimeoutError
+from ttpu_jax.engine.outputs import OutputDelta
+from ttpu_jax.engine.sampling_params import SamplingParams
+from ttpu_jax.server.answers import Usage
+from ttpu_jax.server.errors import ApiError
+from ttpu_jax.server.metrics import Metrics, RequestWatch
+from ttpu_jax.server.protocol import Prompt
+from ttpu_jax.server.settings import ServerSettings
+from ttpu_jax.server.template import ChatTemplate
+from ttpu_jax.server.tokens import Tokens
+from ttpu_jax.server.tool_calls import format_of
+
+
+class Service:
+    """One engine behind one server."""
+
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
+        self.engine, self.settings = engine, settings
+        self.names = settings.model_names or (engine.core.model_name,)
+        self.created = int(time.time())
+        self.tokens = Tokens(engine.core.tokenizer)
+        self.chat = ChatTemplate(self.tokens, settings.chat_template)
+        self.metrics = Metrics(self.names[0])
+        self.tool_format = format_of(settings.tool_call_parser, self.chat.text)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return int(self.engine.core.max_model_len)
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """LoRA adapters by name."""
+        return dict(getattr(self.engine.core, "adapters", None) or {})
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a model's name means; None for the model itself.
+
+        Raises:
+            ApiError: nothing of that name is served.
+        """
+        if model is None or model in self.names:
+            return None
+        if model in self.adapters:
+            return model
+        served = ", ".join([*self.names, *self.adapters])
+        raise ApiError(
+            f"the model {model!r} was asked for, but this server has {served}: name one of those.",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    async def ids_of(self, prompt: Prompt, *, special: bool, param: str) -> list[int]:
+        """A prompt's ids, neither none nor too many."""
+        ids = await self.tokens.encode(prompt, special=special) if isinstance(prompt, str) else prompt
+        self.check_length(ids, param)
+        return ids
+
+    def check_length(self, ids: Sequence[int], param: str) -> None:
+        """That a prompt can be served.
+
+        Raises:
+            ApiError: it is empty or too long.
+        """
+        if not ids:
+            raise ApiError(f"{param} has no tokens, but an answer continues at least one: pass some text.", param=param)
+        most = self.max_model_len - 1  # room for one token of the answer
+        if self.settings.max_prompt_tokens is not None:
+            most = min(most, self.settings.max_prompt_tokens)
+        if len(ids) > most:
+            raise ApiError(
+                f"{param} has {len(ids):,} tokens, but this server reads at most {most:,} of its context of "
+                f"{self.max_model_len:,}: shorten it.",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def check_choices(self, prompts: int, answers: int) -> None:
+        """That one request does not ask for too many answers."""
+        most = self.settings.max_choices
+        if prompts * answers > most:
+            raise ApiError(
+                f"n is {answers} with {prompts} prompts, which is {prompts * answers} answers, but one request may have "
+                f"{most}: ask for fewer.",
+                param="n" if answers > 1 else "prompt",
+            )
+
+    async def submit(
+        self, prompts: Sequence[list[int]], params: SamplingParams, *, adapter: str | None = None, priority: int = 0
+    ) -> Answers:
+        """Have the engine answer prompts; refused as a whole where one of them is."""
+        return await self._submit(prompts, params, adapter=adapter, priority=priority)
+
+    async def embed(self, prompts: Sequence[list[int]], pooling: Pooling, *, adapter: str | None) -> Answers:
+        """Have the engine embed prompts."""
+        return await self._submit(prompts, SamplingParams(max_tokens=1), adapter=adapter, pooling=pooling)
+
+    async def _submit(self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any) -> Answers:
+        arrival = time.monotonic()
+        answers = Answers([], params.n)
+        try:
+            for ids in prompts:
+                name = f"req-{uuid.uuid4().hex}"
+                stream = await self.engine.submit(
+                    ids, params, request_id=name, timeout=self.settings.request_timeout, **options
+                )
+                answers.add(stream, self.metrics.watch(arrival, params.n))
+        except BaseException:
+            answers.close()
+            raise
+        return answers
+
+    def close(self) -> None:
+        """Give back what it holds itself."""
+        self.tokens.close()
+
+
+class Answers:
+    """The streams of one HTTP request: one for each prompt, with `each` answers. Answer j of prompt i is number
+    i × `each` + j."""
+
+    def __init__(self, streams: list[Any], each: int) -> None:
+        self._streams = streams
+        self._watches: list[RequestWatch] = []
+        self.each = each
+        self.usage = Usage()
+
+    def add(self, stream: Any, watch: RequestWatch) -> None:
+        """One more prompt's stream."""
+        self._streams.append(stream)
+        self._watches.append(watch)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """Deltas with the number of their answer, as they come. Ending the loop early aborts the rest."""
+        try:
+            if len(self._streams) == 1:
+                async for pair in self._of(0):
+                    yield pair
+            else:
+                async with aclosing(_interleaved([self._of(i) for i in range(len(self._streams))])) as pairs:
+                    async for pair in pairs:
+                        yield pair
+        except RequestTimeoutError:
+            self._end("timeout")
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            self._end("abort")
+            raise
+        except BaseException:
+            self._end("error")
+            raise
+        finally:
+            self.close()
+
+    async def _of(self, prompt: int) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        began = False
+        async for delta in self._streams[prompt]:
+            self._watches[prompt].see(delta)
+            if not began:
+                began = True
+                self.usage.prompt += delta.num_prompt_tokens
+                self.usage.cached += delta.num_cached_tokens
+            self.usage.answer += len(delta.token_ids)
+            yield prompt * self.each + delta.index, delta
+
+    def _end(self, reason: str) -> None:
+        for watch in self._watches:
+            watch.end(reason)
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._end("abort")
+        for stream in self._streams:
+            stream.close()
+
+
+async def _interleaved(
+    sources: Sequence[AsyncGenerator[tuple[int, OutputDelta], None]],
+) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    """Items of several iterators as they come; an error of one ends all."""
+    running = {asyncio.ensure_future(anext(source)): source for source in sources}
+    try:
+        while running:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source = running.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                running[asyncio.ensure_future(anext(source))] = source
+                yield item
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for source in sources:
+            await source.aclose()
