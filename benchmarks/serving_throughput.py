@@ -58,7 +58,7 @@ def main() -> None:
     """Build the checkpoints, start the engines, ask them in turn, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--easydel-python", metavar="PATH", help="of an environment with easydel and torch")
-    parser.add_argument("--easydel-page-sizes", nargs="+", type=int, default=[16, 32], help="tried by eSurge")
+    parser.add_argument("--easydel-page-sizes", nargs="+", type=int, default=[8, 16, 32], help="tried by eSurge")
     parser.add_argument("--transformers-python", metavar="PATH", default=sys.executable, help="with transformers")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -89,7 +89,7 @@ def compare(arguments: argparse.Namespace) -> None:
     report: dict[str, Any] = {
         "machine": machine(arguments.threads),
         "workload": {
-            "requests": len(requests), "seed": SEED, "layers": arguments.layers, "shape": SHAPE,
+            "requests": len(requests), "seed": SEED, "shape": {**SHAPE, "num_hidden_layers": arguments.layers},
             "prompt_tokens": sum(len(one["prompt"]) for one in requests),
             "output_tokens": sum(one["max_tokens"] for one in requests),
         },
@@ -251,17 +251,18 @@ def work(engine: str, folder: str, dtype: str, threads: int) -> None:
     requests = json.loads((Path(folder) / "requests.json").read_text())
     start = {"transformers": transformers_engine, "easydel": easydel_engine, "ttpu": ttpu_engine}[engine]
     prepare = start(folder, dtype, requests, threads)
-    print(json.dumps({package: metadata.version(package) for package in PACKAGES[engine]}), file=channel, flush=True)
+    versions = {package: metadata.version(package) for package in PACKAGES[engine]}
+    print(json.dumps({"python": platform.python_version(), **versions}), file=channel, flush=True)
     for line in sys.stdin:
         answer_all = prepare(json.loads(line))
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         tokens = answer_all()
-        seconds = time.perf_counter() - began
+        seconds, worked = time.perf_counter() - began, time.process_time() - worked
         wanted = [one["max_tokens"] for one in requests]
         if [len(one) for one in tokens] != wanted:
             raise SystemExit(f"{engine} gave {[len(one) for one in tokens]} tokens where {wanted} were asked for")
         rate = sum(wanted) / seconds
-        answer = {"seconds": seconds, "tokens_per_second": rate, "tokens": tokens}
+        answer = {"seconds": seconds, "cpu_seconds": worked, "tokens_per_second": rate, "tokens": tokens}
         print(json.dumps(answer), file=channel, flush=True)
     os._exit(0)
 

@@ -20,6 +20,7 @@ from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError
 TRACEBACK_VARIABLE = "TTPU_TRACEBACK"
 BROUGHT_BY = {
     "bench": '"ttpu-jax[bench]"',
+    "compile": '"ttpu-core[jax]"',
     "compile-report": '"ttpu-core[jax]"',
     "conformance": "ttpu-conformance",
     "inspect": '"ttpu-core[torch-xla]"',

@@ -67,7 +67,9 @@ class Page:
         while True:
             if value := self.evaluate(expression):
                 return value
-            assert time.monotonic() < deadline, f"{expression} did not come true: {self.evaluate('document.body.innerText')}"
+            assert time.monotonic() < deadline, (
+                f"{expression} did not come true: {self.evaluate('document.body.innerText')}"
+            )
             time.sleep(0.02)
 
     def size(self, width: int, height: int) -> None:

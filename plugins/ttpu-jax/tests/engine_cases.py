@@ -1,5 +1,5 @@
-"""Small engines for tests of what they can do beside answering. In: checkpoints and requests; out: tokens, and whether a
-model's own logits say the same."""
+"""Small engines for tests of what they can do beside answering. In: checkpoints and requests; out: tokens, and whether
+a model's own logits say the same."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def answers(core: EngineCore, prompts: Sequence[Sequence[int]], adapters: Sequen
 
 
 class Oracle:
-    """A model that is asked for whole sequences' logits, and whose weights can be those of any checkpoint of its kind."""
+    """A model that is asked for whole sequences' logits, with the weights of any checkpoint of its kind."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.model = AutoModelForTPU.from_pretrained(checkpoint)

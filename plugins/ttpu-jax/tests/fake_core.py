@@ -99,7 +99,7 @@ class FakeCore:
             self.pooled.append((request_id, ids))
             return
         for index in range(params.n):
-            whole = list(self._reply(ids, params).encode()) + [EOS]
+            whole = [*self._reply(ids, params).encode(), EOS]
             if params.ignore_eos:
                 whole = list(itertools.islice(itertools.cycle(whole[:-1] or [65]), self.max_model_len))
             whole = whole[: min(params.max_tokens or self.max_model_len, self.max_model_len - len(ids))]
@@ -214,4 +214,4 @@ def _example(schema: Any) -> Any:
         return [_example(schema["items"])] * schema.get("minItems", 1)
     if schema.get("type") == "object":
         return {name: _example(value) for name, value in schema.get("properties", {}).items()}
-    return {"string": "x", "integer": 1, "number": 1.5, "boolean": True}.get(schema.get("type"), None)
+    return {"string": "x", "integer": 1, "number": 1.5, "boolean": True}.get(schema.get("type"))

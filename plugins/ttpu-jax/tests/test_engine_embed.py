@@ -1,5 +1,5 @@
-"""Embeddings through the engine: those of the decoder itself, however a prompt is batched, cut into chunks, found in the
-prefix cache or interrupted."""
+"""Embeddings through the engine: those of the decoder itself, however a prompt is batched, cut into chunks, found in
+the prefix cache or interrupted."""
 
 from __future__ import annotations
 

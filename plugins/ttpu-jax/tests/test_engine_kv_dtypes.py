@@ -15,6 +15,7 @@ from ttpu import SamplingParams
 from ttpu_core.errors import RequestError
 from ttpu_jax.engine.core import EngineCore
 
+pytestmark = pytest.mark.slow  # four engines are compiled
 MEMORY = 64 * 2**10
 ERROR = {"int8": 0.06, "fp8": 0.2}
 """Bounds on log-probabilities, three times what was measured with these weights (0.021 and 0.068)."""

@@ -1,5 +1,5 @@
-"""LoRA adapters: a request with an adapter gets what a model with the adapter merged into its weights would say, next to
-requests with others and with none, and adapters come and go while the engine serves."""
+"""LoRA adapters: a request with an adapter gets what a model with the adapter merged into its weights would say, next
+to requests with others and with none, and adapters come and go while the engine serves."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ttpu_core.plan.padding import pad_architecture
 from ttpu_jax.engine.adapter_files import LowRankUpdate, read_adapter
 from ttpu_jax.engine.core import EngineCore
 from ttpu_jax.engine.lora import make_site, reached_tensors, tensor_updates
+from ttpu_jax.engine.outputs import OutputDelta
 
 ALL = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
        "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
@@ -106,6 +107,11 @@ def _only_the_first_two(request: pytest.FixtureRequest) -> Iterator[None]:
             core.unload_adapter(name)
 
 
+def steps(core: EngineCore) -> Iterator[OutputDelta]:
+    while core.has_work:
+        yield from core.step()
+
+
 def assert_merged(oracle: Oracle, merged: Path, prompts: list[list[int]], tokens: list[list[int]]) -> None:
     oracle.uses(merged)
     assert all(oracle.agrees(prompt, answer) for prompt, answer in zip(prompts, tokens, strict=True))
@@ -152,7 +158,7 @@ def test_adapters_are_loaded_and_unloaded_while_serving_without_compiling(
     engine.unload_adapter("third")
     with pytest.raises(RequestError, match="'third' was asked for"):
         add(engine, PROMPTS[0], adapter="third")
-    engine.load_adapter("fourth", str(adapters["other"].path))  # what it leaves alone must be as if nobody had been there
+    engine.load_adapter("fourth", str(adapters["other"].path))  # which changes other kernels than "third" in its place
     assert_merged(oracle, adapters["other"].merged, PROMPTS, answers(engine, PROMPTS, ["fourth"] * 4))
     with pytest.raises(RequestError, match="those loaded are: all, some, fourth"):
         engine.unload_adapter("third")
@@ -193,6 +199,18 @@ def test_a_running_request_finishes_with_the_adapter_that_it_started_with(
     assert_merged(oracle, adapters["other"].merged, [PROMPTS[0]], [after])
     engine.unload_adapter("changing")
     engine.load_adapter("some", str(adapters["some"].path))
+
+
+def test_embeddings_are_those_of_merged_weights(
+    engine: EngineCore, adapters: dict[str, Adapter], oracle: Oracle
+) -> None:
+    add(engine, PROMPTS[0])
+    name = add(engine, PROMPTS[1], adapter="all", pooling="last")
+    found = [delta.embedding for delta in steps(engine) if delta.request_id == name]
+    ids = np.array([PROMPTS[1]], np.int32)
+    decoder = oracle.uses(adapters["all"].merged).model.module
+    state = np.asarray(decoder.hidden(ids, np.arange(ids.size, dtype=np.int32)[None])[0])[0, -1]
+    np.testing.assert_allclose(found[-1], state / np.linalg.norm(state), atol=1e-5)
 
 
 def test_adapters_survive_sleep(engine: EngineCore, adapters: dict[str, Adapter]) -> None:

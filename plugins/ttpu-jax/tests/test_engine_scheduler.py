@@ -336,6 +336,17 @@ def test_preemption_wastes_little_where_pages_are_short_for_long() -> None:
     assert max(done.preemptions for done in loop.finished.values()) <= 5
 
 
+@pytest.mark.parametrize("watermark, admitted", [(0.0, True), (0.5, False)])
+def test_prompts_are_admitted_while_they_leave_the_watermark_to_what_runs(watermark: float, admitted: bool) -> None:
+    loop = Loop(settings(watermark=watermark), (PageGroup("full", 21),))
+    loop.add(request("a", 20, 30), request("b", 24, 2))
+    loop.step()
+    step = loop.step()
+    assert step is not None and ("b" in names(step.requests)) == admitted
+    loop.run()
+    assert len(loop.finished) == 2
+
+
 # fairness
 
 

@@ -1,5 +1,5 @@
-"""Weights of a running engine are replaced, and go to the host and back: answers are those of the weights that are there
-when a token is made, memory is given back, and nothing half done is ever served."""
+"""Weights of a running engine are replaced, and go to the host and back: answers are those of the weights that are
+there when a token is made, memory is given back, and what does not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def engines(checkpoints: list[Path]) -> dict[str | None, EngineCore]:
 
 
 @pytest.fixture(params=[None, "tensor=8"], ids=["one device", "eight devices"])
-def engine(request: pytest.FixtureRequest, engines: dict[str | None, EngineCore], checkpoints: list[Path]) -> EngineCore:
+def engine(
+    request: pytest.FixtureRequest, engines: dict[str | None, EngineCore], checkpoints: list[Path]
+) -> EngineCore:
     """With the first checkpoint's weights."""
     core = engines[request.param]
     update_weights(core, checkpoints[0])

@@ -9,12 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from paged_cases import Ragged, oracle, ragged, whole
 
+from ttpu_core import axes
 from ttpu_core.spec import AttentionSpec
+from ttpu_jax.aot.hlo import collectives
 from ttpu_jax.ops.attention import AttentionContext
-from ttpu_jax.ops.paged_attention import PagedKV, empty_pages, page_bytes, paged_attention, write
+from ttpu_jax.ops.paged_attention import NULL_PAGE, PagedKV, empty_pages, page_bytes, paged_attention, serves, write
+from ttpu_jax.ops.paged_attention import kernel
+from ttpu_jax.ops.paged_attention.blocks import kernel_blocks
 from ttpu_jax.params.placement import Placement
 
 GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -70,3 +75,182 @@ def test_every_knob_gives_what_the_oracle_gives(case: Ragged, spec: AttentionSpe
     wanted = oracle(case, query[: case.real], keys, values, spec, sinks if spec.sinks else None)
     np.testing.assert_allclose(found[: case.real], wanted, atol=2e-6, rtol=0)
     assert np.isfinite(found).all(), "padding tokens must stay numbers"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])  # sequences one by one, or together
+@pytest.mark.parametrize("case", [MIXED, DRAFTS_AND_PREFILL], ids=["mixed", "drafts and prefill"])
+def test_both_orders_of_computation_agree(case: Ragged, platform: str) -> None:
+    spec = replace(GQA, window=11, logit_softcap=5.0)
+    query, keys, values, sinks = numbers(case, spec)
+    found = attended(case, spec, query, filled(case, spec, keys, values), sinks, platform=platform)
+    wanted = oracle(case, query[: case.real], keys, values, spec, sinks)
+    np.testing.assert_allclose(found[: case.real], wanted, atol=2e-6, rtol=0)
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_what_lies_behind_a_window_or_past_the_end_does_not_matter(platform: str) -> None:
+    spec = replace(GQA, window=9)
+    case = ragged([1, 1, 20], [60, 30, 45], sequences=4, tokens=24, window=9)
+    query, keys, values, _ = numbers(case, spec)
+    kv = filled(case, spec, keys, values)
+    table, size = np.asarray(case.batch.tables[0]), case.batch.page_size
+    assert table[0, 0] == NULL_PAGE, "the case must give pages back"
+    pages = np.array(kv.pages)
+    pages[NULL_PAGE] = np.nan
+    for row, length in enumerate(case.lengths):  # pages are reused: what lies after the last token is somebody's old one
+        pages[table[row, (length - 1) // size], :, :, (length - 1) % size + 1 :] = np.nan
+    found = attended(case, spec, query, replace(kv, pages=jnp.asarray(pages)), platform=platform)
+    wanted = oracle(case, query[: case.real], keys, values, spec)
+    np.testing.assert_allclose(found[: case.real], wanted, atol=2e-6, rtol=0)
+    assert np.isfinite(found).all()
+
+
+def test_a_sequence_gives_the_same_bits_alone_and_in_any_batch() -> None:
+    query, keys, values, _ = numbers(DECODE, GQA)
+    together = attended(DECODE, GQA, query, filled(DECODE, GQA, keys, values))
+    alone = ragged([1], [30], seed=1)
+    kv = filled(alone, GQA, keys[8:], values[8:])
+    np.testing.assert_array_equal(attended(alone, GQA, query[2:3], kv)[0], together[2])
+
+
+def test_values_can_be_the_first_features_of_the_keys() -> None:
+    spec = AttentionSpec(num_heads=3, num_kv_heads=1, head_dim=12, v_head_dim=8, scale=0.2)
+    query, keys, _, _ = numbers(MIXED, spec)
+    kv = filled(MIXED, spec, keys, None, value_in_key=True)
+    assert kv.pages.size == MIXED.num_pages * MIXED.batch.page_size * 12
+    found = attended(MIXED, spec, query, kv)
+    wanted = oracle(MIXED, query[: MIXED.real], keys, keys, spec)
+    np.testing.assert_allclose(found[: MIXED.real], wanted, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("int8", 0.02), ("float8_e4m3fn", 0.15)])
+def test_quantized_pages_are_close(dtype: str, error: float) -> None:
+    query, keys, values, _ = numbers(MIXED, GQA)
+    kv = filled(MIXED, GQA, keys, values, dtype=jnp.dtype(dtype))
+    assert kv.pages.dtype == dtype
+    found = attended(MIXED, GQA, query, kv)[: MIXED.real]
+    wanted = oracle(MIXED, query[: MIXED.real], keys, values, GQA)
+    # int8 rounds by 1/254 of a head's largest number, float8 by 1/16 of each number; softmax averages over keys.
+    assert np.abs(found - wanted).max() < error
+    big = filled(MIXED, GQA, 1e4 * keys, values, dtype=jnp.dtype(dtype))
+    assert np.isfinite(attended(MIXED, GQA, query, big)).all(), "what is too large for the type must not become NaN"
+
+
+def test_half_precision_is_kept_wide_on_a_cpu() -> None:
+    kv = empty_pages(GQA, 3, 4, Placement(), jnp.bfloat16)
+    assert kv.pages.dtype == jnp.float32
+    assert page_bytes(GQA, 4, Placement(), jnp.bfloat16) == (kv.pages.nbytes // 3, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("spec", [replace(GQA, num_heads=16, num_kv_heads=8), GQA], ids=["8 heads", "2 heads"])
+def test_on_eight_devices_each_has_its_heads_and_asks_no_other(spec: AttentionSpec, dtype: str) -> None:
+    """Two heads do not divide: then every device has all of them."""
+    mesh = Mesh(np.array(jax.devices()[:8]), ("tensor",), axis_types=(AxisType.Auto,))
+    placement = Placement(mesh)
+    ways = 8 if spec.num_kv_heads == 8 else 1
+    query, keys, values, sinks = numbers(MIXED, spec)
+    kv = filled(MIXED, spec, keys, values, dtype=dtype, placement=placement)
+    arrays = [kv.pages] + ([] if kv.scales is None else [kv.scales])
+    assert [x.sharding.shard_shape(x.shape)[2] for x in arrays] == [spec.num_kv_heads // ways] * len(arrays)
+    size, cut = page_bytes(spec, 4, placement, dtype)
+    assert (size * MIXED.num_pages, cut) == (sum(x.nbytes for x in arrays), ways)
+    context = AttentionContext(mesh=mesh, head_axes=placement.cut(axes.KV_HEADS, spec.num_kv_heads))
+    heads = NamedSharding(mesh, PartitionSpec(None, context.head_axes or None))
+    new = [jax.device_put(x, heads) for x in (query, keys[: len(query)], values[: len(query)])]
+
+    def step(kv: PagedKV, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[PagedKV, jax.Array]:
+        kv = write(kv, key, value, MIXED.batch)
+        return kv, paged_attention(query, kv, MIXED.batch, spec, sinks=jnp.asarray(sinks), context=context)
+
+    compiled = jax.jit(step, donate_argnums=0).lower(kv, *new).compile()
+    assert not collectives(compiled.as_text())
+    alone = attended(MIXED, spec, query, filled(MIXED, spec, keys, values, dtype=dtype), sinks)
+    found = attended(MIXED, spec, new[0], kv, sinks, mesh=mesh, head_axes=context.head_axes)
+    np.testing.assert_allclose(found, alone, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_donated_pages_stay_where_they_are(dtype: str) -> None:
+    kv = empty_pages(GQA, 4096, 16, Placement(), jnp.dtype(dtype))
+    query, keys, values, _ = numbers(DECODE, GQA)
+    new = [jnp.asarray(x[: DECODE.tokens]) for x in (query, keys, values)]
+
+    def step(kv: PagedKV, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[PagedKV, jax.Array]:
+        kv = write(kv, key, value, DECODE.batch)
+        return kv, paged_attention(query, kv, DECODE.batch, GQA, context=AttentionContext())
+
+    compiled = jax.jit(step, donate_argnums=0).lower(kv, *new).compile()
+    memory = compiled.memory_analysis()
+    pool = sum(x.nbytes for x in jax.tree.leaves(kv))
+    assert memory.alias_size_in_bytes == pool
+    assert memory.temp_size_in_bytes < pool / 10, "a second pool is made somewhere"
+    places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(kv)]
+    after, _ = compiled(kv, *new)
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(after)] == places
+
+
+# What is passed to the TPU kernel, with the kernel's own plain description in its place
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [GQA, replace(GQA, window=9, logit_softcap=3.0), replace(GQA, chunk=8), replace(GQA, v_head_dim=4)],
+    ids=["plain", "window", "chunk", "value_dim"],
+)
+@pytest.mark.parametrize("case", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_the_kernel_is_given_what_the_reference_computes(
+    monkeypatch: pytest.MonkeyPatch, case: Ragged, spec: AttentionSpec
+) -> None:
+    def described(*arrays: Any, num_kv_pages_per_block: int, num_queries_per_block: int, **options: Any) -> jax.Array:
+        query, _, lengths, table, starts, number = arrays
+        assert 0 < num_kv_pages_per_block <= table.shape[1] and 0 < num_queries_per_block <= len(query)
+        mixed = ref_ragged_paged_attention(*arrays, **options)
+        assert int(starts[int(number[0])]) == case.real == len(mixed)
+        return jnp.concatenate([mixed, jnp.full((len(query) - len(mixed), *mixed.shape[1:]), jnp.nan)])
+
+    monkeypatch.setattr(kernel, "ragged_paged_attention", described)
+    query, keys, values, _ = numbers(case, spec)
+    # One device's part of pages whose 2 KV heads have another 2 of zeros behind them.
+    kv = PagedKV(jnp.zeros((case.num_pages, case.batch.page_size, 8, 128)), combined=1)
+    kv = write(kv, jnp.asarray(keys), jnp.asarray(values), whole(case).batch)
+    found = np.asarray(kernel.attend(jnp.asarray(query), kv, case.batch, spec, "TPU v5 lite"))
+    wanted = oracle(case, query[: case.real], keys, values, spec)
+    np.testing.assert_allclose(found[: case.real], wanted, atol=2e-6, rtol=0)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(attended(case, spec, query, kv)[: case.real], wanted, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, None),
+        ({"window": 9}, None),
+        ({"sinks": True}, "sinks"),
+        ({"head_dim": 256}, "128 features"),
+        ({"dtype": "int8"}, "scales"),
+        ({"dtype": "float16"}, "float16"),
+        ({"value_in_key": True}, "first features"),
+        ({"platform": "cpu"}, "TPUs"),
+    ],
+)
+def test_serves_says_why_the_kernel_is_not_used(change: dict[str, Any], why: str | None) -> None:
+    options = {"platform": "tpu", "dtype": "bfloat16", "value_in_key": False}
+    spec = replace(GQA, **{name: value for name, value in change.items() if name not in options})
+    found = serves(spec, **{name: change.get(name, value) for name, value in options.items()})
+    assert (found is None) if why is None else (found is not None and why in found)
+
+
+def test_blocks_shrink_with_the_heads_of_a_device() -> None:
+    def blocks(heads: int, kv_heads: int, kind: str, **options: Any) -> tuple[int, int]:
+        options = {"item_bytes": 2, "pages": 64, "tokens": 512, "decode": False, **options}
+        return kernel_blocks(
+            kind, query_heads=heads, combined_heads=2 * kv_heads, dim=128, page_size=128, **options
+        )
+
+    assert blocks(32, 8, "TPU v5 lite") == (4, 32)  # 64 queries, or 8 pages, exceed its VMEM
+    assert blocks(4, 1, "TPU v5 lite") == (4, 128)
+    assert blocks(32, 8, "TPU v6 lite") == (8, 32)
+    assert blocks(4, 1, "TPU v5 lite", decode=True, pages=2) == (2, 8)
+    assert blocks(32, 8, "a later one") == (4, 32)

@@ -17,6 +17,9 @@ from typing import Any
 import httpx
 import pytest
 import tiny
+from typer.testing import CliRunner
+
+from ttpu_core.cli.main import app
 
 OPTIONS = ("--port", "0", "--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "32")
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -53,7 +56,7 @@ def server(checkpoint: Path) -> Iterator[Process]:
         yield running
 
 
-class started:  # noqa: N801  (reads as a statement)
+class started:
     """`ttpu serve` with these arguments."""
 
     def __init__(self, *arguments: str) -> None:
@@ -95,7 +98,9 @@ def test_an_answer_is_the_same_streamed_and_whole_alone_and_in_company(server: P
     asked = {"model": "tiny-llama", "messages": HELLO, "max_tokens": 20}
     whole = client.chat.completions.create(**asked)
     assert whole.usage.completion_tokens == 20 and whole.choices[0].finish_reason == "length"
-    others = [client.completions.create(model="tiny-llama", prompt="x" * n, max_tokens=60, stream=True) for n in (3, 40)]
+    others = [
+        client.completions.create(model="tiny-llama", prompt="x" * n, max_tokens=60, stream=True) for n in (3, 40)
+    ]
     chunks = list(client.chat.completions.create(stream=True, **asked))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
     for other in others:
@@ -202,9 +207,8 @@ def test_a_wrong_place_or_option_is_refused_before_anything_is_loaded(server: Pr
         (("--port", "0", "--enable-lora", "poet"), "NAME=PATH"),
         (("--port", "0", "--chat-template", "/nowhere.jinja"), "cannot be read"),
     ):
-        command = [sys.executable, "-m", "ttpu_core.cli.main", "serve", str(checkpoint), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        done = CliRunner().invoke(app, ["serve", str(checkpoint), *arguments])
+        assert done.exit_code == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.output
 
 
 def test_a_signal_lets_answers_end_and_the_process_end_well(server: Process) -> None:

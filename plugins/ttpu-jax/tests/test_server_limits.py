@@ -115,11 +115,12 @@ def test_a_request_that_takes_too_long_is_ended(bytes_tokenizer: Any) -> None:
 
 def test_a_reader_that_stops_reading_loses_its_place(bytes_tokenizer: Any) -> None:
     core = FakeCore(bytes_tokenizer, max_model_len=100_000)
-    with running(core, ServerSettings(write_timeout=0.3, request_timeout=None)) as server:
-        with stalled_reader(server, ENDLESS | {"max_tokens": 90_000, "stream": True, "logprobs": 5}):
-            until(lambda: core.answers)
-            until(lambda: not core.answers, 30)
-            assert server.http().post("/v1/completions", json=ENDLESS | {"max_tokens": 3}).status_code == 200
+    asked = ENDLESS | {"max_tokens": 90_000, "stream": True, "logprobs": 5}
+    settings = ServerSettings(write_timeout=0.3, request_timeout=None)
+    with running(core, settings) as server, stalled_reader(server, asked):
+        until(lambda: core.answers)
+        until(lambda: not core.answers, 30)
+        assert server.http().post("/v1/completions", json=ENDLESS | {"max_tokens": 3}).status_code == 200
 
 
 def stalled_reader(server: Running, asked: Any) -> socket.socket:
@@ -129,7 +130,9 @@ def stalled_reader(server: Running, asked: Any) -> socket.socket:
     reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     reader.connect((host, int(port)))
     content = json.dumps(asked).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
     reader.sendall(head.encode() + b"\r\n\r\n" + content)
     return reader
 

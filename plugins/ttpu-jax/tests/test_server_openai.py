@@ -16,8 +16,8 @@ from serving import Running, running
 from ttpu_jax.server import ServerSettings
 
 TOOLS_TEMPLATE = (
-    "{% if tools %}tools: {{ tools | tojson }}{{ '\n' }}{% endif %}{% for message in messages %}{{ message['role'][0] }}:"
-    "{{ message['content'] }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments['city'] }}"
+    "{% if tools %}tools: {{ tools | tojson }}{{ '\n' }}{% endif %}{% for message in messages %}"
+    "{{ message['role'][0] }}:{{ message['content'] }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments['city'] }}"
     "</tool_call>{% endfor %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
@@ -332,7 +332,7 @@ def test_token_ids_come_if_asked(client: Any) -> None:
     assert client.completions.create(prompt="say: hé", **asked).choices[0].token_ids == list("hé".encode())
 
 
-# -- the rest -----------------------------------------------------------------------------------------------------------
+# -- the rest ----------------------------------------------------------------------------------------------------------
 
 
 def test_embeddings_come_as_floats_and_as_base64(server: Running, client: Any) -> None:

@@ -16,7 +16,10 @@ from ttpu_jax.server import ServerSettings
 
 pytestmark = pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
 
-CODE = "It is `short`:\n\n```python\nprint('<b>hello</b>')\n```\n\nThat is **all**. <script>document.title = 'taken'</script>"
+CODE = (
+    "It is `short`:\n\n```python\nprint('<b>hello</b>')\n```\n\n"
+    "That is **all**. <script>document.title = 'taken'</script>"
+)
 SAID = "document.querySelector('.turn.assistant:last-of-type .words')?.innerText"
 DONE = "document.querySelector('.turn:last-child').dataset.reason"
 
@@ -90,7 +93,10 @@ def test_the_stop_button_ends_the_answer_here_and_in_the_engine(server: Running,
 
 
 def test_sampling_settings_are_sent_and_kept(server: Running, page: Page) -> None:
-    fill = "(name, text) => { const box = settings.elements[name]; box.value = text; box.dispatchEvent(new Event('input', {bubbles: true})); }"
+    fill = (
+        "(name, text) => { const box = settings.elements[name]; box.value = text;"
+        "box.dispatchEvent(new Event('input', {bubbles: true})); }"
+    )
     for name, text in {"temperature": "0.5", "max_tokens": "4", "seed": "7", "stop": "zz", "top_k": "3"}.items():
         page.evaluate(f"({fill})({json.dumps(name)}, {json.dumps(text)})")
     send(page, "say: abcdefgh")

@@ -109,7 +109,7 @@ def compile_lowered(
     Raises `UnsupportedError` when the program needs more memory than a device has, or when libtpu does not know a
     compiler option.
     """
-    options = dict(compiler_options) if compiler_options else None
+    options: Any = dict(compiler_options) if compiler_options else None  # numbers too, which its type leaves out
     start = time.perf_counter()
     try:
         with _without_persistent_cache():

@@ -3,7 +3,7 @@ stays until it is told to leave."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,8 +13,9 @@ import typer
 from ttpu_core.cli import options
 from ttpu_core.cli.console import LoadProgress, note
 from ttpu_core.errors import RequestError
+from ttpu_jax.cli import engine_options
 
-SERVER, ENGINE, LIMITS = "Server", "Engine", "Limits"
+SERVER, LIMITS = "Server", "Limits"
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -54,7 +55,9 @@ def serve(
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="What clients call the model; repeat for more. Else as CHECKPOINT.", rich_help_panel=SERVER
+            metavar="NAME",
+            help="What clients call the model; repeat for more. Else as CHECKPOINT.",
+            rich_help_panel=SERVER,
         ),
     ] = None,
     chat_template: Annotated[
@@ -82,7 +85,9 @@ def serve(
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="URL", help="A site whose pages may call this server; * for all; repeat for more.", rich_help_panel=SERVER
+            metavar="URL",
+            help="A site whose pages may call this server; * for all; repeat for more.",
+            rich_help_panel=SERVER,
         ),
     ] = None,
     no_page: Annotated[bool, typer.Option("--no-page", help="No page at /.", rich_help_panel=SERVER)] = False,
@@ -96,51 +101,16 @@ def serve(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="A line for each request.", rich_help_panel=SERVER)
     ] = False,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(min=2, metavar="N", help="Tokens of a prompt and its answer.", rich_help_panel=ENGINE),
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Requests that run at once.", rich_help_panel=ENGINE)
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens of one step.", rich_help_panel=ENGINE)
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(metavar="DTYPE", help="auto, bfloat16, float32, fp8, int8.", rich_help_panel=ENGINE),
-    ] = "auto",
-    kv_cache_memory: Annotated[
-        float | None,
-        typer.Option(metavar="GIB", help="Of each device, else what is free.", rich_help_panel=ENGINE),
-    ] = None,
-    page_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens of a page.", rich_help_panel=ENGINE)
-    ] = None,
-    no_prefix_caching: Annotated[
-        bool, typer.Option("--no-prefix-caching", help="Compute every prompt anew.", rich_help_panel=ENGINE)
-    ] = False,
-    no_chunked_prefill: Annotated[
-        bool, typer.Option("--no-chunked-prefill", help="Compute each prompt in one step.", rich_help_panel=ENGINE)
-    ] = False,
-    speculative: Annotated[
-        str | None,
-        typer.Option(
-            metavar="METHOD",
-            help="Guess tokens ahead: ngram:4 from the text so far, or a smaller checkpoint's path.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
-    enable_lora: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--enable-lora",
-            "--lora-modules",
-            metavar="NAME=PATH",
-            help="Serve a LoRA adapter as a model of that name; repeat for more.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
+    max_model_len: engine_options.MaxModelLen = None,
+    max_num_seqs: engine_options.MaxNumSeqs = None,
+    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
+    kv_cache_dtype: engine_options.KvCacheDtype = "auto",
+    kv_cache_memory: engine_options.KvCacheMemory = None,
+    page_size: engine_options.PageSize = None,
+    no_prefix_caching: engine_options.NoPrefixCaching = False,
+    no_chunked_prefill: engine_options.NoChunkedPrefill = False,
+    speculative: engine_options.Speculative = None,
+    enable_lora: engine_options.EnableLora = None,
     max_concurrent: Annotated[
         int, typer.Option(min=1, metavar="N", help="HTTP requests at once; more get 429.", rich_help_panel=LIMITS)
     ] = 1024,
@@ -197,7 +167,9 @@ def serve(
 
     name = checkpoint_name(checkpoint, weights_dir)
     if is_one_of_several():
-        raise RequestError("`ttpu serve` was launched as several processes, but it runs in one: start it without launch.")
+        raise RequestError(
+            "`ttpu serve` was launched as several processes, but it runs in one: start it without launch."
+        )
     settings = ServerSettings(
         model_names=tuple(served_model_name or ()),
         api_keys=tuple(api_key or ()),
@@ -215,29 +187,32 @@ def serve(
         page=not no_page,
     )
     place = Place(host, port, *(None if file is None else str(file) for file in (ssl_certfile, ssl_keyfile)))
-    engine = {
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "kv_cache_dtype": kv_cache_dtype,
-        "kv_cache_memory": None if kv_cache_memory is None else int(kv_cache_memory * 2**30),
-        "page_size": page_size,
-        "enable_prefix_caching": not no_prefix_caching,
-        "enable_chunked_prefill": not no_chunked_prefill,
-        "speculative": speculative,
-        "adapters": _adapters(enable_lora),
-        "max_waiting": max_waiting,
-        "dtype": dtype,
-        "parallelism_strategy": parallelism_strategy,
-        "plan": plan,
-        "attn_implementation": None if attn_implementation == "auto" else attn_implementation,
-        "patch_packs": patch_pack,
-    }
+    engine = engine_options.engine_arguments(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_memory=kv_cache_memory,
+        page_size=page_size,
+        no_prefix_caching=no_prefix_caching,
+        no_chunked_prefill=no_chunked_prefill,
+        speculative=speculative,
+        enable_lora=enable_lora,
+        dtype=dtype,
+        parallelism_strategy=parallelism_strategy,
+        plan=plan,
+        attn_implementation=attn_implementation,
+        patch_pack=patch_pack,
+    )
+    if max_waiting is not None:
+        engine["max_waiting"] = max_waiting
     bound = place.bind()
     app = _app(name, settings, engine, quiet)
 
     def ready(url: str) -> None:
-        print(f"serving {app.state.service.names[0]} at {url} (OpenAI API: {url}/v1, metrics: {url}/metrics)", flush=True)
+        print(
+            f"serving {app.state.service.names[0]} at {url} (OpenAI API: {url}/v1, metrics: {url}/metrics)", flush=True
+        )
 
     run(app, settings, place, bound, ready=ready, log_level=log_level.value, access_log=access_log)
 
@@ -251,9 +226,8 @@ def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool) -> 
 
     format_of(settings.tool_call_parser, None)  # a wrong name is refused before a model is loaded
     served = "" if Path(name).expanduser().exists() else name
-    given = {key: value for key, value in options_.items() if value is not None}
     with LoadProgress(quiet=quiet) as progress:
-        core = open_engine(name, progress=progress, served_name=served, **given)
+        core = open_engine(name, progress=progress, served_name=served, **options_)
     app = create_app(AsyncEngine(core), settings)
     if not quiet:
         stats = core.stats()
@@ -274,19 +248,3 @@ def _sampling_of(name: str) -> dict[str, Any]:
     if config.get("do_sample") is False:
         return {}
     return {key: config[key] for key in SAMPLED if config.get(key) is not None}
-
-
-def _adapters(given: Sequence[str] | None) -> dict[str, str] | None:
-    """`name=path` texts as a mapping."""
-    if not given:
-        return None
-    adapters: dict[str, str] = {}
-    for text in given:
-        name, equals, path = text.partition("=")
-        if not (name and equals and path) or name in adapters:
-            raise RequestError(
-                f"--enable-lora {text} was given, but NAME=PATH with a name of its own is needed, as in "
-                "poet=./poet-lora: correct it."
-            )
-        adapters[name] = path
-    return adapters

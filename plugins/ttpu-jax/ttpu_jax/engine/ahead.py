@@ -26,6 +26,7 @@ from ttpu_jax.engine.config import EngineConfig
 from ttpu_jax.engine.memory import MARGIN, pages_per_group
 from ttpu_jax.engine.programs import Program
 from ttpu_jax.engine.runner import Runner
+from ttpu_jax.engine.speculative import speculative_config
 from ttpu_jax.engine.store import ProgramStore
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.paged import group_page_bytes, state_bytes
@@ -88,8 +89,8 @@ class AheadProgram:
 
     name: str
     figures: ProgramFigures
-    cache_bytes: int
     compiled: CompiledProgram | None
+    cache_bytes: int
 
     @property
     def cache_in_place(self) -> bool:
@@ -143,23 +144,23 @@ def compile_ahead(
         MissingDependencyError: libtpu is not installed.
     """
     topology = tpu_topology(topology_name)
-    runner = abstract_runner(architecture, topology, config or EngineConfig(), dtype, mesh, strategy, attn_implementation)
+    config = config or EngineConfig()
+    runner = abstract_runner(architecture, topology, config, dtype, mesh, strategy, attn_implementation)
     placement = runner.runtime.placement
     kept = ProgramStore(placement.devices) if store else None
-    programs = [program for program in runner.programs() if only is None or only(program)]
     if progress is not None:
-        progress("", 0, len(programs))
-    if runner.config.num_pages is None:
-        runner.num_pages = _fitting_pages(runner, topology)
-        programs = [program for program in runner.programs() if only is None or only(program)]
-    caches = _device_bytes(runner._empty_caches(abstract=True))
+        progress("", 0, 1)
     size = runner.config.page_size or 1
+    page_bytes = group_page_bytes(runner.spec, runner.layout, size, placement, runner.cache_dtype)
+    runner.num_pages = _num_pages(runner, topology, page_bytes, kept)
+    programs = [program for program in runner.programs() if only is None or only(program)]
+    caches = _device_bytes(runner._empty_caches(abstract=True))
     return Ahead(
         topology=topology,
         config=runner.config,
         mesh={} if placement.mesh is None else dict(placement.mesh.shape),
         num_pages=runner.num_pages,
-        page_bytes=group_page_bytes(runner.spec, runner.layout, size, placement, runner.cache_dtype),
+        page_bytes=page_bytes,
         weight_bytes=_device_bytes(runner.params),
         programs=_compile_all(topology, programs, caches, kept, progress, workers or min(4, os.cpu_count() or 1)),
         runner=runner,
@@ -177,16 +178,8 @@ def _compile_all(
     """Traced here, one after another; compiled in threads meanwhile. `caches`: bytes of pages and states."""
 
     def compile_one(program: Program, lowered: jax.stages.Lowered) -> AheadProgram:
-        name = name_of(program)
         held = caches if program.key[0] == "step" else 0  # type: ignore[index]
-        facts = None if store is None else store.facts(lowered)
-        if facts is not None:
-            return AheadProgram(name, ProgramFigures.from_dict(facts), held, None)
-        compiled = compile_lowered(topology, lowered, name)
-        figures = ProgramFigures.of(compiled)
-        if store is not None:
-            store.save(lowered, compiled.executable, asdict(figures))
-        return AheadProgram(name, figures, held, compiled)
+        return AheadProgram(name_of(program.key), *_compiled(topology, program, lowered, store), held)
 
     done: dict[int, AheadProgram] = {}
     with ThreadPoolExecutor(workers, thread_name_prefix="ttpu-compile") as pool:
@@ -216,6 +209,11 @@ def abstract_runner(
 ) -> Runner:
     """A runner whose weights are only shapes, on the devices of a slice."""
     check_supported(architecture.spec)
+    if config.adapters or config.max_adapters:
+        raise UnsupportedError(
+            f"programs with LoRA adapters were asked for {topology.name!r}, but adapters are read beside weights on "
+            "devices that are there: leave them out, or compile on that machine."
+        )
     kind = model_dtype(dtype)
     placement = Placement(make_mesh(topology, mesh or {"tensor": len(topology.devices)}), strategy)
     refuse_idle_devices(placement)
@@ -226,10 +224,30 @@ def abstract_runner(
     filled = config.filled(spec, placement.platform)
     params = abstract_parameters(spec.parameters, placement, kind)
     runner = runner_for(spec, spec.parameters, runtime, params, filled, kind, kind)
+    if config.speculative is not None and speculative_config(config.speculative).method == "draft_model":
+        raise UnsupportedError(
+            f"programs with the draft model {config.speculative!r} were asked for {topology.name!r}, but a draft model "
+            "shares memory that is measured on devices that are there: use ngram, or compile on that machine."
+        )
     runner.num_pages = pages_per_group(
         replace(filled, num_pages=filled.num_pages or (filled.max_num_seqs or 1) + 2), runner.layout, (), None
     )
     return runner
+
+
+def _compiled(
+    topology: TpuTopology, program: Program, lowered: jax.stages.Lowered | None, store: ProgramStore | None
+) -> tuple[ProgramFigures, CompiledProgram | None]:
+    """What the compiler says of a program, now or when it was stored; it is stored now if it was not."""
+    lowered = lowered or lower(topology, program)
+    facts = None if store is None else store.facts(lowered)
+    if facts is not None:
+        return ProgramFigures.from_dict(facts), None
+    compiled = compile_lowered(topology, lowered, name_of(program.key))
+    figures = ProgramFigures.of(compiled)
+    if store is not None:
+        store.save(lowered, compiled.executable, asdict(figures))
+    return figures, compiled
 
 
 def lower(topology: TpuTopology, program: Program) -> jax.stages.Lowered:
@@ -238,9 +256,8 @@ def lower(topology: TpuTopology, program: Program) -> jax.stages.Lowered:
     return lower_for(topology, jitted, *program.arguments)
 
 
-def name_of(program: Program) -> str:
-    """What tables call it."""
-    key: Any = program.key
+def name_of(key: Any) -> str:
+    """What tables call the program of a key."""
     if isinstance(key, str):
         return key
     kind, *rest = key
@@ -251,12 +268,17 @@ def _word(part: Any) -> str:
     return part.name.lower() if hasattr(part, "name") else str(part)
 
 
-def _fitting_pages(runner: Runner, topology: TpuTopology) -> tuple[int, ...]:
-    """As many as the memory holds beside the weights, the states, and the temporaries of the largest step, which do
-    not depend on how many there are."""
+def _num_pages(
+    runner: Runner, topology: TpuTopology, page_bytes: tuple[int, ...], store: ProgramStore | None
+) -> tuple[int, ...]:
+    """What was asked for, or as many as the memory holds beside the weights, the states, and the temporaries of the
+    largest step, which do not depend on how many there are."""
     placement, config = runner.runtime.placement, runner.config
-    program = next(iter(runner.programs()))
-    largest = compile_lowered(topology, lower(topology, program), name_of(program))
+    if config.num_pages is not None or not page_bytes:
+        return pages_per_group(config, runner.layout, page_bytes, None)
+    if config.kv_cache_memory is not None:
+        return pages_per_group(config, runner.layout, page_bytes, config.kv_cache_memory)
+    largest, _ = _compiled(topology, next(iter(runner.programs())), None, store)
     weights = _device_bytes(runner.params)
     states = state_bytes(runner.spec, config.max_num_seqs or 1, placement, runner.state_dtype)
     sampling = _device_bytes(runner._empty_state(abstract=True))
@@ -267,8 +289,7 @@ def _fitting_pages(runner: Runner, topology: TpuTopology) -> tuple[int, ...]:
             f"{-free / 2**30:.2f} GiB more than each device's {topology.chip.hbm_bytes / 2**30:.2f} GiB: use more "
             "devices, or lower max_num_batched_tokens."
         )
-    sizes = group_page_bytes(runner.spec, runner.layout, config.page_size or 1, placement, runner.cache_dtype)
-    return pages_per_group(config, runner.layout, sizes, int(free * USABLE))
+    return pages_per_group(config, runner.layout, page_bytes, int(free * USABLE))
 
 
 def _device_bytes(arrays: Any) -> int:

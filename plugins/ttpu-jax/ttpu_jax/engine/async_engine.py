@@ -11,177 +11,19 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from ttpu_core.errors import TTPUError
-from ttpu_jax.engine.outputs import EmbeddingOutput, Logprob, OutputDelta
+from ttpu_jax.engine.outputs import EmbeddingOutput, OutputDelta
 from ttpu_jax.engine.sampling_params import SamplingParams
+from ttpu_jax.engine.stream import EngineClosingError, EngineDeadError, RequestFailedError, Stream
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Prompt = str | list[int]
 Pooling = Literal["last", "mean"]
-
-
-class EngineDeadError(TTPUError):
-    """The engine failed, or was shut down, and serves nothing any more."""
-
-
-class EngineClosingError(TTPUError):
-    """The engine finishes what it has and takes nothing new."""
-
-
-class RequestFailedError(TTPUError):
-    """One request failed within the engine; others go on."""
-
-
-class RequestTimeoutError(TTPUError):
-    """A request took longer than it was given; what it had said until then was delivered."""
-
-
-class Core(Protocol):
-    """What is asked of an engine core: all of it is called from one thread, attributes may be read from any."""
-
-    tokenizer: Any
-    model_name: str
-    max_model_len: int
-    adapters: dict[str, int]
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `step` would do anything."""
-        ...
-
-    def add(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        adapter: str | None = None,
-        pooling: Pooling | None = None,
-    ) -> None:
-        """Take a request, or raise RequestError."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """Forget a request; unknown ones are no error."""
-        ...
-
-    def step(self) -> list[OutputDelta]:
-        """Run one step."""
-        ...
-
-    def stats(self) -> Any:
-        """Counters and gauges, as a dataclass of numbers."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back."""
-        ...
-
-
-class Stream:
-    """The answer to one request as it comes: iterate over it once, in the loop where it was made.
-
-    Deltas that the consumer has not taken are merged for each answer, so that a slow one holds its text and no queue.
-    """
-
-    def __init__(self, engine: AsyncEngine, request_id: str, answers: int) -> None:
-        self.request_id = request_id
-        self.loop = asyncio.get_running_loop()
-        self._engine = engine
-        self._running = answers
-        self._waiting: dict[int, list[OutputDelta]] = {}
-        self._ready = asyncio.Event()
-        self._error: TTPUError | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing more comes from the engine."""
-        return self._running == 0 or self._error is not None
-
-    def put(self, delta: OutputDelta) -> None:
-        """One delta of the engine's; called in the loop."""
-        if self.finished:
-            return
-        if delta.error is not None:
-            self.fail(RequestFailedError(delta.error))
-            return
-        self._waiting.setdefault(delta.index, []).append(delta)
-        self._running -= delta.finish_reason is not None
-        if self._running == 0:
-            self._done()
-        self._ready.set()
-
-    def fail(self, error: TTPUError) -> None:
-        """End with an error, after what was said so far; called in the loop."""
-        if not self.finished:
-            self._error = error
-            self._done()
-            self._ready.set()
-
-    def expire_after(self, seconds: float) -> None:
-        """Abort if it is not done by then."""
-
-        def expired() -> None:
-            self._engine.abort(self.request_id)
-            self.fail(
-                RequestTimeoutError(
-                    f"the request ran for {seconds:g} s, which is as long as one may: ask for fewer tokens, or try again "
-                    "when there is less to do."
-                )
-            )
-
-        self._deadline = self.loop.call_later(seconds, expired)
-
-    def close(self) -> None:
-        """Abort what is still running; nothing where all of it is done."""
-        if not self.finished:
-            self._engine.abort(self.request_id)
-            self.fail(EngineClosingError("the stream was closed before its answer was done: ask again."))
-
-    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
-        try:
-            while True:
-                await self._ready.wait()
-                self._ready.clear()
-                waiting, self._waiting = self._waiting, {}
-                for deltas in waiting.values():
-                    yield merged(deltas)
-                if self.finished and not self._waiting:
-                    break
-            if self._error is not None:
-                raise self._error
-        finally:
-            self.close()
-
-    def _done(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._engine.forget(self)
-
-
-def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """Successive deltas of one answer as one."""
-    first, last = deltas[0], deltas[-1]
-    if first is last:
-        return first
-    logprobs: list[dict[int, Logprob]] | None = None
-    if any(delta.logprobs is not None for delta in deltas):
-        logprobs = [token for delta in deltas for token in delta.logprobs or ()]
-    return replace(
-        last,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        logprobs=logprobs,
-        prompt_logprobs=first.prompt_logprobs,
-    )
 
 
 @dataclass
@@ -193,7 +35,8 @@ class _Call:
 
 
 class AsyncEngine:
-    """Serves requests of many asyncio tasks with one core.
+    """Serves requests of many asyncio tasks with one core: an `EngineCore`, or whatever has its `add`, `abort`, `step`,
+    `has_work`, `stats` and `close`.
 
     The core is touched by the engine's own thread alone: between steps it does what tasks asked for. All methods but
     `start` and `close` are called in an event loop."""
@@ -272,13 +115,15 @@ class AsyncEngine:
         """
         self.check_accepting()
         name = request_id or uuid.uuid4().hex
-        stream = Stream(self, name, 1 if pooling else params.n)
+        stream = Stream(name, 1 if pooling else params.n, self.abort, self._forget)
         options: dict[str, Any] = {"priority": priority, "adapter": adapter}
         if pooling is not None:
             options["pooling"] = pooling
 
         guides = getattr(self.core, "guides", None)
-        if params.guided is not None and guides is not None:  # a large schema takes a second, which steps do not wait for
+        if (
+            params.guided is not None and guides is not None
+        ):  # a large schema takes a second, which steps do not wait for
             await asyncio.to_thread(guides.compile, params.guided)
 
         def add() -> None:
@@ -316,7 +161,7 @@ class AsyncEngine:
         self._streams.pop(request_id, None)
         self._calls.put(_Call(lambda: self.core.abort(request_id)))
 
-    def forget(self, stream: Stream) -> None:
+    def _forget(self, stream: Stream) -> None:
         """A stream is done."""
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]

@@ -46,8 +46,8 @@ def programs_folder(*parts: str, make: bool = True) -> Path | None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not is_closed(folder.stat()):
                 log.warning(
-                    "compiled programs are not kept in %s, which others may write to: make it yours alone (chmod 700), or "
-                    "set %s to another folder or to off",
+                    "compiled programs are not kept in %s, which others may write to: make it yours alone (chmod 700), "
+                    "or set %s to another folder or to off",
                     *(folder, VARIABLE),
                 )
                 return None
@@ -65,8 +65,8 @@ def is_closed(status: os.stat_result) -> bool:
 
 
 def keep_compiled() -> Path | None:
-    """Switch JAX's persistent compilation cache on for this process, unless the user has said where it is, or that there
-    is none; returns its folder, None without."""
+    """Switch JAX's persistent compilation cache on for this process, unless the user has said where it is, or that
+    there is none; returns its folder, None without."""
     config: Any = jax.config  # its options are not in its type
     if not config.jax_enable_compilation_cache:
         return None
@@ -86,7 +86,7 @@ def keep_compiled() -> Path | None:
 
 @cache
 def host() -> str:
-    """The kind of this machine's processor: a home may be shared by several, whose programs would not run on another."""
+    """The kind of this machine's processor: a home may be shared by machines that cannot run each other's programs."""
     described = platform.processor()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

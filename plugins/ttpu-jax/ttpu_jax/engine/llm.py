@@ -127,6 +127,19 @@ class LLM:
         """The checkpoint's transformers tokenizer, or None."""
         return self.engine.tokenizer
 
+    def load_adapter(self, name: str, directory: str) -> None:
+        """Load a LoRA adapter in PEFT's format for `generate(..., adapter=name)`, in place of one of the same name.
+
+        Raises:
+            RequestError: no room (`max_adapters`, `max_lora_rank`), or no adapter there.
+            CheckpointError, MappingError, UnsupportedError: an adapter that this model cannot use.
+        """
+        self.engine.load_adapter(name, directory)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter."""
+        self.engine.unload_adapter(name)
+
     def reset_prefix_cache(self) -> None:
         """Forget what prompts have in common with earlier ones."""
         self.engine.reset_prefix_cache()

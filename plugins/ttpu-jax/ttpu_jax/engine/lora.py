@@ -196,9 +196,11 @@ def tensor_updates(
     """
     shapes = mapping.tensors
     users = _users(mapping)
+    ignored = [re.compile(pattern) for pattern in mapping.ignored]
     actual = {f"{module}.weight": module for module in adapter}
     names = mapping.canonical(actual)
-    unknown = sorted(set(actual) - set(names.values()))
+    # What the model itself ignores (keys of layers that use another's) has no effect with an adapter either.
+    unknown = [name for name in actual if name not in names.values() and not any(i.fullmatch(name) for i in ignored)]
     if unknown:
         raise MappingError(
             f"the adapter {str(directory)!r} changes {actual[unknown[0]]!r}, which this model does not have: it was "

@@ -51,7 +51,8 @@ def _file(runner: Runner, page_bytes: Sequence[int]) -> Path | None:
     mesh = {} if placement.mesh is None else dict(placement.mesh.shape)
     weights = sorted((path, tuple(value.shape), str(value.dtype)) for path, value in runner.params.items())
     steps = (config.max_model_len, config.page_size, config.penalties, runner.buckets, runner.adapters)
-    described = repr((placement.devices[0].device_kind, mesh, weights, tuple(page_bytes), str(runner.cache_dtype), steps))
+    pages = (tuple(page_bytes), str(runner.cache_dtype))
+    described = repr((placement.devices[0].device_kind, mesh, weights, pages, steps))
     return folder / f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
 
 

@@ -96,8 +96,8 @@ class ProgramPool:
                 self.recompiles += 1
                 if self.strict:
                     raise RecompileError(
-                        f"the program {key} was needed while serving, but was not compiled ahead, and strict_compile is "
-                        "on: add its shape to the buckets, or turn strict_compile off."
+                        f"the program {key} was needed while serving, but was not compiled ahead, and strict_compile "
+                        "is on: add its shape to the buckets, or turn strict_compile off."
                     )
                 log.warning("compiling %s while serving: requests wait meanwhile", key)
             self.compile([program()])

@@ -78,8 +78,8 @@ def _asked(mapping: FlaxMapping, shapes: Mapping[str, Shape], source: str) -> tu
             given = next(leaf.name for leaf in rule.leaves() if leaf.name in found)
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise MappingError(
-                f"{source} holds {given!r} without {', '.join(map(repr, missing[:4]))}{more}, but the engine keeps them "
-                f"in one array ({path}): give all of them."
+                f"{source} holds {given!r} without {', '.join(map(repr, missing[:4]))}{more}, but the engine keeps "
+                f"them in one array ({path}): give all of them."
             )
     part = FlaxMapping(tuple(touched), mapping.tied, mapping.ignored, mapping.prefixes)
     return part.resolve(shapes, source), [path for path, _ in touched]

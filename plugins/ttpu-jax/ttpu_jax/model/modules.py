@@ -121,14 +121,12 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in]: [..., *out]."""
         flatten = self.on_one_device
-        added = None
-        if self.lora_a is not None and self.lora_b is not None:
-            added = low_rank_update(x, self.lora_a[...], self.lora_b[...], flatten=flatten)
-        if added is None:
-            return linear(x, self.kernel[...], value_of(self.bias), out_dtype=out_dtype, flatten=flatten)
-        wide = jnp.dtype(jnp.float32)
-        product = linear(x, self.kernel[...], value_of(self.bias), out_dtype=wide, flatten=flatten)
-        return (product + added).astype(out_dtype or x.dtype)
+        product = linear(x, self.kernel[...], value_of(self.bias), out_dtype=out_dtype, flatten=flatten)
+        if self.lora_a is None or self.lora_b is None:
+            return product
+        added = low_rank_update(x, self.lora_a[...], self.lora_b[...], flatten=flatten)
+        # Added to the rounded product, as PEFT does: devices that have a part of it each exchange half the bytes.
+        return product if added is None else (product + added).astype(product.dtype)
 
 
 class MLP(nnx.Module):

@@ -111,7 +111,7 @@ def joined(told: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
 
 
 def prompt_logprobs(delta: OutputDelta, tokens: Tokens) -> list[dict[str, Any] | None] | None:
-    """vLLM's `prompt_logprobs`: for each prompt token, token id → log-probability, rank and text; None for the first."""
+    """vLLM's `prompt_logprobs`: for each prompt token but the first, id → log-probability, rank and text."""
     if delta.prompt_logprobs is None:
         return None
     return [

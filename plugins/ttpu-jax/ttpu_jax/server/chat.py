@@ -1,5 +1,5 @@
-"""/v1/chat/completions. In: a conversation; out: answers as OpenAI writes them, whole or as a stream of chunks, with the
-tool calls that the model wrote."""
+"""/v1/chat/completions. In: a conversation; out: answers as OpenAI writes them, whole or as a stream of chunks, with
+the tool calls that the model wrote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 
 from ttpu_jax.engine.outputs import OutputDelta
 from ttpu_jax.engine.sampling_params import GuidedDecoding, SamplingParams
-from ttpu_jax.server import sampling, tool_calls
+from ttpu_jax.server import forced_calls, sampling, tool_calls
 from ttpu_jax.server.answers import TokenLogprobs, chat_logprobs, prompt_logprobs, said
 from ttpu_jax.server.chat_protocol import ChatRequest, Tool, ToolChoice
 from ttpu_jax.server.errors import ApiError, JSONResponse
@@ -214,8 +214,8 @@ class Chat:
             return
         if not self._service.chat.knows_tools:
             raise ApiError(
-                "tools were given, but the model's chat template does not tell it of tools: use a model that was trained "
-                "to call them, or start the server with a --chat-template that does.",
+                "tools were given, but the model's chat template does not tell it of tools: use a model that was "
+                "trained to call them, or start the server with a --chat-template that does.",
                 param="tools",
             )
         if self._choice == "auto" and self._service.tool_format is None:
@@ -229,10 +229,10 @@ class Chat:
         """What the answer must match where a tool must be called."""
         if isinstance(self._choice, ToolChoice):
             name = self._choice.function.name
-            return tool_calls.forced_arguments(next(tool for tool in self._tools if tool.function.name == name))
+            return forced_calls.forced_arguments(next(tool for tool in self._tools if tool.function.name == name))
         if self._choice == "required":
             most = 1 if self._request.parallel_tool_calls is False else None
-            return tool_calls.forced_calls(self._tools, most=most)
+            return forced_calls.forced_calls(self._tools, most=most)
         return None
 
     def _with_markers(self, params: SamplingParams) -> SamplingParams:

@@ -15,13 +15,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from ttpu_core.errors import RequestError, TTPUError
-from ttpu_jax.engine.async_engine import (
-    EngineClosingError,
-    EngineDeadError,
-    RequestFailedError,
-    RequestTimeoutError,
-)
 from ttpu_jax.engine.errors import QueueFullError
+from ttpu_jax.engine.stream import EngineClosingError, EngineDeadError, RequestFailedError, RequestTimeoutError
 
 LOG = logging.getLogger(__name__)
 INVALID = "invalid_request_error"

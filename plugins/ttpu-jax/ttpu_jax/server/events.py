@@ -1,5 +1,5 @@
-"""Answers that are sent while they grow, and clients that go away meanwhile. In: an iterator of values; out: server-sent
-events, which end when the client does."""
+"""Answers that are sent while they grow, and clients that go away meanwhile. In: an iterator of values; out:
+server-sent events, which end when the client does."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class EventStream(Response):
                 task.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
             await self._values.aclose()
-        if sending.done() and not sending.cancelled() and (error := sending.exception()) is not None:
-            if not isinstance(error, TimeoutError):
-                raise error
+        error = sending.exception() if sending.done() and not sending.cancelled() else None
+        if error is not None and not isinstance(error, TimeoutError):
+            raise error
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

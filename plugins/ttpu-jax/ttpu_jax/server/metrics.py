@@ -48,7 +48,9 @@ class Metrics:
         self.of_engine = EngineCollector(self._labels)
         self.registry.register(self.of_engine)
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
-        self._each = self._histogram("time_per_output_token_seconds", "Mean of an answer after its first.", TOKEN_SECONDS)
+        self._each = self._histogram(
+            "time_per_output_token_seconds", "Mean of an answer after its first.", TOKEN_SECONDS
+        )
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
         self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._answer = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
@@ -197,5 +199,3 @@ class EngineCollector(Collector):
     def describe(self) -> list[Metric]:
         """None ahead: which ones there are depends on the engine."""
         return []
-
-

@@ -49,7 +49,9 @@ class Place:
 
     def url(self, bound: socket.socket) -> str:
         """What a browser on this machine opens."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, f"[{self.host}]" if ":" in self.host else self.host)
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
+            self.host, f"[{self.host}]" if ":" in self.host else self.host
+        )
         return f"{'https' if self.certificate else 'http'}://{host}:{bound.getsockname()[1]}"
 
     def _refusal(self, error: OSError) -> RequestError:

@@ -77,7 +77,8 @@ def guide_of(request: Generation) -> GuidedDecoding | None:
                 raise ApiError(str(error), param=f"guided_{name}") from error
     if len(found) > 1:
         raise ApiError(
-            "the answer's form was given more than once, by response_format, structured_outputs or guided_...: pass one.",
+            "the answer's form was given more than once, by response_format, structured_outputs or guided_...: "
+            "pass one.",
             param="response_format",
         )
     return found[0] if found else None

@@ -10,9 +10,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from ttpu_jax.engine.async_engine import AsyncEngine, Pooling, RequestTimeoutError
+from ttpu_jax.engine.async_engine import AsyncEngine, Pooling
 from ttpu_jax.engine.outputs import OutputDelta
 from ttpu_jax.engine.sampling_params import SamplingParams
+from ttpu_jax.engine.stream import RequestTimeoutError
 from ttpu_jax.server.answers import Usage
 from ttpu_jax.server.errors import ApiError
 from ttpu_jax.server.metrics import Metrics, RequestWatch
@@ -93,8 +94,8 @@ class Service:
         most = self.settings.max_choices
         if prompts * answers > most:
             raise ApiError(
-                f"n is {answers} with {prompts} prompts, which is {prompts * answers} answers, but one request may have "
-                f"{most}: ask for fewer.",
+                f"n is {answers} with {prompts} prompts, which is {prompts * answers} answers, but one request may "
+                f"have {most}: ask for fewer.",
                 param="n" if answers > 1 else "prompt",
             )
 

@@ -79,8 +79,8 @@ class ChatTemplate:
         except Exception as error:  # a template is a program of its own: "System role not supported", for example
             reason = " ".join(str(error).split())
             raise ApiError(
-                f"the chat template refuses these messages ({type(error).__name__}: {reason}): change their roles, order "
-                "or content.",
+                f"the chat template refuses these messages ({type(error).__name__}: {reason}): change their roles, "
+                "order or content.",
                 param="messages",
             ) from error
         return text

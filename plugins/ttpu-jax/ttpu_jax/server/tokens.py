@@ -1,4 +1,4 @@
-"""The tokenizer as a server needs it. In: texts and ids; out: ids, texts, and the bytes that a single token stands for."""
+"""The tokenizer as a server needs it. In: texts and ids; out: ids, texts, and the bytes that a token stands for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_jax.engine.token_bytes import token_bytes
-
 
 
 class Tokens:
@@ -96,4 +95,3 @@ class Tokens:
                 "send token ids."
             )
         return self.tokenizer
-

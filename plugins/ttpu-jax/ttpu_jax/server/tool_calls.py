@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ttpu_core.errors import RequestError
-from ttpu_jax.engine.sampling_params import GuidedDecoding
-from ttpu_jax.server.chat_protocol import Tool
 
 HERMES, LLAMA3, MISTRAL = "hermes", "llama3_json", "mistral"
 FORMATS = (HERMES, LLAMA3, MISTRAL)
+_NAMED = re.compile(r"\s*([a-zA-Z0-9_.-]+)(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -56,43 +55,50 @@ class Between:
     def __init__(self, opening: str, closing: str) -> None:
         self._opening, self._closing = opening, closing
         self._held = ""
+        self._blank = ""  # space at the end of what was said, once a call was made
         self._called = False
 
     def push(self, text: str) -> Said:
         """Content up to what may be a marker, and calls that are complete."""
         self._held += text
-        content, calls = "", []
+        content = ""
+        calls: list[Call] = []
         while True:
             start = self._held.find(self._opening)
             if start < 0:
-                keep = _possible(self._held, self._opening)
-                content += self._held[: len(self._held) - keep]
-                self._held = self._held[len(self._held) - keep :]
-                break
-            end = self._held.find(self._closing, start)
-            content += self._held[:start]
-            if end < 0:
-                self._held = self._held[start:]
-                break
-            found = read_calls(self._held[start + len(self._opening) : end])
+                start = len(self._held) - _possible(self._held, self._opening)
+            content += self._say(self._held[:start])
+            self._held = self._held[start:]
+            end = self._held.find(self._closing)
+            if not self._held.startswith(self._opening) or end < 0:
+                return Said(content, tuple(calls))
             end += len(self._closing)
-            content += "" if found else self._held[start:end]
+            found = read_calls(self._held[len(self._opening) : end - len(self._closing)])
+            content += self._call(found, self._held[:end])
             calls += found
             self._held = self._held[end:]
-        return self._said(content, calls)
 
     def finish(self) -> Said:
         """A call whose closing marker was cut off is still one where its JSON is whole."""
         held, self._held = self._held, ""
         found = read_calls(held[len(self._opening) :]) if held.startswith(self._opening) else []
-        return self._said("" if found else held, found)
+        return Said(self._call(found, held), tuple(found))
 
-    def _said(self, content: str, calls: Sequence[Call]) -> Said:
-        """Line breaks around calls are part of the format."""
-        if (self._called or calls) and not content.strip():
-            content = ""
-        self._called = self._called or bool(calls)
-        return Said(content, tuple(calls))
+    def _call(self, found: Sequence[Call], text: str) -> str:
+        """What is said of a text between markers: nothing if it holds calls."""
+        if not found:
+            return self._say(text)
+        self._called, self._blank = True, ""
+        return ""
+
+    def _say(self, text: str) -> str:
+        """Content; space between calls is part of the format and none."""
+        if not self._called:
+            return text
+        text = self._blank + text
+        said = text.rstrip()
+        self._blank = text[len(said) :]
+        return said
 
 
 class Rest:
@@ -188,7 +194,7 @@ def _mistral(text: str) -> list[Call]:
     calls = read_calls(text)
     if not calls:
         for part in text.split("[TOOL_CALLS]"):
-            found = re.fullmatch(r"\s*([a-zA-Z0-9_.-]+)(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(\{.*\})\s*", part, re.DOTALL)
+            found = _NAMED.fullmatch(part)
             if found is None or not _is_json(found[2]):
                 return []
             calls.append(Call(found[1], found[2]))
@@ -249,55 +255,3 @@ def format_of(asked: str, template: str | None) -> str | None:
     if "<tool_call>" in template:
         return HERMES
     return LLAMA3 if "<|python_tag|>" in template or '"parameters"' in template else None
-
-
-def forced_calls(tools: Sequence[Tool], *, most: int | None) -> GuidedDecoding:
-    """What an answer must be where some tool must be called: a list of 1 to `most` calls."""
-    definitions: dict[str, Any] = {}
-    one_of = []
-    for number, tool in enumerate(tools):
-        schema = _renamed(_schema(tool), f"{number}.")
-        for key in _DEFINITIONS:
-            definitions |= {f"{number}.{name}": value for name, value in schema.pop(key, {}).items()}
-        one_of.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "parameters": schema},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
-    items = one_of[0] if len(one_of) == 1 else {"anyOf": one_of}
-    root: dict[str, Any] = {"type": "array", "minItems": 1, "items": items}
-    if most is not None:
-        root["maxItems"] = most
-    if definitions:
-        root["$defs"] = definitions
-    return GuidedDecoding(json=root)
-
-
-def forced_arguments(tool: Tool) -> GuidedDecoding:
-    """What an answer must be where this tool must be called: its arguments."""
-    return GuidedDecoding(json=_schema(tool))
-
-
-_DEFINITIONS = ("$defs", "definitions")
-
-
-def _schema(tool: Tool) -> dict[str, Any]:
-    parameters = dict(tool.function.parameters or {})
-    return {"type": "object", **parameters} if parameters else {"type": "object", "additionalProperties": False}
-
-
-def _renamed(schema: Any, prefix: str) -> Any:
-    """A schema whose references name definitions with a prefix, for they move to the root of a larger schema."""
-    if isinstance(schema, list):
-        return [_renamed(one, prefix) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _renamed(value, prefix) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    for key in _DEFINITIONS:
-        if isinstance(reference, str) and reference.startswith(f"#/{key}/"):
-            moved["$ref"] = f"#/$defs/{prefix}{reference.removeprefix(f'#/{key}/')}"
-    return moved

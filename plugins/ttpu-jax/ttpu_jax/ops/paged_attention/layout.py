@@ -10,19 +10,36 @@ device's heads to fill whole tiles: heads of zeros are put behind those of each 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, Sharding
 
 from ttpu_core import axes
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.paged_attention.batch import PagedKV
 from ttpu_jax.ops.paged_attention.kernel import LANES, padded_heads, unserved
-from ttpu_jax.params.placement import Placement
 
 INT8_LIMIT = 127.0
+
+
+class Placement(Protocol):
+    """What pages need to know of where they live: a `ttpu_jax.params.placement.Placement`, which operations may not
+    import."""
+
+    @property
+    def mesh(self) -> Mesh | None: ...
+
+    @property
+    def platform(self) -> str: ...
+
+    def divisible(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> tuple[str | None, ...]: ...
+
+    def sharding(self, axes: tuple[str | None, ...], shape: tuple[int, ...], name: str) -> Sharding: ...
+
+    def cut(self, axis: str, size: int) -> tuple[str, ...]: ...
 
 
 def empty_pages(

@@ -39,7 +39,7 @@ def reference(
     if platform == "cpu":
         sizes = [size for size in CPU_QUERIES if size < most] + [min(most, CPU_QUERIES[-1])]
         mixed = jnp.zeros((*query.shape[:-1], spec.value_dim), query.dtype)
-        return _one_by_one(query, mixed, batch, kv.group, attend, sizes, jnp.int32(0))
+        return _one_by_one(query, mixed, batch, kv.group, attend, sizes, 0)
     few, many = OTHER_QUERIES
     few = most if most <= few else 1
     mixed = _together(query, batch, kv.group, attend, few).astype(query.dtype)
@@ -67,7 +67,7 @@ def _one_by_one(
     group: int,
     attend: partial[jax.Array],
     sizes: list[int],
-    done: jax.Array | int,
+    done: int,
 ) -> jax.Array:
     """Puts into `mixed` what sequences of more than `done` queries mix, in blocks of one of `sizes` queries."""
     tokens = query.shape[0]
@@ -83,7 +83,10 @@ def _one_by_one(
             positions = jnp.where(offsets < count, first + offsets, -1)
             queries = jax.lax.dynamic_slice_in_dim(query, start + index * size, size)
             found = attend(queries[None], positions[None], table)[0].astype(mixed.dtype)
-            # What it writes past the sequence's end is overwritten by the next one, or lies on padding: zeros.
+            # Past the sequence's end lie tokens of the next one, which overwrites them unless it is done, or padding.
+            if done:
+                before = jax.lax.dynamic_slice_in_dim(mixed, start + index * size, size)
+                found = jnp.where((positions >= 0)[:, None, None, None], found, before)
             return jax.lax.dynamic_update_slice_in_dim(mixed, found, start + index * size, 0)
 
         def blocks(mixed: jax.Array, *, size: int) -> jax.Array:
@@ -92,7 +95,7 @@ def _one_by_one(
             return jax.lax.fori_loop(0, (count + size - 1) // size, partial(block, size=size), mixed)
 
         ways = [partial(blocks, size=size) for size in sizes]
-        if isinstance(done, int) and done:
+        if done:
             return jax.lax.cond(count > done, ways[-1], lambda mixed: mixed, mixed)
         fits = sum((count > size).astype(jnp.int32) for size in sizes[:-1])
         return jax.lax.switch(fits, ways, mixed) if len(ways) > 1 else ways[0](mixed)

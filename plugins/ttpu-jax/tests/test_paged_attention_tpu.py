@@ -1,0 +1,111 @@
+"""Paged attention compiled for TPUs that are not there: the kernel where it serves, pages that stay in place, and no
+traffic between devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ttpu_core import axes
+from ttpu_core.spec import AttentionSpec
+from ttpu_jax.aot.compile import CompiledProgram, compile_for
+from ttpu_jax.aot.topology import make_mesh, tpu_topology
+from ttpu_jax.ops.attention import AttentionContext
+from ttpu_jax.ops.paged_attention import PagedKV, RaggedBatch, empty_pages, page_bytes, paged_attention, write
+from ttpu_jax.params.placement import Placement
+
+pytestmark = pytest.mark.tpu_compile
+
+LLAMA = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128)
+DECODE, MIXED = (64, 1), (512, 256)  # tokens, and the most of one sequence
+SEQUENCES, PAGES, PAGE_SIZE = 64, 256, 128
+
+
+def compiled(
+    topology_name: str,
+    spec: AttentionSpec,
+    step: tuple[int, int] = DECODE,
+    dtype: str = "bfloat16",
+    pages_per_sequence: int = 64,
+    value_in_key: bool = False,
+) -> CompiledProgram:
+    """A program that writes into donated pages and attends, cut over all devices of a topology."""
+    topology = tpu_topology(topology_name)
+    mesh = make_mesh(topology, {"tensor": len(topology.devices)})
+    placement = Placement(mesh)
+    heads = placement.cut(axes.KV_HEADS, spec.num_kv_heads)
+    context = AttentionContext(mesh=mesh, head_axes=heads, platform="tpu")
+    tokens, most = step
+
+    def array(shape: tuple[int, ...], kind: Any = jnp.int32, *cut: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, PartitionSpec(*cut)))
+
+    def per_head(*shape: int) -> Any:
+        return array((tokens, spec.num_kv_heads, *shape), jnp.bfloat16, None, heads or None)
+
+    per_token, per_sequence = array((tokens,)), array((SEQUENCES,))
+    table = array((SEQUENCES, pages_per_sequence))
+    batch = RaggedBatch(
+        array((SEQUENCES + 1,)), per_sequence, array((1,)), per_token, per_token, per_token, (table,), (per_token,),
+        per_sequence, max_queries=most, max_prefills=2, page_size=PAGE_SIZE,
+    )  # fmt: skip
+    kv = empty_pages(spec, PAGES, PAGE_SIZE, placement, dtype, value_in_key=value_in_key, abstract=True)
+    size, ways = page_bytes(spec, PAGE_SIZE, placement, dtype, value_in_key=value_in_key)
+    sinks = array((spec.num_kv_heads, spec.q_per_kv), jnp.bfloat16, heads or None) if spec.sinks else None
+
+    def run(kv: PagedKV, query: jax.Array, key: jax.Array, value: jax.Array, batch: RaggedBatch, sinks: Any) -> Any:
+        kv = write(kv, key, None if value_in_key else value, batch)
+        return kv, paged_attention(query, kv, batch, spec, sinks=sinks, context=context)
+
+    queries = per_head(spec.q_per_kv, spec.head_dim)
+    arguments = kv, queries, per_head(spec.head_dim), per_head(spec.value_dim), batch, sinks
+    program = compile_for(topology, jax.jit(run, donate_argnums=0), *arguments)
+    pool = PAGES * size // ways
+    assert program.alias_bytes == pool, "pages must stay in place, and take what page_bytes says"
+    assert program.temp_bytes < pool, "a second pool is made somewhere"
+    assert program.collectives == ()
+    return program
+
+
+def kernels(program: CompiledProgram) -> int:
+    return program.hlo_text.count("tpu_custom_call")
+
+
+@pytest.mark.parametrize("step", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("topology_name", ["v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1", "v5e:2x4"])
+def test_the_kernel_compiles_for_every_generation(topology_name: str, step: tuple[int, int]) -> None:
+    assert kernels(compiled(topology_name, LLAMA, step)) == 1
+
+
+@pytest.mark.parametrize("topology_name", ["v5e:1x1", "v6e:2x4"])
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        (LLAMA, "float8_e4m3fn"),
+        (AttentionSpec(num_heads=32, num_kv_heads=32, head_dim=96, window=4096, logit_softcap=50.0), "bfloat16"),
+        (AttentionSpec(num_heads=40, num_kv_heads=40, head_dim=64, chunk=1024), "bfloat16"),
+    ],
+    ids=["float8", "window", "chunk"],
+)
+def test_the_kernel_serves_other_layers(topology_name: str, spec: AttentionSpec, dtype: str) -> None:
+    assert kernels(compiled(topology_name, spec, MIXED, dtype)) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "options"),
+    [
+        (replace(LLAMA, sinks=True), "bfloat16", {}),
+        (LLAMA, "int8", {}),
+        (AttentionSpec(16, 1, 576, v_head_dim=512), "bfloat16", {"value_in_key": True}),
+    ],
+    ids=["sinks", "int8", "latent"],
+)
+def test_elsewhere_the_reference_is_compiled_and_pages_stay_in_place(
+    spec: AttentionSpec, dtype: str, options: dict[str, Any]
+) -> None:
+    assert kernels(compiled("v5e:2x4", spec, MIXED, dtype, **options)) == 0
