@@ -111,18 +111,21 @@ def whole(case: Ragged) -> Ragged:
 
 
 def oracle(
-    case: Ragged,
+    counts: Sequence[int],
+    lengths: Sequence[int],
     query: Any,
     keys: Any,
     values: Any,
     spec: AttentionSpec,
     sinks: Any = None,
 ) -> np.ndarray:
-    """query [real tokens, kv_heads, q_per_kv, dim]; keys and values [all tokens of all sequences, kv_heads, dim]."""
-    query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))
+    """What sequences of that many new tokens, and tokens with those, mix: [new tokens, kv_heads, q_per_kv, value_dim] of
+    query [tokens, kv_heads, q_per_kv, dim], with or without padding; keys and values are those of all sequences'
+    tokens, [tokens, kv_heads, dim]."""
+    query, keys, values = (np.asarray(x, np.float64) for x in (query[: sum(counts)], keys, values))
     mixed = np.zeros((*query.shape[:3], spec.value_dim))
     token, before = 0, 0
-    for count, length in zip(case.counts, case.lengths, strict=True):
+    for count, length in zip(counts, lengths, strict=True):
         for position in range(length - count, length):
             first = 0
             if spec.window is not None:

@@ -217,6 +217,23 @@ def test_an_engine_that_stopped_refuses_calls_and_can_be_closed_again(bytes_toke
     asyncio.run(scenario())
 
 
+def test_an_engine_is_made_of_a_checkpoint_and_lives_as_long_as_it_is_entered(
+    bytes_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = FakeCore(bytes_tokenizer)
+    made: list[Any] = []
+    monkeypatch.setattr(
+        "ttpu_jax.engine.open.open_engine", lambda *given, **options: made.append((given, options)) or core
+    )
+
+    async def scenario() -> None:
+        async with AsyncEngine.from_pretrained("./llama", max_num_seqs=4) as engine:
+            assert await text_of(engine, "say: hello") == "hello"
+        assert core.closed and made == [(("./llama",), {"max_num_seqs": 4})]
+
+    asyncio.run(scenario())
+
+
 def test_embeddings_come_as_outputs(bytes_tokenizer: Any) -> None:
     async def scenario() -> None:
         async with started(FakeCore(bytes_tokenizer)) as engine:

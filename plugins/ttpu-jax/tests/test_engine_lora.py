@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -17,14 +18,21 @@ from engine_cases import NEW, PROMPTS, Oracle, add, answers, collect, finish, sm
 from safetensors.numpy import load_file, save_file
 from test_padded import LAYERS, architecture
 
+from ttpu_core import axes
 from ttpu_core.errors import CheckpointError, MappingError, RequestError, TTPUError, UnsupportedError
 from ttpu_core.layout import standard_mapping
 from ttpu_core.mapping import gather
 from ttpu_core.plan.padding import pad_architecture
+from ttpu_core.spec import Parameter
+from ttpu_jax.aot.compile import compile_for
+from ttpu_jax.aot.topology import make_mesh, tpu_topology
 from ttpu_jax.engine.adapter_files import LowRankUpdate, read_adapter
 from ttpu_jax.engine.core import EngineCore
 from ttpu_jax.engine.lora import make_site, reached_tensors, tensor_updates
 from ttpu_jax.engine.outputs import OutputDelta
+from ttpu_jax.model.low_rank import adapters_of_tokens
+from ttpu_jax.model.modules import Linear, Parameters, Runtime
+from ttpu_jax.params.placement import Placement
 
 ALL = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
        "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
@@ -297,6 +305,29 @@ def test_routed_experts_are_refused() -> None:
     module = "model.layers.0.mlp.experts.2.gate_proj"
     with pytest.raises(UnsupportedError, match="routed experts"):
         tensor_updates(mapping, dict.fromkeys(reached), {module: update}, "adapter")
+
+
+@pytest.mark.tpu_compile
+def test_adapters_need_no_exchange_of_their_own_on_a_tpu() -> None:
+    """Where devices have a part of a projection's inputs each, what adapters add is exchanged with the product."""
+    tokens, topology = 64, tpu_topology("v5e:2x4")
+    placement = Placement(make_mesh(topology, {"tensor": 8}))
+    shapes = {"kernel": (256, 2048), "lora_a": (4, 16, 2048), "lora_b": (256, 4, 16)}
+    logical = {"kernel": (None, axes.MLP), "lora_a": (None, None, axes.MLP), "lora_b": (None, None, None)}
+    table = {name: Parameter(shape, logical[name]) for name, shape in shapes.items()}
+
+    def abstract(shape: tuple[int, ...], cut: tuple[str | None, ...], dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.sharding(cut, shape, "an argument"))
+
+    def project(arrays: dict[str, jax.Array], x: jax.Array, adapters: jax.Array) -> jax.Array:
+        with adapters_of_tokens(adapters):
+            out = Linear(Parameters(arrays, table), Runtime(placement))(x)
+        return placement.constrain(out, None, None, None)
+
+    arrays = {name: abstract(shapes[name], logical[name]) for name in shapes}
+    x = abstract((1, tokens, 2048), (None, None, axes.MLP))
+    program = compile_for(topology, project, arrays, x, abstract((tokens,), (None,), "int32"))
+    assert [(each.op, each.count) for each in program.collectives] == [("all-reduce", 1)]
 
 
 @pytest.mark.torch

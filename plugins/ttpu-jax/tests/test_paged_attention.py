@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from paged_cases import Ragged, oracle, ragged, whole
 
@@ -72,7 +71,7 @@ def test_every_knob_gives_what_the_oracle_gives(case: Ragged, spec: AttentionSpe
     query, keys, values, sinks = numbers(case, spec)
     kv = filled(case, spec, keys, values)
     found = attended(case, spec, query, kv, sinks if spec.sinks else None)
-    wanted = oracle(case, query[: case.real], keys, values, spec, sinks if spec.sinks else None)
+    wanted = oracle(case.counts, case.lengths, query, keys, values, spec, sinks if spec.sinks else None)
     np.testing.assert_allclose(found[: case.real], wanted, atol=2e-6, rtol=0)
     assert np.isfinite(found).all(), "padding tokens must stay numbers"
 
@@ -83,7 +82,7 @@ def test_both_orders_of_computation_agree(case: Ragged, platform: str) -> None:
     spec = replace(GQA, window=11, logit_softcap=5.0)
     query, keys, values, sinks = numbers(case, spec)
     found = attended(case, spec, query, filled(case, spec, keys, values), sinks, platform=platform)
-    wanted = oracle(case, query[: case.real], keys, values, spec, sinks)
+    wanted = oracle(case.counts, case.lengths, query, keys, values, spec, sinks)
     np.testing.assert_allclose(found[: case.real], wanted, atol=2e-6, rtol=0)
     assert np.isfinite(found).all()
 
@@ -101,7 +100,7 @@ def test_what_lies_behind_a_window_or_past_the_end_does_not_matter(platform: str
     for row, length in enumerate(case.lengths):  # pages are reused: what lies after the last token is somebody's old one
         pages[table[row, (length - 1) // size], :, :, (length - 1) % size + 1 :] = np.nan
     found = attended(case, spec, query, replace(kv, pages=jnp.asarray(pages)), platform=platform)
-    wanted = oracle(case, query[: case.real], keys, values, spec)
+    wanted = oracle(case.counts, case.lengths, query, keys, values, spec)
     np.testing.assert_allclose(found[: case.real], wanted, atol=2e-6, rtol=0)
     assert np.isfinite(found).all()
 
@@ -120,7 +119,7 @@ def test_values_can_be_the_first_features_of_the_keys() -> None:
     kv = filled(MIXED, spec, keys, None, value_in_key=True)
     assert kv.pages.size == MIXED.num_pages * MIXED.batch.page_size * 12
     found = attended(MIXED, spec, query, kv)
-    wanted = oracle(MIXED, query[: MIXED.real], keys, keys, spec)
+    wanted = oracle(MIXED.counts, MIXED.lengths, query, keys, keys, spec)
     np.testing.assert_allclose(found[: MIXED.real], wanted, atol=2e-6, rtol=0)
 
 
@@ -130,7 +129,7 @@ def test_quantized_pages_are_close(dtype: str, error: float) -> None:
     kv = filled(MIXED, GQA, keys, values, dtype=jnp.dtype(dtype))
     assert kv.pages.dtype == dtype
     found = attended(MIXED, GQA, query, kv)[: MIXED.real]
-    wanted = oracle(MIXED, query[: MIXED.real], keys, values, GQA)
+    wanted = oracle(MIXED.counts, MIXED.lengths, query, keys, values, GQA)
     # int8 rounds by 1/254 of a head's largest number, float8 by 1/16 of each number; softmax averages over keys.
     assert np.abs(found - wanted).max() < error
     big = filled(MIXED, GQA, 1e4 * keys, values, dtype=jnp.dtype(dtype))
@@ -191,7 +190,40 @@ def test_donated_pages_stay_where_they_are(dtype: str) -> None:
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(after)] == places
 
 
-# What is passed to the TPU kernel, with the kernel's own plain description in its place
+# The TPU kernel's arguments, with a description of what it does in its place
+
+
+def kernel_as_described(
+    query: Any,
+    pages: Any,
+    kv_lens: Any,
+    tables: Any,
+    query_starts: Any,
+    num_seqs: Any,
+    *,
+    sm_scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    num_kv_pages_per_block: int,
+    num_queries_per_block: int,
+    **scales: None,
+) -> jax.Array:
+    """`jax.experimental.pallas.ops.tpu.ragged_paged_attention`, whose positions count from the first table entry."""
+    query, pages, kv_lens, tables, query_starts = (np.asarray(x) for x in (query, pages, kv_lens, tables, query_starts))
+    assert 0 < num_kv_pages_per_block <= tables.shape[1] and 0 < num_queries_per_block <= len(query)
+    here = int(num_seqs[0])
+    counts, lengths = np.diff(query_starts)[:here].tolist(), kv_lens[:here].tolist()
+    assert min(counts) > 0 and query_starts[0] == 0
+    found = pages[tables[:here]].reshape(here, -1, pages.shape[2] // 2, 2, pages.shape[3])
+    kept = np.concatenate([found[row, :length] for row, length in enumerate(lengths)])
+    heads, dim = kept.shape[1], kept.shape[3]
+    spec = AttentionSpec(
+        query.shape[1], heads, dim, scale=sm_scale, window=sliding_window, logit_softcap=soft_cap
+    )
+    real = query[: sum(counts)].reshape(-1, heads, spec.q_per_kv, dim)
+    mixed = np.full(query.shape, np.nan, np.float32)
+    mixed[: len(real)] = oracle(counts, lengths, real, kept[:, :, 0], kept[:, :, 1], spec).reshape(-1, *query.shape[1:])
+    return jnp.asarray(mixed)
 
 
 @pytest.mark.parametrize(
@@ -199,27 +231,18 @@ def test_donated_pages_stay_where_they_are(dtype: str) -> None:
     [GQA, replace(GQA, window=9, logit_softcap=3.0), replace(GQA, chunk=8), replace(GQA, v_head_dim=4)],
     ids=["plain", "window", "chunk", "value_dim"],
 )
-@pytest.mark.parametrize("case", [DECODE, MIXED], ids=["decode", "mixed"])
-def test_the_kernel_is_given_what_the_reference_computes(
-    monkeypatch: pytest.MonkeyPatch, case: Ragged, spec: AttentionSpec
-) -> None:
-    def described(*arrays: Any, num_kv_pages_per_block: int, num_queries_per_block: int, **options: Any) -> jax.Array:
-        query, _, lengths, table, starts, number = arrays
-        assert 0 < num_kv_pages_per_block <= table.shape[1] and 0 < num_queries_per_block <= len(query)
-        mixed = ref_ragged_paged_attention(*arrays, **options)
-        assert int(starts[int(number[0])]) == case.real == len(mixed)
-        return jnp.concatenate([mixed, jnp.full((len(query) - len(mixed), *mixed.shape[1:]), jnp.nan)])
-
-    monkeypatch.setattr(kernel, "ragged_paged_attention", described)
-    query, keys, values, _ = numbers(case, spec)
+def test_the_kernel_is_given_what_the_reference_computes(monkeypatch: pytest.MonkeyPatch, spec: AttentionSpec) -> None:
+    monkeypatch.setattr(kernel, "ragged_paged_attention", kernel_as_described)
+    query, keys, values, _ = numbers(MIXED, spec)
     # One device's part of pages whose 2 KV heads have another 2 of zeros behind them.
-    kv = PagedKV(jnp.zeros((case.num_pages, case.batch.page_size, 8, 128)), combined=1)
-    kv = write(kv, jnp.asarray(keys), jnp.asarray(values), whole(case).batch)
-    found = np.asarray(kernel.attend(jnp.asarray(query), kv, case.batch, spec, "TPU v5 lite"))
-    wanted = oracle(case, query[: case.real], keys, values, spec)
-    np.testing.assert_allclose(found[: case.real], wanted, atol=2e-6, rtol=0)
-    assert np.isfinite(found).all()
-    np.testing.assert_allclose(attended(case, spec, query, kv)[: case.real], wanted, atol=2e-6, rtol=0)
+    kv = PagedKV(jnp.zeros((MIXED.num_pages, MIXED.batch.page_size, 8, 128)), combined=1)
+    kv = jax.jit(write)(kv, jnp.asarray(keys), jnp.asarray(values), whole(MIXED).batch)
+    wanted = oracle(MIXED.counts, MIXED.lengths, query, keys, values, spec)
+    by_kernel = np.asarray(kernel.attend(jnp.asarray(query), kv, MIXED.batch, spec, "TPU v5 lite"))
+    by_reference = attended(MIXED, spec, query, kv)
+    for found in (by_kernel, by_reference):
+        np.testing.assert_allclose(found[: MIXED.real], wanted, atol=2e-6, rtol=0)
+        assert np.isfinite(found).all()
 
 
 @pytest.mark.parametrize(

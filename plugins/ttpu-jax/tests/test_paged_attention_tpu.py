@@ -23,7 +23,7 @@ pytestmark = pytest.mark.tpu_compile
 
 LLAMA = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128)
 DECODE, MIXED = (64, 1), (512, 256)  # tokens, and the most of one sequence
-SEQUENCES, PAGES, PAGE_SIZE = 64, 256, 128
+SEQUENCES, PAGES, PAGE_SIZE = 64, 2048, 128
 
 
 def compiled(

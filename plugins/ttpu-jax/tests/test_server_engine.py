@@ -21,7 +21,12 @@ from typer.testing import CliRunner
 
 from ttpu_core.cli.main import app
 
-OPTIONS = ("--port", "0", "--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "32")
+openai = pytest.importorskip("openai")
+
+OPTIONS = (
+    *("--port", "0", "--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "32"),
+    *("--speculative", "ngram:2", "--enable-admin"),
+)
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
@@ -31,12 +36,11 @@ class Process:
 
     process: subprocess.Popen[str]
     url: str
+    log: Path
 
     def client(self) -> Any:
         """OpenAI's own client."""
-        from openai import OpenAI
-
-        return OpenAI(base_url=f"{self.url}/v1", api_key="secret", max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="secret", max_retries=0, timeout=60)
 
     def stats(self) -> Any:
         """The engine's counters."""
@@ -51,35 +55,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[Process]:
-    with started(str(checkpoint), *OPTIONS, "--speculative", "ngram:2", "--enable-admin") as running:
-        yield running
-
-
-class started:
-    """`ttpu serve` with these arguments."""
-
-    def __init__(self, *arguments: str) -> None:
-        environment = {**os.environ, "TTPU_API_KEY": "secret", "XLA_FLAGS": _one_device()}
-        command = [sys.executable, "-m", "ttpu_core.cli.main", "serve", *arguments]
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> Process:
-        assert self.process.stdout is not None and self.process.stderr is not None
-        line = self.process.stdout.readline()
-        found = re.match(r"serving (\S+) at (http://127\.0\.0\.1:\d+) ", line)
-        assert found, f"{line!r} {self.process.stderr.read()}"
-        return Process(self.process, found[2])
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    log = tmp_path_factory.mktemp("log") / "server.log"  # a pipe that nobody reads would stop it
+    command = [sys.executable, "-m", "ttpu_core.cli.main", "serve", str(checkpoint), *OPTIONS]
+    environment = {**os.environ, "TTPU_API_KEY": "secret", "XLA_FLAGS": _one_device()}
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        assert process.stdout is not None
+        found = re.match(r"serving (\S+) at (http://127\.0\.0\.1:\d+) ", process.stdout.readline())
+        assert found, log.read_text()
+        yield Process(process, found[2], log)
+    finally:
+        process.terminate()
         try:
-            self.process.wait(30)
+            process.wait(30)
         finally:
-            self.process.kill()
-            self.process.communicate()
+            process.kill()
+            process.communicate()
 
 
 def _one_device() -> str:
@@ -147,8 +140,6 @@ def test_an_answer_matches_its_schema(server: Process) -> None:
 
 
 def test_a_schema_that_is_none_is_refused(server: Process) -> None:
-    import openai
-
     form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "wizard"}}}
     with pytest.raises(openai.BadRequestError):
         server.client().chat.completions.create(model="tiny-llama", messages=HELLO, response_format=form)
@@ -211,6 +202,17 @@ def test_a_wrong_place_or_option_is_refused_before_anything_is_loaded(server: Pr
         assert done.exit_code == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.output
 
 
+@pytest.mark.slow
+def test_it_endures_a_crowd(server: Process) -> None:
+    pytest.importorskip("schemathesis")
+    script = Path(__file__).parents[3] / "benchmarks" / "serve_load.py"
+    command = [sys.executable, str(script), "--seconds", "10", "--clients", "30", "--key", "secret"]
+    command += ["--url", server.url, "--pid", str(server.process.pid)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"'200': \d+", done.stdout) and re.search(r"'400': \d+", done.stdout), done.stdout
+
+
 def test_a_signal_lets_answers_end_and_the_process_end_well(server: Process) -> None:
     stream = iter(server.client().completions.create(model="tiny-llama", prompt="abc", max_tokens=90, stream=True))
     next(stream)
@@ -218,3 +220,4 @@ def test_a_signal_lets_answers_end_and_the_process_end_well(server: Process) -> 
     chunks = list(stream)
     assert chunks[-1].choices[0].finish_reason in ("length", "stop")
     assert server.process.wait(30) == 0
+    assert "Traceback" not in server.log.read_text()

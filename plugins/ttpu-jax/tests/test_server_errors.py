@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from fake_core import FakeCore, tokenizer
 from serving import Running, running
 
 from ttpu_jax.server import ServerSettings
 from ttpu_jax.server.errors import as_api_error
+
+openai = pytest.importorskip("openai")
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO: Any = [{"role": "user", "content": "say: hello"}]

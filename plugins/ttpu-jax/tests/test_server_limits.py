@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from fake_core import FakeCore, tokenizer
 from serving import Running, running
@@ -20,6 +19,8 @@ from serving import Running, running
 from ttpu_core.errors import RequestError
 from ttpu_jax.engine.sampling_params import SamplingParams
 from ttpu_jax.server import ServerSettings
+
+openai = pytest.importorskip("openai")
 
 HELLO: Any = {"model": "fake", "messages": [{"role": "user", "content": "say: hello"}]}
 ENDLESS: Any = {"model": "fake", "prompt": "say: on and on", "max_tokens": 4000, "ignore_eos": True}

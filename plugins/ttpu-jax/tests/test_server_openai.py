@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 import tiny
 from fake_core import FakeCore, tokenizer
@@ -15,10 +14,13 @@ from serving import Running, running
 
 from ttpu_jax.server import ServerSettings
 
+openai = pytest.importorskip("openai")
+
 TOOLS_TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}{{ '\n' }}{% endif %}{% for message in messages %}"
-    "{{ message['role'][0] }}:{{ message['content'] }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments['city'] }}"
-    "</tool_call>{% endfor %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    "{{ message['role'][0] }}:{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments['city'] }}</tool_call>{% endfor %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
 WEATHER: Any = {

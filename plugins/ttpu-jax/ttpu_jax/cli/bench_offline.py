@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ttpu_core.cli.console import print_json
-from ttpu_jax.cli import bench_options
+from ttpu_jax.cli import bench_options, engine_options
 from ttpu_jax.cli.bench_options import RESULTS, WORKLOAD
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ def throughput(
     seed: bench_options.Seed = 0,
     dtype: bench_options.Dtype = "auto",
     parallelism_strategy: bench_options.Strategy = None,
-    max_num_seqs: bench_options.MaxNumSeqs = None,
-    max_model_len: bench_options.MaxModelLen = None,
-    max_num_batched_tokens: bench_options.MaxBatchedTokens = None,
-    kv_cache_dtype: bench_options.KvCacheDtype = "auto",
-    speculative: bench_options.Speculative = None,
+    max_num_seqs: engine_options.MaxNumSeqs = None,
+    max_model_len: engine_options.MaxModelLen = None,
+    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
+    kv_cache_dtype: engine_options.KvCacheDtype = "auto",
+    speculative: engine_options.Speculative = None,
     warmups: bench_options.Warmups = 1,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Repetitions.", rich_help_panel=RESULTS)] = 3,
     percentiles: bench_options.Percentiles = "50,90,99",
@@ -70,11 +70,11 @@ def latency(
     seed: bench_options.Seed = 0,
     dtype: bench_options.Dtype = "auto",
     parallelism_strategy: bench_options.Strategy = None,
-    max_num_seqs: bench_options.MaxNumSeqs = None,
-    max_model_len: bench_options.MaxModelLen = None,
-    max_num_batched_tokens: bench_options.MaxBatchedTokens = None,
-    kv_cache_dtype: bench_options.KvCacheDtype = "auto",
-    speculative: bench_options.Speculative = None,
+    max_num_seqs: engine_options.MaxNumSeqs = None,
+    max_model_len: engine_options.MaxModelLen = None,
+    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
+    kv_cache_dtype: engine_options.KvCacheDtype = "auto",
+    speculative: engine_options.Speculative = None,
     warmups: bench_options.Warmups = 3,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Repetitions.", rich_help_panel=RESULTS)] = 10,
     percentiles: bench_options.Percentiles = "50,90,99",

@@ -12,11 +12,12 @@ import typer
 from ttpu_core.cli.console import stderr_console
 from ttpu_core.errors import RequestError
 from ttpu_core.files import check_target, write_whole
+from ttpu_jax.cli.engine_options import ENGINE
 
 if TYPE_CHECKING:
     from ttpu_jax.bench.workload import Prompt
 
-WORKLOAD, SENDING, SERVER, ENGINE, RESULTS = "Workload", "Sending", "Server", "Engine", "Results"
+WORKLOAD, SENDING, SERVER, RESULTS = "Workload", "Sending", "Server", "Results"
 
 InputTokens = Annotated[
     str, typer.Option(metavar="N|LOW-HIGH", help="Tokens of each prompt, drawn evenly.", rich_help_panel=WORKLOAD)
@@ -62,23 +63,6 @@ Strategy = Annotated[
         help="How to cut the model over devices, as in tensor=4.",
         rich_help_panel=ENGINE,
     ),
-]
-MaxNumSeqs = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Requests that run at once.", rich_help_panel=ENGINE)
-]
-MaxModelLen = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="The most tokens of one sequence.", rich_help_panel=ENGINE)
-]
-MaxBatchedTokens = Annotated[
-    int | None,
-    typer.Option("--max-num-batched-tokens", min=1, metavar="N", help="Tokens of one step.", rich_help_panel=ENGINE),
-]
-KvCacheDtype = Annotated[
-    str, typer.Option(metavar="DTYPE", help="auto, float32, bfloat16, float16, fp8 or int8.", rich_help_panel=ENGINE)
-]
-Speculative = Annotated[
-    str | None,
-    typer.Option(metavar="HOW", help="ngram, ngram:4, or a draft model's checkpoint.", rich_help_panel=ENGINE),
 ]
 Warmups = Annotated[int, typer.Option(min=0, metavar="N", help="Repetitions off the clock.", rich_help_panel=RESULTS)]
 

@@ -3,6 +3,7 @@ with which `ttpu serve` answers go into a cache, and what they take is printed."
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from ttpu_jax.engine.core import EngineCore
 
 NOTE = (
-    "Figures of the TPU compiler (libtpu) for slices that were not there: nothing ran on a TPU. Bytes are of one device; "
-    "times are a walk through the compiler's own schedule, good for comparing programs."
+    "Figures of the TPU compiler (libtpu) for slices that were not there: nothing ran on a TPU. Bytes are of one "
+    "device; times are a walk through the compiler's own schedule, good for comparing programs, in which kernels (of "
+    "attention) count as no time."
 )
 
 
@@ -31,7 +33,8 @@ def compile_programs(
     topology: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="A TPU slice that need not be there, as in v5e:2x4; repeat for more. Else these devices."
+            metavar="NAME",
+            help="A TPU slice that need not be there, as in v5e:2x4; repeat for more. Else these devices.",
         ),
     ] = None,
     max_model_len: engine_options.MaxModelLen = None,
@@ -44,6 +47,8 @@ def compile_programs(
     no_chunked_prefill: engine_options.NoChunkedPrefill = False,
     speculative: engine_options.Speculative = None,
     enable_lora: engine_options.EnableLora = None,
+    max_adapters: engine_options.MaxAdapters = None,
+    max_lora_rank: engine_options.MaxLoraRank = None,
     weights_dir: options.WeightsDir = None,
     dtype: options.Dtype = "auto",
     parallelism_strategy: options.ParallelismStrategy = None,
@@ -84,6 +89,8 @@ def compile_programs(
         no_chunked_prefill=no_chunked_prefill,
         speculative=speculative,
         enable_lora=enable_lora,
+        max_adapters=max_adapters,
+        max_lora_rank=max_lora_rank,
         dtype=dtype,
         parallelism_strategy=parallelism_strategy,
         plan=plan,
@@ -94,7 +101,8 @@ def compile_programs(
     if topology:
         found = [_ahead(name, one, arguments, quiet) for one in topology]
         if as_json:
-            print_json({"checkpoint": name, "note": NOTE, "kept_in": folder, "slices": [_as_json(one) for one in found]})
+            slices = [_as_json(one) for one in found]
+            print_json({"checkpoint": name, "note": NOTE, "kept_in": folder, "slices": slices})
         else:
             for one in found:
                 _print_ahead(name, one, arguments, folder)
@@ -144,8 +152,8 @@ def _folder(*, ahead: bool) -> str:
     folder = programs_folder("executables") if ahead else keep_compiled()
     if folder is None:
         raise RequestError(
-            f"`ttpu compile` keeps programs for later, but there is no folder for them: let {VARIABLE} name one that only "
-            "you may write to, and leave JAX's cache on."
+            f"`ttpu compile` keeps programs for later, but there is no folder for them: let {VARIABLE} name one that "
+            "only you may write to, and leave JAX's cache on."
         )
     return str(folder)
 
@@ -164,8 +172,8 @@ def _ahead(name: str, topology: str, arguments: Mapping[str, Any], quiet: bool) 
     hosts = parse_topology(topology).num_hosts
     if hosts > 1:
         raise UnsupportedError(
-            f"programs for {topology} were asked for, which is {hosts} machines, but the engine serves from one: take a "
-            "slice that one machine holds, as in v5e:2x4."
+            f"programs for {topology} were asked for, which is {hosts} machines, but the engine serves from one: take "
+            "a slice that one machine holds, as in v5e:2x4."
         )
     devices = tpu_topology(topology).devices  # says what to install, or that there is no such slice, before all else
     engine, load = split_options(arguments)
@@ -305,14 +313,11 @@ def _pages(found: Ahead) -> str:
 
 
 def _command(name: str, found: Ahead, arguments: Mapping[str, Any]) -> str:
-    """What serves with these programs, as far as it was not asked for in the same words."""
-    words = ["ttpu serve", name]
-    if "plan" not in arguments:
-        mesh = arguments.get("parallelism_strategy") or ",".join(f"{axis}={n}" for axis, n in found.mesh.items())
-        words.append(f"--parallelism-strategy {mesh}")
-    given = [key for key in arguments if key not in ("parallelism_strategy", "enable_prefix_caching",
-                                                     "enable_chunked_prefill", "kv_cache_dtype", "dtype")]  # fmt: skip
-    return " ".join(words) + (" and the other options that were given" if given else "")
+    """What serves with these programs."""
+    given = {"parallelism_strategy": ",".join(f"{axis}={size}" for axis, size in found.mesh.items()), **arguments}
+    if "plan" in given:
+        del given["parallelism_strategy"]
+    return " ".join(["ttpu serve", shlex.quote(name), *engine_options.words(given)])
 
 
 # -- these devices --
@@ -323,7 +328,7 @@ def _rows_here(core: EngineCore) -> list[dict[str, Any]]:
 
     pool = core.runner.pool
     rows: list[dict[str, Any]] = []
-    for key in pool.keys:
+    for key in (program.key for program in core.runner.programs()):  # the pool's are in the order of completion
         memory = pool.executable(key).memory_analysis()
         peak = getattr(memory, "peak_memory_in_bytes", None)
         rows.append({"name": name_of(key), "peak_bytes": peak, "seconds": pool.seconds[key]})

@@ -3,7 +3,8 @@ what the user typed; out: the arguments of `ttpu_jax.engine.open.open_engine`.""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -54,6 +55,14 @@ EnableLora = Annotated[
     ),
 ]
 
+MaxAdapters = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="LoRA adapters at once, else those of --enable-lora.", rich_help_panel=ENGINE),
+]
+MaxLoraRank = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Of adapters that are loaded later.", rich_help_panel=ENGINE)
+]
+
 
 def engine_arguments(
     *,
@@ -67,6 +76,8 @@ def engine_arguments(
     no_chunked_prefill: bool,
     speculative: str | None,
     enable_lora: Sequence[str] | None,
+    max_adapters: int | None = None,
+    max_lora_rank: int | None = None,
     dtype: str,
     parallelism_strategy: str | None,
     plan: str | None,
@@ -93,6 +104,8 @@ def engine_arguments(
         "enable_chunked_prefill": not no_chunked_prefill,
         "speculative": speculative,
         "adapters": adapters(enable_lora),
+        "max_adapters": max_adapters,
+        "max_lora_rank": max_lora_rank,
         "dtype": dtype,
         "parallelism_strategy": parallelism_strategy,
         "plan": plan,
@@ -100,6 +113,22 @@ def engine_arguments(
         "patch_packs": patch_pack,
     }
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def words(arguments: Mapping[str, Any]) -> list[str]:
+    """What `engine_arguments` gave, as it is typed; what is as it would be anyway is left out."""
+    typed: list[str] = []
+    for name, value in arguments.items():
+        option = f"--{name.replace('_', '-')}"
+        if name in ("enable_prefix_caching", "enable_chunked_prefill"):
+            typed += [] if value else [option.replace("--enable", "--no")]
+        elif name == "kv_cache_memory":
+            typed += [option, f"{value / GIB:.10g}"]
+        elif name == "patch_packs":
+            typed += [word for pack in value for word in ("--patch-pack", shlex.quote(pack))]
+        elif value != "auto":
+            typed += [option, shlex.quote(str(value))]
+    return typed
 
 
 def adapters(given: Sequence[str] | None) -> dict[str, str] | None:

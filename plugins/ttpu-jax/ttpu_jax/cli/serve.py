@@ -14,6 +14,7 @@ from ttpu_core.cli import options
 from ttpu_core.cli.console import LoadProgress, note
 from ttpu_core.errors import RequestError
 from ttpu_jax.cli import engine_options
+from ttpu_jax.cli.engine_options import ENGINE
 
 SERVER, LIMITS = "Server", "Limits"
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -111,6 +112,12 @@ def serve(
     no_chunked_prefill: engine_options.NoChunkedPrefill = False,
     speculative: engine_options.Speculative = None,
     enable_lora: engine_options.EnableLora = None,
+    max_adapters: engine_options.MaxAdapters = None,
+    max_lora_rank: engine_options.MaxLoraRank = None,
+    strict_compile: Annotated[
+        bool,
+        typer.Option("--strict-compile", help="A program that is missing is an error.", rich_help_panel=ENGINE),
+    ] = False,
     max_concurrent: Annotated[
         int, typer.Option(min=1, metavar="N", help="HTTP requests at once; more get 429.", rich_help_panel=LIMITS)
     ] = 1024,
@@ -198,14 +205,15 @@ def serve(
         no_chunked_prefill=no_chunked_prefill,
         speculative=speculative,
         enable_lora=enable_lora,
+        max_adapters=max_adapters,
+        max_lora_rank=max_lora_rank,
         dtype=dtype,
         parallelism_strategy=parallelism_strategy,
         plan=plan,
         attn_implementation=attn_implementation,
         patch_pack=patch_pack,
     )
-    if max_waiting is not None:
-        engine["max_waiting"] = max_waiting
+    engine |= {"max_waiting": max_waiting, "strict_compile": strict_compile}
     bound = place.bind()
     app = _app(name, settings, engine, quiet)
 

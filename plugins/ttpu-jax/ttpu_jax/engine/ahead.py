@@ -24,7 +24,7 @@ from ttpu_jax.engine.buckets import StepShape
 from ttpu_jax.engine.build import refuse_idle_devices, runner_for
 from ttpu_jax.engine.config import EngineConfig
 from ttpu_jax.engine.memory import MARGIN, pages_per_group
-from ttpu_jax.engine.programs import Program
+from ttpu_jax.engine.programs import Program, without_folders
 from ttpu_jax.engine.runner import Runner
 from ttpu_jax.engine.speculative import speculative_config
 from ttpu_jax.engine.store import ProgramStore
@@ -252,8 +252,8 @@ def _compiled(
 
 def lower(topology: TpuTopology, program: Program) -> jax.stages.Lowered:
     """One program, traced for a slice."""
-    jitted = jax.jit(program.function, donate_argnums=program.donated, out_shardings=program.out_shardings)
-    return lower_for(topology, jitted, *program.arguments)
+    with without_folders():
+        return lower_for(topology, program.jitted, *program.arguments)
 
 
 def name_of(key: Any) -> str:

@@ -51,12 +51,29 @@ class AsyncEngine:
         self._stats: Any = None
         self._thread = threading.Thread(target=self._run, name="ttpu-engine", daemon=True)
 
+    @classmethod
+    def from_pretrained(cls, model: Any, **options: Any) -> AsyncEngine:
+        """An engine over a checkpoint's directory or Hub id, or over a loaded model; `options` are those of `LLM`.
+
+        Raises:
+            TTPUError: the checkpoint, its plugin, a setting or the memory does not do, and why.
+        """
+        from ttpu_jax.engine.open import open_engine
+
+        return cls(open_engine(model, **options))
+
     # -- life -----------------------------------------------------------------------------------------------
 
     def start(self) -> AsyncEngine:
         """Begin to step; once."""
         self._thread.start()
         return self
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
 
     @property
     def alive(self) -> bool:

@@ -8,8 +8,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ttpu_jax.engine.store import ProgramStore
 
 log = logging.getLogger("ttpu.engine")
+SOURCES, FOLDERS_OF_SOURCES = "jax_hlo_source_file_canonicalization_regex", r".*/(?=(?:jax|ttpu_jax)/)"
 OnProgress = Callable[[str, float, float], None]
 
 
@@ -40,8 +42,28 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """Traced; the compiler has yet to run."""
-        jitted = jax.jit(self.function, donate_argnums=self.donated, out_shardings=self.out_shardings)
-        return jitted.lower(*self.arguments)
+        with without_folders():
+            return self.jitted.lower(*self.arguments)
+
+    @property
+    def jitted(self) -> Any:
+        """The function under `jax.jit`."""
+        return jax.jit(self.function, donate_argnums=self.donated, out_shardings=self.out_shardings)
+
+
+@contextmanager
+def without_folders() -> Iterator[None]:
+    """Let what is traced meanwhile not say where Python packages lie on this machine: Pallas kernels carry the names of
+    their source files, and programs would be other ones in another virtual environment."""
+    config: Any = jax.config  # its options are not in its type
+    if getattr(config, SOURCES) is not None:
+        yield
+        return
+    jax.config.update(SOURCES, FOLDERS_OF_SOURCES)
+    try:
+        yield
+    finally:
+        jax.config.update(SOURCES, None)
 
 
 class ProgramPool:

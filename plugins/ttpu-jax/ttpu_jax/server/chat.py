@@ -33,8 +33,11 @@ def router(service: Service) -> APIRouter:
         chat = Chat(service, body)
         answers = await until_gone(request, chat.submit())
         if body.stream:
-            return EventStream(chat.chunks(answers), service.settings.write_timeout)
-        return JSONResponse(await until_gone(request, chat.whole(answers)))
+            return EventStream(chat.chunks(answers), service.settings.write_timeout, answers.close)
+        try:
+            return JSONResponse(await until_gone(request, chat.whole(answers)))
+        finally:
+            answers.close()
 
     return routes
 

@@ -29,8 +29,11 @@ def router(service: Service) -> APIRouter:
         completion = Completion(service, body)
         answers = await until_gone(request, completion.submit())
         if body.stream:
-            return EventStream(completion.chunks(answers), service.settings.write_timeout)
-        return JSONResponse(await until_gone(request, completion.whole(answers)))
+            return EventStream(completion.chunks(answers), service.settings.write_timeout, answers.close)
+        try:
+            return JSONResponse(await until_gone(request, completion.whole(answers)))
+        finally:
+            answers.close()
 
     return routes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -25,15 +25,22 @@ class ClientGoneError(Exception):
 class EventStream(Response):
     """Sends each value as an event of JSON, and `[DONE]`; an error on the way is the last event before that.
 
-    A client that closes its connection, or leaves one event unread for `write_timeout` seconds, ends the iterator."""
+    A client that closes its connection, or leaves one event unread for `write_timeout` seconds, ends the iterator.
+    `end` is called at the end, however it came: an iterator that never began cleans nothing up."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, values: AsyncGenerator[dict[str, Any], None], write_timeout: float | None) -> None:
+    def __init__(
+        self,
+        values: AsyncGenerator[dict[str, Any], None],
+        write_timeout: float | None,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._values = values
         self._write_timeout = write_timeout
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it all, or what the client takes of it."""
@@ -46,6 +53,7 @@ class EventStream(Response):
                 task.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
             await self._values.aclose()
+            self._end()
         error = sending.exception() if sending.done() and not sending.cancelled() else None
         if error is not None and not isinstance(error, TimeoutError):
             raise error

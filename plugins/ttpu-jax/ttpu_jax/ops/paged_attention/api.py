@@ -36,7 +36,8 @@ def paged_attention(
     Returns:
         [tokens, kv_heads, q_per_kv, value_dim] in the query's type; finite numbers for padding.
     """
-    use_kernel = bool(kv.combined) and kernel.unserved_batch(spec, batch, kv.group) is None
+    on_tpu = context.platform == "tpu" and kv.combined > 0
+    use_kernel = on_tpu and kernel.unserved_batch(spec, batch, kv.group) is None
     kind = device_kind(context) if use_kernel else ""
 
     def attend(query: jax.Array, kv: PagedKV, batch: RaggedBatch, sinks: jax.Array | None) -> jax.Array:
