@@ -8,11 +8,21 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+PLACE = """
+import fcntl, os, sys
+read, write = (fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3])
+os.dup2(read, 3)
+os.dup2(write, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Puts the pipes where the protocol wants them, 3 to read and 4 to write, in a process that has no threads to fork."""
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -99,18 +109,11 @@ def browser(folder: Path, *options: str) -> Iterator[Page]:
     to_browser, from_test = os.pipe()
     to_test, from_browser = os.pipe()
     command = [
-        executable() or "", "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe",
-        f"--user-data-dir={folder}", "--no-first-run", "--disable-background-networking", *options,
+        sys.executable, "-c", PLACE, str(to_browser), str(from_browser), executable() or "",
+        "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={folder}",
+        "--no-first-run", "--disable-background-networking", *options,
     ]  # fmt: skip
-
-    def place_pipes() -> None:  # the protocol's places: 3 to read, 4 to write
-        read, write = os.dup(to_browser), os.dup(from_browser)
-        os.dup2(read, 3)
-        os.dup2(write, 4)
-
-    process = subprocess.Popen(
-        command, preexec_fn=place_pipes, pass_fds=(3, 4, to_browser, from_browser), stderr=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(command, pass_fds=(to_browser, from_browser), stderr=subprocess.DEVNULL)
     os.close(to_browser)
     os.close(from_browser)
     try:

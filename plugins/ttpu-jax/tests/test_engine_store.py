@@ -101,7 +101,7 @@ def stored(folder: Path) -> ProgramStore:
     """A store that holds the program."""
     kept = ProgramStore(jax.devices()[:1])
     lowered = program().lower()
-    assert kept.save(lowered, lowered.compile(), {"peak": 7})
+    assert kept.save(kept.key(lowered), lowered.compile(), {"peak": 7})
     return ProgramStore(jax.devices()[:1])
 
 
@@ -174,8 +174,8 @@ class TestStore:
         assert run(pool.executable(("scaled", 3.0))) == 4.0
 
     def test_what_is_stored_beside_a_program_comes_back(self, stored: ProgramStore) -> None:
-        assert stored.facts(program().lower()) == {"peak": 7}
-        assert stored.facts(program(3.0).lower()) is None
+        assert stored.facts(stored.key(program().lower())) == {"peak": 7}
+        assert stored.facts(stored.key(program(3.0).lower())) is None
 
     def test_another_process_finds_it_under_the_same_name(self, stored: ProgramStore) -> None:
         script = (
@@ -199,7 +199,7 @@ class TestStore:
             runner, first = llm.engine.runner, answer(llm)
             kept = ProgramStore(runner.runtime.placement.devices)
             for each in runner.programs():
-                kept.save(each.lower(), runner.pool.executable(each.key))
+                kept.save(kept.key(each.lower()), runner.pool.executable(each.key))
         with LLM(str(checkpoint), **SMALL, num_pages=20) as llm:
             pool = llm.engine.runner.pool
             assert pool.loaded == len(pool.keys) > 2
@@ -211,9 +211,9 @@ class TestStore:
         path, lowered = only_file(stored), program().lower()
         path.write_bytes(damage(path.read_bytes()))
         assert stored.load(lowered) is None
-        assert stored.facts(lowered) is None
-        stored.save(lowered, lowered.compile())
-        assert run(stored.load(lowered)) == 3.0
+        assert stored.facts(path.stem) is None
+        assert stored.save(path.stem, lowered.compile()) == path
+        assert run(stored.load(program().lower())) == 3.0
 
     @pytest.mark.parametrize("name", ["jax", "libtpu"])
     def test_another_version_finds_nothing(
@@ -275,7 +275,7 @@ class TestStore:
     def test_nothing_is_stored_or_read_where_it_is_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VARIABLE, "off")
         kept, lowered = ProgramStore(jax.devices()[:1]), program().lower()
-        assert kept.save(lowered, lowered.compile()) is None
+        assert kept.save(kept.key(lowered), lowered.compile()) is None
         assert not kept
         assert kept.load(lowered) is None
 

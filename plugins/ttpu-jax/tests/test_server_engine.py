@@ -23,9 +23,13 @@ from ttpu_core.cli.main import app
 
 openai = pytest.importorskip("openai")
 
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }} {% endfor %}"
+)
 OPTIONS = (
-    *("--port", "0", "--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "32"),
-    *("--speculative", "ngram:2", "--enable-admin"),
+    *("--port", "0", "--max-model-len", "384", "--max-num-seqs", "4", "--max-num-batched-tokens", "32"),
+    *("--speculative", "ngram:2", "--enable-admin", "--chat-template", TEMPLATE),
 )
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -49,7 +53,7 @@ class Process:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny.llama_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny-llama", chat=True)
+    folder = tiny.llama_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny-llama", max_position_embeddings=512)
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.0, "top_k": 50}))
     return folder
 
@@ -137,6 +141,24 @@ def test_an_answer_matches_its_schema(server: Process) -> None:
     choices = {"guided_choice": ["maybe", "never"]}
     answer = server.client().chat.completions.create(model="tiny-llama", messages=HELLO, extra_body=choices)
     assert answer.choices[0].message.content in choices["guided_choice"]
+
+
+def test_a_tool_that_must_be_called_is_called(server: Process) -> None:
+    parameters = {
+        "properties": {"unit": {"$ref": "#/$defs/unit"}},
+        "$defs": {"unit": {"enum": ["C", "F"]}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    }
+    tools: Any = [{"type": "function", "function": {"name": "heat", "parameters": parameters}}]
+    asked: Any = {"model": "tiny-llama", "messages": HELLO, "tools": tools, "seed": 3, "temperature": 1}
+    asked["extra_body"] = {
+        "logit_bias": {str(byte): -100 for byte in b" \t\r\n"}
+    }  # or a random model breaks lines for long
+    for choice in ("required", {"type": "function", "function": {"name": "heat"}}):
+        answer = server.client().chat.completions.create(tool_choice=choice, parallel_tool_calls=False, **asked)
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name == "heat" and json.loads(call.function.arguments)["unit"] in ("C", "F")
 
 
 def test_a_schema_that_is_none_is_refused(server: Process) -> None:

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from serving import Running, running
 from ttpu_core.errors import RequestError
 from ttpu_jax.engine.sampling_params import SamplingParams
 from ttpu_jax.server import ServerSettings
+from ttpu_jax.server.events import EventStream
 
 openai = pytest.importorskip("openai")
 
@@ -99,6 +100,23 @@ def test_a_client_that_leaves_before_its_answer_aborts_all_of_its_request(bytes_
             httpx.post(f"{server.url}/v1/completions", json=asked, timeout=0.3)
         until(lambda: not server.core.answers)
         assert len(set(server.core.aborted)) == 3
+
+
+def test_a_client_that_leaves_before_its_stream_begins_leaves_nothing_behind() -> None:
+    ended: list[str] = []
+
+    async def values() -> AsyncGenerator[dict[str, Any], None]:
+        yield {}
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def stuck(_: Any) -> None:
+        await asyncio.sleep(60)
+
+    response = EventStream(values(), None, lambda: ended.append("answers"))
+    asyncio.run(asyncio.wait_for(response({"type": "http"}, gone, stuck), 5))
+    assert ended == ["answers"]
 
 
 def test_a_request_that_takes_too_long_is_ended(bytes_tokenizer: Any) -> None:

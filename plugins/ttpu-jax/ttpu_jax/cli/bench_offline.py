@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 def throughput(
     checkpoint: bench_options.Checkpoint,
-    num_prompts: Annotated[int | None, typer.Option(min=1, metavar="N", rich_help_panel=WORKLOAD)] = None,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Requests; 100, or all of a dataset.", rich_help_panel=WORKLOAD),
+    ] = None,
     input_tokens: bench_options.InputTokens = "128",
     output_tokens: bench_options.OutputTokens = "128",
     prefix_tokens: bench_options.PrefixTokens = 0,

@@ -54,10 +54,9 @@ EnableLora = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
-
 MaxAdapters = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="LoRA adapters at once, else those of --enable-lora.", rich_help_panel=ENGINE),
+    typer.Option(min=1, metavar="N", help="LoRA adapters at once; else those given.", rich_help_panel=ENGINE),
 ]
 MaxLoraRank = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Of adapters that are loaded later.", rich_help_panel=ENGINE)

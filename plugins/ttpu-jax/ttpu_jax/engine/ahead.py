@@ -19,7 +19,7 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.plan.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_jax.aot.compile import CompiledProgram, compile_lowered, lower_for
-from ttpu_jax.aot.topology import TpuTopology, make_mesh, tpu_topology
+from ttpu_jax.aot.topology import GIB, TpuTopology, make_mesh, tpu_topology
 from ttpu_jax.engine.buckets import StepShape
 from ttpu_jax.engine.build import refuse_idle_devices, runner_for
 from ttpu_jax.engine.config import EngineConfig
@@ -240,13 +240,14 @@ def _compiled(
 ) -> tuple[ProgramFigures, CompiledProgram | None]:
     """What the compiler says of a program, now or when it was stored; it is stored now if it was not."""
     lowered = lowered or lower(topology, program)
-    facts = None if store is None else store.facts(lowered)
+    key = "" if store is None else store.key(lowered)
+    facts = None if store is None else store.facts(key)
     if facts is not None:
         return ProgramFigures.from_dict(facts), None
     compiled = compile_lowered(topology, lowered, name_of(program.key))
     figures = ProgramFigures.of(compiled)
     if store is not None:
-        store.save(lowered, compiled.executable, asdict(figures))
+        store.save(key, compiled.executable, asdict(figures))
     return figures, compiled
 
 
@@ -278,16 +279,17 @@ def _num_pages(
         return pages_per_group(config, runner.layout, page_bytes, None)
     if config.kv_cache_memory is not None:
         return pages_per_group(config, runner.layout, page_bytes, config.kv_cache_memory)
-    largest, _ = _compiled(topology, next(iter(runner.programs())), None, store)
     weights = _device_bytes(runner.params)
     states = state_bytes(runner.spec, config.max_num_seqs or 1, placement, runner.state_dtype)
-    sampling = _device_bytes(runner._empty_state(abstract=True))
-    free = topology.chip.hbm_bytes - weights - states - sampling - largest.temp_bytes - MARGIN
+    free = topology.chip.hbm_bytes - MARGIN - weights - states - _device_bytes(runner._empty_state(abstract=True))
+    if free > 0:
+        largest, _ = _compiled(topology, next(iter(runner.programs())), None, store)
+        free -= largest.temp_bytes
     if free <= 0:
         raise UnsupportedError(
-            f"an engine for {topology.name!r} was asked for, but weights and the largest step take "
-            f"{-free / 2**30:.2f} GiB more than each device's {topology.chip.hbm_bytes / 2**30:.2f} GiB: use more "
-            "devices, or lower max_num_batched_tokens."
+            f"an engine for {topology.name!r} was asked for, but weights, states and the largest step take "
+            f"{-free / GIB:.2f} GiB more than each device's {topology.chip.hbm_bytes / GIB:.2f} GiB: use more devices, "
+            "or lower max_num_seqs and max_num_batched_tokens."
         )
     return pages_per_group(config, runner.layout, page_bytes, int(free * USABLE))
 

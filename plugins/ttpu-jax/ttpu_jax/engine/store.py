@@ -49,22 +49,16 @@ class ProgramStore:
         """Whether anything is stored; without, no program has to be described to be looked up."""
         return self.folder is not None and any(self.folder.glob("*.program"))
 
-    def path(self, lowered: jax.stages.Lowered) -> Path | None:
-        """The file of a program, None where none are kept."""
-        if self.folder is None:
-            return None
-        return self.folder / self._name(lowered)
-
-    def _name(self, lowered: jax.stages.Lowered) -> str:
+    def key(self, lowered: jax.stages.Lowered) -> str:
+        """What a program is found by. Ask before it is compiled: the compiler works on what was lowered."""
         whole = hashlib.sha256(self._setting.encode())
         whole.update(lowered.as_text().encode())
-        return f"{whole.hexdigest()}.program"
+        return whole.hexdigest()
 
     def load(self, lowered: jax.stages.Lowered) -> Any:
         """The executable (`jax.stages.Compiled`) on the store's devices; None where there is none that loads. The first
         that does not is logged."""
-        path = self.path(lowered)
-        found = None if path is None else _read(path)
+        found = self._read(self.key(lowered))
         if found is None:
             return None
         try:
@@ -81,15 +75,12 @@ class ProgramStore:
             self._failed = True
             return None
 
-    def facts(self, lowered: jax.stages.Lowered) -> dict[str, Any] | None:
+    def facts(self, key: str) -> dict[str, Any] | None:
         """What was stored beside a program; None where there is no program, or a damaged one."""
-        path = self.path(lowered)
-        found = None if path is None else _read(path)
+        found = self._read(key)
         return None if found is None else found[0]
 
-    def save(
-        self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, facts: Mapping[str, Any] | None = None
-    ) -> Path | None:
+    def save(self, key: str, compiled: jax.stages.Compiled, facts: Mapping[str, Any] | None = None) -> Path | None:
         """Store an executable, in place of one that is there; None where none are kept.
 
         Args:
@@ -99,13 +90,15 @@ class ProgramStore:
             OSError: it cannot be written.
         """
         self.folder = programs_folder(*self._parts)
-        path = self.path(lowered)
-        if path is None:
+        if self.folder is None:
             return None
-        content = serialize(compiled)[0]
+        path, content = self.folder / f"{key}.program", serialize(compiled)[0]
         head = {"format": FORMAT, "sha256": hashlib.sha256(content).hexdigest(), "facts": dict(facts or {})}
         write_whole(path, json.dumps(head).encode() + b"\n" + content, mode=0o600)
         return path
+
+    def _read(self, key: str) -> tuple[dict[str, Any], bytes] | None:
+        return None if self.folder is None else _read(self.folder / f"{key}.program")
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes] | None:

@@ -36,8 +36,8 @@ def paged_attention(
     Returns:
         [tokens, kv_heads, q_per_kv, value_dim] in the query's type; finite numbers for padding.
     """
-    on_tpu = context.platform == "tpu" and kv.combined > 0
-    use_kernel = on_tpu and kernel.unserved_batch(spec, batch, kv.group) is None
+    why = serves(spec, context.platform, kv.pages.dtype, value_in_key=kv.value_in_key)
+    use_kernel = why is None and kernel.unserved_batch(spec, batch, kv.group) is None
     kind = device_kind(context) if use_kernel else ""
 
     def attend(query: jax.Array, kv: PagedKV, batch: RaggedBatch, sinks: jax.Array | None) -> jax.Array:
@@ -48,11 +48,12 @@ def paged_attention(
     if context.mesh is None:
         return attend(query, kv, batch, sinks)
     heads = context.head_axes or None
+    head_dims = [PartitionSpec(*(None,) * dim, heads) for dim in (2, 1 if kv.combined else 2)]
     of_query, of_sinks, whole = PartitionSpec(None, heads), PartitionSpec(heads), PartitionSpec()
     run = jax.shard_map(  # neither the kernel nor loops over pages are the compiler's to cut
         attend,
         mesh=context.mesh,
-        in_specs=(of_query, PartitionSpec(None, None, heads), whole, of_sinks),
+        in_specs=(of_query, PagedKV(*head_dims, kv.group, kv.value_in_key, kv.combined), whole, of_sinks),
         out_specs=of_query,
         check_vma=False,
     )

@@ -58,8 +58,8 @@ class PagedKV:
     pages: the keys and values of all pages, or keys alone where values are their first features (`value_in_key`).
     scales: what quantized entries are multiplied by; None where they are not.
     group: the page group, an index into `RaggedBatch.tables` and `slots`. Static.
-    combined: 0, or where each token's key and value heads lie together, as the TPU kernel wants them (`layout`), the
-        number of devices that heads are cut over. Static.
+    combined: 0, or where all heads of a token lie together, as on TPUs (`layout`), the number of devices that heads are
+        cut over. Static.
     """
 
     pages: jax.Array

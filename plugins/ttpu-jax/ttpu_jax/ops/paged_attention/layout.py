@@ -1,10 +1,10 @@
 """How keys and values lie in pages. In: a layer's attention, a page size, a type and where it runs; out: empty pages,
 what a page costs, and the keys and values of given pages as arrays to compute with.
 
-Split pages are [pages, planes, kv_heads, page_size, dim], planes being keys and values, or keys alone: what a product
-over one KV head's tokens wants. Combined pages are [pages, page_size, 2 * kv_heads, dim], each head's key before its
-value, dim a multiple of 128: what JAX's kernel wants, and where one token is one piece of memory. It also wants a
-device's heads to fill whole tiles: heads of zeros are put behind those of each device where they do not.
+Split pages are [pages, planes, kv_heads, page_size, dim], planes being keys and values, or keys alone: what products on
+a CPU want, one for each KV head. Combined pages are [pages, page_size, kv_heads * planes, dim], each head's key before
+its value and dim a multiple of 128: what JAX's kernel wants, and what XLA:TPU writes tokens into without a copy of all
+pages; for both, heads of zeros are put behind those of each device that do not fill whole tiles.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, Sharding
 
 from ttpu_core import axes
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.paged_attention.batch import PagedKV
-from ttpu_jax.ops.paged_attention.kernel import LANES, padded_heads, unserved
+from ttpu_jax.ops.paged_attention.kernel import LANES, padded_heads
 
 INT8_LIMIT = 127.0
 
@@ -62,7 +63,7 @@ def empty_pages(
         value_in_key: keys alone are kept; the values are their first `spec.value_dim` features.
     """
     dtype = _kept(dtype, placement)
-    combined = _combined(spec, placement, dtype, value_in_key)
+    combined = _ways(spec, placement) if placement.platform == "tpu" else 0
     shape, logical = _shape(spec, num_pages, page_size, dtype, value_in_key, combined)
 
     def make(shape: tuple[int, ...], logical: tuple[str | None, ...], kind: Any) -> Any:
@@ -71,7 +72,7 @@ def empty_pages(
             return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
         return jnp.zeros(shape, kind, device=sharding)
 
-    scales = make(shape[:-1], logical[:-1], jnp.float32) if dtype == np.int8 else None
+    scales = make(_scales(shape), _scales(logical), jnp.float32) if dtype == np.int8 else None
     return PagedKV(make(shape, logical, dtype), scales, group, value_in_key, combined)
 
 
@@ -80,7 +81,7 @@ def page_bytes(
 ) -> tuple[int, int]:
     """Bytes of one page of one layer on all devices together, and the number of ways that they are cut."""
     dtype = _kept(dtype, placement)
-    combined = _combined(spec, placement, dtype, value_in_key)
+    combined = _ways(spec, placement) if placement.platform == "tpu" else 0
     shape, _ = _shape(spec, 1, page_size, dtype, value_in_key, combined)
     size = math.prod(shape) * dtype.itemsize + (math.prod(shape[:-1]) * 4 if dtype == np.int8 else 0)
     return size, _ways(spec, placement)
@@ -120,17 +121,22 @@ def read(
     [rows, n] of one device, as `dtype`."""
     rows, n = pages.shape
     tokens = n * page_size_of(kv)
-    if rows * n == 1:  # a slice that XLA:CPU copies as it is, not a gather
-        found = jax.lax.dynamic_index_in_dim(kv.pages, pages[0, 0], 0)[None]
-    else:
-        found = kv.pages[pages]
-    scales = None if kv.scales is None else kv.scales[pages][..., None]
+    # One page is a slice, which XLA:CPU copies as it is. Of many, XLA:TPU would like all pages in another layout.
+    one = rows * n == 1
+    found = jax.lax.dynamic_index_in_dim(kv.pages, pages[0, 0], 0)[None] if one else kv.pages[pages]
+    if kv.combined:
+        found = with_layout_constraint(found, Layout(tuple(range(found.ndim))))
+    scales = None
+    if kv.scales is not None:
+        scales = kv.scales[pages]
+        scales = (scales.swapaxes(2, 3) if kv.combined else scales)[..., None]
     found = found.astype(dtype)
     if scales is not None:
         found = (found * scales).astype(dtype)
     width = found.shape[-1]
     if kv.combined:
-        found = found.reshape(rows, tokens, -1, 2, width)[:, :, :kv_heads].transpose(3, 0, 2, 1, 4)
+        planes = 1 if kv.value_in_key else 2
+        found = found.reshape(rows, tokens, -1, planes, width)[:, :, :kv_heads].transpose(3, 0, 2, 1, 4)
     else:
         planes, heads = found.shape[2:4]
         found = found.transpose(2, 0, 3, 1, 4, 5).reshape(planes, rows, heads, tokens, width)
@@ -151,24 +157,24 @@ def _ways(spec: AttentionSpec, placement: Placement) -> int:
     return math.prod(placement.mesh.shape[axis] for axis in placement.cut(axes.KV_HEADS, spec.num_kv_heads))
 
 
-def _combined(spec: AttentionSpec, placement: Placement, dtype: np.dtype[Any], value_in_key: bool) -> int:
-    """`PagedKV.combined`."""
-    if unserved(spec, placement.platform, dtype, value_in_key) is not None:
-        return 0
-    return _ways(spec, placement)
-
-
 def _shape(
     spec: AttentionSpec, num_pages: int, page_size: int, dtype: np.dtype[Any], value_in_key: bool, combined: int
 ) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
     """The shape of pages, and its logical axes."""
     width = spec.head_dim if value_in_key else max(spec.head_dim, spec.value_dim)
+    planes, heads = 1 if value_in_key else 2, spec.num_kv_heads
     if combined:
         width = -(-width // LANES) * LANES
-        heads = combined * padded_heads(spec.num_kv_heads // combined, dtype)
-        return (num_pages, page_size, 2 * heads, width), (None, None, axes.KV_HEADS, None)
-    planes = 1 if value_in_key else 2
-    return (num_pages, planes, spec.num_kv_heads, page_size, width), (None, None, axes.KV_HEADS, None, None)
+        if planes == 2:
+            heads = combined * padded_heads(heads // combined, dtype)
+        return (num_pages, page_size, heads * planes, width), (None, None, axes.KV_HEADS, None)
+    return (num_pages, planes, heads, page_size, width), (None, None, axes.KV_HEADS, None, None)
+
+
+def _scales(x: Any) -> Any:
+    """Of the shape or the axes of pages, those of their scales: tokens last, since a TPU fills up the last dimension to
+    128."""
+    return (x[0], x[2], x[1]) if len(x) == 4 else x[:-1]
 
 
 def _widened(x: jax.Array, width: int) -> jax.Array:

@@ -3,6 +3,8 @@ the same memory where the pages were donated."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
@@ -19,12 +21,9 @@ def write(kv: PagedKV, key: jax.Array, value: jax.Array | None, batch: RaggedBat
     size = page_size_of(kv)
     slots = batch.slots[kv.group]
     page, offset = slots // size, slots % size
-
-    def put(array: jax.Array, new: jax.Array) -> jax.Array:
-        if kv.combined:
-            return array.at[page, offset].set(new, mode="promise_in_bounds")
-        return array.at[page, :, :, offset].set(new, mode="promise_in_bounds")
-
-    pages = put(kv.pages, rows)
-    kept = kv.scales if scales is None or kv.scales is None else put(kv.scales, scales)
-    return PagedKV(pages, kept, kv.group, kv.value_in_key, kv.combined)
+    token = (page, offset) if kv.combined else (page, slice(None), slice(None), offset)
+    pages, kept = kv.pages.at[token].set(rows, mode="promise_in_bounds"), kv.scales
+    if kept is not None:
+        token = (page, slice(None), offset) if kv.combined else token
+        kept = kept.at[token].set(scales, mode="promise_in_bounds")
+    return replace(kv, pages=pages, scales=kept)
