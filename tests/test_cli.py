@@ -865,10 +865,11 @@ def test_auto_model_passes_dtype_and_options_to_the_backend(checkpoint: Path, ca
 
 def test_the_ttpu_module_has_exactly_its_public_names() -> None:
     assert ttpu.AutoModelForTPU is AutoModelForTPU
-    assert ttpu.__all__ == ["AutoModelForTPU", "AutoXLAModelForCausalLM"]
-    assert [name for name in dir(ttpu) if not name.startswith("__")] == ttpu.__all__
-    with pytest.raises(AttributeError, match=r"no attribute 'LLM'; it has AutoModelForTPU, AutoXLAModel"):
-        _ = ttpu.LLM
+    names = ["LLM", "AsyncEngine", "AutoModelForTPU", "AutoXLAModelForCausalLM", "GuidedDecoding", "SamplingParams"]
+    assert ttpu.__all__ == names
+    assert [name for name in dir(ttpu) if not name.startswith("__")] == sorted(names)
+    with pytest.raises(AttributeError, match=r"no attribute 'Trainer'; it has AsyncEngine, AutoModelForTPU"):
+        _ = ttpu.Trainer
 
 
 def test_a_name_of_a_backend_that_is_missing_says_what_brings_it() -> None:

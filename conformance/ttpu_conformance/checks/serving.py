@@ -26,6 +26,6 @@ def check_served_tokens(case: Case) -> None:
                 which = "first" if turn == 0 else "second"
                 fail(
                     f"served with others for the {which} time, the greedy token number {at + 1} after a prompt of "
-                    f"{len(prompt)} tokens is {ours[at]}, but generated alone it is {expected[at]}: a mixer must leave its "
-                    "state as it is for padding, and depend on positions and not on places."
+                    f"{len(prompt)} tokens is {ours[at]}, but generated alone it is {expected[at]}: a mixer must "
+                    "leave its state as it is for padding, and depend on positions and not on places."
                 )

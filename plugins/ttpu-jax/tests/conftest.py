@@ -1,5 +1,5 @@
-"""Eight virtual devices, so that sharded runs are tested on one CPU, and no programs kept in the user's home; set before
-JAX is imported."""
+"""Eight virtual devices, so that sharded runs are tested on one CPU, and no programs kept in the user's home; set
+before JAX is imported."""
 
 import os
 

@@ -119,9 +119,9 @@ def oracle(
     spec: AttentionSpec,
     sinks: Any = None,
 ) -> np.ndarray:
-    """What sequences of that many new tokens, and tokens with those, mix: [new tokens, kv_heads, q_per_kv, value_dim] of
-    query [tokens, kv_heads, q_per_kv, dim], with or without padding; keys and values are those of all sequences'
-    tokens, [tokens, kv_heads, dim]."""
+    """What sequences of that many new tokens, and tokens in all, mix: [new tokens, kv_heads, q_per_kv, value_dim] of
+    query [tokens, kv_heads, q_per_kv, dim], with or without padding, and of the keys and values of all tokens of all
+    sequences, [tokens, kv_heads, dim]."""
     query, keys, values = (np.asarray(x, np.float64) for x in (query[: sum(counts)], keys, values))
     mixed = np.zeros((*query.shape[:3], spec.value_dim))
     token, before = 0, 0

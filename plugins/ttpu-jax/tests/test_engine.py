@@ -214,11 +214,11 @@ def test_generate_of_a_model_uses_the_engine_where_paged_attention_is_enabled(ch
 
 def test_engine_settings_are_refused_without_the_engine(checkpoint: Path) -> None:
     """A misspelt or misplaced name is never dropped."""
-    with pytest.raises(RequestError, match="max_num_seqs.*enable_paged_attention=True"):
+    with pytest.raises(RequestError, match=r"max_num_seqs.*enable_paged_attention=True"):
         AutoModelForTPU.from_pretrained(checkpoint, max_num_seqs=4)
     with pytest.raises(RequestError, match="max_seqs"):
         AutoModelForTPU.from_pretrained(checkpoint, enable_paged_attention=True, max_seqs=4)
     with pytest.raises(RequestError, match="task='train'"):
         AutoModelForTPU.from_pretrained(checkpoint, task="train")
-    with pytest.raises(RequestError, match="gpu_memory_utilization.*kv_cache_memory"):
+    with pytest.raises(RequestError, match=r"gpu_memory_utilization.*kv_cache_memory"):
         LLM(checkpoint, gpu_memory_utilization=0.9, progress=None)

@@ -62,8 +62,8 @@ def is_step(program: Program) -> bool:
 class TestLlama8B:
     """Each of the two steps that serve, on eight devices."""
 
-    @staticmethod
     @pytest.fixture(scope="class", params=["v5e:2x4", "v6e:2x4"])
+    @staticmethod
     def engine(request: pytest.FixtureRequest) -> Ahead:
         pytest.importorskip("libtpu")
         config = EngineConfig(
@@ -162,7 +162,7 @@ class TestRefusals:
 def test_an_engine_finds_every_program_that_was_compiled_ahead_for_its_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With eight virtual devices in place of a slice: what is traced ahead is, letter for letter, what an engine has."""
+    """With eight virtual devices in place of a slice: what is traced ahead is what an engine traces, to the letter."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "programs"))
     devices = TpuTopology("v5e:2x4", chip_named("v5e"), tuple(jax.devices()))
     monkeypatch.setattr(ahead, "tpu_topology", lambda _: devices)

@@ -19,6 +19,7 @@ import tiny
 from jax.experimental.compilation_cache import compilation_cache
 
 from ttpu import LLM, SamplingParams
+from ttpu_jax.compiler_flags import VARIABLES, compiler_flags
 from ttpu_jax.engine import page_count, store
 from ttpu_jax.engine.cache_folder import JAX_DIRECTORY, JAX_SECONDS, VARIABLE, keep_compiled, programs_folder
 from ttpu_jax.engine.programs import Program, ProgramPool
@@ -36,6 +37,7 @@ SMALL: dict[str, Any] = {
     "progress": None,
 }
 LISTEN: list[Counter[str]] = []
+FLAGS = {name: os.environ.get(name, "") for name in VARIABLES}  # torch_xla adds to them later
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -186,7 +188,7 @@ class TestStore:
         )
         done = subprocess.run(
             [sys.executable, "-c", script, str(Path(__file__).parent)],
-            env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**os.environ, **FLAGS, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
         )
@@ -224,8 +226,16 @@ class TestStore:
         assert ProgramStore(jax.devices()[:1]).load(program().lower()) is None
 
     def test_other_compiler_flags_find_nothing(self, stored: ProgramStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_something=true")
+        monkeypatch.setattr(store, "compiler_flags", lambda platform: ("--xla_something=true",))
         assert ProgramStore(jax.devices()[:1]).load(program().lower()) is None
+
+    def test_flags_without_effect_on_the_platform_are_no_others(self) -> None:
+        given = {
+            "XLA_FLAGS": "--xla_dump_to=/tmp --xla_cpu_a=1 --xla_b=2 --xla_force_host_platform_device_count=8",
+            "LIBTPU_INIT_ARGS": " --xla_tpu_use_enhanced_launch_barrier=true --xla_tpu_c=3 --xla_b=2",
+        }
+        assert compiler_flags("tpu", given) == ("--xla_b=2", "--xla_tpu_c=3")
+        assert compiler_flags("cpu", given) == ("--xla_b=2", "--xla_cpu_a=1")
 
     def test_other_devices_find_nothing(self, stored: ProgramStore) -> None:
         assert ProgramStore(jax.devices()[1:2]).load(program().lower()) is None
@@ -282,7 +292,8 @@ class TestStore:
 
 class TestPageCount:
     @pytest.fixture(scope="class")
-    def runner(self, checkpoint: Path) -> Iterator[Any]:
+    @staticmethod
+    def runner(checkpoint: Path) -> Iterator[Any]:
         with LLM(str(checkpoint), **SMALL, num_pages=20) as llm:
             yield llm.engine.runner
 

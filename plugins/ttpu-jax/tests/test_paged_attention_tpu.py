@@ -67,7 +67,7 @@ def compiled(
     program = compile_for(topology, jax.jit(run, donate_argnums=0), *arguments)
     pool = PAGES * size // ways
     assert program.alias_bytes == pool, "pages must stay in place, and take what page_bytes says"
-    assert program.temp_bytes < pool, "a second pool is made somewhere"
+    assert program.temp_bytes < pool / 4, "a second pool is made somewhere"
     assert program.collectives == ()
     return program
 
@@ -76,13 +76,16 @@ def kernels(program: CompiledProgram) -> int:
     return program.hlo_text.count("tpu_custom_call")
 
 
-@pytest.mark.parametrize("step", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("topology_name", ["v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1", "v5e:2x4"])
-def test_the_kernel_compiles_for_every_generation(topology_name: str, step: tuple[int, int]) -> None:
-    assert kernels(compiled(topology_name, LLAMA, step)) == 1
+def test_the_kernel_compiles_for_every_generation(topology_name: str) -> None:
+    assert kernels(compiled(topology_name, LLAMA, MIXED)) == 1
 
 
-@pytest.mark.parametrize("topology_name", ["v5e:1x1", "v6e:2x4"])
+@pytest.mark.parametrize("topology_name", ["v5e:2x4", "v6e:2x4"])
+def test_the_kernel_compiles_for_decode(topology_name: str) -> None:
+    assert kernels(compiled(topology_name, LLAMA, DECODE)) == 1
+
+
 @pytest.mark.parametrize(
     ("spec", "dtype"),
     [
@@ -92,8 +95,8 @@ def test_the_kernel_compiles_for_every_generation(topology_name: str, step: tupl
     ],
     ids=["float8", "window", "chunk"],
 )
-def test_the_kernel_serves_other_layers(topology_name: str, spec: AttentionSpec, dtype: str) -> None:
-    assert kernels(compiled(topology_name, spec, MIXED, dtype)) == 1
+def test_the_kernel_serves_other_layers(spec: AttentionSpec, dtype: str) -> None:
+    assert kernels(compiled("v5e:2x4", spec, MIXED, dtype)) == 1
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,8 @@ def _engine_config(task: str, enabled: bool, more: Mapping[str, Any]) -> Any:
     """The engine's settings, None without one."""
     if task != "inference":
         raise RequestError(
-            f"task={task!r} was asked for, but this version of the JAX backend loads models for inference: leave it out."
+            f"task={task!r} was asked for, but this version of the JAX backend loads models for inference: leave it "
+            "out."
         )
     from ttpu_jax.engine.config import NAMES, EngineConfig
 

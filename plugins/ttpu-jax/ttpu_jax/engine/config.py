@@ -39,8 +39,8 @@ class EngineConfig:
     speculative: "ngram", "ngram:4", a checkpoint's path, or a mapping (`ttpu_jax.engine.speculative`).
     adapters: name → directory of a LoRA adapter in PEFT's format.
     strict_compile: a program that was not compiled ahead is an error while serving, not a delay.
-    sampling_level: what sampler programs are compiled for: "greedy", "draw" (temperature, top-k, top-p, min-p), or "all"
-    (rules for tokens, penalties and log-probabilities too); requests that need more are refused.
+    sampling_level: what sampler programs are compiled for: "greedy", "draw" (temperature, top-k, top-p, min-p), or
+    "all" (rules for tokens, penalties and log-probabilities too); requests that need more are refused.
     penalties: serve presence, frequency and repetition penalties, which cost five bytes per request slot and token of
     the vocabulary. prompt_logprobs: serve log-probabilities of prompts.
     """
@@ -82,13 +82,15 @@ class EngineConfig:
                 object.__setattr__(self, name, tuple(sorted(value)))
         if self.sampling_level not in SAMPLING_LEVELS:
             raise RequestError(
-                f"sampling_level is {self.sampling_level!r}, but {', '.join(SAMPLING_LEVELS)} are known: use one of them."
+                f"sampling_level is {self.sampling_level!r}, but {', '.join(SAMPLING_LEVELS)} are known: use one of "
+                "them."
             )
         if self.sampling_level != "all":
             object.__setattr__(self, "penalties", False)
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise RequestError(
-                f"kv_cache_dtype is {self.kv_cache_dtype!r}, but {', '.join(KV_CACHE_DTYPES)} are known: use one of them."
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}, but {', '.join(KV_CACHE_DTYPES)} are known: use one of "
+                "them."
             )
 
     def filled(self, spec: ArchitectureSpec, platform: str) -> EngineConfig:

@@ -98,7 +98,9 @@ class EngineCore:
         if params.seed is None:
             params = replace(params, seed=secrets.randbelow(2**32))
         count = params.n if pooling is None else 1
-        made = [self._request(request_id, index, count, ids, params, priority, adapter, pooling) for index in range(count)]
+        made = [
+            self._request(request_id, index, count, ids, params, priority, adapter, pooling) for index in range(count)
+        ]
         taken: list[Request] = []
         try:
             for answer in made:
@@ -324,7 +326,8 @@ class EngineCore:
             answer.request.draft = list(draft)
 
     def _speculates(self, answer: Answer) -> bool:
-        """Penalties change with every token, so that several cannot be judged at once; prompts have nothing to guess."""
+        """Penalties change with every token, so that several cannot be judged at once; prompts have nothing to "
+        "guess."""
         request = answer.request
         decodes = request.status is Status.RUNNING and request.pending == 0 and request.computed == request.known - 1
         return decodes and not request.params.has_penalties and request.pooling is None
@@ -341,7 +344,8 @@ class EngineCore:
         """Counters and gauges."""
         scheduler, pool = self.scheduler.stats(), self.runner.pool
         names = [group.name for group in self.runner.layout.groups]
-        usage = [used / max(total, 1) for used, total in zip(scheduler.pages_in_use, scheduler.pages_total, strict=True)]
+        pages = zip(scheduler.pages_in_use, scheduler.pages_total, strict=True)
+        usage = [used / max(total, 1) for used, total in pages]
         return EngineStats(
             waiting=scheduler.waiting,
             running=scheduler.running,
@@ -474,8 +478,8 @@ class EngineCore:
             value = getattr(params, name)
             if value is not None and value > self.runner.max_logprobs:
                 raise RequestError(
-                    f"{name} is {value}, but this engine reports at most {self.runner.max_logprobs}: lower it, or raise "
-                    "max_logprobs where the engine is built."
+                    f"{name} is {value}, but this engine reports at most {self.runner.max_logprobs}: lower it, or "
+                    "raise max_logprobs where the engine is built."
                 )
         if params.prompt_logprobs is not None and not config.prompt_logprobs:
             raise RequestError("prompt_logprobs was asked for, but this engine was built without: leave it out.")
@@ -483,11 +487,14 @@ class EngineCore:
             raise RequestError("penalties were asked for, but this engine was built without: leave them out.")
         if level_of(params) > self.runner.highest_level:
             raise RequestError(
-                f"the request needs the sampling level {level_of(params).name.lower()!r}, but this engine was built with "
+                f"the request needs the sampling level {level_of(params).name.lower()!r}, but this engine was built "
+                "with "
                 f"sampling_level={config.sampling_level!r}: ask for less, or raise it where the engine is built."
             )
         if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings were given, but the checkpoint has no tokenizer: use stop_token_ids instead.")
+            raise RequestError(
+                "stop strings were given, but the checkpoint has no tokenizer: use stop_token_ids instead."
+            )
 
     def _request(
         self,

@@ -124,8 +124,8 @@ def _params(
     room = context - len(prompt)
     if room < 1:
         raise RequestError(
-            f"the prompt has {len(prompt):,} tokens, but this model's context holds {context:,} and one must be left for "
-            "the answer: shorten the prompt."
+            f"the prompt has {len(prompt):,} tokens, but this model's context holds {context:,} and one must be left "
+            "for the answer: shorten the prompt."
         )
     wanted = options.new_tokens(len(prompt))
     if wanted > room and options.max_new_tokens is not None:

@@ -1,5 +1,5 @@
-"""Offline inference. In: a checkpoint and prompts; out: finished outputs. Names are vLLM's, so that scripts move over by
-changing an import."""
+"""Offline inference. In: a checkpoint and prompts; out: finished outputs. Names are vLLM's, so that scripts move over
+by changing an import."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class LLM:
         if tensor_parallel_size is not None:
             if options.get("parallelism_strategy") is not None:
                 raise RequestError(
-                    "tensor_parallel_size and parallelism_strategy were both given, but each says how the model is cut: "
-                    "pass one of them."
+                    "tensor_parallel_size and parallelism_strategy were both given, but each says how the model is "
+                    "cut: pass one of them."
                 )
             options["parallelism_strategy"] = f"tensor={tensor_parallel_size}" if tensor_parallel_size > 1 else None
         self.engine: EngineCore = open_engine(model, dtype=dtype, progress=progress, **options)

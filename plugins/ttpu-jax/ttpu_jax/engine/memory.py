@@ -4,6 +4,8 @@ accelerators all of that is measured, after the weights are loaded and the large
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
@@ -27,7 +29,7 @@ def free_bytes(device: jax.Device, needed_by_programs: int) -> int:
 
 
 def pages_per_group(
-    config: EngineConfig, layout: PagedLayout, page_bytes: Sequence[int], free: int | None, most: int | None = None
+    config: EngineConfig, layout: PagedLayout, page_bytes: Sequence[int], free: int | None
 ) -> tuple[int, ...]:
     """Pages of each group, with the page that is nobody's: as many sequences of one length as `free` bytes hold.
 
@@ -37,64 +39,78 @@ def pages_per_group(
     Raises:
         RequestError: not even one sequence of `max_model_len` tokens fits.
     """
-    size, length, sequences = config.page_size or 1, config.max_model_len or 1, config.max_num_seqs or 1
-    whole = -(-length // size)
-
-    def needed(group_span: int | None, tokens: int) -> int:
-        pages = -(-tokens // size)
-        if group_span is None:
-            return pages
-        return min(pages, -(-(group_span + (config.max_num_batched_tokens or 1)) // size) + 1)
-
-    spans = [group.window or group.chunk for group in layout.groups]
+    spans = tuple(group.window or group.chunk for group in layout.groups)
     if not spans:
         return ()
+    demand = _Demand(
+        spans,
+        config.page_size or 1,
+        config.max_model_len or 1,
+        config.max_num_seqs or 1,
+        config.max_num_batched_tokens or 1,
+    )
     if config.num_pages is not None:
-        counts = [min(config.num_pages, max(needed(span, length) * sequences + 1, 2)) for span in spans]
-        if spans[0] is None or len(spans) == 1:
-            counts[0] = config.num_pages
-    else:
-        assert free is not None
-        one = [needed(span, length) for span in spans]
-        smallest = sum(count * size_of for count, size_of in zip(one, page_bytes, strict=True))
-        if smallest + sum(page_bytes) > free:
-            fits = max(0, int(length * (free - sum(page_bytes)) / max(smallest, 1)))
-            raise RequestError(
-                f"one sequence of {length:,} tokens needs {smallest / GIB:.2f} GiB for its keys and values on each device, "
-                f"but {max(free, 0) / GIB:.2f} GiB are free: set max_model_len to about {fits:,}, use more devices, or a "
-                "smaller kv_cache_dtype."
-            )
-        # As many sequences as fit if all had one length: windows bind little, so they are given what they can use.
-        low, high = 1, whole * sequences
-        while low < high:
-            middle = (low + high + 1) // 2
-            if _total(middle, whole, sequences, size, spans, page_bytes, needed) <= free:
-                low = middle
-            else:
-                high = middle - 1
-        counts = [count + 1 for count in _counts(low, whole, sequences, size, spans, needed)]
-    return tuple(max(count, 2) for count in counts)
+        most = demand.counts(demand.whole * demand.sequences)
+        counts = [min(config.num_pages, count + 1) for count in most]
+        counts[0] = config.num_pages
+        return tuple(max(count, 2) for count in counts)
+    assert free is not None
+    length = demand.length
+    smallest = _bytes(demand.counts(demand.whole), page_bytes)
+    if smallest > free:
+        fits = max(0, int(length * free / max(smallest, 1)))
+        raise RequestError(
+            f"one sequence of {length:,} tokens needs {smallest / GIB:.2f} GiB for its keys and values on each device, "
+            f"but {max(free, 0) / GIB:.2f} GiB are free: set max_model_len to about {fits:,}, use more devices, or a "
+            "smaller kv_cache_dtype."
+        )
+    low, high = demand.whole, demand.whole * demand.sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _bytes(demand.counts(middle), page_bytes) <= free:
+            low = middle
+        else:
+            high = middle - 1
+    return tuple(count + 1 for count in demand.counts(low))
 
 
-def _counts(pages, whole, sequences, size, spans, needed):  # type: ignore[no-untyped-def]
-    """Pages of each group where the groups that keep everything have `pages`."""
-    running = max(1, min(sequences, pages))
-    tokens = min(whole, max(1, pages)) * size
-    return [pages if span is None else max(needed(span, tokens), min(needed(span, tokens) * running, pages)) for span in spans]
+@dataclass(frozen=True)
+class _Demand:
+    """What sequences need of each group: `spans` are windows and chunks in tokens, None for groups that keep
+    everything; a sequence has at most `length` tokens, a step `step` of them."""
+
+    spans: tuple[int | None, ...]
+    page_size: int
+    length: int
+    sequences: int
+    step: int
+
+    @property
+    def whole(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.length // self.page_size)
+
+    def counts(self, pages: int) -> list[int]:
+        """Pages of each group where those that keep everything have `pages`: a window of each sequence that could then
+        run, and one of the longest in any case."""
+        return [pages if span is None else self._of_window(span, pages) for span in self.spans]
+
+    def _of_window(self, span: int, pages: int) -> int:
+        one = min(self.whole, -(-(span + self.step) // self.page_size) + 1)
+        return max(one, min(one * self.sequences, pages))
 
 
-def _total(pages, whole, sequences, size, spans, page_bytes, needed):  # type: ignore[no-untyped-def]
-    counts = _counts(pages, whole, sequences, size, spans, needed)
-    return sum((count + 1) * each for count, each in zip(counts, page_bytes, strict=True))
+def _bytes(counts: Sequence[int], page_bytes: Sequence[int]) -> int:
+    """Of so many pages of each group, and the one that is nobody's."""
+    return sum((count + 1) * size for count, size in zip(counts, page_bytes, strict=True))
 
 
 def _host_free() -> int:
     """Bytes of the host's memory that programs may still take."""
     try:
-        with open("/proc/meminfo") as file:  # noqa: PTH123
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
     except OSError:
         pass
     return 4 * GIB

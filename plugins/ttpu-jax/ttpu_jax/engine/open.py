@@ -1,4 +1,5 @@
-"""From a checkpoint's name to an engine. In: what a caller of `LLM`, or of `ttpu serve`, passes; out: an `EngineCore`."""
+"""From a checkpoint's name to an engine. In: what a caller of `LLM`, or of `ttpu serve`, passes; out: an "
+"`EngineCore`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from ttpu_jax.engine.build import build_engine
 from ttpu_jax.engine.config import NAMES, EngineConfig
 from ttpu_jax.engine.core import EngineCore
 
-ALIASES = {"speculative_config": "speculative", "gpu_memory_utilization": None, "swap_space": None, "enforce_eager": None}
+ALIASES = {
+    "speculative_config": "speculative",
+    "gpu_memory_utilization": None,
+    "swap_space": None,
+    "enforce_eager": None,
+}
 """Names that vLLM's callers know: what they are here, None for what has no meaning on these devices."""
 
 
@@ -33,8 +39,8 @@ def open_engine(model: Any, *, progress: Any = True, served_name: str = "", **op
             given = {name: value for name, value in load_options.items() if value not in (None, "auto")}
             if given:
                 raise RequestError(
-                    f"a loaded model was given with {', '.join(given)}, but these say how to load one: leave them out, or "
-                    "pass the checkpoint's directory."
+                    f"a loaded model was given with {', '.join(given)}, but these say how to load one: leave them "
+                    "out, or pass the checkpoint's directory."
                 )
             loaded = model
         else:

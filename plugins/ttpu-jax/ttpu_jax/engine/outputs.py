@@ -1,4 +1,5 @@
-"""What the engine gives back. In: nothing; out: plain values whose names are vLLM's, so that callers need not change."""
+"""What the engine gives back. In: nothing; out: plain values whose names are vLLM's, so that callers need not "
+"change."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class GuidedDecoding:
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
-                f"guided decoding was given {', '.join(given) or 'nothing'}, but it follows exactly one of json, regex, "
-                "choice and grammar: pass one."
+                f"guided decoding was given {', '.join(given) or 'nothing'}, but it follows exactly one of json, "
+                "regex, choice and grammar: pass one."
             )
         if self.choice is not None:
             object.__setattr__(self, "choice", tuple(self.choice))
@@ -93,7 +93,8 @@ class SamplingParams(sampling.SamplingParams):
         _whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens is {self.min_tokens}, but max_tokens is {self.max_tokens}: lower the one or raise the other."
+                f"min_tokens is {self.min_tokens}, but max_tokens is {self.max_tokens}: lower the one or raise the "
+                "other."
             )
         if self.prompt_logprobs is not None:
             _whole("prompt_logprobs", self.prompt_logprobs, 0)
@@ -105,7 +106,9 @@ class SamplingParams(sampling.SamplingParams):
             for token in getattr(self, name) or ():
                 _whole(name, token, 0)
         if self.allowed_token_ids == ():
-            raise RequestError("allowed_token_ids is empty, so that no token could be chosen: name some, or leave it out.")
+            raise RequestError(
+                "allowed_token_ids is empty, so that no token could be chosen: name some, or leave it out."
+            )
         for token, bias in self.logit_bias.items():
             _whole("a token of logit_bias", token, 0)
             if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:

@@ -17,13 +17,12 @@ import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from ttpu_core.files import write_whole
+from ttpu_jax.compiler_flags import compiler_flags
 from ttpu_jax.engine.cache_folder import host, is_closed, programs_folder
 
 log = logging.getLogger("ttpu.engine")
 
 FORMAT = "ttpu-program-1"
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Environment variables that change what the compiler makes of a program."""
 COMPILERS = ("jax", "jaxlib", "libtpu")
 
 
@@ -42,7 +41,8 @@ class ProgramStore:
         kind = re.sub(r"\W+", "-", self.devices[0].device_kind).strip("-").lower()
         self._parts = ("executables", f"{kind}-{len(self.devices)}")
         self.folder = programs_folder(*self._parts, make=False)
-        self._setting = repr((FORMAT, _described(self.devices), _versions(), [os.environ.get(name) for name in FLAGS]))
+        flags = compiler_flags(self.devices[0].platform)
+        self._setting = repr((FORMAT, _described(self.devices), _versions(), flags))
         self._failed = False
 
     def __bool__(self) -> bool:

@@ -3,6 +3,7 @@ queries mixed of them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -48,12 +49,13 @@ def paged_attention(
     if context.mesh is None:
         return attend(query, kv, batch, sinks)
     heads = context.head_axes or None
-    head_dims = [PartitionSpec(*(None,) * dim, heads) for dim in (2, 1 if kv.combined else 2)]
+    of_pages: Any = PartitionSpec(None, None, heads)
+    of_scales: Any = PartitionSpec(None, heads) if kv.combined else of_pages
     of_query, of_sinks, whole = PartitionSpec(None, heads), PartitionSpec(heads), PartitionSpec()
     run = jax.shard_map(  # neither the kernel nor loops over pages are the compiler's to cut
         attend,
         mesh=context.mesh,
-        in_specs=(of_query, PagedKV(*head_dims, kv.group, kv.value_in_key, kv.combined), whole, of_sinks),
+        in_specs=(of_query, replace(kv, pages=of_pages, scales=of_scales), whole, of_sinks),
         out_specs=of_query,
         check_vma=False,
     )

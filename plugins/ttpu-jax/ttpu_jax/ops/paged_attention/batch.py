@@ -1,5 +1,5 @@
 """What ragged paged attention is told beside the arrays: which tokens of a flat batch belong to which sequence, and
-which pages hold each sequence's keys and values. In and out: plain arrays of fixed shapes, whatever the requests are."""
+which pages hold each sequence's keys and values. In and out: plain arrays of fixed shapes, whatever the requests."""
 
 from __future__ import annotations
 

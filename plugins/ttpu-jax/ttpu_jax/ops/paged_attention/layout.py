@@ -121,13 +121,12 @@ def read(
     [rows, n] of one device, as `dtype`."""
     rows, n = pages.shape
     tokens = n * page_size_of(kv)
-    # One page is a slice, which XLA:CPU copies as it is. Of many, XLA:TPU would like all pages in another layout.
-    one = rows * n == 1
+    one = rows * n == 1  # a slice, which XLA:CPU copies as it is
     found = jax.lax.dynamic_index_in_dim(kv.pages, pages[0, 0], 0)[None] if one else kv.pages[pages]
-    if kv.combined:
-        found = with_layout_constraint(found, Layout(tuple(range(found.ndim))))
     scales = None
     if kv.scales is not None:
+        # XLA:TPU would turn all pages of eight bits into another layout, to have these in it.
+        found = with_layout_constraint(found, Layout(tuple(range(found.ndim))))
         scales = kv.scales[pages]
         scales = (scales.swapaxes(2, 3) if kv.combined else scales)[..., None]
     found = found.astype(dtype)

@@ -1,0 +1,25 @@
+"""The compiler flags of this process. In: its environment, as it was before other libraries added to it; out: those
+that change what a program becomes. Imported before all else, since torch_xla, where transformers finds it, sets flags
+long after they are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+WITHOUT_EFFECT = (
+    "--xla_dump_",
+    "--xla_force_host_platform_device_count",
+    "--xla_tpu_use_enhanced_launch_barrier",  # of the runtime; JAX adds it where it finds a TPU
+)
+BY_PLATFORM = {"cpu": ("--xla_cpu_",), "gpu": ("--xla_gpu_",), "tpu": ("--xla_tpu_", "--xla_jf_")}
+
+_AT_IMPORT = {name: os.environ.get(name, "") for name in VARIABLES}
+
+
+def compiler_flags(platform: str, environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Flags that matter to programs for a platform (cpu, gpu, tpu), sorted; of this process by default."""
+    found = " ".join((_AT_IMPORT if environment is None else environment).get(name, "") for name in VARIABLES)
+    others = tuple(prefix for name, prefixes in BY_PLATFORM.items() if name != platform for prefix in prefixes)
+    return tuple(sorted({flag for flag in found.split() if not flag.startswith(WITHOUT_EFFECT + others)}))
