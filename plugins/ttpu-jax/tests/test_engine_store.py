@@ -194,9 +194,7 @@ class TestStore:
         )
         assert done.stdout.strip() == "3.0", done.stderr
 
-    def test_an_engine_starts_from_stored_programs(
-        self, checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_engine_starts_from_stored_programs(self, checkpoint: Path, folder: Path, unset: None) -> None:
         with LLM(str(checkpoint), **SMALL, num_pages=20) as llm:
             runner, first = llm.engine.runner, answer(llm)
             kept = ProgramStore(runner.runtime.placement.devices)

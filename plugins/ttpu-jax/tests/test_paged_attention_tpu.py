@@ -3,6 +3,7 @@ traffic between devices."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +68,9 @@ def compiled(
     program = compile_for(topology, jax.jit(run, donate_argnums=0), *arguments)
     pool = PAGES * size // ways
     assert program.alias_bytes == pool, "pages must stay in place, and take what page_bytes says"
-    assert program.temp_bytes < pool / 4, "a second pool is made somewhere"
+    shape = ",".join(map(str, kv.pages.sharding.shard_shape(kv.pages.shape)))
+    assert f"[{shape}]" in program.hlo_text
+    assert not re.search(rf"= \w+\[{shape}\]\S* copy(-start)?\(", program.hlo_text), "all pages are copied"
     assert program.collectives == ()
     return program
 

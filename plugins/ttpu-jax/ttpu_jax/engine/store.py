@@ -84,6 +84,8 @@ class ProgramStore:
         """Store an executable, in place of one that is there; None where none are kept.
 
         Args:
+            compiled: by the compiler, just now. One that JAX's cache had lacks what a second writing needs: on a CPU it
+                loads and then fails.
             facts: what `facts` gives back; JSON.
 
         Raises:

@@ -4,6 +4,7 @@ the same memory where the pages were donated."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -21,7 +22,7 @@ def write(kv: PagedKV, key: jax.Array, value: jax.Array | None, batch: RaggedBat
     size = page_size_of(kv)
     slots = batch.slots[kv.group]
     page, offset = slots // size, slots % size
-    token = (page, offset) if kv.combined else (page, slice(None), slice(None), offset)
+    token: tuple[Any, ...] = (page, offset) if kv.combined else (page, slice(None), slice(None), offset)
     pages, kept = kv.pages.at[token].set(rows, mode="promise_in_bounds"), kv.scales
     if kept is not None:
         token = (page, slice(None), offset) if kv.combined else token
