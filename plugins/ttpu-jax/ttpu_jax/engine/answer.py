@@ -3,7 +3,7 @@ text that is certain, tokens, log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,11 @@ class Answer:
 
     `request_id` and `index` are those of the caller's request, whose answer number `index` this is."""
 
-    def __init__(self, request: Request, request_id: str, index: int, tokenizer: Any) -> None:
+    def __init__(
+        self, request: Request, request_id: str, index: int, tokenizer: Any, text_of: Callable[[int], str | None]
+    ) -> None:
         self.request, self.request_id, self.index = request, request_id, index
-        self.tokenizer = tokenizer
+        self._text_of = text_of
         params = request.params
         self.text: TextStream | None = None
         if params.detokenize and tokenizer is not None and request.pooling is None:
@@ -83,6 +85,11 @@ class Answer:
         self._end(reason)
 
     @property
+    def wants_prompt(self) -> bool:
+        """Whether something is asked about the prompt's tokens: log-probabilities, or an embedding."""
+        return self.request.pooling is not None or self.request.params.prompt_logprobs is not None
+
+    @property
     def finished(self) -> bool:
         """Whether nothing follows."""
         return self.finish_reason is not None
@@ -117,9 +124,9 @@ class Answer:
         """The chosen token's log-probability and those of the `count` likeliest."""
         top = top_tokens.tolist()
         rank = top.index(token) + 1 if token in top else None
-        found: TokenLogprobs = {token: Logprob(logprob, rank, self._decoded(token))}
+        found: TokenLogprobs = {token: Logprob(logprob, rank, self._text_of(token))}
         for place, (other, value) in enumerate(zip(top[:count], top_logprobs.tolist(), strict=False)):
-            found.setdefault(other, Logprob(value, place + 1, self._decoded(other)))
+            found.setdefault(other, Logprob(value, place + 1, self._text_of(other)))
         return found
 
     def add_prompt_logprobs(self, start: int, targets: Sequence[int], values: Mapping[str, np.ndarray]) -> None:
@@ -145,8 +152,3 @@ class Answer:
         if self.text is not None and not self.text.stopped:
             self._new_text += self.text.finish()
         self.finish_reason = reason
-
-    def _decoded(self, token: int) -> str | None:
-        if self.tokenizer is None:
-            return None
-        return str(self.tokenizer.decode([token]))

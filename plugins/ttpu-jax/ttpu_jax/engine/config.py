@@ -29,7 +29,7 @@ PAGE_SIZES = {"cpu": 32, "tpu": 128}
 class EngineConfig:
     """Limits and choices of one engine; None leaves a choice to the engine.
 
-    max_model_len: the most tokens of one sequence; the model's context, or what the pages hold where that is less.
+    max_model_len: the most tokens of one sequence; None is the model's context.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.
     page_size: tokens per page of the KV cache. num_pages: pages of the largest group, in place of what fits.
     kv_cache_memory: bytes of each device for pages, in place of what is free after weights and programs.
@@ -112,6 +112,12 @@ class EngineConfig:
                 f"enable_chunked_prefill is off and max_num_batched_tokens is {tokens:,}, but a prompt may have "
                 f"{length:,}: raise max_num_batched_tokens, lower max_model_len, or leave chunked prefill on."
             )
+        for name, most in (("sequence_buckets", sequences), ("token_buckets", tokens)):
+            if max(getattr(self, name) or (0,)) > most:
+                raise RequestError(
+                    f"{name} has {max(getattr(self, name))}, but no step is larger than {most}: leave it out, or raise "
+                    f"{'max_num_seqs' if name == 'sequence_buckets' else 'max_num_batched_tokens'}."
+                )
         if tokens < sequences:
             raise RequestError(
                 f"max_num_batched_tokens is {tokens}, but max_num_seqs is {sequences} and each running request takes "

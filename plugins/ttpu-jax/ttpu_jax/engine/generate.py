@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -12,6 +13,7 @@ from typing import Any, cast
 from ttpu_core.errors import RequestError, TTPUError
 from ttpu_core.generated import FinishReason, StreamEvent, Timings
 from ttpu_jax.engine.core import EngineCore
+from ttpu_jax.engine.inbox import Inbox
 from ttpu_jax.engine.outputs import Logprob, OutputDelta
 from ttpu_jax.engine.sampling_params import SamplingParams
 from ttpu_jax.generation.options import GenerationOptions
@@ -35,22 +37,25 @@ def run(
         RequestError: at once, for a prompt or an option that the engine cannot serve.
         TTPUError: at its step, where a request fails.
     """
-    call = f"generate-{next(_NUMBERS)}"
+    call = f"generate {next(_NUMBERS)}"
     requests = [_params(options, index, prompt, stop_ids, min(context, engine.max_model_len)) for index, prompt in
                 enumerate(prompts)]  # fmt: skip
     names = {f"{call}-{index}": index for index in range(len(prompts))}
+    inbox = engine.inbox(names)
     try:
         for name, prompt, params in zip(names, prompts, requests, strict=True):
             engine.add(name, prompt, params)
     except BaseException:
-        for name in names:
-            engine.abort(name)
+        inbox.close()
         raise
-    return _events(engine, names, prompts, options, stop_ids, timings)
+    events = _events(engine, inbox, names, prompts, options, stop_ids, timings)
+    weakref.finalize(events, inbox.close).atexit = False  # one that is never begun leaves nothing behind either
+    return events
 
 
 def _events(
     engine: EngineCore,
+    inbox: Inbox,
     names: Mapping[str, int],
     prompts: list[list[int]],
     options: GenerationOptions,
@@ -63,9 +68,8 @@ def _events(
     tokens = 0
     try:
         while left:
-            for delta in engine.step():
-                if (index := names.get(delta.request_id)) is None:
-                    continue
+            for delta in inbox.take():
+                index = names[delta.request_id]
                 if delta.error is not None:
                     raise TTPUError(delta.error)
                 first = first or time.perf_counter()
@@ -73,8 +77,7 @@ def _events(
                 left -= delta.finish_reason is not None
                 yield from _advance(completions[index], index, delta, stop_ids, options.logprobs or 0)
     finally:
-        for name in names:
-            engine.abort(name)
+        inbox.close()
         now = time.perf_counter()
         timings.prefill_seconds += (first or now) - began
         timings.prefill_tokens += sum(map(len, prompts))

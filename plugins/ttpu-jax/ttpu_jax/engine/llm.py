@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from ttpu_core.errors import RequestError
 from ttpu_jax.engine.collect import Collector
 from ttpu_jax.engine.core import EngineCore, Prompt
@@ -175,28 +177,22 @@ class LLM:
 
     def _run(self, requests: list[tuple[Prompt, SamplingParams, dict[str, Any]]], *, show: bool) -> list[Collector]:
         """Serve requests until all are done; on any error, and on Ctrl-C, none is left behind."""
+        names = [str(next(self._numbers)) for _ in requests]
         collectors: dict[str, Collector] = {}
-        try:
-            for prompt, params, options in requests:
-                name = str(next(self._numbers))
+        with self.engine.inbox(names) as inbox, _bar(len(requests), show) as advance:
+            for name, (prompt, params, options) in zip(names, requests, strict=True):
                 ids = self.engine.token_ids(prompt)
                 self.engine.add(name, ids, params, **options)
                 answers = 1 if options.get("pooling") else params.n
                 collectors[name] = Collector(name, prompt if isinstance(prompt, str) else None, ids, answers)
-            with _bar(len(requests), show) as advance:
-                left = len(collectors)
-                while left:
-                    for delta in self.engine.step():
-                        if (collector := collectors.get(delta.request_id)) is None:
-                            continue
-                        collector.take(delta)
-                        if collector.output.finished:
-                            left -= 1
-                            advance()
-        except BaseException:
-            for name in collectors:
-                self.engine.abort(name)
-            raise
+            left = len(collectors)
+            while left:
+                for delta in inbox.take():
+                    collector = collectors[delta.request_id]
+                    collector.take(delta)
+                    if collector.output.finished:
+                        left -= 1
+                        advance()
         return list(collectors.values())
 
 
@@ -222,7 +218,8 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    one = isinstance(prompts, str | Mapping) or getattr(prompts, "ndim", 2) == 1
+    if one or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):  # type: ignore[index]
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

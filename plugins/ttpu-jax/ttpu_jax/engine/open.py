@@ -1,5 +1,5 @@
-"""From a checkpoint's name to an engine. In: what a caller of `LLM`, or of `ttpu serve`, passes; out: an "
-"`EngineCore`."""
+"""From a checkpoint's name to an engine. In: what a caller of `LLM`, or of `ttpu serve`, passes; out: an
+`EngineCore`."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
                     f"{name} was given, but this engine measures the memory that is free and always compiles: leave it "
                     "out, or set kv_cache_memory (bytes)."
                 )
+            if own in options:
+                raise RequestError(f"{name} and {own} were both given, two names of one setting: pass one of them.")
             engine[own] = value
         elif name in NAMES:
             engine[name] = value

@@ -1,5 +1,5 @@
-"""What the engine gives back. In: nothing; out: plain values whose names are vLLM's, so that callers need not "
-"change."""
+"""What the engine gives back. In: nothing; out: plain values whose names are vLLM's, so that callers need not
+change."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """A prompt's embedding: float32 [hidden], of length one unless it was asked for as it is."""
+    """A prompt's embedding: float32 [hidden], of length one."""
 
     request_id: str
     prompt_token_ids: list[int]

@@ -38,6 +38,7 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
     adapter: int = 0
     salt: bytes = b""
+    findable: bool = True  # its prefix may be looked up, and found by others
     pooling: Literal["last", "mean"] | None = None
     stop_ids: frozenset[int] = frozenset()
     max_output: int = 16  # params.max_tokens cut to the context

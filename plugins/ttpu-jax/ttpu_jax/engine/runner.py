@@ -133,7 +133,8 @@ class Runner:
         if self.config.penalties:
             yield self._begin_program()
         if self.config.prompt_logprobs:
-            for tokens in sorted({shape.tokens for shape in shapes if shape.max_queries > 1}):
+            # Those that decode, too: a part of a prompt may have a single token.
+            for tokens in sorted({shape.tokens for shape in shapes}):
                 yield self._logprobs_program(tokens)
 
     def length_salt(self, prompt: int) -> bytes:
@@ -245,7 +246,7 @@ class Runner:
         ends = np.cumsum(step.counts)
         tokens = np.full(int(ends[-1]), IN_FLIGHT, np.int32)
         drafts = step.drafts
-        on_device = (step.counts == 1) & self._sampled[step.slots]
+        on_device = (step.counts == 1) & step.samples & self._sampled[step.slots]
         for index in np.flatnonzero(~on_device).tolist():
             request, start = step.requests[index], int(step.starts[index])
             count, end = int(step.counts[index]), int(ends[index])

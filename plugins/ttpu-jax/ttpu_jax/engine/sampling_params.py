@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from ttpu_core.errors import RequestError
 from ttpu_jax.ops import sampling
@@ -75,13 +75,25 @@ class SamplingParams(sampling.SamplingParams):
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        put("stop_token_ids", tuple(self.stop_token_ids or ()))
+        put("stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
+        put("stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias is {self.logit_bias!r}, but a mapping from token ids to numbers is needed.")
         put("logit_bias", dict(self.logit_bias or {}))
         if self.allowed_token_ids is not None:
-            put("allowed_token_ids", tuple(self.allowed_token_ids))
+            put("allowed_token_ids", _listed("allowed_token_ids", self.allowed_token_ids))
         if isinstance(self.guided, Mapping):
+            unknown = sorted(set(self.guided) - set(GuidedDecoding.__dataclass_fields__))
+            if unknown:
+                raise RequestError(f"guided has {', '.join(unknown)}, but json, regex, choice and grammar are known.")
             put("guided", GuidedDecoding(**self.guided))
+        if self.guided is not None and not isinstance(self.guided, GuidedDecoding):
+            raise RequestError(
+                f"guided is {self.guided!r}, but a GuidedDecoding, or a mapping of its fields, is needed."
+            )
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}: it must be True or False.")
         self.validate()
 
     def validate(self) -> None:
@@ -129,5 +141,9 @@ def _whole(name: str, value: object, low: int) -> None:
         raise RequestError(f"{name} is {value!r}: it must be a whole number, {low} or more.")
 
 
-FinishReason = Literal["stop", "length", "abort", "error"]
-StopWords = Sequence[str]
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} is {value!r}: a list is needed.")
+    return tuple(value)
