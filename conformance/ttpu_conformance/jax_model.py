@@ -95,12 +95,6 @@ class JaxModel:
         mapping = pad_mapping(self.architecture.mapping, self.model.paddings)
         return float(value), export_tensors(mapping, gradients)
 
-    def generated(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        """Greedy tokens after prompts, without the engine."""
-        options = {"max_new_tokens": new_tokens, "ignore_eos": True, "do_sample": False}
-        output = self.model.generate(prompts, return_dict_in_generate=True, **options)
-        return [completion.token_ids for completion in output.completions]
-
     def served(self, prompts: list[list[int]], new_tokens: int, *, prefill: int) -> list[list[list[int]]]:
         """Greedy tokens after prompts that the engine serves together, twice: it runs fewer at once than there are, and
         has pages for fewer still."""

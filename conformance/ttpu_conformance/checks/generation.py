@@ -61,6 +61,14 @@ def check_decode_compiles_once(case: Case) -> None:
     _refuse_compiling_again(case)
 
 
+def generated(case: Case) -> tuple[list[list[int]], list[list[int]]]:
+    """The prompts of these checks, without padding, and what is generated after each."""
+    padded, _ = prompts = _prompts(case.architecture.spec.vocab_size)
+    width = padded.shape[1]
+    ids = [padded[row, width - length :].tolist() for row, length in enumerate(PROMPTS)]
+    return ids, _generate(case, *prompts).tolist()
+
+
 def _refuse_changing_layers(case: Case) -> None:
     layers = case.architecture.spec.layers
     first, again = case.model.layer_definitions(), case.model.layer_definitions()

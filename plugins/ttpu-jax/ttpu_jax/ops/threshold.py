@@ -18,6 +18,7 @@ _BITS = 32
 _SIGN = np.int32(-(2**31))
 _LIMB = 16  # a mass is two uint32 limbs: high * 2**16 + low
 _LANES = 128  # rows are padded to whole TPU vector registers
+_PARTS = 8  # of a row, which devices that share the vocabulary sum each for itself
 
 
 def ordered_bits(values: jax.Array) -> jax.Array:
@@ -60,13 +61,14 @@ def keep_top_p(scores: jax.Array, p: jax.Array) -> jax.Array:
     while vocab > groups * 2**_LIMB:  # so that the sums of the low limbs fit a uint32
         groups *= 2
     scale = float(2**31 // groups)  # and the sums over one group
-    padding = -vocab % (groups * _LANES)
+    parts = _PARTS if vocab >= _PARTS * groups * _LANES else 1
+    padding = -vocab % (parts * groups * _LANES)
     keys = ordered_bits(scores)
     highest = jnp.max(keys, axis=-1)
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     fixed = jnp.rint(weights * scale).astype(jnp.uint32)
-    grouped_keys = jnp.pad(keys, ((0, 0), (0, padding))).reshape(batch, groups, -1)
-    grouped = jnp.pad(fixed, ((0, 0), (0, padding))).reshape(batch, groups, -1)
+    grouped_keys = jnp.pad(keys, ((0, 0), (0, padding))).reshape(batch, parts, groups, -1)
+    grouped = jnp.pad(fixed, ((0, 0), (0, padding))).reshape(batch, parts, groups, -1)
 
     total_high, total_low = _exact_sum(grouped)
     limb = float(2**_LIMB)
@@ -76,7 +78,7 @@ def keep_top_p(scores: jax.Array, p: jax.Array) -> jax.Array:
     target_high = target_high.astype(jnp.uint32)
 
     def enough(candidate: jax.Array) -> jax.Array:
-        high, low = _exact_sum(jnp.where(grouped_keys >= candidate[:, None, None], grouped, jnp.uint32(0)))
+        high, low = _exact_sum(jnp.where(grouped_keys >= candidate[:, None, None, None], grouped, jnp.uint32(0)))
         return (high > target_high) | ((high == target_high) & (low >= target_low))
 
     threshold = jnp.minimum(_largest(enough, batch), highest)
@@ -128,10 +130,10 @@ def _signed(unsigned: jax.Array) -> jax.Array:
 
 
 def _exact_sum(fixed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sum of uint32 `[batch, groups, n]` over its last two axes, as limbs `[batch]`: high * 2**16 +
-    low."""
+    """The sum of uint32 `[batch, parts, groups, n]` over its last three axes, as limbs `[batch]`: high * 2**16 +
+    low. Groups are summed first, within a part: where parts lie on several devices, these exchange only limbs."""
     mask = jnp.uint32(2**_LIMB - 1)
-    partial = jnp.sum(fixed, axis=1, dtype=jnp.uint32)
-    low = jnp.sum(partial & mask, axis=-1, dtype=jnp.uint32)
-    high = jnp.sum(partial >> _LIMB, axis=-1, dtype=jnp.uint32)
+    partial = jnp.sum(fixed, axis=2, dtype=jnp.uint32)
+    low = jnp.sum(partial & mask, axis=(1, 2), dtype=jnp.uint32)
+    high = jnp.sum(partial >> _LIMB, axis=(1, 2), dtype=jnp.uint32)
     return high + (low >> _LIMB), low & mask

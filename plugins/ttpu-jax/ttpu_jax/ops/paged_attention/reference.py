@@ -14,14 +14,12 @@ from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import page_size_of, read
 
-CPU_KEYS, OTHER_KEYS = 32, 256
+CPU_KEYS, CPU_PREFILL_KEYS, OTHER_KEYS = 32, 64, 256
 """Tokens of pages that are read at once, if a page holds no more. On a CPU what is read should stay in a core's cache
 until it has been used twice (12 layers of 64 decode rows with 12 heads over 100 to 400 tokens: 190 ms one sequence at a
 time, 450 ms all together)."""
-CPU_QUERIES, OTHER_QUERIES = (1, 8, 128), (16, 128)
+CPU_QUERIES, OTHER_QUERIES = (1, 8, 64), (16, 128)
 """Queries of one sequence that are computed at once: the fewest that hold all of them, else the last."""
-CPU_LOOPS = 2
-"""Loops over sequences that do not wait for each other, which XLA:CPU gives to different threads."""
 FEW_QUERIES = 4  # with so few, products of one query each are five times as fast on a CPU as one of all
 
 
@@ -41,12 +39,7 @@ def reference(
     if platform == "cpu":
         sizes = [size for size in CPU_QUERIES if size < most] + [min(most, CPU_QUERIES[-1])]
         mixed = jnp.zeros((*query.shape[:-1], spec.value_dim), query.dtype)
-        loops = min(CPU_LOOPS, batch.kv_lens.shape[0])
-        parts = [_one_by_one(query, mixed, batch, kv.group, attend, sizes, 0, at, loops) for at in range(loops)]
-        own = (batch.rows % loops)[:, None, None, None]
-        for at, part in enumerate(parts[1:], 1):
-            parts[0] = jnp.where(own == at, part, parts[0])
-        return parts[0]
+        return _one_by_one(query, mixed, batch, kv.group, attend, sizes, 0)
     few, many = OTHER_QUERIES
     few = most if most <= few else 1
     mixed = _together(query, batch, kv.group, attend, few).astype(query.dtype)
@@ -75,17 +68,13 @@ def _one_by_one(
     attend: partial[jax.Array],
     sizes: list[int],
     done: int,
-    first_row: int = 0,
-    stride: int = 1,
 ) -> jax.Array:
-    """Puts into `mixed` what sequences of more than `done` queries mix, in blocks of one of `sizes` queries; of all
-    sequences every `stride`th from `first_row` on. Tokens of the others hold anything."""
+    """Puts into `mixed` what sequences of more than `done` queries mix, in blocks of one of `sizes` queries."""
     tokens = query.shape[0]
     room = ((0, sizes[-1]), (0, 0), (0, 0), (0, 0))  # the last block may reach past the last token
     query, mixed = jnp.pad(query, room), jnp.pad(mixed, room)
 
-    def sequence(turn: jax.Array, mixed: jax.Array) -> jax.Array:
-        row = first_row + turn * stride
+    def sequence(row: jax.Array, mixed: jax.Array) -> jax.Array:
         start, count = batch.query_starts[row], batch.query_starts[row + 1] - batch.query_starts[row]
         first, table = batch.kv_lens[row] - count, batch.tables[group][row][None]
 
@@ -100,19 +89,16 @@ def _one_by_one(
                 found = jnp.where((positions >= 0)[:, None, None, None], found, before)
             return jax.lax.dynamic_update_slice_in_dim(mixed, found, start + index * size, 0)
 
-        def blocks(mixed: jax.Array, *, size: int) -> jax.Array:
-            if size < sizes[-1] or batch.max_queries <= size:
-                return block(jnp.int32(0), mixed, size=size)
-            return jax.lax.fori_loop(0, (count + size - 1) // size, partial(block, size=size), mixed)
+        # A loop for each size, of no step where it does not fit: conditionals would copy `mixed`.
+        fewest = done
+        for size in sizes:
+            fits = (count > fewest) & ((count <= size) | (size == sizes[-1]))
+            number = jnp.where(fits, (count + size - 1) // size, 0)
+            mixed = jax.lax.fori_loop(0, number, partial(block, size=size), mixed)
+            fewest = size
+        return mixed
 
-        ways = [partial(blocks, size=size) for size in sizes]
-        if done:
-            return jax.lax.cond(count > done, ways[-1], lambda mixed: mixed, mixed)
-        fits = sum((count > size).astype(jnp.int32) for size in sizes[:-1])
-        return jax.lax.switch(fits, ways, mixed) if len(ways) > 1 else ways[0](mixed)
-
-    turns = (batch.num_sequences[0] - first_row + stride - 1) // stride
-    return jax.lax.fori_loop(0, turns, sequence, mixed)[:tokens]
+    return jax.lax.fori_loop(0, batch.num_sequences[0], sequence, mixed)[:tokens]
 
 
 def _attend(
@@ -130,7 +116,8 @@ def _attend(
     there is no query."""
     rows, queries, heads, group, dim = query.shape
     size = page_size_of(kv)
-    together = max(1, (CPU_KEYS if on_cpu else OTHER_KEYS) // size)
+    keys = OTHER_KEYS if not on_cpu else CPU_KEYS if queries <= FEW_QUERIES else CPU_PREFILL_KEYS
+    together = max(1, keys // size)
     block = together * size
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % together)))
     compute = jnp.dtype(jnp.float32) if on_cpu else query.dtype
