@@ -27,7 +27,12 @@ class UnsupportedError(TTPUError):
 
 
 class RequestError(TTPUError, ValueError):
-    """A generation request whose values are out of range or contradict each other."""
+    """A generation request whose values are out of range or contradict each other; `param` names the value at fault,
+    and `code` the kind of fault, where a program may want to know."""
+
+    def __init__(self, *message: object, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(*message)
+        self.param, self.code = param, code
 
 
 class MissingDependencyError(TTPUError, ImportError):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,9 @@ class FakeCore:
         adapter: str | None = None,
         pooling: str | None = None,
     ) -> None:
-        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        ids = self.token_ids(prompt)
+        if any(answer.id == request_id for answer in self.answers):
+            raise RequestError(f"a request with the id {request_id!r} is being served: choose another id.")
         if self.counts.asleep:
             raise RequestError("the engine sleeps: wake it up.")
         if max(ids) > 258:
@@ -106,6 +108,9 @@ class FakeCore:
             skip = params.skip_special_tokens
             text = TextStream(self.tokenizer, ids, params.stop, skip_special_tokens=skip) if params.detokenize else None
             self.answers.append(Answer(request_id, index, ids, params, whole, text))
+
+    def token_ids(self, prompt: str | list[int]) -> list[int]:
+        return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -136,10 +141,10 @@ class FakeCore:
     def reset_prefix_cache(self) -> None:
         self.counts = replace(self.counts, prefix_queries=0)
 
-    def load_adapter(self, name: str, path: str) -> None:
+    def prepare_adapter(self, name: str, path: str) -> Callable[[], None]:
         if not Path(path).is_dir():
             raise RequestError(f"the adapter {path!r} was to be loaded, but there is no such directory: correct it.")
-        self.adapters[name] = len(self.adapters) + 1
+        return lambda: self.adapters.update({name: len(self.adapters) + 1})
 
     def unload_adapter(self, name: str) -> None:
         del self.adapters[name]

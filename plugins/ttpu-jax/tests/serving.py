@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import uvicorn
 
 from ttpu_jax.engine.async_engine import AsyncEngine
 from ttpu_jax.server import ServerSettings, create_app
+from ttpu_jax.server.run import LAST_WORDS_SECONDS, Server
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Running:
 
     def stop(self) -> None:
         """As by SIGTERM: drain, then leave."""
-        self.server.should_exit = True
+        self.server.handle_exit(signal.SIGTERM, None)
 
 
 @contextmanager
@@ -47,8 +49,8 @@ def running(core: Any, settings: ServerSettings | None = None) -> Iterator[Runni
     settings = settings or ServerSettings()
     engine = AsyncEngine(core)
     app = create_app(engine, settings)
-    config = uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=settings.drain_seconds)
-    server = uvicorn.Server(config)
+    config = uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=LAST_WORDS_SECONDS)
+    server = Server(config, lambda: None, lambda: engine.drain(settings.drain_timeout))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 20

@@ -205,15 +205,17 @@ def answered(sent: float, first: float, gap: float, tokens: int, *, due: float |
 def test_rates_and_percentiles_are_those_of_whole_answers() -> None:
     # Time to first token 10, 20, … 100 ms, then 5 tokens 20 ms apart; sent a second apart.
     lines = [answered(float(i), 0.01 * (i + 1), 0.02, 5) for i in range(10)]
-    lines.append(Timeline(due=4.0, sent=4.5, end=12.0, error="HTTP 500: broken"))
+    lines.append(Timeline(due=4.0, sent=4.5, end=300.0, error="nothing came for 295.5 s (ReadTimeout)"))
     summary = summarize(lines, objectives={"ttft": 45.0}, percentiles=(50, 90, 99))
     assert (summary.requests, summary.completed, summary.failed) == (11, 10, 1)
-    assert summary.errors == {"HTTP 500: broken": 1}
-    assert summary.seconds == 12.0  # until the last end, the failed one's
-    assert summary.request_rate == pytest.approx(10 / 12)
-    assert summary.output_token_rate == pytest.approx(50 / 12)
-    assert summary.total_token_rate == pytest.approx((50 + 100) / 12)
-    assert summary.goodput == pytest.approx(4 / 12)  # 10, 20, 30 and 40 ms
+    assert summary.errors == {"nothing came for 295.5 s (ReadTimeout)": 1}
+    assert summary.seconds == pytest.approx(9.18)  # until the last answer's end; the failed request has none
+    assert summary.request_rate == pytest.approx(10 / 9.18)
+    assert summary.output_token_rate == pytest.approx(50 / 9.18)
+    assert summary.total_token_rate == pytest.approx((50 + 100) / 9.18)
+    assert summary.goodput == pytest.approx(4 / 9.18)  # 10, 20, 30 and 40 ms
+    busy = sum(0.01 * (i + 1) + 0.08 for i in range(10)) + 9.18 - 4.5
+    assert summary.mean_concurrency == pytest.approx(busy / 9.18)
     assert summary.ttft is not None and summary.itl is not None and summary.e2e is not None and summary.held is not None
     assert summary.ttft.percentiles == pytest.approx({50.0: 55.0, 90.0: 91.0, 99.0: 99.1})
     assert (summary.ttft.mean, summary.ttft.maximum) == pytest.approx((55.0, 100.0))
@@ -297,6 +299,16 @@ def test_serve_prints_one_json_object_and_fails_if_nothing_was_answered(fake: Fa
     assert fake.bodies[-1]["temperature"] == 0.0 and "ignore_eos" not in fake.bodies[-1]
 
 
+def test_a_server_is_not_warmed_up_with_what_is_measured(fake: FakeServer, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("one\ntwo\nthree\n")
+    load = ("serve", "--url", fake.url, "--num-prompts", "2", "--warmup", "2", "--json")
+    for workload in (("--vocab-size", "5000"), ("--dataset", str(tmp_path / "prompts.txt"))):
+        before = len(fake.bodies)
+        assert run(*load, *workload).exit_code == 0
+        asked = [json.dumps(body["prompt"]) for body in fake.bodies[before:]]
+        assert len(asked) == 4 and not set(asked[:2]) & set(asked[2:])
+
+
 def test_status_one_says_that_no_request_was_answered(fake: FakeServer, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("page\nwrong\n")
     load = ("serve", "--url", fake.url, "--dataset", str(tmp_path / "prompts.txt"))
@@ -316,6 +328,7 @@ def test_status_one_says_that_no_request_was_answered(fake: FakeServer, tmp_path
         (("--burstiness", "inf"), "--burstiness"),
         (("--percentiles", "50,101"), "--percentiles"),
         (("--extra-body", "[1]"), "--extra-body"),
+        (("--extra-body", '{"n": 2}'), "n=2"),
         (("--output", "/nowhere/at/all.json"), "--output"),
         (("--plot", "latency.pdf"), ".png or .svg"),
         (("--url", "ftp://host"), "--url"),

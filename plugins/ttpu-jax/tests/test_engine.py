@@ -84,8 +84,7 @@ def engines(model: Any, checkpoint: Path) -> Iterator[dict[str, EngineCore]]:
     """Engines that go about it differently."""
     eight = AutoModelForTPU.from_pretrained(checkpoint, parallelism_strategy="tensor=8")
     made = {
-        "plain": LLM(model, **SMALL, num_pages=120),
-        "few pages": LLM(model, **SMALL, num_pages=FEW_PAGES),
+        "one device": LLM(model, **SMALL, num_pages=FEW_PAGES),
         "speculating": LLM(model, **SMALL, num_pages=40, speculative="ngram:3"),
         "eight devices": LLM(eight, **SMALL, num_pages=FEW_PAGES),
     }
@@ -142,7 +141,7 @@ def serve(engine: EngineCore, arrivals: list[Arrival]) -> dict[int, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "few pages", "speculating", "eight devices"])
+@pytest.mark.parametrize("name", ["one device", "speculating", "eight devices"])
 def test_a_requests_tokens_do_not_depend_on_what_else_is_served(
     engines: dict[str, EngineCore], alone: list[list[int]], name: str
 ) -> None:
@@ -162,13 +161,14 @@ def test_a_requests_tokens_do_not_depend_on_what_else_is_served(
     assert serve(engine, everything) == dict(enumerate(alone))
 
 
+@pytest.mark.slow
 def test_the_engines_did_what_they_are_for(engines: dict[str, EngineCore], alone: list[list[int]]) -> None:
     """The mixes above meet preemption, cached prefixes and accepted drafts, or they would prove nothing."""
     everything = [(number, 0, None, 0) for number in range(len(REQUESTS))]
     for engine in engines.values():
         assert serve(engine, everything * 2) == dict(enumerate(alone * 2))
-    assert engines["few pages"].stats().preemptions > 0
-    assert engines["plain"].stats().prefix_hits > 0
+    assert engines["one device"].stats().preemptions > 0
+    assert engines["one device"].stats().prefix_hits > 0
     assert engines["speculating"].stats().accepted > 0
     assert all(engine.stats().recompiles == 0 for engine in engines.values())
 
@@ -176,7 +176,8 @@ def test_the_engines_did_what_they_are_for(engines: dict[str, EngineCore], alone
 def test_a_program_that_is_missing_while_serving_is_an_error_in_strict_mode(model: Any) -> None:
     """And counted, and compiled, where it is not."""
     for strict in (True, False):
-        with LLM(model, **{**SMALL, "strict_compile": strict}, num_pages=40) as llm:
+        few = {"sampling_level": "greedy", "prompt_logprobs": False, "num_pages": 40}
+        with LLM(model, **{**SMALL, **few, "strict_compile": strict}) as llm:
             pool = llm.engine.runner.pool
             pool._compiled.clear()
             params = SamplingParams(temperature=0.0, max_tokens=2)
@@ -188,12 +189,21 @@ def test_a_program_that_is_missing_while_serving_is_an_error_in_strict_mode(mode
                 assert pool.recompiles > 0
 
 
-def test_generate_of_a_model_uses_the_engine_where_paged_attention_is_enabled(checkpoint: Path, model: Any) -> None:
+@pytest.mark.slow
+def test_generate_of_a_model_uses_the_engine_where_paged_attention_is_enabled(
+    checkpoint: Path, model: Any, engines: dict[str, EngineCore]
+) -> None:
     """Same call, same answers: text, arrays, streams, log-probabilities, stop strings."""
     options = {name: value for name, value in SMALL.items() if name != "progress"}
     paged = AutoModelForTPU.from_pretrained(
-        checkpoint, task="inference", enable_paged_attention=True, num_pages=60, **options
+        checkpoint, task="inference", enable_paged_attention=True, num_pages=60, sampling_level="greedy", **options
     )
+    greedy = {"max_new_tokens": 8}
+    assert np.array_equal(paged.generate([REQUESTS[2][0]], **greedy), model.generate([REQUESTS[2][0]], **greedy))
+    with pytest.raises(RequestError, match="sampling_level"):
+        paged.generate("Hello", do_sample=True, max_new_tokens=2)
+    paged.engine.close()
+    paged.engine = engines["one device"]  # which serves everything
     prompts = [prompt for prompt, _ in REQUESTS[:3]]
     arguments = {"max_new_tokens": 8, "logprobs": 2, "return_dict_in_generate": True}
     ours, theirs = paged.generate(prompts, **arguments), model.generate(prompts, **arguments)

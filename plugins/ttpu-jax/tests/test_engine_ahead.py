@@ -123,7 +123,11 @@ class TestMemory:
         pytest.importorskip("libtpu")
         most = 512
         config = EngineConfig(
-            max_num_seqs=most, max_num_batched_tokens=most, sequence_buckets=(most,), token_buckets=(most,)
+            max_num_seqs=most,
+            max_num_batched_tokens=most,
+            sequence_buckets=(most,),
+            token_buckets=(most,),
+            sampling_level="greedy",
         )
         engine = compile_ahead(small(), "v5e:1x1", config, only=is_mixed_step)
         (program,), hbm = engine.programs, engine.topology.chip.hbm_bytes

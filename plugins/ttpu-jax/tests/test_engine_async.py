@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,6 +76,76 @@ def test_leaving_a_stream_aborts_its_request(bytes_tokenizer: Any) -> None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await until(lambda: core.aborted == ["one", "two"] and not core.answers)
+
+    asyncio.run(scenario())
+
+
+def test_an_aborted_request_ends_for_whoever_reads_it(bytes_tokenizer: Any) -> None:
+    async def scenario() -> None:
+        core = FakeCore(bytes_tokenizer, seconds=0.001)
+        async with started(core) as engine:
+            stream = await engine.submit("say: on ", replace(LONG, n=2), request_id="one", timeout=60)
+            deltas: list[OutputDelta] = []
+            async for delta in stream:
+                if not deltas:
+                    engine.abort("one")
+                    engine.abort("nobody's")
+                deltas.append(delta)
+            assert [deltas[-1].finish_reason, deltas[-2].finish_reason] == ["abort", "abort"]
+            assert deltas[-1].num_prompt_tokens == 8 and deltas[-1].num_output_tokens > 0
+            assert not core.answers and await engine.drain(1)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_is_aborted_before_it_said_anything(bytes_tokenizer: Any) -> None:
+    async def scenario() -> None:
+        async with started(FakeCore(bytes_tokenizer)) as engine:
+            adding = asyncio.create_task(engine.submit("say: on ", LONG, request_id="one"))
+            await asyncio.sleep(0)
+            engine.abort("one")
+            deltas = [delta async for delta in await adding]
+            assert deltas[-1].finish_reason == "abort"
+
+    asyncio.run(scenario())
+
+
+def test_a_submission_that_is_cancelled_aborts_nobody_elses_request(bytes_tokenizer: Any) -> None:
+    async def scenario() -> None:
+        core = FakeCore(bytes_tokenizer, seconds=0.001)
+        async with started(core) as engine:
+            first = await engine.submit("say: to the end", SamplingParams(max_tokens=50), request_id="same")
+            blocked = asyncio.create_task(engine.call(lambda: time.sleep(0.05)))
+            await asyncio.sleep(0.02)
+            second = asyncio.create_task(engine.submit("say: on ", LONG, request_id="same"))
+            third = asyncio.create_task(engine.submit("say: on ", LONG, request_id="other"))
+            await asyncio.sleep(0)
+            second.cancel()
+            third.cancel()
+            await asyncio.gather(blocked, second, third, return_exceptions=True)
+            assert "".join([delta.text async for delta in first]) == "to the end"
+            await until(lambda: not core.answers)
+            assert core.aborted in ([], ["other"]) and await engine.drain(1)
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_fails_takes_the_others_of_its_request_along(bytes_tokenizer: Any) -> None:
+    async def scenario() -> None:
+        core = FakeCore(bytes_tokenizer, seconds=0.001)
+        step = core.step
+
+        def failing() -> list[OutputDelta]:
+            bad = [answer for answer in core.answers if (answer.id, answer.index) == ("bad", 1)]
+            core.answers = [answer for answer in core.answers if answer not in bad]
+            return [*step(), *(OutputDelta("bad", 1, "", [], None, "error", error="not a number.") for _ in bad)]
+
+        core.step = failing  # type: ignore[method-assign]
+        async with started(core) as engine:
+            with pytest.raises(RequestFailedError, match="not a number"):
+                await text_of(engine, "say: on ", replace(LONG, n=3), request_id="bad")
+            await until(lambda: not core.answers)
+            assert core.aborted == ["bad"]
 
     asyncio.run(scenario())
 
@@ -239,6 +310,7 @@ def test_embeddings_come_as_outputs(bytes_tokenizer: Any) -> None:
         async with started(FakeCore(bytes_tokenizer)) as engine:
             output = await engine.embed([1, 2, 3])
             assert output.prompt_token_ids == [1, 2, 3] and float((output.embedding**2).sum()) == pytest.approx(1)
+            assert (await engine.embed("hello")).prompt_token_ids == list(b"hello")
 
     asyncio.run(scenario())
 

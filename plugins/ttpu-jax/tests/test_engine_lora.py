@@ -34,6 +34,8 @@ from ttpu_jax.model.low_rank import adapters_of_tokens
 from ttpu_jax.model.modules import Linear, Parameters, Runtime
 from ttpu_jax.params.placement import Placement
 
+pytestmark = pytest.mark.slow  # together they take long; the lane of the newest jax does without
+
 ALL = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
        "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
 RANK = 4

@@ -16,7 +16,6 @@ from ttpu_core.errors import RequestError
 from ttpu_jax.engine.errors import QueueFullError
 from ttpu_jax.engine.pages import PageGroup
 from ttpu_jax.engine.request import Request, Status
-from ttpu_jax.engine.sampling_params import SamplingParams
 from ttpu_jax.engine.scheduler import Scheduler
 
 KINDS = {
@@ -479,10 +478,9 @@ def test_prefixes_differ_by_salt() -> None:
     [
         ({"enable_prefix_caching": False}, {}),
         ({"recurrent": True}, {}),
-        ({}, {"params": SamplingParams(max_tokens=4, prompt_logprobs=0)}),
-        ({}, {"pooling": "mean"}),
+        ({}, {"findable": False}),
     ],
-    ids=["turned off", "recurrent", "prompt_logprobs", "mean pooling"],
+    ids=["turned off", "recurrent", "all of it has to pass"],
 )
 def test_the_whole_prompt_is_computed_where_a_cached_prefix_does_not_do(changes: dict, asked: dict) -> None:
     loop = Loop(settings(**changes))
@@ -494,6 +492,38 @@ def test_the_whole_prompt_is_computed_where_a_cached_prefix_does_not_do(changes:
     loop.add(again)
     step = loop.step()
     assert again.cached == 0 and step is not None and step.counts.tolist() == [16]
+
+
+def test_pages_that_nobody_may_find_push_out_none_that_others_can() -> None:
+    loop = Loop(settings(), (PageGroup("full", 13),))
+    loop.add(request("a", 16, 1), request("unfindable", 16, 10, findable=False))
+    loop.run()
+    assert loop.scheduler.stats().pages_cached == (4,)
+    for number in range(5):
+        loop.add(request(f"{number}", 20, 6, findable=False))
+        loop.step()
+        loop.scheduler.preempt_all()
+        loop.run()
+    again = request("b", loop.finished["a"].prompt)
+    loop.add(again)
+    loop.run()
+    assert again.cached == 12 and loop.scheduler.stats().pages_cached == (4,)
+    loop.assert_answers()
+
+
+def test_what_a_preempted_request_finds_of_its_own_is_not_counted_as_cached() -> None:
+    loop = Loop(settings())
+    prompt = list(range(100, 120))
+    loop.add(request("a", prompt[:8], 1))
+    loop.run()
+    added = request("b", prompt, 4)
+    loop.add(added)
+    loop.step()
+    loop.scheduler.preempt_all()
+    step = loop.step()
+    assert step is not None and step.starts.tolist() == [20] and added.cached == 8
+    loop.run()
+    loop.assert_answers()
 
 
 def test_requests_with_the_same_prompt_wait_until_one_has_computed_it() -> None:
@@ -570,12 +600,21 @@ def test_a_full_queue_refuses_and_says_how_many_wait() -> None:
     loop.add(request("a", 4))
     loop.step()
     loop.add(request("b", 4), request("c", 4))
-    with pytest.raises(QueueFullError, match=r"'d' came while 2 requests wait.*max_waiting.*again later"):
+    with pytest.raises(QueueFullError, match=r"this request came while 2 requests wait.*max_waiting.*again later"):
         loop.add(request("d", 4))
     loop.run()
     loop.add(request("d", 4))
     loop.run()
     assert list(loop.finished) == ["a", "b", "c", "d"]
+
+
+def test_requests_for_which_slots_are_free_do_not_count_as_waiting() -> None:
+    loop = Loop(settings(max_num_seqs=4, max_waiting=2))
+    loop.add(*(request(name, 4) for name in "abcdef"))
+    with pytest.raises(QueueFullError, match="2 requests wait"):
+        loop.add(request("g", 4))
+    loop.run()
+    assert sorted(loop.finished) == ["a", "b", "c", "d", "e", "f"]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from ttpu_jax.engine.cache_folder import JAX_DIRECTORY, JAX_SECONDS, VARIABLE, k
 from ttpu_jax.engine.programs import Program, ProgramPool
 from ttpu_jax.engine.store import ProgramStore
 
+pytestmark = pytest.mark.slow  # together they take long; the lane of the newest jax does without
+
 SMALL: dict[str, Any] = {
     "max_model_len": 32,
     "max_num_seqs": 2,

@@ -18,6 +18,8 @@ from ttpu_core.errors import CheckpointError, MappingError, RequestError, TTPUEr
 from ttpu_jax.engine.core import EngineCore
 from ttpu_jax.engine.weights import update_weights
 
+pytestmark = pytest.mark.slow  # together they take long; the lane of the newest jax does without
+
 QKV = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
 
 

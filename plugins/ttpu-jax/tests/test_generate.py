@@ -13,7 +13,6 @@ from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import MissingDependencyError, RequestError, TTPUError
-from ttpu_core.text_stream import TextStream
 from ttpu_jax.generation.options import options_from
 from ttpu_jax.generation.programs import PREFILL_CHUNK, cache_bucket, prompt_bucket
 
@@ -319,68 +318,6 @@ def test_a_stop_string_ends_the_text_before_it(model: Any) -> None:
     events = list(model.stream("The quick", max_new_tokens=40, stop_strings=[stop]))
     assert "".join(event.text for event in events) == text[: text.index(stop)]
     assert events[-1].finish_reason == "stop" and all(event.finish_reason is None for event in events[:-1])
-
-
-class _Letters:
-    """A tokenizer of which each id is a piece of text."""
-
-    def __init__(self, pieces: list[str]) -> None:
-        from tokenizers import Tokenizer, decoders, models
-
-        self.backend_tokenizer = Tokenizer(
-            models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="?")
-        )
-        self.backend_tokenizer.decoder = decoders.Fuse()
-
-
-def test_a_stop_string_across_tokens_is_never_shown() -> None:
-    stream = TextStream(_Letters(["a", "<", "/e", "nd>", "?"]), [0], ["</end>"])
-    assert [stream.push(token) for token in (0, 1, 2, 3)] == ["a", "", "", ""]
-    assert stream.stopped and stream.text == "a"
-    stream = TextStream(_Letters(["a", "<", "/e", "nd>", "?"]), [0], ["</end>"])
-    assert [stream.push(token) for token in (0, 1, 2, 0)] == ["a", "", "", "</ea"]
-    assert stream.push(1) == "" and stream.finish() == "<"
-
-
-def test_a_prompt_that_ends_within_a_character_is_not_repeated(model: Any) -> None:
-    stream = TextStream(model.tokenizer, "café".encode()[:-1])
-    assert [stream.push(token) for token in b"(AB"] == ["(", "A", "B"]
-
-
-def _byte_fallback() -> Any:
-    """A tokenizer as Llama 2's: a token for each byte, of which a run is decoded as a whole."""
-    from tokenizers import Tokenizer, decoders, models
-
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁the": 256, "?": 257}
-    tokenizer = _Letters([])
-    tokenizer.backend_tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="?", byte_fallback=True))
-    tokenizer.backend_tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
-
-
-def test_bytes_that_become_a_character_come_with_its_last() -> None:
-    stream = TextStream(_byte_fallback(), [256])
-    assert [stream.push(token) for token in "\né".encode()] == ["\n", "", "é"]
-    assert stream.push(256) == " the"
-
-
-def test_bytes_that_become_no_character_are_shown_as_such() -> None:
-    stream = TextStream(_byte_fallback(), [256])
-    pieces = [stream.push(token) for token in (0x0A, 0xF0, 0x9F, 256)]
-    assert pieces[:3] == ["\n", "", ""] and pieces[3].endswith(" the") and "\ufffd" in pieces[3]
-    stream.push(0xF0)
-    assert stream.finish() == "\ufffd" and stream.text == "".join(pieces) + "\ufffd"
-
-
-def test_a_tokenizer_that_is_not_of_the_tokenizers_library_streams_too(model: Any) -> None:
-    class Slow:
-        def decode(self, ids: list[int], **_: Any) -> str:
-            return bytes(ids).decode(errors="replace")
-
-    stream = TextStream(Slow(), b"caf", ["stop"])
-    assert "".join(stream.push(token) for token in "é stop".encode()) == "é " and stream.stopped
 
 
 def test_a_stream_left_early_disturbs_no_other(model: Any) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import tiny
 from typer.testing import CliRunner
 
 from ttpu_core.cli.main import app
+
+pytestmark = pytest.mark.slow  # together they take long; the lane of the newest jax does without
 
 openai = pytest.importorskip("openai")
 
@@ -167,6 +170,12 @@ def test_a_schema_that_is_none_is_refused(server: Process) -> None:
         server.client().chat.completions.create(model="tiny-llama", messages=HELLO, response_format=form)
 
 
+def test_rules_that_forbid_everything_are_the_requests_fault(server: Process) -> None:
+    rules = {"guided_choice": ["yes", "no"], "allowed_token_ids": [ord("x")], "min_tokens": 1}
+    with pytest.raises(openai.BadRequestError, match="allowed_token_ids"):
+        server.client().chat.completions.create(model="tiny-llama", messages=HELLO, extra_body=rules)
+
+
 def test_a_seed_repeats_an_answer(server: Process) -> None:
     asked = {"model": "tiny-llama", "messages": HELLO, "max_tokens": 12, "temperature": 1.0, "n": 2}
     answers = [server.client().chat.completions.create(seed=seed, **asked) for seed in (5, 5, 6)]
@@ -239,6 +248,8 @@ def test_a_signal_lets_answers_end_and_the_process_end_well(server: Process) -> 
     stream = iter(server.client().completions.create(model="tiny-llama", prompt="abc", max_tokens=90, stream=True))
     next(stream)
     server.process.send_signal(signal.SIGTERM)
+    with suppress(httpx.HTTPError):  # it has left by now where the answer was short
+        until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
     chunks = list(stream)
     assert chunks[-1].choices[0].finish_reason in ("length", "stop")
     assert server.process.wait(30) == 0

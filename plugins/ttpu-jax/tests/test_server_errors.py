@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from fake_core import FakeCore, tokenizer
+from pydantic import ValidationError
 from serving import Running, running
 
+from ttpu_core.errors import RequestError
 from ttpu_jax.server import ServerSettings
-from ttpu_jax.server.errors import as_api_error
+from ttpu_jax.server.chat_protocol import ChatRequest, Tool
+from ttpu_jax.server.errors import ApiError, as_api_error
+from ttpu_jax.server.forced_calls import forced_calls
+from ttpu_jax.server.protocol import Body, CompletionRequest
 
 openai = pytest.importorskip("openai")
 
@@ -137,6 +144,36 @@ def test_what_means_nothing_is_accepted(http: httpx.Client) -> None:
     assert http.post(CHAT, json=chat(**neutral)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": "a", "refusal": "no"}]}, "messages[0].refusal"),
+        ({"response_format": {"type": "text", "json_schema": {"name": "a"}}}, "response_format.json_schema"),
+        ({"logit_bias": {"01": 1}}, "logit_bias"),
+        ({"logit_bias": {" 1_0 ": 1}}, "logit_bias"),
+    ],
+)
+def test_nothing_inside_a_field_is_dropped_in_silence(http: httpx.Client, fields: Any, param: str) -> None:
+    assert refused(post(http, CHAT, chat(**fields)), 400)["param"] == param
+
+
+def test_a_field_given_twice_is_refused(http: httpx.Client) -> None:
+    for body in ('{"model": "fake", "prompt": "a", "prompt": "b"}', '{"prompt": "a", "logit_bias": {"1": 1, "1": 2}}'):
+        response = http.post(COMPLETION, content=body, headers={"content-type": "application/json"})
+        assert "twice" in refused(response, 400)["message"]
+
+
+def test_an_earlier_answer_may_have_said_nothing(http: httpx.Client) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": []}, *HELLO]
+    assert http.post(CHAT, json=chat(messages=messages)).status_code == 200
+
+
+def test_health_can_be_asked_for_without_a_body(http: httpx.Client) -> None:
+    response = http.head("/health")
+    assert (response.status_code, response.content) == (200, b"")
+
+
 def test_a_prompt_that_is_too_long_has_openais_code(http: httpx.Client) -> None:
     error = refused(http.post(COMPLETION, json=completion(prompt="x" * 300)), 400)
     assert error["code"] == "context_length_exceeded" and "200" in error["message"]
@@ -206,6 +243,102 @@ def test_embeddings_and_tokens_refuse_in_the_same_form(http: httpx.Client) -> No
     assert http.post("/detokenize", json={"tokens": [2**31 - 1]}).status_code in (200, 400)
 
 
+def many(item: Any) -> list[Any]:
+    return [item] * 60_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": many({"bad": 1})}),
+        (CHAT, {"messages": many(1)}),
+        (CHAT, {"tools": many({})}),
+        (CHAT, {"stop_token_ids": many("a")}),
+        (CHAT, {"stop": many(1)}),
+        (CHAT, {"guided_choice": many(1)}),
+        (CHAT, {"logit_bias": {str(number): "x" for number in range(60_000)}}),
+        (CHAT, {f"name{number}": 1 for number in range(60_000)}),
+        (CHAT, {"messages": [{"role": "user", "content": many(1)}]}),
+        (COMPLETION, {"prompt": many("")}),
+    ],
+)
+def test_a_body_of_many_mistakes_is_refused_by_the_first_of_them(path: str, fields: Any) -> None:
+    kind: type[Body] = ChatRequest if path == CHAT else CompletionRequest
+    body = {"model": "fake", "messages": HELLO} if path == CHAT else {"model": "fake"}
+    tracemalloc.start()
+    with pytest.raises(ValidationError) as refusal:
+        kind.model_validate(body | fields)
+    assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
+    tracemalloc.stop()
+    assert len(refusal.value.errors()) == 1
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": "f", "parameters": {"type": "object", "$defs": 3}},
+        {"name": "f", "parameters": {"type": "object", "definitions": [1]}},
+    ],
+)
+def test_tools_whose_parameters_are_no_schema(function: Any) -> None:
+    with pytest.raises(ApiError) as refusal:
+        forced_calls([Tool(type="function", function=function)], most=1)
+    assert refusal.value.body["error"]["param"] == "tools[0].function.parameters"
+
+
+def test_a_schema_that_is_nested_too_deep(http: httpx.Client) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": nested(100)}}]
+    assert refused(http.post(CHAT, json=chat(tools=tools)), 400)["param"] == "tools[0].function.parameters"
+    assert refused(http.post(CHAT, json=chat(guided_json=nested(100))), 400)["param"].startswith("guided_json")
+
+
+def test_what_a_request_brings_on_itself_is_no_fault_of_the_server(tmp_path: Any) -> None:
+    core = FakeCore(tokenizer(tmp_path))
+    kind: Any = "request"
+    step = core.step
+    core.step = lambda: [
+        replace(delta, finish_reason="error", error="the guide allows nothing.", error_kind=kind) for delta in step()
+    ]
+    with running(core) as server:
+        refused(server.http().post(CHAT, json=chat()), 400)
+        kind = "engine"
+        response = server.http().post(CHAT, json=chat())
+        refused(response, 500)
+        assert response.headers["x-should-retry"] == "false", "it would fail again"
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(tmp_path: Any) -> None:
+    core = FakeCore(tokenizer(tmp_path))
+    with running(core) as server:
+        service = server.server.config.app.state.service
+        service.tokens.encode_now = None
+        for path, body in (
+            (COMPLETION, completion(prompt="x" * 100_000)),
+            (CHAT, chat(messages=[{"role": "user", "content": "x" * 100_000}])),
+        ):
+            assert refused(server.http().post(path, json=body), 400)["code"] == "context_length_exceeded"
+
+
+def test_embeddings_have_a_limit_of_their_own(http: httpx.Client) -> None:
+    asked = {"model": "fake", "input": [[65]] * 20}
+    assert len(http.post("/v1/embeddings", json=asked).json()["data"]) == 20, "max_choices is about answers"
+    error = refused(http.post("/v1/embeddings", json={"model": "fake", "input": [[1]] * 2049}), 400)
+    assert error["param"] == "input" and "2,048" in error["message"]
+
+
+def test_a_sentence_about_a_context_is_not_about_its_length() -> None:
+    assert as_api_error(RequestError("the context is odd: correct it.")).body["error"]["code"] is None
+    told = as_api_error(RequestError("too long.", param="prompt", code="context_length_exceeded")).body["error"]
+    assert (told["param"], told["code"]) == ("prompt", "context_length_exceeded")
+
+
 def test_a_full_queue_asks_to_come_again(tmp_path: Any) -> None:
     with running(FakeCore(tokenizer(tmp_path), max_running=2)) as server:
         response = server.http().post(CHAT, json=chat(n=3))
@@ -219,7 +352,10 @@ def test_a_bug_is_told_without_its_details(tmp_path: Any) -> None:
     core = FakeCore(tokenizer(tmp_path))
     core.add = None  # type: ignore[assignment,method-assign]
     with running(core) as server:
-        error = refused(server.http().post(CHAT, json=chat()), 500)
+        response = server.http().post(CHAT, json=chat())
+        error = refused(response, 500)
+        assert response.headers["x-request-id"] and response.headers["x-should-retry"] == "false"
+        assert 'status="500"' in server.http().get("/metrics").text
         assert error["type"] == "server_error" and "NoneType" not in error["message"]
     assert as_api_error(RuntimeError("a password")).body["error"]["message"].count("password") == 0
 

@@ -13,16 +13,23 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
 from fake_core import FakeCore, tokenizer
 from serving import Running, running
+from typer.testing import CliRunner
 
 from ttpu_core.errors import RequestError
+from ttpu_jax.cli.serve import serve
+from ttpu_jax.engine.async_engine import AsyncEngine
 from ttpu_jax.engine.sampling_params import SamplingParams
-from ttpu_jax.server import ServerSettings
+from ttpu_jax.server import ServerSettings, create_app
 from ttpu_jax.server.events import EventStream
+from ttpu_jax.server.run import Place
 
 openai = pytest.importorskip("openai")
 
+command = typer.Typer()
+command.command()(serve)
 HELLO: Any = {"model": "fake", "messages": [{"role": "user", "content": "say: hello"}]}
 ENDLESS: Any = {"model": "fake", "prompt": "say: on and on", "max_tokens": 4000, "ignore_eos": True}
 
@@ -210,6 +217,8 @@ def test_administration_only_where_it_is_enabled(bytes_tokenizer: Any, tmp_path:
         assert http.post("/reset_prefix_cache").status_code == 200
         load = {"lora_name": "poet", "lora_path": str(tmp_path)}
         assert http.post("/v1/load_lora_adapter", json=load | {"lora_path": "/nowhere"}).status_code == 400
+        too_long = load | {"lora_path": "/" + "a" * 5000}
+        assert http.post("/v1/load_lora_adapter", json=too_long).status_code == 400
         assert http.post("/v1/load_lora_adapter", json=load | {"lora_name": "fake"}).status_code == 400
         assert http.post("/v1/load_lora_adapter", json=load).status_code == 200
         assert http.post("/v1/chat/completions", json=HELLO | {"model": "poet"}).status_code == 200
@@ -241,6 +250,86 @@ def test_a_priority_is_passed_on(bytes_tokenizer: Any) -> None:
         add(name, prompt, params, **options)
 
     core.add = noting  # type: ignore[method-assign]
-    with running(core) as server:
+    with running(core, ServerSettings(allow_priority=True)) as server:
         server.client().chat.completions.create(extra_body={"priority": -3}, **HELLO)
     assert seen == [-3]
+
+
+def test_no_client_goes_before_others_unless_it_may(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer)) as server:
+        response = server.http().post("/v1/chat/completions", json=HELLO | {"priority": -3})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "priority"
+        assert server.http().post("/v1/chat/completions", json=HELLO | {"priority": 0}).status_code == 200
+
+
+def test_a_server_that_leaves_says_so_until_its_answers_have_ended(bytes_tokenizer: Any) -> None:
+    core = FakeCore(bytes_tokenizer, seconds=0.01, max_model_len=50_000)
+    with running(core, ServerSettings(drain_timeout=1)) as server:
+        stream = iter(server.client().completions.create(stream=True, **body(40_000)))
+        next(stream)
+        server.stop()
+        until(lambda: not server.engine.accepting)
+        assert server.http().get("/health").status_code == 503, "a balancer sends nothing here any more"
+        with pytest.raises(openai.APIError, match="shuts down"):
+            for _ in stream:
+                pass
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "https://mine.example", "sec-fetch-site": "cross-site"}, 200),
+    ],
+)
+def test_other_sites_pages_administrate_nothing(bytes_tokenizer: Any, headers: Any, status: int) -> None:
+    settings = ServerSettings(enable_admin=True, allowed_origins=("https://mine.example",))
+    with running(FakeCore(bytes_tokenizer), settings) as server:
+        assert server.http().post("/reset_prefix_cache", headers=headers).status_code == status
+        assert server.http().post("/v1/chat/completions", json=HELLO, headers=headers).status_code == 200
+
+
+def test_what_is_open_to_everybody_holds_no_bodies(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer), ServerSettings(max_body_bytes=100)) as server:
+        http = server.http()
+        assert http.request("GET", "/health", content=b"x" * 5000).status_code == 200
+        assert http.get("/health").status_code == 200
+
+
+def test_the_time_that_reading_a_prompt_takes_counts(bytes_tokenizer: Any) -> None:
+    core = FakeCore(bytes_tokenizer)
+    with running(core, ServerSettings(request_timeout=0.1)) as server:
+        tokens = server.server.config.app.state.service.tokens
+        read = tokens.encode_now
+
+        def slowly(*arguments: Any) -> list[int]:
+            time.sleep(0.3)
+            return list(read(*arguments))
+
+        tokens.encode_now = slowly
+        core.seconds = 0.05
+        assert server.http().post("/v1/completions", json=ENDLESS).status_code == 408
+
+
+def test_an_adapter_with_the_models_name_is_refused_at_once(bytes_tokenizer: Any) -> None:
+    with pytest.raises(RequestError, match="adapter 'fake'"):
+        create_app(AsyncEngine(FakeCore(bytes_tokenizer, adapters={"fake": 1})))
+
+
+def test_certificates_are_read_before_a_model_is(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="ssl-certfile"):
+        Place(port=0, private_key="key.pem").bind()
+    (tmp_path / "cert.pem").write_text("none")
+    for name in ("cert.pem", "nothing.pem"):
+        with pytest.raises(RequestError, match="certificate"):
+            Place(port=0, certificate=str(tmp_path / name)).bind()
+
+
+def test_a_key_that_was_meant_to_be_set_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTPU_API_KEY", "")
+    result = CliRunner().invoke(command, ["nowhere"])
+    assert isinstance(result.exception, RequestError) and "TTPU_API_KEY" in str(result.exception)

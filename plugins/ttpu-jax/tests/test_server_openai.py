@@ -196,6 +196,14 @@ def test_tool_calls_are_streamed_with_places_ids_and_arguments(client: Any) -> N
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+def test_parallel_calls_can_be_ruled_out(client: Any) -> None:
+    asked: Any = {"model": "main", "messages": user("both cities"), "tools": [WEATHER], "parallel_tool_calls": False}
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "tool_calls"
+    chunks = list(client.chat.completions.create(stream=True, **asked))
+    assert [call.index for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []] == [0]
+
+
 def test_the_clients_own_accumulator_understands_the_stream(client: Any) -> None:
     with client.chat.completions.stream(model="main", messages=user("both cities"), tools=[WEATHER]) as stream:
         final = stream.get_final_completion()
@@ -310,7 +318,18 @@ def test_log_probabilities_and_offsets_of_an_echoed_prompt(client: Any) -> None:
     assert choice.text == "say: héhé"
     assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None, "nothing precedes the first token"
     assert len(logprobs.tokens) == len("say: héhé".encode())
-    assert logprobs.text_offset[:6] == [0, 1, 2, 3, 4, 5] and logprobs.token_logprobs[1:] == [-0.5] * 10
+    assert logprobs.token_logprobs[1:] == [-0.5] * 10
+    # A character of two tokens begins where both do; the answer begins where the prompt's text ends.
+    assert logprobs.text_offset == [0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 8]
+
+
+def test_offsets_count_special_tokens_only_where_the_text_has_them(client: Any) -> None:
+    asked: Any = {"model": "main", "echo": True, "logprobs": 0, "max_tokens": 1}
+    ids = [256, *b"ab"]
+    echoed = client.completions.create(prompt=ids, **asked).choices[0]
+    assert echoed.text.startswith("<s>ab") and echoed.logprobs.text_offset[:4] == [0, 3, 4, 5]
+    written = client.completions.create(prompt="ab", **asked).choices[0]
+    assert written.logprobs.text_offset[-1] == 2
 
 
 def test_a_prompt_alone_can_be_scored(client: Any) -> None:
@@ -332,6 +351,20 @@ def test_token_ids_come_if_asked(client: Any) -> None:
     chunks = client.chat.completions.create(messages=user("say: hé"), stream=True, **asked)
     assert [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", [])] == list("hé".encode())
     assert client.completions.create(prompt="say: hé", **asked).choices[0].token_ids == list("hé".encode())
+    chunks = client.completions.create(prompt="say: hé", stream=True, **asked)
+    assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == list("hé".encode())
+
+
+def test_a_stream_says_what_a_whole_answer_says(client: Any) -> None:
+    extra: Any = {"extra_body": {"prompt_logprobs": 0}}
+    asked: Any = {"model": "main", "messages": user("say: hello"), "stop": "l", **extra}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(stream=True, **asked))
+    told = [chunk.prompt_logprobs for chunk in chunks if hasattr(chunk, "prompt_logprobs")]
+    assert told == [whole.prompt_logprobs] and len(told[0]) == whole.usage.prompt_tokens
+    assert chunks[-1].choices[0].stop_reason == whole.choices[0].stop_reason == "l"
+    chunks = list(client.completions.create(model="main", prompt="say: é", stream=True, **extra))
+    assert len(chunks[0].choices[0].prompt_logprobs) == len("say: é".encode()), "though half a character is no text"
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------

@@ -92,6 +92,18 @@ def test_the_stop_button_ends_the_answer_here_and_in_the_engine(server: Running,
     assert page.evaluate(SAID) == said
 
 
+def test_a_new_chat_begins_while_the_last_is_still_answered(server: Running, page: Page) -> None:
+    server.core.seconds = 0.01
+    send(page, "endless")
+    page.wait(f"({SAID} || '').length > 5")
+    server.core.seconds = 0.0
+    page.evaluate("document.querySelector('#new').click(); ask('say: fresh')")
+    page.wait(f"document.querySelector('.turn') && {DONE}")
+    assert page.evaluate(SAID) == "fresh"
+    assert page.evaluate("messages.map((message) => message.content).join('|')") == "say: fresh|fresh"
+    assert not page.evaluate("document.querySelector('#send').hidden")
+
+
 def test_sampling_settings_are_sent_and_kept(server: Running, page: Page) -> None:
     fill = (
         "(name, text) => { const box = settings.elements[name]; box.value = text;"
@@ -136,6 +148,17 @@ def test_a_link_can_ask(server: Running, page: Page) -> None:
     page.open(server.url + "/?prompt=say:%20linked&autosend=1")
     page.wait(f"document.querySelector('.turn') && {DONE}")
     assert page.evaluate(SAID) == "linked"
+
+
+def test_a_link_neither_spends_a_kept_key_nor_sets_one(server: Running, page: Page) -> None:
+    page.evaluate("sessionStorage.setItem('ttpu-key', 'mine')")
+    everything = "&".join(f"{place}=x" for place in range(20))
+    page.open(server.url + f"/?prompt=say:%20linked&autosend=1&length=1&key=theirs&{everything}")
+    page.wait("document.querySelector('#state').innerText === 'ready' && document.querySelector('#prompt').value")
+    assert page.evaluate("document.querySelectorAll('.turn').length") == 0
+    assert page.evaluate("settings.elements.key.value") == "mine"
+    assert not page.problems
+    page.evaluate("sessionStorage.clear()")
 
 
 def test_it_asks_for_the_key_where_one_is_needed(tmp_path: Path, tab: Page) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ttpu_core.errors import RequestError
 from ttpu_jax.server.chat_protocol import Tool
 from ttpu_jax.server.forced_calls import forced_calls
-from ttpu_jax.server.tool_calls import FORMATS, HERMES, LLAMA3, MISTRAL, Call, format_of, parser, read_calls
+from ttpu_jax.server.tool_calls import FORMATS, HERMES, LLAMA3, MISTRAL, Call, Until, format_of, parser, read_calls
 
 ARGUMENTS = {"city": "Łódź", "days": [1, 2], "note": 'a "quoted" </b> { brace'}
 ONE = json.dumps({"name": "weather", "arguments": ARGUMENTS}, ensure_ascii=False)
@@ -49,6 +49,15 @@ def read(name: str, pieces: list[str]) -> tuple[str, list[Call]]:
     reading = parser(name)
     said = [*(reading.push(piece) for piece in pieces), reading.finish()]
     return "".join(one.content for one in said), [call for one in said for call in one.calls]
+
+
+def test_what_was_searched_for_a_marker_is_not_searched_again() -> None:
+    held = Until(("<end>", "</end>"))
+    for _ in range(1000):
+        assert held.push("words ") is None and len(held.last) <= len("words </end")
+    assert held.push("more </e") is None
+    at = held.push("nd> after")
+    assert at is not None and held.split(at) == ("words " * 1000 + "more ", "</end> after")
 
 
 @pytest.mark.parametrize("name", FORMATS)

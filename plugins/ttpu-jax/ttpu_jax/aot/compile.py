@@ -112,7 +112,7 @@ def compile_lowered(
     options: Any = dict(compiler_options) if compiler_options else None  # numbers too, which its type leaves out
     start = time.perf_counter()
     try:
-        with _without_persistent_cache():
+        with without_persistent_cache():
             executable: Any = lowered.compile(compiler_options=options)  # TPU programs have every analysis
     except jax.errors.JaxRuntimeError as error:
         raise explained(error, topology, name) from error
@@ -178,7 +178,7 @@ def _current_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_persistent_cache() -> Iterator[None]:
+def without_persistent_cache() -> Iterator[None]:
     """Turns JAX's persistent compilation cache off: programs for absent devices can be put there, never read back.
 
     The flag alone does not do it, since JAX looks at it once in a process; hence the resets, which forget only that.

@@ -44,8 +44,8 @@ class Distribution:
 
 @dataclass(frozen=True)
 class ServeSummary:
-    """Rates are per second of `seconds`, which runs from the first request that was due until the last answer's end,
-    and count answers that came whole. Latencies are of those too, in milliseconds:
+    """Rates are per second of `seconds`, which runs from the first request that was due until the end of the last
+    answer that came whole, and count such answers. Latencies are of those too, in milliseconds:
 
     ttft: from sending to the first token. tpot: (last token − first token) / (output tokens − 1) of each request.
     itl: between pieces of an answer; servers that send several tokens in one have fewer of them. e2e: from sending to
@@ -113,7 +113,9 @@ def summarize(
 ) -> ServeSummary:
     """What all of them say."""
     whole = [line for line in timelines if line.error is None]
-    seconds = max((line.end for line in timelines), default=0.0) - min((line.due for line in timelines), default=0.0)
+    # A request that failed late, as by a timeout, is no work that the others' rates are to be divided by.
+    last = max((line.end for line in whole or timelines), default=0.0)
+    seconds = last - min((line.due for line in timelines), default=0.0)
     prompt_tokens = sum(line.prompt_tokens or 0 for line in whole)
     output_tokens = sum(line.output_tokens for line in whole)
 
@@ -135,7 +137,7 @@ def summarize(
         output_token_rate=rate(output_tokens),
         total_token_rate=rate(prompt_tokens + output_tokens),
         peak_concurrency=_peak(timelines),
-        mean_concurrency=rate(sum(line.latency for line in timelines)),
+        mean_concurrency=rate(sum(max(0.0, min(line.end, last) - line.sent) for line in timelines)),
         ttft=spread(line.ttft for line in whole),
         tpot=spread(line.tpot for line in whole),
         itl=spread(gap for line in whole for gap in line.gaps),

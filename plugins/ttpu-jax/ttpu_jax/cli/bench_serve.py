@@ -137,26 +137,34 @@ def serve(
     if plot is not None:
         check_picture(plot)
     bench_options.check_output(output)
-    prompts = bench_options.prompts(
-        num_prompts,
-        input_tokens,
-        output_tokens,
-        prefix_tokens,
-        dataset,
-        seed,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-    )
+    extra = _extra(extra_body)
+
+    def drawn(number: int | None, seed: int) -> list[Prompt]:
+        return bench_options.prompts(
+            number,
+            input_tokens,
+            output_tokens,
+            prefix_tokens,
+            dataset,
+            seed,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+        )
+
+    prompts = drawn(num_prompts, seed)
+    first: list[Prompt] = []
+    if warmup:  # of a dataset so many that some are others
+        first = _others(drawn(warmup + (0 if dataset is None else len(prompts)), seed + 1), prompts, warmup)
     client = Client(
         url,
         endpoint=endpoint.value,
         model=model,
         api_key=api_key,
-        extra={"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **_extra(extra_body)},
+        extra={"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **extra},
         timeout=timeout,
     )
     moments = arrivals(len(prompts), request_rate, burstiness=burstiness, seed=seed)
-    timelines = asyncio.run(_send(client, prompts, moments, max_concurrency, warmup))
+    timelines = asyncio.run(_send(client, prompts, moments, max_concurrency, first))
     summary = summarize(timelines, objectives=objectives, percentiles=points)
     settings = {
         "url": client.url,
@@ -188,15 +196,15 @@ def serve(
 
 
 async def _send(
-    client: Client, prompts: list[Prompt], moments: Any, max_concurrency: int | None, warmup: int
+    client: Client, prompts: list[Prompt], moments: Any, max_concurrency: int | None, first: list[Prompt]
 ) -> list[Timeline]:
-    """Find the model, warm the server up, and send, with progress on stderr where that is a terminal."""
+    """Find the model, warm the server up with the `first` prompts, and send the others, with progress on stderr where
+    that is a terminal."""
     from ttpu_jax.bench.load import send_all
 
     async with client:
         await client.find_model()
-        if warmup:
-            first = (prompts * warmup)[:warmup]
+        if first:
             for line in await send_all(client, first, [0.0] * len(first)):
                 if line.error is not None:
                     raise RequestError(
@@ -222,7 +230,24 @@ def _extra(text: str | None) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise RequestError(f"--extra-body {text!r} was given, but a JSON object is needed: correct it.")
+    if value.get("n") not in (None, 1):
+        raise RequestError(
+            f"--extra-body asks for n={json.dumps(value['n'])} answers, but one answer to each request is measured: "
+            "leave n out, and send more requests."
+        )
     return value
+
+
+def _others(drawn: list[Prompt], measured: list[Prompt], number: int) -> list[Prompt]:
+    """`number` prompts to warm up with that are not measured, since a server's prefix cache would remember those;
+    where a dataset has no others, some of it all the same."""
+
+    def key(prompt: Prompt) -> Any:
+        return json.dumps(prompt.content) if prompt.is_chat else prompt.content
+
+    known = {key(prompt) for prompt in measured}
+    others = [prompt for prompt in drawn if key(prompt) not in known]
+    return ((others or measured) * number)[:number]
 
 
 def _sending(rate: float, concurrency: int | None) -> str:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 NOTE = (
     "Figures of the TPU compiler (libtpu) for slices that were not there: nothing ran on a TPU. Bytes are of one "
-    "device; times are a walk through the compiler's own schedule, good for comparing programs, in which kernels (of "
-    "attention) count as no time."
+    "device. Times are a walk through the compiler's own schedule, good for comparing programs; where they begin with "
+    "≥, kernels of attention count as no time, or loops over pages as one turn."
 )
 
 
@@ -289,7 +289,7 @@ def _print_ahead(name: str, found: Ahead, arguments: Mapping[str, Any], folder: 
             ("yes" if one.cache_in_place else "no") if one.cache_bytes else "–",
             f"{figures.kernels:,}",
             "; ".join(f"{count:,} {op}, {in_bytes(size)}" for op, count, size in figures.collectives) or "none",
-            f"{figures.seconds * 1e3:.2f} ms",
+            f"{'' if figures.counts_all else '≥ '}{figures.seconds * 1e3:.2f} ms",
             f"{figures.compile_seconds:.1f} s" if one.compiled else "before",
         )
     console = stdout_console()

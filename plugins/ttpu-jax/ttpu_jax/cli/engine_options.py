@@ -125,6 +125,9 @@ def words(arguments: Mapping[str, Any]) -> list[str]:
             typed += [option, f"{value / GIB:.10g}"]
         elif name == "patch_packs":
             typed += [word for pack in value for word in ("--patch-pack", shlex.quote(pack))]
+        elif name == "adapters":
+            pairs = [f"{adapter}={path}" for adapter, path in value.items()]
+            typed += [word for pair in pairs for word in ("--enable-lora", shlex.quote(pair))]
         elif value != "auto":
             typed += [option, shlex.quote(str(value))]
     return typed

@@ -3,6 +3,7 @@ stays until it is told to leave."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +18,8 @@ from ttpu_jax.cli import engine_options
 from ttpu_jax.cli.engine_options import ENGINE
 
 SERVER, LIMITS = "Server", "Limits"
+KEY_VARIABLE = "TTPU_API_KEY"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -48,7 +51,7 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="KEY",
-            envvar="TTPU_API_KEY",
+            envvar=KEY_VARIABLE,
             help="Ask clients for this key; repeat for more. Better in the variable, which `ps` does not show.",
             rich_help_panel=SERVER,
         ),
@@ -134,6 +137,10 @@ def serve(
     max_body_mib: Annotated[
         float, typer.Option(metavar="MIB", help="Of a request's body; larger get 413.", rich_help_panel=LIMITS)
     ] = 8.0,
+    allow_priority: Annotated[
+        bool,
+        typer.Option("--allow-priority", help="Let clients say which request comes first.", rich_help_panel=LIMITS),
+    ] = False,
     request_timeout: Annotated[
         float, typer.Option(metavar="S", help="Seconds that a request may run; 0: any.", rich_help_panel=LIMITS)
     ] = 600.0,
@@ -172,6 +179,7 @@ def serve(
     from ttpu_jax.server.settings import MIB, ServerSettings
     from ttpu_jax.server.template import read_template
 
+    _check_keys(api_key, host, enable_admin)
     name = checkpoint_name(checkpoint, weights_dir)
     if is_one_of_several():
         raise RequestError(
@@ -187,6 +195,7 @@ def serve(
         max_prompt_tokens=max_prompt_tokens,
         max_choices=max_choices,
         max_concurrent=max_concurrent,
+        allow_priority=allow_priority,
         request_timeout=request_timeout or None,
         drain_timeout=drain_timeout or 0.001,
         enable_admin=enable_admin,
@@ -223,6 +232,20 @@ def serve(
         )
 
     run(app, settings, place, bound, ready=ready, log_level=log_level.value, access_log=access_log)
+
+
+def _check_keys(keys: list[str] | None, host: str, enable_admin: bool) -> None:
+    """That a server which was to have a key has one; a server that others reach without one is pointed out."""
+    if keys:
+        return
+    if KEY_VARIABLE in os.environ:
+        raise RequestError(
+            f"the variable {KEY_VARIABLE} is set, but holds no key: put one into it, or unset it to serve without."
+        )
+    if host not in LOOPBACK:
+        note(f"warning: everybody who reaches {host} may ask, for there is no API key: set {KEY_VARIABLE}.")
+    if enable_admin:
+        note(f"warning: everybody who may ask may administer, for there is no API key: set {KEY_VARIABLE}.")
 
 
 def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool) -> Any:

@@ -66,7 +66,13 @@ def read_adapter(directory: str | Path) -> dict[str, LowRankUpdate]:
         UnsupportedError: it is no plain LoRA.
     """
     path = Path(directory)
-    config = _read_config(path)
+    try:
+        config = _read_config(path)
+    except OSError as error:  # a name that is too long, a directory that may not be read
+        raise RequestError(
+            f"the adapter {str(path)[:100]!r} was asked for, but it cannot be read ({error.strerror}): correct "
+            "the path."
+        ) from error
     _check_kind(config, path)
     factors: dict[str, dict[str, np.ndarray]] = {}
     with TensorReader() as reader:

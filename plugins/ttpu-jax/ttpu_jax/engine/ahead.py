@@ -5,31 +5,30 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ttpu_core import axes
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.plan.strategy import DEFAULT_STRATEGY, Strategy
-from ttpu_jax.aot.compile import CompiledProgram, compile_lowered, lower_for
+from ttpu_jax.aot.compile import CompiledProgram, compile_lowered, lower_for, without_persistent_cache
 from ttpu_jax.aot.topology import GIB, TpuTopology, make_mesh, tpu_topology
 from ttpu_jax.engine.buckets import StepShape
 from ttpu_jax.engine.build import refuse_idle_devices, runner_for
 from ttpu_jax.engine.config import EngineConfig
 from ttpu_jax.engine.memory import MARGIN, pages_per_group
 from ttpu_jax.engine.programs import Program, without_folders
+from ttpu_jax.engine.reserve import device_bytes, reserved_bytes
 from ttpu_jax.engine.runner import Runner
 from ttpu_jax.engine.speculative import speculative_config
 from ttpu_jax.engine.store import ProgramStore
 from ttpu_jax.model.modules import Runtime, different_ropes
-from ttpu_jax.model.paged import group_page_bytes, state_bytes
+from ttpu_jax.model.paged import group_page_bytes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.params.dtypes import model_dtype
@@ -44,8 +43,9 @@ KERNEL = 'custom_call_target="tpu_custom_call"'
 
 @dataclass(frozen=True)
 class ProgramFigures:
-    """What the compiler says of a program. Bytes are of one device; `seconds` are predicted; collectives are (name,
-    number, bytes of one device's results); `kernels` counts calls of Pallas kernels."""
+    """What the compiler says of a program. Bytes are of one device; collectives are (name, number, bytes of one
+    device's results). `seconds` are predicted, without the `kernels` (calls of Pallas kernels), and with one turn of
+    each of the `open_loops`, which turn as often as the requests ask for."""
 
     peak_bytes: int
     argument_bytes: int
@@ -55,6 +55,12 @@ class ProgramFigures:
     compile_seconds: float
     collectives: tuple[tuple[str, int, int], ...]
     kernels: int
+    open_loops: int
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether `seconds` leave nothing out."""
+        return not self.kernels and not self.open_loops
 
     @classmethod
     def of(cls, program: CompiledProgram) -> ProgramFigures:
@@ -73,6 +79,7 @@ class ProgramFigures:
             compile_seconds=program.compile_seconds,
             collectives=tuple((op, counts[op], sizes[op]) for op in sorted(counts)),
             kernels=program.hlo_text.count(KERNEL),
+            open_loops=len(program.estimate.loops_without_trip_count),
         )
 
     @classmethod
@@ -154,14 +161,14 @@ def compile_ahead(
     page_bytes = group_page_bytes(runner.spec, runner.layout, size, placement, runner.cache_dtype)
     runner.num_pages = _num_pages(runner, topology, page_bytes, kept)
     programs = [program for program in runner.programs() if only is None or only(program)]
-    caches = _device_bytes(runner._empty_caches(abstract=True))
+    caches = device_bytes(runner._empty_caches(abstract=True))
     return Ahead(
         topology=topology,
         config=runner.config,
         mesh={} if placement.mesh is None else dict(placement.mesh.shape),
         num_pages=runner.num_pages,
         page_bytes=page_bytes,
-        weight_bytes=_device_bytes(runner.params),
+        weight_bytes=device_bytes(runner.params),
         programs=_compile_all(topology, programs, caches, kept, progress, workers or min(4, os.cpu_count() or 1)),
         runner=runner,
     )
@@ -182,7 +189,8 @@ def _compile_all(
         return AheadProgram(name_of(program.key), *_compiled(topology, program, lowered, store), held)
 
     done: dict[int, AheadProgram] = {}
-    with ThreadPoolExecutor(workers, thread_name_prefix="ttpu-compile") as pool:
+    # Once for all of them: each program for itself would keep the others waiting.
+    with without_persistent_cache(), ThreadPoolExecutor(workers, thread_name_prefix="ttpu-compile") as pool:
         try:
             futures = {
                 pool.submit(compile_one, program, lower(topology, program)): index
@@ -272,19 +280,16 @@ def _word(part: Any) -> str:
 def _num_pages(
     runner: Runner, topology: TpuTopology, page_bytes: tuple[int, ...], store: ProgramStore | None
 ) -> tuple[int, ...]:
-    """What was asked for, or as many as the memory holds beside the weights, the states, and the temporaries of the
-    largest step, which do not depend on how many there are."""
-    placement, config = runner.runtime.placement, runner.config
+    """What was asked for, or as many as the memory holds beside the weights and what `reserved_bytes` counts."""
+    config = runner.config
     if config.num_pages is not None or not page_bytes:
         return pages_per_group(config, runner.layout, page_bytes, None)
     if config.kv_cache_memory is not None:
         return pages_per_group(config, runner.layout, page_bytes, config.kv_cache_memory)
-    weights = _device_bytes(runner.params)
-    states = state_bytes(runner.spec, config.max_num_seqs or 1, placement, runner.state_dtype)
-    free = topology.chip.hbm_bytes - MARGIN - weights - states - _device_bytes(runner._empty_state(abstract=True))
+    weights = device_bytes(runner.params)
+    free = topology.chip.hbm_bytes - MARGIN - weights
     if free > 0:
-        largest, _ = _compiled(topology, next(iter(runner.programs())), None, store)
-        free -= largest.temp_bytes
+        free -= reserved_bytes(runner, lambda program: _compiled(topology, program, None, store)[0].temp_bytes)
     if free <= 0:
         raise UnsupportedError(
             f"an engine for {topology.name!r} was asked for, but weights, states and the largest step take "
@@ -292,9 +297,3 @@ def _num_pages(
             "or lower max_num_seqs and max_num_batched_tokens."
         )
     return pages_per_group(config, runner.layout, page_bytes, int(free * USABLE))
-
-
-def _device_bytes(arrays: Any) -> int:
-    """Bytes of abstract arrays on one device, without the padding of tiles."""
-    leaves: Iterable[Any] = jax.tree.leaves(arrays)
-    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)

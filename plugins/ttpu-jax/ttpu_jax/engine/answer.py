@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ttpu_core.text_stream import TextStream
-from ttpu_jax.engine.outputs import Logprob, OutputDelta
+from ttpu_jax.engine.outputs import ErrorKind, Logprob, OutputDelta
 from ttpu_jax.engine.request import Request
 
 TokenLogprobs = dict[int, Logprob]
@@ -28,12 +28,12 @@ class Answer:
         params = request.params
         self.text: TextStream | None = None
         if params.detokenize and tokenizer is not None and request.pooling is None:
-            stops = params.stop if params.min_tokens == 0 else ()
             skip = params.skip_special_tokens
-            self.text = TextStream(tokenizer, request.prompt, stops, skip_special_tokens=skip)
+            self.text = TextStream(tokenizer, request.prompt, params.stop, skip_special_tokens=skip)
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.error_kind: ErrorKind = "engine"
         self.rules: Any = None  # ttpu_jax.engine.logit_rules.Rules, where the request has some
         self.guide: Any = None  # ttpu_jax.engine.guided.GuideState, where it is guided
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -59,8 +59,7 @@ class Answer:
                 self._end("stop")
                 return number + 1
             if self.text is not None:
-                if generated == params.min_tokens:
-                    self.text.watch(params.stop)
+                self.text.armed = generated >= params.min_tokens
                 self._new_text += self.text.push(token)
                 if self.text.stopped_by is not None:
                     self.stop_reason = self.text.stopped_by
@@ -75,9 +74,9 @@ class Answer:
                 return number + 1
         return len(tokens)
 
-    def fail(self, sentence: str) -> None:
-        """End it by an error."""
-        self.error = sentence
+    def fail(self, sentence: str, kind: ErrorKind = "engine") -> None:
+        """End it by an error, which is the engine's fault or the request's."""
+        self.error, self.error_kind = sentence, kind
         self._end("error")
 
     def end(self, reason: str) -> None:
@@ -114,6 +113,7 @@ class Answer:
             prompt_logprobs=self.prompt_logprobs if first else None,
             embedding=self.embedding,
             error=self.error,
+            error_kind=self.error_kind,
         )
         self._new_text, self._new_tokens, self._new_logprobs = "", [], []
         return delta
@@ -141,7 +141,8 @@ class Answer:
 
     def _guide_ends(self, token: int) -> bool:
         if self.guide.advance([token]) == 0:
-            self.fail(self.guide.error or "the answer left its grammar, which is an error of this engine: report it.")
+            reason = self.guide.error or "the answer left its grammar, which is an error of this engine: report it."
+            self.fail(reason, self.guide.fault)
             return True
         if self.guide.finished:
             self._end("stop")

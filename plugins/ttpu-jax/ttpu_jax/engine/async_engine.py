@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class _Call:
 
 class AsyncEngine:
     """Serves requests of many asyncio tasks with one core: an `EngineCore`, or whatever has its `add`, `abort`, `step`,
-    `has_work`, `stats` and `close`.
+    `has_work`, `token_ids`, `stats` and `close`.
 
     The core is touched by the engine's own thread alone: between steps it does what tasks asked for. All methods but
     `start` and `close` are called in an event loop."""
@@ -46,6 +47,8 @@ class AsyncEngine:
         self.error: str | None = None  # why it is dead
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
+        # Whose requests the core's ids are; of the engine's thread alone.
+        self._owners: WeakValueDictionary[str, Stream] = WeakValueDictionary()
         self._closing = False
         self._stopped = False
         self._stats: Any = None
@@ -93,7 +96,7 @@ class AsyncEngine:
         while self._streams:
             if deadline is not None and asyncio.get_running_loop().time() >= deadline:
                 for stream in list(self._streams.values()):
-                    self.abort(stream.request_id)
+                    self._abort(stream)
                     stream.fail(EngineClosingError("the server shuts down and could not wait any longer: ask again."))
                 return False
             await asyncio.sleep(0.02)
@@ -130,9 +133,32 @@ class AsyncEngine:
             RequestError: the core refuses it (QueueFullError: for now).
             EngineDeadError, EngineClosingError: it takes nothing.
         """
+        (stream,) = await self.submit_all(
+            [prompt],
+            params,
+            request_ids=None if request_id is None else [request_id],
+            priority=priority,
+            adapter=adapter,
+            pooling=pooling,
+            timeout=timeout,
+        )
+        return stream
+
+    async def submit_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        request_ids: Sequence[str] | None = None,
+        priority: int = 0,
+        adapter: str | None = None,
+        pooling: Pooling | None = None,
+        timeout: float | None = None,
+    ) -> list[Stream]:
+        """As `submit`, of several prompts between the same two steps: all of them are taken, or none."""
         self.check_accepting()
-        name = request_id or uuid.uuid4().hex
-        stream = Stream(name, 1 if pooling else params.n, self.abort, self._forget)
+        names = request_ids or [uuid.uuid4().hex for _ in prompts]
+        streams = [Stream(name, 1 if pooling else params.n, self._abort, self._forget) for name in names]
         options: dict[str, Any] = {"priority": priority, "adapter": adapter}
         if pooling is not None:
             options["pooling"] = pooling
@@ -144,17 +170,28 @@ class AsyncEngine:
             await asyncio.to_thread(guides.compile, params.guided)
 
         def add() -> None:
-            self.core.add(name, prompt, params, **options)
-            self._streams[name] = stream
+            taken: list[str] = []
+            try:
+                for name, prompt in zip(names, prompts, strict=True):
+                    self.core.add(name, prompt, params, **options)
+                    taken.append(name)
+            except BaseException:
+                for name in taken:
+                    self.core.abort(name)
+                raise
+            for name, stream in zip(names, streams, strict=True):
+                self._streams[name] = self._owners[name] = stream
 
         try:
             await self.call(add)
         except asyncio.CancelledError:
-            self.abort(name)
+            for stream in streams:
+                self._abort(stream)
             raise
-        if timeout is not None and not stream.finished:
-            stream.expire_after(timeout)
-        return stream
+        for stream in streams:
+            if timeout is not None and not stream.finished:
+                stream.expire_after(timeout)
+        return streams
 
     async def generate(self, prompt: Prompt, params: SamplingParams, **options: Any) -> AsyncIterator[OutputDelta]:
         """The deltas of `submit`'s stream. Leaving the loop over them aborts the request."""
@@ -163,25 +200,43 @@ class AsyncEngine:
 
     async def embed(self, prompt: Prompt, pooling: Pooling = "last", **options: Any) -> EmbeddingOutput:
         """A prompt's embedding."""
-        stream = await self.submit(prompt, SamplingParams(max_tokens=1), pooling=pooling, **options)
-        ids = prompt if isinstance(prompt, list) else []
+        self.check_accepting()
+        ids: list[int] = await self.call(lambda: self.core.token_ids(prompt))
+        stream = await self.submit(ids, SamplingParams(max_tokens=1), pooling=pooling, **options)
         embedding: np.ndarray | None = None
         async for delta in stream:
             embedding = delta.embedding if delta.embedding is not None else embedding
-            ids = ids or [0] * delta.num_prompt_tokens
         if embedding is None:
             raise RequestFailedError("an embedding was asked for, but the engine gave none: use a model that has one.")
         return EmbeddingOutput(stream.request_id, ids, embedding)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request, at any time; an unknown one is no error."""
-        self._streams.pop(request_id, None)
-        self._calls.put(_Call(lambda: self.core.abort(request_id)))
+        """End a request, at any time; an unknown one is no error. What it said until then is delivered, and answers
+        that were not done end with the finish reason abort."""
+
+        def work() -> None:
+            self.core.abort(request_id)
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                with suppress(RuntimeError):  # the loop is closed, so that nobody listens
+                    stream.loop.call_soon_threadsafe(stream.end, "abort")
+
+        self._calls.put(_Call(work))
+
+    def _abort(self, stream: Stream) -> None:
+        """Have the core forget a stream's request, but not another one of its name."""
+
+        def work() -> None:
+            if self._owners.get(stream.request_id) is stream:
+                self.core.abort(stream.request_id)
+            self._forget(stream)
+
+        self._calls.put(_Call(work))
 
     def _forget(self, stream: Stream) -> None:
         """A stream is done."""
         if self._streams.get(stream.request_id) is stream:
-            del self._streams[stream.request_id]
+            self._streams.pop(stream.request_id, None)  # which the engine's thread may do, too
 
     # -- everything else --------------------------------------------------------------------------------------
 

@@ -60,7 +60,8 @@ class Buckets:
         shapes = {self._decode(sequences) for sequences in self.sequences}
         if self.draft:
             shapes |= {self._verify(sequences) for sequences in self.sequences}
-        shapes |= {self._mixed(tokens, sequences) for tokens in self.tokens for sequences in self.mixed_sequences}
+        several = [tokens for tokens in self.tokens if tokens > 1]
+        shapes |= {self._mixed(tokens, sequences) for tokens in several for sequences in self.mixed_sequences}
         return tuple(sorted(shapes, reverse=True))
 
     def _decode(self, sequences: int) -> StepShape:
@@ -72,7 +73,11 @@ class Buckets:
 
     def _mixed(self, tokens: int, sequences: int) -> StepShape:
         prefills = sequences if self.max_prefills is None else min(sequences, self.max_prefills)
-        return StepShape(tokens, sequences, sequences * (self.draft + 1), tokens, prefills)
+        # Each row is of a token of its own. Of sizes that other steps have: each costs a compilation per sampler.
+        needed = min(sequences * (self.draft + 1), tokens)
+        sizes = {size * count for size in self.sequences for count in (1, self.draft + 1)}
+        rows = min((size for size in sizes if size >= needed), default=needed)
+        return StepShape(tokens, sequences, rows, tokens, prefills)
 
 
 def buckets_for(

@@ -22,13 +22,14 @@ from ttpu_jax.engine.costs import StepCosts
 from ttpu_jax.engine.memory import free_bytes, pages_per_group
 from ttpu_jax.engine.page_count import steady_pages
 from ttpu_jax.engine.pages import PageGroup
-from ttpu_jax.engine.programs import OnProgress
+from ttpu_jax.engine.programs import OnProgress, Program
+from ttpu_jax.engine.reserve import reserved_bytes
 from ttpu_jax.engine.runner import Runner
 from ttpu_jax.engine.schedule import SchedulerConfig
 from ttpu_jax.engine.scheduler import Scheduler
 from ttpu_jax.engine.store import ProgramStore
 from ttpu_jax.model.modules import Runtime
-from ttpu_jax.model.paged import group_page_bytes, paged_layout, state_bytes
+from ttpu_jax.model.paged import group_page_bytes, paged_layout
 
 if TYPE_CHECKING:
     from ttpu_jax.causal_lm import JaxCausalLM
@@ -76,7 +77,7 @@ def build_engine(
         # Its pages are counted with those of the largest group: the two follow the same tokens.
         drafter = load_draft(speculation, model, config)
         page_bytes = (page_bytes[0] + draft_page_bytes(drafter), *page_bytes[1:])
-    runner.allocate(_num_pages(runner, page_bytes, model))
+    runner.allocate(_num_pages(runner, page_bytes, drafter))
     runner.compile(progress)
     if drafter is not None:
         prepare_draft(drafter, max(runner.num_pages), progress)
@@ -172,25 +173,33 @@ def _speculation(config: EngineConfig) -> Any:
     return speculative_config(config.speculative)
 
 
-def _num_pages(runner: Runner, page_bytes: tuple[int, ...], model: Any) -> tuple[int, ...]:
-    """Pages per group: what was asked for, or what is free beside weights, states and the largest step."""
-    config, spec, placement = runner.config, runner.spec, runner.runtime.placement
+def _num_pages(runner: Runner, page_bytes: tuple[int, ...], drafter: Runner | None) -> tuple[int, ...]:
+    """Pages per group: what was asked for, or what is free beside weights and what `reserved_bytes` counts."""
+    config, placement = runner.config, runner.runtime.placement
     if config.num_pages is not None or not page_bytes:
         return pages_per_group(config, runner.layout, page_bytes, None)
     if config.kv_cache_memory is not None:
         return pages_per_group(config, runner.layout, page_bytes, config.kv_cache_memory)
     assert config.max_num_seqs is not None
     device = _device(placement)
-    temporaries = 0
+    reserved = 0
     if device.platform != "cpu":
-        # The temporaries of a step do not depend on how many pages there are, so any number tells.
+
+        def temporaries(program: Program) -> int:
+            if program.key[0] == "step":  # type: ignore[index]
+                compiled = runner.pool.build(program)  # not to keep: the number of pages will be another
+            else:
+                runner.pool.compile([program])
+                compiled = runner.pool.executable(program.key)
+            return int(compiled.memory_analysis().temp_size_in_bytes)
+
         few = replace(config, num_pages=config.max_num_seqs + 2)
         runner.num_pages = pages_per_group(few, runner.layout, page_bytes, None)
-        memory: Any = runner.pool.build(next(iter(runner.programs()))).memory_analysis()
-        temporaries = int(memory.temp_size_in_bytes)
-    states = state_bytes(spec, config.max_num_seqs, placement, runner.state_dtype)
-    sampling = (config.max_num_seqs + 1) * runner.vocab * 5 if config.penalties else 0
-    free = free_bytes(device, temporaries + states + sampling)
+        reserved = reserved_bytes(runner, temporaries)
+        if drafter is not None:  # the smaller of two models that take turns
+            drafter.num_pages = (2,) * len(drafter.layout.groups)
+            reserved += reserved_bytes(drafter, lambda program: 0)
+    free = free_bytes(device, reserved)
     return steady_pages(pages_per_group(config, runner.layout, page_bytes, free), runner, page_bytes)
 
 
@@ -203,10 +212,11 @@ def refuse_idle_devices(placement: Any) -> None:
     for axis, what in ((axes.BATCH, "requests"), (axes.SEQUENCE, "the sequence")):
         idle = [a for a in placement.axes_of(axis) if a not in weights]
         if idle:
+            mesh = ",".join(f"{name}={size}" for name, size in placement.mesh.shape.items())
             raise UnsupportedError(
-                f"the engine was asked to serve over {dict(placement.mesh.shape)}, but it does not cut {what} over "
-                f"{', '.join(idle)}, whose devices would all do the same: use tensor (and expert) axes alone, and "
-                "start one server per replica."
+                f"the engine was asked to serve over {mesh}, but it does not cut {what} over {', '.join(idle)}, whose "
+                "devices would all do the same: use tensor (and expert) axes alone (`ttpu plan --batch 1` makes such "
+                "plans), and start one server per replica."
             )
     if jax.process_count() > 1:
         raise UnsupportedError(
@@ -222,5 +232,3 @@ def _device(placement: Any) -> jax.Device:
 
 def _devices(placement: Any) -> int:
     return 1 if placement.mesh is None else int(np.prod(placement.mesh.devices.shape))
-
-

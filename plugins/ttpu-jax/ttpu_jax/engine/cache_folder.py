@@ -45,16 +45,21 @@ def programs_folder(*parts: str, make: bool = True) -> Path | None:
                 return None
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not is_closed(folder.stat()):
-                log.warning(
-                    "compiled programs are not kept in %s, which others may write to: make it yours alone (chmod 700), "
-                    "or set %s to another folder or to off",
-                    *(folder, VARIABLE),
+                _tell(
+                    f"compiled programs are not kept in {folder}, which others may write to: make it yours alone "
+                    f"(chmod 700), or set {VARIABLE} to another folder or to off"
                 )
                 return None
     except (OSError, RuntimeError) as error:  # the latter: there is no home
-        log.warning("compiled programs are not kept: %s", error)
+        _tell(f"compiled programs are not kept: {error}")
         return None
     return folder
+
+
+@cache
+def _tell(message: str) -> None:
+    """Log it, once."""
+    log.warning("%s", message)
 
 
 def is_closed(status: os.stat_result) -> bool:

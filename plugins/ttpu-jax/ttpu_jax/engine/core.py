@@ -272,7 +272,7 @@ class EngineCore:
             finish_pooling(answer)
             return sampled[:1]
         if answer.guide is not None and answer.guide.error is not None:
-            answer.fail(answer.guide.error)
+            answer.fail(answer.guide.error, answer.guide.fault)
             return []
         if min(sampled) < 0:
             answer.fail(NOT_A_NUMBER)
@@ -364,11 +364,30 @@ class EngineCore:
             RequestError: no room (`max_adapters`, `max_lora_rank`), or no adapter there.
             CheckpointError, MappingError, UnsupportedError: an adapter that this model cannot use.
         """
+        self.prepare_adapter(name, directory)()
+
+    def prepare_adapter(self, name: str, directory: str) -> Callable[[], None]:
+        """The slow half of `load_adapter`, which reads files and may run in another thread than the engine's; what it
+        returns is the other half, for the engine's.
+
+        Raises:
+            RequestError, CheckpointError, MappingError, UnsupportedError: as `load_adapter`, which the other half does
+                for what depends on the engine's state.
+        """
+        lora = self._lora_for(name)
+        updates = lora.read(directory)
+
+        def put() -> None:
+            busy = {answer.request.adapter for answer in self._answers.values()}
+            self._lora_for(name).put(self.runner.params, name, updates, busy)
+
+        return put
+
+    def _lora_for(self, name: str) -> Adapters:
         if self.lora is None or self.asleep:
             why = "it is asleep: wake it up" if self.lora else "it was built without room for them: set max_adapters"
             raise RequestError(f"the adapter {name!r} was to be loaded into this engine, but {why}.")
-        busy = {answer.request.adapter for answer in self._answers.values()}
-        self.lora.load(self.runner.params, name, directory, busy)
+        return self.lora
 
     def unload_adapter(self, name: str) -> None:
         """Forget a LoRA adapter; requests that use it finish with it.

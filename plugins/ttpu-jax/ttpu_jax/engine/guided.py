@@ -19,6 +19,7 @@ import numpy as np
 from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_jax.engine.guide_grammar import content_of, grammar_of, refusal, summary
 from ttpu_jax.engine.logit_rules import mask_of, mask_words
+from ttpu_jax.engine.outputs import ErrorKind
 from ttpu_jax.engine.sampling_params import GuidedDecoding
 from ttpu_jax.engine.token_bytes import token_bytes
 
@@ -237,6 +238,7 @@ class GuideState:
         self._not_stop = ~mask_of(stop_ids, 32 * self._words)
         self._generated = 0
         self.error: str | None = None
+        self.fault: ErrorKind = "request"  # whose the error is
 
     @property
     def finished(self) -> bool:
@@ -271,7 +273,10 @@ class GuideState:
             if self.finished:
                 return count
             if not self.guide.accept(token):
-                self.error = self.guide.error or f"token {token} was sampled, but the request's guide forbids it."
+                self.error = self.guide.error
+                if self.error is None:
+                    self.error = f"token {token} was sampled, but the request's guide forbids it: report it."
+                    self.fault = "engine"
                 return count
             self._generated += 1
         return len(tokens)

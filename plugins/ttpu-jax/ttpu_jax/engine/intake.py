@@ -161,7 +161,8 @@ class Intake:
         if room < (0 if pooling else 1):
             raise RequestError(
                 f"the prompt has {len(ids):,} tokens, but this engine's sequences have at most {self.max_model_len:,}, "
-                "answer included: shorten the prompt."
+                "answer included: shorten the prompt.",
+                code="context_length_exceeded",
             )
         if params.min_tokens > room:
             raise RequestError(

@@ -88,8 +88,11 @@ class Adapters:
             CheckpointError, MappingError, UnsupportedError: the adapter is damaged, another model's, or no plain LoRA
                 on kernels that adapters reach.
         """
-        updates = tensor_updates(self._mapping, self._sites, read_adapter(directory), directory)
-        self.put(params, name, updates, busy)
+        self.put(params, name, self.read(directory), busy)
+
+    def read(self, directory: str | Path) -> dict[str, LowRankUpdate]:
+        """What `put` takes, from an adapter's files; from any thread."""
+        return tensor_updates(self._mapping, self._sites, read_adapter(directory), directory)
 
     def put(
         self, params: dict[str, Any], name: str, updates: Mapping[str, LowRankUpdate], busy: Collection[int] = ()

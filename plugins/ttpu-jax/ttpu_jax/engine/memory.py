@@ -4,7 +4,7 @@ accelerators all of that is measured, after the weights are loaded and the large
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -18,23 +18,25 @@ HOST_SHARE = 0.25
 """Of the host's free memory, what pages may take on a CPU, which other programs use too."""
 MARGIN = 128 * 2**20
 """Bytes of each device that are left alone: the runtime's own, and transfers."""
+WINDOW_SHARE = 0.5
+"""Of the memory for pages, what windows may take where sequences that all are as long as they may be need less."""
 
 
-def free_bytes(device: jax.Device, needed_by_programs: int) -> int:
-    """Bytes for pages on this device; `needed_by_programs` are the temporaries of its largest program."""
+def free_bytes(device: jax.Device, reserved: int) -> int:
+    """Bytes for pages on this device; `reserved` as `reserved_bytes` has it."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"] - stats["bytes_in_use"]) - needed_by_programs - MARGIN
+        return int(stats["bytes_limit"] - stats["bytes_in_use"]) - reserved - MARGIN
     return int(_host_free() * HOST_SHARE)
 
 
 def pages_per_group(
     config: EngineConfig, layout: PagedLayout, page_bytes: Sequence[int], free: int | None
 ) -> tuple[int, ...]:
-    """Pages of each group, with the page that is nobody's: as many sequences of one length as `free` bytes hold.
+    """Pages of each group, with the page that is nobody's, that fill `free` bytes.
 
-    A group with a window needs, for each running sequence, the pages of the window and of one step, whatever the
-    length; the rest goes to groups that keep everything. `free` None takes `config.num_pages` for the largest group.
+    Groups with a window or a chunk have pages for the windows of as many running sequences as can be, and for one step;
+    those that keep everything have the rest. `free` None takes `config.num_pages` for the largest group.
 
     Raises:
         RequestError: not even one sequence of `max_model_len` tokens fits.
@@ -50,28 +52,19 @@ def pages_per_group(
         config.max_num_batched_tokens or 1,
     )
     if config.num_pages is not None:
-        most = demand.counts(demand.whole * demand.sequences)
+        most = demand.counts(demand.sequences, demand.whole * demand.sequences)
         counts = [min(config.num_pages, count + 1) for count in most]
         counts[0] = config.num_pages
         return tuple(max(count, 2) for count in counts)
     assert free is not None
-    length = demand.length
-    smallest = _bytes(demand.counts(demand.whole), page_bytes)
+    smallest = _bytes(demand.counts(1, demand.whole), page_bytes)
     if smallest > free:
-        fits = max(0, int(length * free / max(smallest, 1)))
         raise RequestError(
-            f"one sequence of {length:,} tokens needs {smallest / GIB:.2f} GiB for its keys and values on each device, "
-            f"but {max(free, 0) / GIB:.2f} GiB are free: set max_model_len to about {fits:,}, use more devices, or a "
-            "smaller kv_cache_dtype."
+            f"one sequence of {demand.length:,} tokens needs {smallest / GIB:.2f} GiB for its keys and values on each "
+            f"device, but {max(free, 0) / GIB:.2f} GiB are free: {_advice(demand, page_bytes, free)}use more devices, "
+            "or a smaller kv_cache_dtype."
         )
-    low, high = demand.whole, demand.whole * demand.sequences
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _bytes(demand.counts(middle), page_bytes) <= free:
-            low = middle
-        else:
-            high = middle - 1
-    return tuple(count + 1 for count in demand.counts(low))
+    return tuple(count + 1 for count in _shared_out(demand, page_bytes, free))
 
 
 @dataclass(frozen=True)
@@ -88,16 +81,64 @@ class _Demand:
     @property
     def whole(self) -> int:
         """Pages of the longest sequence."""
-        return -(-self.length // self.page_size)
+        return self.blocks(self.length)
 
-    def counts(self, pages: int) -> list[int]:
-        """Pages of each group where those that keep everything have `pages`: a window of each sequence that could then
-        run, and one of the longest in any case."""
-        return [pages if span is None else self._of_window(span, pages) for span in self.spans]
+    def blocks(self, tokens: int) -> int:
+        """Pages of so many tokens."""
+        return -(-tokens // self.page_size)
 
-    def _of_window(self, span: int, pages: int) -> int:
-        one = min(self.whole, -(-(span + self.step) // self.page_size) + 1)
-        return max(one, min(one * self.sequences, pages))
+    def counts(self, running: int, full: int) -> list[int]:
+        """Pages of each group: `full` where everything is kept, elsewhere those of the windows of `running` sequences,
+        each of which may begin inside a page, and of a step's tokens."""
+        return [full if span is None else self._of_windows(span, running) for span in self.spans]
+
+    def _of_windows(self, span: int, running: int) -> int:
+        one = min(self.whole, self.blocks(span) + 1)
+        return min(self.whole * running, one * running + self.blocks(self.step))
+
+
+def _shared_out(demand: _Demand, page_bytes: Sequence[int], free: int) -> list[int]:
+    """Pages of each group where the least fits.
+
+    How long sequences will be is not known. Where all are as long as they may be, few run, and few windows are enough;
+    where they are short, as many run as have windows. Windows are therefore given what those few need, or up to half of
+    the memory: whatever comes, about half as many run as could if all of the memory was shared out for it."""
+    limited = [size if span is not None else 0 for span, size in zip(demand.spans, page_bytes, strict=True)]
+    each_full = sum(page_bytes) - sum(limited)
+
+    def full_beside(running: int) -> int:
+        """Pages that are left for each group that keeps everything."""
+        left = free - _bytes(demand.counts(running, 0), page_bytes)
+        return min(left // each_full, demand.whole * demand.sequences) if each_full else demand.whole
+
+    def is_well(running: int) -> bool:
+        full = full_beside(running)
+        counts = demand.counts(running, full)
+        if _bytes(counts, page_bytes) > free or full < demand.whole:
+            return False
+        # Sequences never hold more pages of a window than of everything.
+        return (
+            not each_full
+            or full >= demand.whole * running
+            or (_bytes(counts, limited) <= free * WINDOW_SHARE and max(counts) == full)
+        )
+
+    low, high = 1, demand.sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if is_well(middle) else (low, middle - 1)
+    return demand.counts(low, full_beside(low))
+
+
+def _advice(demand: _Demand, page_bytes: Sequence[int], free: int) -> str:
+    """The longest sequence that fits, if any does."""
+    low, high = 0, demand.whole
+    while low < high:
+        middle = (low + high + 1) // 2
+        shorter = replace(demand, length=middle * demand.page_size)
+        fits = _bytes(shorter.counts(1, shorter.whole), page_bytes) <= free
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return f"set max_model_len to {low * demand.page_size:,} or less, " if low else ""
 
 
 def _bytes(counts: Sequence[int], page_bytes: Sequence[int]) -> int:

@@ -4,8 +4,12 @@ change."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
+
+ErrorKind = Literal["engine", "request"]
+"""Whose fault an error is: the engine's own, or the request's, which would fail again in the same way."""
 
 
 @dataclass(frozen=True)
@@ -93,3 +97,4 @@ class OutputDelta:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # with the first delta, where they were asked for
     embedding: np.ndarray | None = None
     error: str | None = None  # one sentence, where the request failed in the engine; finish_reason is then "error"
+    error_kind: ErrorKind = "engine"  # whose fault that is

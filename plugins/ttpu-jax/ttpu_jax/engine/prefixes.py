@@ -64,7 +64,8 @@ class Prefixes:
         """The request begins to run, with so many cached pages."""
         book, prompt = book_of(request), len(request.prompt)
         request.computed = found * self._pages.page_size
-        request.cached = min(request.computed, prompt)
+        if not request.preemptions:  # what it finds later is its own
+            request.cached = min(request.computed, prompt)
         if book.looks_up:
             for digest in book.hashes[found:]:
                 self._claims.setdefault(digest, request)
@@ -74,7 +75,7 @@ class Prefixes:
 
     def leave(self, request: Request) -> None:
         """The request is about to lose its pages: what is in them may still be found."""
-        if self.enabled:
+        if book_of(request).looks_up:
             self._register(request, min(request.known, request.computed) // self._pages.page_size)
             self._drop(request, book_of(request).hashes)
 
@@ -89,19 +90,22 @@ class Prefixes:
         rows = behind.nonzero()[0]
         if len(rows) > _MOST_REGISTERED:
             rows = rows[np.argsort(-behind[rows], kind="stable")[:_MOST_REGISTERED]]
-        digests = []
+        digests, next_ones = [], []
         for slot, pages, missing in zip(slots[rows].tolist(), full[rows].tolist(), behind[rows].tolist(), strict=True):
             request = running.by_slot[slot]
             assert request is not None
-            if missing > 1:
+            if not book_of(request).looks_up:
+                registered[slot] = pages
+            elif missing > 1:
                 self._register(request, pages)
             else:
+                next_ones.append(slot)
                 hashes = book_of(request).hashes
                 extend_hashes(hashes, request, pages, self._pages.page_size)
                 digests.append(hashes[pages - 1])
                 self._drop(request, digests[-1:])
         if digests:
-            self._pages.register_next(slots[rows[behind[rows] == 1]], digests)
+            self._pages.register_next(np.array(next_ones, np.int32), digests)
 
     def _register(self, request: Request, full: int) -> None:
         hashes, before = book_of(request).hashes, int(self._pages.registered[request.slot])

@@ -26,6 +26,7 @@ class Request:
 
     priority: lower is served sooner; equal ones in order of arrival.
     adapter: index of a loaded LoRA adapter, 0 for none. salt: makes prefixes of equal tokens differ (adapters, users).
+    findable: its pages may be found by others, and those of others by it; not so where all of the prompt has to pass.
     pooling: the request wants the prompt's embedding and no answer.
     output: tokens generated and known to the host; `pending` more were sampled, or will be, in dispatched steps.
     computed: tokens whose keys and values are in the cache, or will be after the dispatched steps.
@@ -38,7 +39,7 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
     adapter: int = 0
     salt: bytes = b""
-    findable: bool = True  # its prefix may be looked up, and found by others
+    findable: bool = True
     pooling: Literal["last", "mean"] | None = None
     stop_ids: frozenset[int] = frozenset()
     max_output: int = 16  # params.max_tokens cut to the context
@@ -49,7 +50,7 @@ class Request:
     status: Status = Status.WAITING
     pending: int = 0
     computed: int = 0
-    cached: int = 0  # prompt tokens found in the prefix cache when it was admitted last
+    cached: int = 0  # prompt tokens found in the prefix cache when it was admitted first
     slot: int = -1  # row of the scheduler's and the runner's per-request arrays while it runs
     preemptions: int = 0
     draft: list[int] = field(default_factory=list)  # tokens that a proposer expects next; at most one step old

@@ -7,7 +7,9 @@ at three levels per number of rows, and a step takes the lowest that serves all 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -73,6 +75,8 @@ def column(params: SamplingParams, slot: int) -> np.ndarray:
     return values
 
 
+BLOCK_ROWS = 64
+"""Rows that are sampled at once: filters take several times the memory of the logits that they are given."""
 NEUTRAL = column(SamplingParams(temperature=0.0, seed=0), 0)
 """The column of a row that is nobody's."""
 
@@ -100,6 +104,55 @@ def sample_rows(
 
     A row's token is left in its slot of `last_tokens`; rows that are nobody's name the last slot.
     """
+    slots = requests[FIELDS["slot"]]
+    some = partial(_sample_block, state=state, level=level, max_logprobs=max_logprobs)
+    rows = len(logits)
+    if level is Level.GREEDY or rows <= BLOCK_ROWS:
+        sampled = some(logits, requests, rules)
+    else:
+        sampled = _in_blocks(some, rows, logits, requests, rules)
+    updated = state.counts
+    if level is Level.ALL and state.counts is not None:
+        at = jnp.where(sampled.token < 0, logits.shape[1], sampled.token)
+        output = state.counts.output_counts.at[slots, at].add(1, mode="drop")
+        updated = TokenCounts(state.counts.prompt_seen, output)
+    return SamplerState(state.last_tokens.at[slots].set(sampled.token), updated), sampled
+
+
+def _in_blocks(
+    some: Callable[..., Sampled], rows: int, logits: jax.Array, requests: jax.Array, rules: LogitRules | None
+) -> Sampled:
+    """`some` of `BLOCK_ROWS` rows after another. The last block ends with the last row, and begins among those of the
+    one before where rows do not divide: padding would be a copy of the logits."""
+
+    def block(start: jax.Array) -> Sampled:
+        def cut(array: jax.Array, axis: int = 0) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(array, start, BLOCK_ROWS, axis)
+
+        return some(cut(logits), cut(requests, 1), jax.tree.map(cut, rules))
+
+    whole = rows // BLOCK_ROWS * BLOCK_ROWS
+    starts = [*range(0, whole, BLOCK_ROWS), *([rows - BLOCK_ROWS] if whole < rows else [])]
+    each = jax.lax.map(block, jnp.array(starts, jnp.int32))
+
+    def joined(array: jax.Array) -> jax.Array:
+        flat = array.reshape(-1, *array.shape[2:])
+        return flat if whole == rows else jnp.concatenate([flat[:whole], flat[whole - rows :]])
+
+    result: Sampled = jax.tree.map(joined, each)
+    return result
+
+
+def _sample_block(
+    logits: jax.Array,
+    requests: jax.Array,
+    rules: LogitRules | None,
+    *,
+    state: SamplerState,
+    level: Level,
+    max_logprobs: int,
+) -> Sampled:
+    """One token for every row, each of its own numbers alone."""
 
     def floats(name: str) -> jax.Array:
         return jax.lax.bitcast_convert_type(requests[FIELDS[name]], jnp.float32)
@@ -123,13 +176,7 @@ def sample_rows(
         features = SamplingFeatures(True, True, True, True, state.counts is not None, max_logprobs)
         if state.counts is not None:
             counts = TokenCounts(state.counts.prompt_seen[slots], state.counts.output_counts[slots])
-    sampled = sample(logits, inputs, counts, requests[FIELDS["step"]], features, rules)
-    updated = state.counts
-    if level is Level.ALL and state.counts is not None:
-        at = jnp.where(sampled.token < 0, logits.shape[1], sampled.token)
-        output = state.counts.output_counts.at[slots, at].add(1, mode="drop")
-        updated = TokenCounts(state.counts.prompt_seen, output)
-    return SamplerState(state.last_tokens.at[slots].set(sampled.token), updated), sampled
+    return sample(logits, inputs, counts, requests[FIELDS["step"]], features, rules)
 
 
 def begin_slot(state: SamplerState, slot: jax.Array, prompt: jax.Array, output: jax.Array) -> SamplerState:
@@ -177,7 +224,10 @@ def prompt_logprobs(logits_of: Any, hidden: jax.Array, targets: jax.Array, count
         top_logprobs, top_tokens = jax.lax.top_k(logprobs, count)
         return Sampled(target, chosen, top_tokens, top_logprobs)
 
-    block = min(16, hidden.shape[0])
-    blocks = (hidden.reshape(-1, block, hidden.shape[1]), targets.reshape(-1, block))
-    result: Sampled = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(some, blocks))
+    tokens = hidden.shape[0]
+    block = min(16, tokens)
+    missing = -tokens % block
+    padded = jnp.pad(hidden, ((0, missing), (0, 0))), jnp.pad(targets, (0, missing))
+    blocks = jax.tree.map(lambda x: x.reshape(-1, block, *x.shape[1:]), padded)
+    result: Sampled = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], jax.lax.map(some, blocks))
     return result

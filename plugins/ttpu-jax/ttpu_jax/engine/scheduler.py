@@ -104,18 +104,19 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a new request.
 
-        Raises QueueFullError where `max_waiting` requests wait, RequestError where it could never be served."""
+        Raises QueueFullError where `max_waiting` requests wait beyond those that free slots are for, RequestError where
+        it could never be served."""
         config = self.config
         if request.id in self._requests:
             raise RequestError(f"request id {request.id!r} is in use by a request that runs or waits: choose another.")
         prompt, added = len(request.prompt), 0 if request.pooling else request.max_output
         if not prompt:
-            raise RequestError(f"request {request.id!r} has a prompt of no tokens: give it one or more.")
+            raise RequestError("this request has a prompt of no tokens: give it one or more.")
         if request.max_output < 1:
-            raise RequestError(f"request {request.id!r} may add {request.max_output} tokens: it must be 1 or more.")
+            raise RequestError(f"this request may add {request.max_output} tokens: it must be 1 or more.")
         if prompt + added > config.max_model_len:
             raise RequestError(
-                f"request {request.id!r} has {prompt} prompt tokens and may add {added}, but the context holds "
+                f"this request has {prompt} prompt tokens and may add {added}, but the context holds "
                 f"{config.max_model_len}: shorten the prompt or lower max_tokens."
             )
         limit = prompt + max(added - 1, 0)
@@ -123,16 +124,17 @@ class Scheduler:
             needed = self.pages.blocks_needed(index, limit, not config.enable_chunked_prefill)
             if needed > group.num_pages - 1:
                 raise RequestError(
-                    f"request {request.id!r} has {prompt} prompt tokens and may add {added}, which takes {needed} "
+                    f"this request has {prompt} prompt tokens and may add {added}, which takes {needed} "
                     f"pages of group {group.name!r}, but there are {group.num_pages - 1} of {config.page_size} tokens: "
                     "shorten the prompt, lower max_tokens, or give the cache more memory."
                 )
-        if config.max_waiting is not None and len(self._waiting) >= config.max_waiting:
+        waiting = len(self._waiting) - (config.max_num_seqs - len(self._running))  # others start with the next step
+        if config.max_waiting is not None and waiting >= config.max_waiting:
             raise QueueFullError(
-                f"request {request.id!r} came while {len(self._waiting)} requests wait, but at most "
-                f"{config.max_waiting} may (max_waiting): send it again later."
+                f"this request came while {waiting} requests wait for a place, but at most {config.max_waiting} may "
+                "(max_waiting): send it again later."
             )
-        looks_up = config.caches_prefixes and request.params.prompt_logprobs is None and request.pooling != "mean"
+        looks_up = config.caches_prefixes and request.findable
         request.book = Book(place(request, self._added, config.aging_seconds), looks_up)
         request.status = Status.WAITING
         self._added += 1

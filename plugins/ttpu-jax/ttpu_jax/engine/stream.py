@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from ttpu_core.errors import TTPUError
+from ttpu_core.errors import RequestError, TTPUError
 from ttpu_jax.engine.outputs import Logprob, OutputDelta
 
 
@@ -31,15 +31,17 @@ class Stream:
     """The answer to one request as it comes: iterate over it once, in the loop where it was made.
 
     Deltas that the consumer has not taken are merged for each answer, so that a slow one holds its text and no queue.
-    `abort` has the engine stop, `forget` is told when nothing more comes."""
+    `abort` has the engine stop, `forget` is told when nothing more comes. An answer that fails has the engine stop
+    those beside it."""
 
     def __init__(
-        self, request_id: str, answers: int, abort: Callable[[str], None], forget: Callable[[Stream], None]
+        self, request_id: str, answers: int, abort: Callable[[Stream], None], forget: Callable[[Stream], None]
     ) -> None:
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
         self._abort, self._forget = abort, forget
-        self._running = answers
+        self._running = set(range(answers))
+        self._last: dict[int, OutputDelta] = {}
         self._waiting: dict[int, list[OutputDelta]] = {}
         self._ready = asyncio.Event()
         self._error: TTPUError | None = None
@@ -48,20 +50,33 @@ class Stream:
     @property
     def finished(self) -> bool:
         """Whether nothing more comes from the engine."""
-        return self._running == 0 or self._error is not None
+        return not self._running or self._error is not None
 
     def put(self, delta: OutputDelta) -> None:
         """One delta of the engine's; called in the loop."""
         if self.finished:
             return
         if delta.error is not None:
-            self.fail(RequestFailedError(delta.error))
+            if len(self._running) > 1:
+                self._abort(self)
+            self.fail((RequestError if delta.error_kind == "request" else RequestFailedError)(delta.error))
             return
         self._waiting.setdefault(delta.index, []).append(delta)
-        self._running -= delta.finish_reason is not None
-        if self._running == 0:
+        self._last[delta.index] = delta
+        if delta.finish_reason is not None:
+            self._running.discard(delta.index)
+        if not self._running:
             self._done()
         self._ready.set()
+
+    def end(self, reason: str) -> None:
+        """End the answers that are not done, after what they said so far; called in the loop."""
+        for index in sorted(self._running):
+            last = self._last.get(index) or OutputDelta(self.request_id, index, "", [], None, None)
+            logprobs: list[dict[int, Logprob]] | None = None if last.logprobs is None else []
+            self.put(
+                replace(last, text="", token_ids=[], logprobs=logprobs, prompt_logprobs=None, finish_reason=reason)
+            )
 
     def fail(self, error: TTPUError) -> None:
         """End with an error, after what was said so far; called in the loop."""
@@ -74,7 +89,7 @@ class Stream:
         """Abort if it is not done by then."""
 
         def expired() -> None:
-            self._abort(self.request_id)
+            self._abort(self)
             self.fail(
                 RequestTimeoutError(
                     f"the request ran for {seconds:g} s, which is as long as one may: ask for fewer tokens, or try "
@@ -87,7 +102,7 @@ class Stream:
     def close(self) -> None:
         """Abort what is still running; nothing where all of it is done."""
         if not self.finished:
-            self._abort(self.request_id)
+            self._abort(self)
             self.fail(EngineClosingError("the stream was closed before its answer was done: ask again."))
 
     async def __aiter__(self) -> AsyncIterator[OutputDelta]:

@@ -17,7 +17,7 @@ Key = tuple[float, int]
 class Book:
     """The scheduler's notes on a request.
 
-    key: its place in the order. looks_up: whether its prefix may be taken from the cache.
+    key: its place in the order. looks_up: whether its prefix may be taken from the cache, and its pages by others.
     hashes: of its first full pages, as far as they were asked for.
     short_of: pages that were available per group when they were too few for it.
     """

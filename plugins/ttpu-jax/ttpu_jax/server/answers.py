@@ -3,9 +3,10 @@ JSON."""
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ttpu_jax.engine.outputs import Logprob, OutputDelta
@@ -74,19 +75,25 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs] | None, count: int, tokens: 
     return {"content": content, "refusal": None}
 
 
+def _utf8() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+
 @dataclass
 class CompletionLogprobs:
-    """`choices[].logprobs` of a plain completion, whose offsets go on from one piece of a stream to the next."""
+    """`choices[].logprobs` of a plain completion, whose offsets go on from one piece of a stream to the next.
+    `specials`: whether special tokens are part of the answer's text."""
 
     tokens: Tokens
     count: int
+    specials: bool = False
     offset: int = 0
+    _decoder: codecs.IncrementalDecoder = field(default_factory=_utf8)
 
     def of(
-        self, logprobs: Sequence[TokenLogprobs | None], ids: Sequence[int], before: int | None = None
+        self, logprobs: Sequence[TokenLogprobs | None], ids: Sequence[int], *, echoed: str | None = None
     ) -> dict[str, Any]:
-        """Of these tokens; `before`: where the first one's text begins, else after those of last time."""
-        self.offset = self.offset if before is None else before
+        """Of these tokens, after those of last time; `echoed`: the prompt's text, where they are the prompt's."""
         told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, one in zip(ids, logprobs, strict=False):
             text = self.tokens.text_of(token)
@@ -95,8 +102,20 @@ class CompletionLogprobs:
             told["token_logprobs"].append(None if one is None else finite(one[token].logprob))
             top = None if one is None else {self.tokens.text_of(i): finite(lp.logprob) for i, lp in self._top(one)}
             told["top_logprobs"].append(top)
-            self.offset += len(text)
+            self.offset += self._characters(token, text, echoed)
+        if echoed is not None:
+            self.offset, self._decoder = len(echoed), _utf8()
         return told
+
+    def _characters(self, token: int, text: str, echoed: str | None) -> int:
+        """How many characters a token adds to the text: none while its last one is not whole."""
+        if self.tokens.ends(token):
+            shown = self.specials if echoed is None else echoed.startswith(text, self.offset)
+            return len(text) if shown else 0
+        added = self._decoder.decode(self.tokens.bytes_of(token))
+        # Some tokenizers put a space before the first word, which the text that was sent does not have.
+        invented = echoed is not None and self.offset == 0 and added.startswith(" ") and not echoed.startswith(" ")
+        return len(added) - invented
 
     def _top(self, one: TokenLogprobs) -> list[tuple[int, Logprob]]:
         """The likeliest, and the token itself where it is none of them, as OpenAI documents."""

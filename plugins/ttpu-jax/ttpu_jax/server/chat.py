@@ -16,6 +16,7 @@ from ttpu_jax.engine.outputs import OutputDelta
 from ttpu_jax.engine.sampling_params import GuidedDecoding, SamplingParams
 from ttpu_jax.server import forced_calls, sampling, tool_calls
 from ttpu_jax.server.answers import TokenLogprobs, chat_logprobs, prompt_logprobs, said
+from ttpu_jax.server.body import UniqueKeys
 from ttpu_jax.server.chat_protocol import ChatRequest, Tool, ToolChoice
 from ttpu_jax.server.errors import ApiError, JSONResponse
 from ttpu_jax.server.events import EventStream, until_gone
@@ -25,7 +26,7 @@ from ttpu_jax.server.tool_calls import Call, Parser, Said
 
 def router(service: Service) -> APIRouter:
     """The endpoint."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=UniqueKeys)
 
     @routes.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -44,10 +45,12 @@ def router(service: Service) -> APIRouter:
 
 @dataclass
 class _Turn:
-    """One answer while it grows. `named`: the tool whose arguments the whole text is."""
+    """One answer while it grows. `named`: the tool whose arguments the whole text is. `most`: calls that are told of,
+    where there is a limit."""
 
     parser: Parser | None
     named: Call | None
+    most: int | None = None
     began: bool = False
     calls: int = 0
     text: str = ""
@@ -61,13 +64,16 @@ class _Turn:
         self.delta = delta
         self.ids += delta.token_ids
         if delta.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *delta.logprobs]
+            self.logprobs = self.logprobs if self.logprobs is not None else []
+            self.logprobs += delta.logprobs
         if self.parser is None:
             return Said(delta.text)
         new = self.parser.push(delta.text)
         if delta.finish_reason is not None:
             end = self.parser.finish()
             new = Said(new.content + end.content, new.calls + end.calls)
+        if self.most is not None:
+            new = Said(new.content, new.calls[: max(0, self.most - self.calls)])
         return new
 
     def ended_by(self, reason: str) -> str:
@@ -94,9 +100,9 @@ class Chat:
         self._check_tools()
         params = sampling.of_chat(request, service.settings.default_sampling, self._guide())
         params = self._with_markers(params)
-        ids = await service.chat.encode(request, tools=self._choice != "none")
+        ids = await service.chat.encode(request, tools=self._choice != "none", most=service.most_prompt_tokens)
         service.check_length(ids, "messages")
-        return await service.submit([ids], params, adapter=adapter, priority=request.priority or 0)
+        return await service.submit([ids], params, adapter=adapter, priority=service.priority_of(request.priority))
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         """The whole answer."""
@@ -121,18 +127,23 @@ class Chat:
         """The answer's chunks as they come."""
         turns = [self._turn() for _ in range(self._request.answers)]
         counted = {"usage": None} if self._request.includes_usage else {}
+        of_prompt: dict[str, Any] = {}
+        told = False
         async with aclosing(answers.deltas()) as deltas:
             async for number, delta in deltas:
+                if not told and delta.prompt_logprobs is not None:
+                    told, of_prompt = True, {"prompt_logprobs": prompt_logprobs(delta, self._service.tokens)}
                 spoken = said(delta, self._service.tokens)
                 for choice in self._pieces(number, turns[number], spoken):
-                    yield {**self._envelope("chat.completion.chunk"), "choices": [choice], **counted}
+                    yield {**self._envelope("chat.completion.chunk"), "choices": [choice], **counted, **of_prompt}
+                    of_prompt = {}
         if self._request.includes_usage:
             usage = answers.usage.as_json()
             yield {**self._envelope("chat.completion.chunk"), "choices": [], "usage": usage}
 
     def _pieces(self, number: int, turn: _Turn, delta: OutputDelta) -> list[dict[str, Any]]:
         """A delta as choices of chunks: the role first, then content, calls, and the end."""
-        pieces = []
+        pieces: list[dict[str, Any]] = []
 
         def piece(delta_json: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> None:
             pieces.append({"index": number, "delta": delta_json, "logprobs": logprobs, "finish_reason": reason})
@@ -155,6 +166,8 @@ class Chat:
             turn.calls += 1
         if delta.finish_reason is not None:
             piece({}, turn.ended_by(delta.finish_reason))
+            if delta.stop_reason is not None:
+                pieces[-1]["stop_reason"] = delta.stop_reason
         if self._request.return_token_ids and pieces:
             pieces[0]["token_ids"], turn.ids = turn.ids, []
         return pieces
@@ -208,7 +221,7 @@ class Chat:
         if self._choice == "required":
             return _Turn(tool_calls.Forced(new_id), None)
         if self._choice == "auto" and format_ is not None:
-            return _Turn(tool_calls.parser(format_), None)
+            return _Turn(tool_calls.parser(format_), None, 1 if self._request.parallel_tool_calls is False else None)
         return _Turn(None, None)
 
     def _check_tools(self) -> None:

@@ -9,7 +9,12 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from ttpu_jax.engine.sampling_params import MAX_LOGPROBS
 from ttpu_jax.server.errors import ApiError
-from ttpu_jax.server.protocol import Body, Generation
+from ttpu_jax.server.protocol import Body, FreeJson, Generation, at_most
+
+MAX_MESSAGES = 8192
+MAX_PARTS = 8192
+MAX_CALLS = 512
+MAX_TOOLS = 512
 
 CONTENT_SCHEMA: dict[str, Any] = {
     "anyOf": [
@@ -33,6 +38,8 @@ def read_content(value: Any) -> str | None:
         return value
     if not isinstance(value, list):
         raise ValueError("it must be a text, or a list of parts")
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"it has {len(value):,} parts, but at most {MAX_PARTS:,} are allowed")
     texts = []
     for part in value:
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -40,6 +47,8 @@ def read_content(value: Any) -> str | None:
             raise ValueError(f"it has a part of type {kind!r}, but this model reads text alone")
         if not isinstance(part.get(kind), str):
             raise ValueError(f"it has a part without {kind!r}")
+        if others := sorted(set(part) - {"type", kind}):
+            raise ValueError(f"it has a part with {others[0]!r}, which this server does not know: leave it out")
         texts.append(part[kind])
     return "".join(texts)
 
@@ -76,12 +85,12 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
     name: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True), at_most(MAX_CALLS)] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and not (self.role == "assistant" and self.tool_calls is not None):
             raise ValueError(f"a message of role {self.role} needs content")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} has tool_calls, which only assistant messages may")
@@ -95,7 +104,7 @@ class Function(Body):
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: FreeJson | None = None
     strict: bool | None = None
 
 
@@ -119,15 +128,19 @@ class ToolChoice(Body):
     function: ChosenFunction
 
 
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
+Tools = Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)]
+
+
 class Conversation(Body):
     """What a chat template turns into a prompt."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Messages
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: FreeJson | None = None
 
 
 class ChatRequest(Generation, Conversation):
@@ -190,12 +203,12 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: FreeJson | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

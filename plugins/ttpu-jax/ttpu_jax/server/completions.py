@@ -13,15 +13,18 @@ from fastapi import APIRouter, Request, Response
 from ttpu_jax.engine.outputs import OutputDelta
 from ttpu_jax.server import sampling
 from ttpu_jax.server.answers import CompletionLogprobs, joined, prompt_logprobs, said
+from ttpu_jax.server.body import UniqueKeys
 from ttpu_jax.server.errors import ApiError, JSONResponse
 from ttpu_jax.server.events import EventStream, until_gone
 from ttpu_jax.server.protocol import CompletionRequest
 from ttpu_jax.server.service import Answers, Service
 
+_NEWS = ("text", "logprobs", "finish_reason", "token_ids", "prompt_logprobs")
+
 
 def router(service: Service) -> APIRouter:
     """The endpoint."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=UniqueKeys)
 
     @routes.post("/v1/completions", tags=["OpenAI"])
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -49,7 +52,8 @@ class Completion:
         self._texts: list[str] = []
         count = request.logprobs or 0
         number = len(request.prompt) * request.answers
-        self._logprobs = [CompletionLogprobs(service.tokens, count) for _ in range(number)]
+        specials = request.skip_special_tokens is False
+        self._logprobs = [CompletionLogprobs(service.tokens, count, specials) for _ in range(number)]
         self._began = [False] * number
 
     async def submit(self) -> Answers:
@@ -66,7 +70,8 @@ class Completion:
             if request.echo:
                 text = prompt if isinstance(prompt, str) else await service.tokens.decode(prompt)
                 self._texts.append(text)
-        return await service.submit(self._prompts, params, adapter=adapter, priority=request.priority or 0)
+        priority = service.priority_of(request.priority)
+        return await service.submit(self._prompts, params, adapter=adapter, priority=priority)
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         """The whole answer."""
@@ -85,7 +90,8 @@ class Completion:
         async with aclosing(answers.deltas()) as deltas:
             async for number, delta in deltas:
                 piece = self._piece(number, delta)
-                if piece["text"] or piece["logprobs"] or piece["finish_reason"]:
+                # text may be held back, but ids and the prompt's values come once
+                if any(piece.get(name) for name in _NEWS):
                     yield {**self._envelope(), "choices": [piece], **counted}
         if self._request.includes_usage:
             yield {**self._envelope(), "choices": [], "usage": self._usage(answers)}
@@ -105,7 +111,10 @@ class Completion:
             if request.echo:
                 text = self._texts[prompt] + text
                 if request.logprobs is not None and delta.prompt_logprobs is not None:
-                    told.append(self._logprobs[number].of(delta.prompt_logprobs, self._prompts[prompt]))
+                    ids_of_prompt = self._prompts[prompt]
+                    told.append(
+                        self._logprobs[number].of(delta.prompt_logprobs, ids_of_prompt, echoed=self._texts[prompt])
+                    )
             if request.prompt_logprobs is not None:
                 piece["prompt_logprobs"] = prompt_logprobs(delta, self._service.tokens)
         if request.logprobs is not None and ids:

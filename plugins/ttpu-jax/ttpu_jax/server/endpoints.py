@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
 
+from ttpu_jax.server.body import UniqueKeys
 from ttpu_jax.server.chat_protocol import TokenizeRequest
 from ttpu_jax.server.errors import ApiError, JSONResponse
 from ttpu_jax.server.events import until_gone
@@ -26,8 +29,8 @@ RECENT_SECONDS = 60.0
 class LoadAdapter(Body):
     """A LoRA adapter in PEFT's format, on the server's disk."""
 
-    lora_name: str
-    lora_path: str
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = Field(max_length=4096)
 
 
 class UnloadAdapter(Body):
@@ -69,7 +72,7 @@ def models(service: Service) -> APIRouter:
 
 def embeddings(service: Service) -> APIRouter:
     """/v1/embeddings."""
-    routes = APIRouter(tags=["OpenAI"])
+    routes = APIRouter(tags=["OpenAI"], route_class=UniqueKeys)
 
     @routes.post("/v1/embeddings")
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
@@ -81,7 +84,7 @@ def embeddings(service: Service) -> APIRouter:
 
 async def _embed(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
     adapter = service.adapter_of(body.model)
-    service.check_choices(len(body.input), 1)
+    service.check_inputs(len(body.input))
     if body.dimensions is not None:
         raise ApiError(
             "the field 'dimensions' was given, but this model's embeddings are not made to be cut: leave it out.",
@@ -109,7 +112,7 @@ async def _embed(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
 
 def tokens(service: Service) -> APIRouter:
     """/tokenize and /detokenize."""
-    routes = APIRouter(tags=["Tokens"])
+    routes = APIRouter(tags=["Tokens"], route_class=UniqueKeys)
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -119,7 +122,7 @@ def tokens(service: Service) -> APIRouter:
             ids = await service.tokens.encode(body.prompt, special=body.add_special_tokens is not False)
         else:
             ids = await service.chat.encode(body)
-        pieces = [service.tokens.piece(token) for token in ids] if body.return_token_strs else None
+        pieces = await service.tokens.pieces(ids) if body.return_token_strs else None
         told = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": pieces}
         return JSONResponse(told)
 
@@ -141,6 +144,7 @@ def watching(service: Service) -> APIRouter:
         service.metrics.of_engine.update(stats)
         return stats
 
+    @routes.head("/health", include_in_schema=False)
     @routes.get("/health")
     async def health() -> Response:
         """Status 200 while requests are taken, 503 otherwise."""
@@ -183,7 +187,7 @@ def watching(service: Service) -> APIRouter:
 
 def admin(service: Service) -> APIRouter:
     """What `--enable-admin` adds: sleep, wake up, the prefix cache, adapters."""
-    routes = APIRouter(tags=["Administration"])
+    routes = APIRouter(tags=["Administration"], route_class=UniqueKeys)
     engine = service.engine
 
     async def done(work: Callable[[], Any]) -> Response:
@@ -192,7 +196,7 @@ def admin(service: Service) -> APIRouter:
 
     @routes.post("/sleep")
     async def sleep() -> Response:
-        """Move the weights off the devices and drop the KV cache; no request may be running."""
+        """Move the weights off the devices and drop the KV cache; requests are kept, and go on after /wake_up."""
         return await done(engine.core.sleep)
 
     @routes.post("/wake_up")
@@ -215,7 +219,8 @@ def admin(service: Service) -> APIRouter:
         """Serve an adapter as a model of that name."""
         if body.lora_name in service.names:
             raise ApiError(f"{body.lora_name!r} is the model's own name: choose another.", param="lora_name")
-        return await done(lambda: engine.core.load_adapter(body.lora_name, body.lora_path))
+        # Files are read beside the engine's steps, not between two of them.
+        return await done(await asyncio.to_thread(engine.core.prepare_adapter, body.lora_name, body.lora_path))
 
     @routes.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(body: UnloadAdapter) -> Response:

@@ -32,6 +32,8 @@ _KINDS: tuple[tuple[type[TTPUError], int, str, str | None], ...] = (
     (RequestError, 400, INVALID, None),
     (TTPUError, 400, INVALID, None),
 )
+_NOT_AGAIN = {status: {"x-should-retry": "false"} for status in (408, 500)}
+"""OpenAI's clients ask again after these, which would fail again in the same way and cost as much."""
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
@@ -74,19 +76,20 @@ def as_api_error(error: Exception) -> ApiError:
         return _of_http(error)
     for kind, status, name, code in _KINDS:
         if isinstance(error, kind):
-            headers = {"Retry-After": str(RETRY_SECONDS)} if status == 429 else None
+            headers = {"Retry-After": str(RETRY_SECONDS)} if status == 429 else _NOT_AGAIN.get(status)
             message = str(error)
-            too_long = status == 400 and "context" in message
+            param = getattr(error, "param", None) or (_param_of(message) if status == 400 else None)
             return ApiError(
                 message,
                 status=status,
                 kind=name,
-                param=_param_of(message) if status == 400 else None,
-                code="context_length_exceeded" if too_long else code,
+                param=param,
+                code=getattr(error, "code", None) or code,
                 headers=headers,
             )
     LOG.error("a request failed", exc_info=error)
-    return ApiError(f"the server failed ({type(error).__name__}): its log says more.", status=500, kind="server_error")
+    message = f"the server failed ({type(error).__name__}): its log says more."
+    return ApiError(message, status=500, kind="server_error", headers=_NOT_AGAIN[500])
 
 
 def respond(error: Exception) -> JSONResponse:
@@ -135,6 +138,11 @@ def _of_validation(problems: Sequence[Any]) -> ApiError:
         reason = first.get("ctx", {}).get("error", "")
         return ApiError(f"the body is not JSON ({reason} at character {where[-1]}): correct it.", code="invalid_json")
     param = _path(where[1:]) or None
+    if first["type"] == "unsupported_field":
+        given = first["ctx"]
+        param = _path((*where[1:], given["name"]))
+        message = f"the field {param!r} was given, but {given['reason']}."
+        return ApiError(message, param=param, code="unsupported_field")
     if first["type"] == "missing":
         subject = f"the field {param!r} is missing" if param else "the body is missing"
         return ApiError(f"{subject}, but this path needs it: pass it.", param=param, code="missing_field")

@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -16,6 +17,8 @@ from ttpu_jax.server.errors import as_api_error
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+ARRIVAL: ContextVar[float] = ContextVar("ARRIVAL")
+"""When the request that is being answered was there as a whole, by `time.monotonic`: its deadline counts from then."""
 
 
 class ClientGoneError(Exception):

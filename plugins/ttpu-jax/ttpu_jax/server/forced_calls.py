@@ -7,6 +7,7 @@ from typing import Any
 
 from ttpu_jax.engine.sampling_params import GuidedDecoding
 from ttpu_jax.server.chat_protocol import Tool
+from ttpu_jax.server.errors import ApiError
 
 
 def forced_calls(tools: Sequence[Tool], *, most: int | None) -> GuidedDecoding:
@@ -16,7 +17,13 @@ def forced_calls(tools: Sequence[Tool], *, most: int | None) -> GuidedDecoding:
     for number, tool in enumerate(tools):
         schema = _renamed(_schema(tool), f"{number}.")
         for key in _DEFINITIONS:
-            definitions |= {f"{number}.{name}": value for name, value in schema.pop(key, {}).items()}
+            defined = schema.pop(key, {})
+            if not isinstance(defined, dict):
+                raise ApiError(
+                    f"the parameters of the tool {tool.function.name!r} have {key!r} that is no object: correct it.",
+                    param=f"tools[{number}].function.parameters",
+                )
+            definitions |= {f"{number}.{name}": value for name, value in defined.items()}
         one_of.append(
             {
                 "type": "object",

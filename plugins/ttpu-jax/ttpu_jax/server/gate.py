@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ttpu_jax.server.errors import ApiError, respond
-from ttpu_jax.server.events import ClientGoneError
+from ttpu_jax.server.events import ARRIVAL, ClientGoneError
 from ttpu_jax.server.metrics import Metrics
 from ttpu_jax.server.settings import ServerSettings
 
@@ -24,6 +24,18 @@ READ_SECONDS = 60.0
 """In which a client must have sent its body."""
 DRAINED = 4
 """Bodies that are too large are read up to so many times the limit, since a client that still sends reads no answer."""
+ADMIN_PATHS = frozenset(
+    {
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
+        "/reset_prefix_cache",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
+)
+"""What no other site's page may ask for in the name of the browser's user; a key, which such pages lack, keeps them out
+as well."""
 _PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -64,17 +76,31 @@ class Gate:
 
     async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         limited = scope["path"] not in OPEN_PATHS
+        began = False
+
+        async def noting(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
         try:
             if limited:
                 self._check_key(scope, headers)
+                self._check_site(scope, headers)
                 self._check_number()
             self._running += limited
             try:
-                body = await self._body(headers, receive)
-                await self._app(scope, _replayed(body, receive), send)
+                # What is open to everybody reads no bodies, and holds none.
+                whole = _replayed(await self._body(headers, receive), receive) if limited else receive
+                ARRIVAL.set(time.monotonic())
+                await self._app(scope, whole, noting)
             finally:
                 self._running -= limited
-        except ApiError as error:
+        except ClientGoneError:
+            raise
+        except Exception as error:  # bugs as well: the answer has a name, is counted, and ends its connection well
+            if began:
+                raise
             await respond(error)(scope, receive, send)
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
@@ -91,6 +117,24 @@ class Gate:
                 kind="authentication_error",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _check_site(self, scope: Scope, headers: Headers) -> None:
+        if self._keys or scope["path"] not in ADMIN_PATHS:
+            return
+        origin = headers.get("origin")
+        if origin is None:
+            foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+        else:
+            own = origin.partition("://")[2] == headers.get("host")
+            foreign = not own and origin not in self._settings.allowed_origins
+        if foreign:
+            raise ApiError(
+                f"another site's page ({origin or 'of unknown origin'}) asks for administration, but this server has "
+                "no API key to tell friends by: start it with one, or name the site by --allowed-origin.",
+                status=403,
+                kind="permission_error",
+                code="foreign_site",
             )
 
     def _check_number(self) -> None:
@@ -142,13 +186,11 @@ class Gate:
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """A `receive` that gives the body first."""
-    given = False
+    waiting = [body]  # popped, so that a request that runs for long does not hold it
 
     async def replay() -> Message:
-        nonlocal given
-        if given:
+        if not waiting:
             return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": waiting.pop(), "more_body": False}
 
     return replay

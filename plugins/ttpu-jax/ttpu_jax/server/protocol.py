@@ -3,15 +3,32 @@ refused by name, for nothing that a client asks for is dropped in silence."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from ttpu_jax.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from ttpu_jax.server.errors import ApiError
 
 MAX_STOPS = 16
+_TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
+MAX_PROMPTS = 16_384
+MAX_CHOICES = 4096
+MAX_TOKEN_LIST = 262_144
+MAX_DEPTH = 128
+"""Of schemas and other free JSON: what reads them, recurses."""
 TEXT_OR_TEXTS: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 PROMPTS_SCHEMA: dict[str, Any] = {
@@ -32,6 +49,8 @@ def read_prompts(value: Any) -> list[Prompt]:
         prompts = value
     else:
         raise ValueError("it must be a text, a list of texts, a list of token ids, or a list of such lists")
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"it has {len(prompts):,} prompts, but at most {MAX_PROMPTS:,} are allowed")
     for prompt in prompts:
         if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(_is_id, prompt)))):
             raise ValueError("it must hold texts, or token ids that are whole numbers, and no empty list")
@@ -51,6 +70,33 @@ def _check_unicode(text: str) -> None:
         raise ValueError("it holds half of a surrogate pair, which is no Unicode character") from error
 
 
+def at_most(most: int) -> BeforeValidator:
+    """Refuses a list or an object by its length before a single item is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > most:
+            raise ValueError(f"it has {len(value):,} items, but at most {most:,} are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _flat(value: Any) -> Any:
+    """JSON that is nested no deeper than `MAX_DEPTH`."""
+    level, depth = [value], 0
+    while level := [
+        item
+        for one in level
+        if isinstance(one, dict | list)
+        for item in (one.values() if isinstance(one, dict) else one)
+        if isinstance(item, dict | list)
+    ]:
+        depth += 1
+        if depth >= MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels, which is the most that is read")
+    return value
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -59,26 +105,30 @@ def _token_keys(value: Any) -> Any:
     """{"50256": -100}, as JSON has to write it, with token ids for keys."""
     if not isinstance(value, Mapping):
         return value
-    try:
-        return {int(key): bias for key, bias in value.items()}
-    except (TypeError, ValueError):
-        raise ValueError("its keys must be token ids") from None
+    if not all(_TOKEN_KEY.fullmatch(str(key)) for key in value):  # int() reads "01" and " 1_0 " as well
+        raise ValueError("its keys must be token ids")
+    return {int(key): bias for key, bias in value.items()}
 
 
 Prompts = Annotated[list[Prompt], PlainValidator(read_prompts), WithJsonSchema(PROMPTS_SCHEMA)]
 Texts = Annotated[
     list[Annotated[str, Field(min_length=1)]],
+    Field(fail_fast=True),
+    at_most(MAX_STOPS),
     BeforeValidator(_as_list),
-    Field(max_length=MAX_STOPS),
     WithJsonSchema(TEXT_OR_TEXTS),
 ]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 LogitBias = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
     BeforeValidator(_token_keys),
-    Field(max_length=MAX_LOGIT_BIAS),
+    at_most(MAX_LOGIT_BIAS),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
 ]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), at_most(MAX_TOKEN_LIST)]
+Choices = Annotated[list[str], Field(fail_fast=True), at_most(MAX_CHOICES)]
+FreeJson = Annotated[dict[str, Any], BeforeValidator(_flat)]
+JsonOrText = Annotated[dict[str, Any] | str, BeforeValidator(_flat)]
 
 
 class Body(BaseModel):
@@ -93,12 +143,24 @@ class Body(BaseModel):
     def _drop_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = dict(data)
+        kept = {name: value for name, value in data.items() if name in cls._names()}
+        if unknown := next((name for name in data if name not in kept and name not in cls.neutral), None):
+            kept[unknown] = None  # pydantic refuses it; thousands of them would make as many errors
         for name, (values, reason) in cls.neutral.items():
-            given = kept.pop(name, None)
+            given = data.get(name)
             if given is not None and not any(given is value or given == value for value in values):
-                raise ApiError(f"the field {name!r} was given, but {reason}.", param=name, code="unsupported_field")
+                raise PydanticCustomError("unsupported_field", "{reason}", {"name": name, "reason": reason})
         return kept
+
+    @classmethod
+    def _names(cls) -> frozenset[str]:
+        """What clients call the fields."""
+        return _names_of(cls)
+
+
+@cache
+def _names_of(kind: type[Body]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
 class StreamOptions(Body):
@@ -113,7 +175,7 @@ class JsonSchemaFormat(Body):
 
     name: str = Field(max_length=64)
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: FreeJson | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -127,9 +189,9 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's name for guided decoding: exactly one of these."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: JsonOrText | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -159,7 +221,7 @@ class Generation(Body):
     response_format: ResponseFormat | None = None
     # Without effect on the answer by their definition.
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: FreeJson | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -168,8 +230,8 @@ class Generation(Body):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
     min_tokens: int | None = Field(None, ge=0)
-    stop_token_ids: list[TokenId] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -177,9 +239,9 @@ class Generation(Body):
     return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: JsonOrText | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
 
     @model_validator(mode="after")
@@ -225,4 +287,4 @@ class DetokenizeRequest(Body):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -86,7 +86,15 @@ def guide_of(request: Generation) -> GuidedDecoding | None:
 
 def _of_response_format(request: Generation) -> list[GuidedDecoding]:
     form = request.response_format
-    if form is None or form.type == "text":
+    if form is None:
+        return []
+    if form.json_schema is not None and form.type != "json_schema":
+        raise ApiError(
+            f"response_format is of type {form.type}, but has a 'json_schema', which would be of no effect: leave it "
+            "out, or set type to json_schema.",
+            param="response_format.json_schema",
+        )
+    if form.type == "text":
         return []
     if form.type == "json_object":
         return [GuidedDecoding(json=True)]

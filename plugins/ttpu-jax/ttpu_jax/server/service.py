@@ -5,23 +5,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from ttpu_core.errors import RequestError
 from ttpu_jax.engine.async_engine import AsyncEngine, Pooling
 from ttpu_jax.engine.outputs import OutputDelta
 from ttpu_jax.engine.sampling_params import SamplingParams
 from ttpu_jax.engine.stream import RequestTimeoutError
 from ttpu_jax.server.answers import Usage
 from ttpu_jax.server.errors import ApiError
+from ttpu_jax.server.events import ARRIVAL
 from ttpu_jax.server.metrics import Metrics, RequestWatch
 from ttpu_jax.server.protocol import Prompt
 from ttpu_jax.server.settings import ServerSettings
 from ttpu_jax.server.template import ChatTemplate
 from ttpu_jax.server.tokens import Tokens
 from ttpu_jax.server.tool_calls import format_of
+
+MAX_INPUTS = 2048
+"""Texts that one request may have embedded: OpenAI's limit."""
 
 
 class Service:
@@ -30,6 +34,11 @@ class Service:
     def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
         self.engine, self.settings = engine, settings
         self.names = settings.model_names or (engine.core.model_name,)
+        if taken := [name for name in self.adapters if name in self.names]:
+            raise RequestError(
+                f"the adapter {taken[0]!r} has the model's own name, so that nobody could ask for it: rename it, or "
+                "serve the model under another name."
+            )
         self.created = int(time.time())
         self.tokens = Tokens(engine.core.tokenizer)
         self.chat = ChatTemplate(self.tokens, settings.chat_template)
@@ -40,6 +49,12 @@ class Service:
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer."""
         return int(self.engine.core.max_model_len)
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Of a prompt, which leaves room for one token of the answer."""
+        most = self.max_model_len - 1
+        return most if self.settings.max_prompt_tokens is None else min(most, self.settings.max_prompt_tokens)
 
     @property
     def adapters(self) -> dict[str, int]:
@@ -66,7 +81,11 @@ class Service:
 
     async def ids_of(self, prompt: Prompt, *, special: bool, param: str) -> list[int]:
         """A prompt's ids, neither none nor too many."""
-        ids = await self.tokens.encode(prompt, special=special) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            self.tokens.check_size(prompt, self.most_prompt_tokens, param)
+            ids = await self.tokens.encode(prompt, special=special)
+        else:
+            ids = prompt
         self.check_length(ids, param)
         return ids
 
@@ -78,9 +97,7 @@ class Service:
         """
         if not ids:
             raise ApiError(f"{param} has no tokens, but an answer continues at least one: pass some text.", param=param)
-        most = self.max_model_len - 1  # room for one token of the answer
-        if self.settings.max_prompt_tokens is not None:
-            most = min(most, self.settings.max_prompt_tokens)
+        most = self.most_prompt_tokens
         if len(ids) > most:
             raise ApiError(
                 f"{param} has {len(ids):,} tokens, but this server reads at most {most:,} of its context of "
@@ -99,6 +116,29 @@ class Service:
                 param="n" if answers > 1 else "prompt",
             )
 
+    def check_inputs(self, count: int) -> None:
+        """That one request does not ask for too many embeddings."""
+        if count > MAX_INPUTS:
+            raise ApiError(
+                f"input holds {count:,} texts, but one request may have {MAX_INPUTS:,}: send several requests.",
+                param="input",
+            )
+
+    def priority_of(self, asked: int | None) -> int:
+        """A request's priority, which only an operator may let clients choose.
+
+        Raises:
+            ApiError: it was chosen, and may not be.
+        """
+        if asked and not self.settings.allow_priority:
+            raise ApiError(
+                f"priority is {asked}, but this server treats all clients alike: leave it out, or start the server "
+                "with --allow-priority.",
+                param="priority",
+                code="unsupported_field",
+            )
+        return asked or 0
+
     async def submit(
         self, prompts: Sequence[list[int]], params: SamplingParams, *, adapter: str | None = None, priority: int = 0
     ) -> Answers:
@@ -110,19 +150,16 @@ class Service:
         return await self._submit(prompts, SamplingParams(max_tokens=1), adapter=adapter, pooling=pooling)
 
     async def _submit(self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any) -> Answers:
-        arrival = time.monotonic()
-        answers = Answers([], params.n)
-        try:
-            for ids in prompts:
-                name = f"req-{uuid.uuid4().hex}"
-                stream = await self.engine.submit(
-                    ids, params, request_id=name, timeout=self.settings.request_timeout, **options
-                )
-                answers.add(stream, self.metrics.watch(arrival, params.n))
-        except BaseException:
-            answers.close()
-            raise
+        arrival = ARRIVAL.get(time.monotonic())
+        answers = Answers([], params.n, self.settings.request_timeout)
+        for stream in await self.engine.submit_all(prompts, params, timeout=self._left(arrival), **options):
+            answers.add(stream, self.metrics.watch(arrival, params.n))
         return answers
+
+    def _left(self, arrival: float) -> float | None:
+        """Seconds that a request has from now on; those that reading its prompt took are gone."""
+        most = self.settings.request_timeout
+        return None if most is None else max(most - (time.monotonic() - arrival), 0.001)
 
     def close(self) -> None:
         """Give back what it holds itself."""
@@ -133,10 +170,10 @@ class Answers:
     """The streams of one HTTP request: one for each prompt, with `each` answers. Answer j of prompt i is number
     i × `each` + j."""
 
-    def __init__(self, streams: list[Any], each: int) -> None:
+    def __init__(self, streams: list[Any], each: int, timeout: float | None = None) -> None:
         self._streams = streams
         self._watches: list[RequestWatch] = []
-        self.each = each
+        self.each, self._timeout = each, timeout
         self.usage = Usage()
 
     def add(self, stream: Any, watch: RequestWatch) -> None:
@@ -154,9 +191,14 @@ class Answers:
                 async with aclosing(_interleaved([self._of(i) for i in range(len(self._streams))])) as pairs:
                     async for pair in pairs:
                         yield pair
-        except RequestTimeoutError:
+        except RequestTimeoutError as error:
             self._end("timeout")
-            raise
+            if self._timeout is None:
+                raise
+            raise RequestTimeoutError(  # the engine knows of what was left of it alone
+                f"the request ran for {self._timeout:g} s, which is as long as one may: ask for fewer tokens, or try "
+                "again when there is less to do."
+            ) from error
         except (GeneratorExit, asyncio.CancelledError):
             self._end("abort")
             raise

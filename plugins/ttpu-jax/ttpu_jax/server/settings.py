@@ -22,7 +22,7 @@ class ServerSettings:
     default_sampling: where a request leaves temperature, top_p, top_k, min_p or repetition_penalty out.
     max_prompt_tokens: the longest prompt, below what the engine's context allows.
     max_choices: answers of one request, all its prompts together. max_concurrent: requests that are worked on at once;
-    more are refused with status 429.
+    more are refused with status 429. allow_priority: clients may say which requests come first.
     request_timeout, write_timeout, drain_timeout: seconds that one request may run, that a client may leave a piece of
     a stream unread, and that a shutdown waits for what runs. None waits for ever.
     enable_admin: sleep, wake up, reset the prefix cache and load adapters over HTTP.
@@ -38,6 +38,7 @@ class ServerSettings:
     max_prompt_tokens: int | None = None
     max_choices: int = 128
     max_concurrent: int = 1024
+    allow_priority: bool = False
     request_timeout: float | None = 600.0
     write_timeout: float | None = 60.0
     drain_timeout: float | None = 30.0

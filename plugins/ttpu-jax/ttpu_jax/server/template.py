@@ -32,17 +32,23 @@ class ChatTemplate:
         """Whether it tells the model of tools."""
         return self.text is not None and "tools" in self.text
 
-    async def encode(self, request: Conversation | TokenizeRequest, *, tools: bool = True) -> list[int]:
-        """The prompt's ids.
+    async def encode(
+        self, request: Conversation | TokenizeRequest, *, tools: bool = True, most: int | None = None
+    ) -> list[int]:
+        """The prompt's ids; a text that must have more than `most` is not read.
 
         Raises:
             ApiError: there is no template, or it refuses these messages.
+            RequestError: the text is too long.
         """
-        ids: list[int] = await self._tokens.run(self._encode, request, tools)
+        ids: list[int] = await self._tokens.run(self._encode, request, tools, most)
         return ids
 
-    def _encode(self, request: Conversation | TokenizeRequest, tools: bool) -> list[int]:
-        return self._tokens.encode_now(self._render(request, tools), bool(request.add_special_tokens))
+    def _encode(self, request: Conversation | TokenizeRequest, tools: bool, most: int | None) -> list[int]:
+        text = self._render(request, tools)
+        if most is not None:
+            self._tokens.check_size(text, most, "messages")
+        return self._tokens.encode_now(text, bool(request.add_special_tokens))
 
     def _render(self, request: Conversation | TokenizeRequest, tools: bool) -> str:
         if self.text is None:

@@ -19,6 +19,7 @@ class Tokens:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ttpu-tokenizer")
         self._special: frozenset[int] = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self._bytes: list[bytes] | None = None
+        self._longest: int | None = None  # characters of a token
 
     async def run(self, work: Any, *arguments: Any) -> Any:
         """`work(*arguments)` in the tokenizer's thread."""
@@ -33,6 +34,27 @@ class Tokens:
         """The text of ids."""
         text: str = await self.run(self.decode_now, ids, skip_special)
         return text
+
+    async def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them."""
+        found: list[str] = await self.run(lambda: [self.piece(token) for token in ids])
+        return found
+
+    def check_size(self, text: str, most: int, param: str) -> None:
+        """That a text may have as few as `most` tokens, before time is spent on reading it.
+
+        Raises:
+            RequestError: even if all of it were the longest token, it would have more.
+        """
+        if self._longest is None:
+            self._longest = max(map(len, self._needed().get_vocab()), default=1)
+        if len(text) > most * self._longest:
+            raise RequestError(
+                f"{param} has {len(text):,} characters, which is more than the {most:,} tokens that this server reads "
+                "can hold: shorten it.",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def encode_now(self, text: str, special: bool) -> list[int]:
         """The same as `encode`, in this thread."""

@@ -48,41 +48,76 @@ class Parser(Protocol):
         ...
 
 
+class Until:
+    """Text up to the first of some markers, held in parts so that what was searched once is not searched again."""
+
+    def __init__(self, markers: Sequence[str]) -> None:
+        self._markers = markers
+        self._kept = max((len(marker) for marker in markers), default=1) - 1  # may begin a marker
+        self._parts: list[str] = []
+        self.last = ""  # what of it is searched with the next piece, and that piece
+
+    def push(self, text: str) -> int | None:
+        """Where in `last` a marker begins, if one does."""
+        cut = max(0, len(self.last) - self._kept)
+        self._parts.append(self.last[:cut])
+        self.last = self.last[cut:] + text
+        return min((at for marker in self._markers if (at := self.last.find(marker)) >= 0), default=None)
+
+    def split(self, at: int) -> tuple[str, str]:
+        """All before a place in `last`, and what is there and after it."""
+        return "".join(self._parts) + self.last[:at], self.last[at:]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self._parts) + self.last
+
+
 class Between:
     """Calls between two markers, anywhere in the text: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`, as
     Hermes and Qwen write them. What is there and no call is content."""
 
     def __init__(self, opening: str, closing: str) -> None:
         self._opening, self._closing = opening, closing
-        self._held = ""
+        self._held = ""  # what may begin the opening marker
+        self._call_text: Until | None = None  # after one
         self._blank = ""  # space at the end of what was said, once a call was made
         self._called = False
 
     def push(self, text: str) -> Said:
         """Content up to what may be a marker, and calls that are complete."""
-        self._held += text
         content = ""
         calls: list[Call] = []
         while True:
-            start = self._held.find(self._opening)
-            if start < 0:
-                start = len(self._held) - _possible(self._held, self._opening)
-            content += self._say(self._held[:start])
-            self._held = self._held[start:]
-            end = self._held.find(self._closing)
-            if not self._held.startswith(self._opening) or end < 0:
+            if self._call_text is None:
+                text, self._held = self._held + text, ""
+                start = text.find(self._opening)
+                if start < 0:
+                    start = len(text) - _possible(text, self._opening)
+                    self._held = text[start:]
+                    return Said(content + self._say(text[:start]), tuple(calls))
+                content += self._say(text[:start])
+                text = text[start + len(self._opening) :]
+                self._call_text = Until((self._closing,))
+            at = self._call_text.push(text)
+            if at is None:
                 return Said(content, tuple(calls))
-            end += len(self._closing)
-            found = read_calls(self._held[len(self._opening) : end - len(self._closing)])
-            content += self._call(found, self._held[:end])
+            body, text = self._call_text.split(at)
+            self._call_text = None
+            text = text[len(self._closing) :]
+            found = read_calls(body)
+            content += self._call(found, self._opening + body + self._closing)
             calls += found
-            self._held = self._held[end:]
 
     def finish(self) -> Said:
         """A call whose closing marker was cut off is still one where its JSON is whole."""
-        held, self._held = self._held, ""
-        found = read_calls(held[len(self._opening) :]) if held.startswith(self._opening) else []
-        return Said(self._call(found, held), tuple(found))
+        if self._call_text is None:
+            held, self._held = self._held, ""
+            return Said(self._call([], held))
+        body, self._call_text = self._call_text.text, None
+        found = read_calls(body)
+        return Said(self._call(found, self._opening + body), tuple(found))
 
     def _call(self, found: Sequence[Call], text: str) -> str:
         """What is said of a text between markers: nothing if it holds calls."""
@@ -107,30 +142,40 @@ class Rest:
 
     def __init__(self, markers: Sequence[str], read: Callable[[str], list[Call]], *, bare: bool = False) -> None:
         self._markers, self._read, self._bare = markers, read, bare
-        self._held = ""
+        self._held = Until(markers)
+        self._braced = False  # what is held began with a brace, so that it may be a bare call
         self._started = False  # content was said, so that what comes is no bare call
         self._calling = False
 
     def push(self, text: str) -> Said:
         """Content up to what may be a marker; then nothing, until the end."""
-        self._held += text
+        at = self._held.push(text)
         if self._calling:
             return Said()
-        found = [at for marker in self._markers if (at := self._held.find(marker)) >= 0]
-        if found:
-            content, self._held = self._held[: min(found)], self._held[min(found) :]
+        if at is not None:
+            content, rest = self._held.split(at)
+            self._held = Until(())
+            self._held.push(rest)
             self._calling = True
             return Said(content)
-        if self._bare and not self._started and (not self._held.strip() or self._held.lstrip().startswith("{")):
-            return Said()
-        keep = max((_possible(self._held, marker) for marker in self._markers), default=0)
-        content, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        if self._bare and not self._started:
+            # All before the last piece is blank unless it is braced: else it would have been said.
+            if not self._braced:
+                begun = self._held.last.lstrip()
+                self._braced = begun.startswith("{")
+            if self._braced or not begun:
+                return Said()
+        held = self._held.text
+        keep = max((_possible(held, marker) for marker in self._markers), default=0)
+        content, rest = held[: len(held) - keep], held[len(held) - keep :]
+        self._held = Until(self._markers)
+        self._held.push(rest)
         self._started = self._started or bool(content)
         return Said(content)
 
     def finish(self) -> Said:
         """Calls, or what was held as content where it is none."""
-        held, self._held = self._held, ""
+        held, self._held = self._held.text, Until(self._markers)
         body = held
         for marker in self._markers:
             if body.startswith(marker):
@@ -143,18 +188,19 @@ class Forced:
     """The whole answer is a JSON list of calls, as guided decoding made it for tool_choice=required."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
-        self._held = ""
+        self._held: list[str] = []
         self._new_id = new_id
 
     def push(self, text: str) -> Said:
         """Nothing, until the end."""
-        self._held += text
+        self._held.append(text)
         return Said()
 
     def finish(self) -> Said:
         """The calls; what was cut off is content."""
-        calls = read_calls(self._held)
-        return Said("" if calls else self._held, tuple(Call(one.name, one.arguments, self._new_id()) for one in calls))
+        held = "".join(self._held)
+        calls = read_calls(held)
+        return Said("" if calls else held, tuple(Call(one.name, one.arguments, self._new_id()) for one in calls))
 
 
 def read_calls(text: str) -> list[Call]:

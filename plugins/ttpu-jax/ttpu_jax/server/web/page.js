@@ -13,6 +13,7 @@ const settings = $("settings");
 const messages = []; // the conversation, as the API takes it
 let served = { model: null, chat: true };
 let asking = null; // AbortController of the answer that is growing
+let conversation = 0; // counts them, so that an answer knows whether its own is still the one on the page
 
 // -- settings, kept in this browser; the key only as long as the tab ------------------------------------------
 
@@ -20,8 +21,14 @@ const NUMBERS = ["temperature", "max_tokens", "top_p", "top_k", "min_p", "seed",
 
 function restoreSettings() {
   const kept = JSON.parse(localStorage.getItem("ttpu-settings") || "{}");
-  for (const [name, value] of Object.entries(kept)) if (settings.elements[name]) settings.elements[name].value = value;
+  for (const [name, value] of Object.entries(kept)) fill(name, value);
   settings.elements.key.value = sessionStorage.getItem("ttpu-key") || "";
+}
+
+function fill(name, value) {
+  // namedItem: as properties there are also `length`, and each element by its number, the key's among them.
+  const field = settings.elements.namedItem(name);
+  if (field && field !== settings.elements.key) field.value = value;
 }
 
 function keepSettings() {
@@ -92,14 +99,15 @@ async function ask(text) {
 
 async function answer() {
   const { turn, words } = addTurn("assistant growing", "");
-  asking = new AbortController();
+  const mine = { number: conversation, controller: new AbortController() };
+  asking = mine.controller;
   busy(true);
   const began = performance.now();
   const got = { text: "", first: null, usage: null, reason: null, error: null };
   let drawn = false;
   const draw = () => { drawn = false; render(words, got.text); scrollDown(); };
   try {
-    for await (const event of stream(asking.signal)) {
+    for await (const event of stream(mine.controller.signal)) {
       if (event.error) throw new Error(event.error.message);
       got.usage = event.usage || got.usage;
       const choice = event.choices && event.choices[0];
@@ -114,6 +122,7 @@ async function answer() {
     if (error.name === "AbortError") got.reason = "stopped";
     else got.error = error.message;
   }
+  if (mine.number !== conversation) return; // its turn is gone, and what is growing by now is another's
   asking = null;
   busy(false);
   turn.classList.remove("growing");
@@ -304,6 +313,9 @@ document.addEventListener("keydown", (event) => { if (event.key === "Escape" && 
 $("stop").onclick = () => asking && asking.abort();
 $("new").onclick = () => {
   if (asking) asking.abort();
+  conversation += 1;
+  asking = null;
+  busy(false);
   messages.length = 0;
   for (const turn of document.querySelectorAll(".turn")) turn.remove();
   $("welcome").hidden = false;
@@ -320,12 +332,13 @@ settings.onreset = () => setTimeout(keepSettings);
 restoreSettings();
 if (matchMedia("(max-width: 760px)").matches) $("panel-toggle").click();
 const query = new URLSearchParams(location.search);
-for (const [name, value] of query) if (settings.elements[name] && name !== "key") settings.elements[name].value = value;
+for (const [name, value] of query) fill(name, value);
 poll().then(() => {
   const text = query.get("prompt");
   if (text === null) return;
   $("prompt").value = text;
   grow();
-  if (query.get("autosend") === "1") $("ask").requestSubmit();
+  // A link from anywhere must not spend a key that is kept here.
+  if (query.get("autosend") === "1" && !settings.elements.key.value) $("ask").requestSubmit();
 });
 setInterval(poll, 1000);
