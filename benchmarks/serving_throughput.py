@@ -175,7 +175,7 @@ def choices(engine: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         return [{"batch_size": size, "sorted_by": order} for size in sizes for order in ("output", "prompt")]
     if engine == "easydel":
         return [{"page_size": size} for size in arguments.easydel_page_sizes]
-    return [{}]
+    return [{"devices": count} for count in sorted({1, arguments.threads})]
 
 
 def agreement(answers: dict[str, list[list[int]]]) -> dict[str, float]:
@@ -332,23 +332,33 @@ def easydel_engine(folder: str, dtype: str, requests: list[dict[str, Any]], thre
 
 
 def ttpu_engine(folder: str, dtype: str, requests: list[dict[str, Any]], threads: int) -> Prepare:
-    """This engine, through the public interface."""
+    """This engine, through the public interface: the cores as one device, or as one each, over which heads are cut."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={threads}"
     from ttpu import LLM, SamplingParams
 
-    model = LLM(
-        folder, dtype=dtype, max_model_len=MAX_MODEL_LEN, max_num_seqs=len(requests), enable_prefix_caching=False,
-        kv_cache_memory=PAGE_MEMORY, progress=None,
-    )  # fmt: skip
+    models: dict[int, LLM] = {}
     params = [
         SamplingParams(max_tokens=one["max_tokens"], temperature=0.0, ignore_eos=True, detokenize=False)
         for one in requests
     ]
 
-    def answer() -> list[list[int]]:
+    def prepare(settings: dict[str, Any]) -> Callable[[], list[list[int]]]:
+        devices = settings["devices"]
+        if devices not in models:
+            models[devices] = LLM(
+                folder, dtype=dtype, tensor_parallel_size=devices, max_model_len=MAX_MODEL_LEN,
+                max_num_seqs=len(requests), max_num_batched_tokens=MAX_MODEL_LEN, enable_prefix_caching=False,
+                sequence_buckets=tuple(size for size in (1, 4, 16, 32, 48) if size < len(requests)),
+                token_buckets=(128,), kv_cache_memory=PAGE_MEMORY, sampling_level="greedy", prompt_logprobs=False,
+                progress=None,
+            )  # fmt: skip
+        return partial(answer, models[devices])
+
+    def answer(model: LLM) -> list[list[int]]:
         outputs = model.generate([one["prompt"] for one in requests], params)
         return [output.outputs[0].token_ids for output in outputs]
 
-    return lambda settings: answer
+    return prepare
 
 
 def make_requests(number: int) -> list[dict[str, Any]]:
