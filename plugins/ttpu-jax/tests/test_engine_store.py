@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 import tiny
 from jax.experimental.compilation_cache import compilation_cache
+from transformers import AutoTokenizer
 
 from ttpu import LLM, SamplingParams
 from ttpu_jax.compiler_flags import VARIABLES, compiler_flags
@@ -119,6 +120,7 @@ class TestJaxCache:
     def test_a_second_start_of_an_engine_compiles_nothing(
         self, checkpoint: Path, folder: Path, unset: None, heard: Counter[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        AutoTokenizer.from_pretrained(checkpoint)  # may import torch_xla, which adds to flags that are in JAX's keys
         monkeypatch.setenv(JAX_SECONDS.upper(), "0")  # these programs take milliseconds
         jax.config.update(JAX_SECONDS, 0)
         with LLM(str(checkpoint), **SMALL) as llm:

@@ -3,7 +3,6 @@ what the TPU compiler says of each step, and how many pages fit beside the weigh
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -134,7 +133,7 @@ def compile_ahead(
     only: Callable[[Program], bool] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     store: bool = False,
-    workers: int | None = None,
+    workers: int = 1,
 ) -> Ahead:
     """Compile an engine's programs for a slice.
 
@@ -143,7 +142,8 @@ def compile_ahead(
         only: which programs; None is all.
         progress: called with the name of what was compiled, how many are done, and how many there are.
         store: keep executables for a machine that has such a slice, and do not compile what was kept before.
-        workers: programs that are compiled at once; None is one per processor, at most four.
+        workers: programs that are compiled at once, while the next ones are traced. libtpu 0.0.42 takes one after
+            another (8 layers of Llama-3.1-8B: 26 s by one, 27 s by two, on two processors).
 
     Raises:
         UnsupportedError: no such slice or mesh, or a program does not fit.
@@ -169,7 +169,7 @@ def compile_ahead(
         num_pages=runner.num_pages,
         page_bytes=page_bytes,
         weight_bytes=device_bytes(runner.params),
-        programs=_compile_all(topology, programs, caches, kept, progress, workers or min(4, os.cpu_count() or 1)),
+        programs=_compile_all(topology, programs, caches, kept, progress, workers),
         runner=runner,
     )
 

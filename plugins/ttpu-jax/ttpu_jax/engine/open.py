@@ -11,6 +11,7 @@ from ttpu_core.auto import AutoModelForTPU
 from ttpu_core.errors import RequestError
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.engine.build import build_engine
+from ttpu_jax.engine.cache_folder import keep_compiled
 from ttpu_jax.engine.config import NAMES, EngineConfig
 from ttpu_jax.engine.core import EngineCore
 
@@ -34,6 +35,7 @@ def open_engine(model: Any, *, progress: Any = True, served_name: str = "", **op
     """
     engine_options, load_options = split_options(options)
     config = EngineConfig(**engine_options)
+    keep_compiled()  # before the first program of loading
     with _reported(progress) as report:
         if isinstance(model, JaxCausalLM):
             given = {name: value for name, value in load_options.items() if value not in (None, "auto")}
