@@ -29,6 +29,8 @@ from ttpu_jax.ops.paged_attention import (
 from ttpu_jax.ops.paged_attention.blocks import kernel_blocks
 from ttpu_jax.params.placement import Placement
 
+pytestmark = pytest.mark.slow  # together they take long; the lane of the newest jax does without
+
 GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)
 ONE_DEVICE = AttentionContext()
 
