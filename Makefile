@@ -6,7 +6,7 @@
 
 PYTHON         ?= python3
 PYTEST_ARGS    ?=
-PYTEST_WORKERS ?= 2
+PYTEST_WORKERS ?= 3
 CHECKPOINT     ?= examples/checkpoints/pydoc-llama
 PROMPT         ?= A function definition
 MAX_NEW_TOKENS ?= 64

@@ -123,6 +123,7 @@ class TestJaxCache:
         AutoTokenizer.from_pretrained(checkpoint)  # may import torch_xla, which adds to flags that are in JAX's keys
         monkeypatch.setenv(JAX_SECONDS.upper(), "0")  # these programs take milliseconds
         jax.config.update(JAX_SECONDS, 0)
+        jax.clear_caches()  # what other tests compiled would not be kept in this folder
         with LLM(str(checkpoint), **SMALL) as llm:
             programs, first = len(llm.engine.runner.pool.keys), answer(llm)
         assert heard["/jax/compilation_cache/cache_misses"] >= programs
