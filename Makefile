@@ -59,6 +59,7 @@ lint: $(VENV_TEST)/.installed  ## Check style (ruff), types (mypy) and who impor
 	$(VENV_TEST)/bin/mypy $(PACKAGES)
 	$(VENV_TEST)/bin/lint-imports
 
+# The server's tests need clients (openai, schemathesis) that say nothing about the newest jax.
 newest:  ## Run the quick tests with the newest jax on a newer Python, if this machine has one
 	@newer=$$(scripts/find-newer-python $(PYTHON)) || exit 1; \
 	if [ -z "$$newer" ]; then \
@@ -71,7 +72,7 @@ newest:  ## Run the quick tests with the newest jax on a newer Python, if this m
 test-newest: $(VENV_NEWEST)/.installed
 	@$(VENV_NEWEST)/bin/python -c 'import jax, platform; print("Python", platform.python_version(), "jax", jax.__version__)'
 	$(TEST_ENV) $(VENV_NEWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal \
-	    -m "not torch and not tpu_compile and not slow" $(PYTEST_ARGS) $(NEWEST_TESTS)
+	    -m "not torch and not tpu_compile and not slow" --ignore-glob='*/test_server_*' $(PYTEST_ARGS) $(NEWEST_TESTS)
 
 bench: $(VENV_TEST)/.installed  ## Run every script in benchmarks/
 	@set -e; for script in benchmarks/*.py; do \
