@@ -232,3 +232,34 @@ def test_engine_settings_are_refused_without_the_engine(checkpoint: Path) -> Non
         AutoModelForTPU.from_pretrained(checkpoint, task="train")
     with pytest.raises(RequestError, match=r"gpu_memory_utilization.*kv_cache_memory"):
         LLM(checkpoint, gpu_memory_utilization=0.9, progress=None)
+
+
+@pytest.mark.slow
+def test_a_proposer_that_wants_it_is_shown_the_stream_of_each_newest_token(
+    engines: dict[str, EngineCore], model: Any, alone: list[list[int]]
+) -> None:
+    """What heads on the model's own stream (EAGLE, multi-token prediction) draft from, also after accepted drafts."""
+    engine = engines["speculating"]
+    seen = 0
+
+    class Watching:
+        wants_hidden = True
+
+        def observe(self, requests: list[Any], hidden: np.ndarray) -> None:
+            nonlocal seen
+            logits = np.asarray(model.module.logits(hidden[None]))[0]
+            for request, row in zip(requests, logits, strict=True):
+                if request.params.is_greedy and not request.params.has_penalties:
+                    assert int(row.argmax()) == request.output[-1]
+                    seen += 1
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(proposer, name)
+
+    proposer, engine.proposer = engine.proposer, Watching()
+    try:
+        everything = [(number, 0, None, 0) for number in range(len(REQUESTS))]
+        assert serve(engine, everything) == dict(enumerate(alone))
+    finally:
+        engine.proposer = proposer
+    assert seen > len(REQUESTS)

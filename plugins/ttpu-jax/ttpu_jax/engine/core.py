@@ -181,7 +181,7 @@ class EngineCore:
         return self.proposer is not None or any(guided)
 
     def _dispatch(self, scheduled: ScheduledStep) -> None:
-        hidden = False
+        hidden = self.proposer is not None and self.proposer.wants_hidden
         rules: dict[tuple[int, int], RowRules] = {}
         try:
             for index, request in enumerate(scheduled.requests if self._special else ()):
@@ -241,6 +241,8 @@ class EngineCore:
             kept.append(self._give(answer, sampled, row, values))
             changed.append(answer)
         self.scheduler.update(step, kept)
+        if self.proposer is not None and self.proposer.wants_hidden:
+            self._observe(done, kept)
         for answer in changed:
             if answer.finished:
                 self.scheduler.finish(answer.request, answer.finish_reason or "stop")
@@ -309,6 +311,17 @@ class EngineCore:
         request = answer.request
         decodes = request.status is Status.RUNNING and request.pending == 0 and request.computed == request.known - 1
         return decodes and not request.params.has_penalties and request.pooling is None
+
+    def _observe(self, done: InFlight, kept: list[list[int]]) -> None:
+        """Show the proposer the stream from which each request's newest token was drawn."""
+        step = done.step
+        sampled = [index for index, tokens in enumerate(kept) if tokens]
+        if not sampled or done.hidden is None:
+            return
+        ends = np.cumsum(step.counts)
+        drafts = step.drafts or [[] for _ in kept]
+        places = [int(ends[index]) - 1 - len(drafts[index]) + len(kept[index]) - 1 for index in sampled]
+        self.proposer.observe([step.requests[index] for index in sampled], np.asarray(done.hidden)[places])
 
     def _count_draft(self, drafted: int, accepted: int) -> None:
         self._drafted += drafted

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from ttpu_core.errors import RequestError, TTPUError
+from ttpu_core.errors import TTPUError
 from ttpu_core.generated import FinishReason, StreamEvent, Timings
 from ttpu_jax.engine.core import EngineCore
 from ttpu_jax.engine.inbox import Inbox
@@ -124,23 +124,12 @@ def _params(
     options: GenerationOptions, index: int, prompt: list[int], stop_ids: frozenset[int], context: int
 ) -> SamplingParams:
     """One prompt's request, with the refusals of the loop without an engine."""
-    room = context - len(prompt)
-    if room < 1:
-        raise RequestError(
-            f"the prompt has {len(prompt):,} tokens, but this model's context holds {context:,} and one must be left "
-            "for the answer: shorten the prompt."
-        )
-    wanted = options.new_tokens(len(prompt))
-    if wanted > room and options.max_new_tokens is not None:
-        raise RequestError(
-            f"{wanted:,} new tokens were asked for after a prompt of {len(prompt):,}, but this model's context holds "
-            f"{context:,}: ask for at most {room:,}."
-        )
+    limit = options.limit(len(prompt), context)
     own = options.sampling()
     values: dict[str, Any] = {name: getattr(own, name) for name in type(own).__dataclass_fields__}
     params = SamplingParams(
         **values,
-        max_tokens=min(wanted, room),
+        max_tokens=limit,
         stop=options.stop_strings,
         stop_token_ids=tuple(sorted(stop_ids)),
         ignore_eos=True,  # `stop_ids` are all that end it

@@ -109,24 +109,13 @@ def _events(
 
 
 def _row(prompt: list[int], options: GenerationOptions, tokenizer: Any, context: int) -> _Row:
-    room = context - len(prompt)
-    if room < 1:
-        raise RequestError(
-            f"the prompt has {len(prompt):,} tokens, but this model's context holds {context:,} and one must be left "
-            "for the answer: shorten the prompt."
-        )
-    wanted = options.new_tokens(len(prompt))
-    if wanted > room and options.max_new_tokens is not None:
-        raise RequestError(
-            f"{wanted:,} new tokens were asked for after a prompt of {len(prompt):,}, but this model's context holds "
-            f"{context:,}: ask for at most {room:,}."
-        )
+    limit = options.limit(len(prompt), context)
     if options.stop_strings and tokenizer is None:
         raise RequestError("stop_strings were given, but the checkpoint has no tokenizer: use stop_token_ids instead.")
     text = None if tokenizer is None else TextStream(tokenizer, prompt, options.stop_strings)
     completion = Completion(len(prompt), logprobs=None if options.logprobs is None else [])
     completion.top_logprobs = [] if options.logprobs else None
-    return _Row(completion, text, min(wanted, room))
+    return _Row(completion, text, limit)
 
 
 def _row_seed(params: SamplingParams, index: int) -> SamplingParams:

@@ -53,6 +53,26 @@ class GenerationOptions:
             return self.max_length - prompt_length
         return self.usual_new_tokens or DEFAULT_MAX_NEW_TOKENS
 
+    def limit(self, prompt_length: int, context: int) -> int:
+        """How many tokens may follow a prompt of this length in a context of `context` tokens.
+
+        Raises:
+            RequestError: there is no room for one, or for as many as the caller asked for.
+        """
+        room = context - prompt_length
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {prompt_length:,} tokens, but this model's context holds {context:,} and one must be "
+                "left for the answer: shorten the prompt."
+            )
+        wanted = self.new_tokens(prompt_length)
+        if wanted > room and self.max_new_tokens is not None:
+            raise RequestError(
+                f"{wanted:,} new tokens were asked for after a prompt of {prompt_length:,}, but this model's context "
+                f"holds {context:,}: ask for at most {room:,}."
+            )
+        return min(wanted, room)
+
     def sampling(self) -> SamplingParams:
         """The values that the sampler needs; greedy unless `do_sample`.
 

@@ -36,7 +36,8 @@ class Proposer(Protocol):
         ...
 
     def observe(self, requests: Sequence[Request], hidden: Any) -> None:
-        """The stream [rows, hidden] at each request's newest token but one; only called if `wants_hidden`."""
+        """The stream [requests, hidden], after the final norm, from which each one's newest token was drawn; only
+        called if `wants_hidden`, after every step and before `propose`."""
         ...
 
     def sleep(self) -> None:
