@@ -232,6 +232,29 @@ print("still there")
     assert done.stdout.strip().endswith("still there")
 
 
+@pytest.mark.slow
+def test_a_backward_pass_before_the_device_was_there_is_told(llama: Path) -> None:
+    code = f"""
+import torch, warnings
+torch.ones(1, requires_grad=True).sum().backward()
+from ttpu import AutoModelForTPU
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    model = AutoModelForTPU.from_pretrained({str(llama)!r}, backend="torch_xla")
+print([str(one.message) for one in told if "cannot be trained here" in str(one.message)])
+print(model.generate(torch.arange(1, 25).reshape(2, 12), max_new_tokens=2, do_sample=False).shape)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "load it before any training on the CPU" in done.stdout
+    assert "torch.Size([2, 14])" in done.stdout
+
+
+def test_loading_before_any_backward_pass_tells_nothing(llama: Path, recwarn: pytest.WarningsRecorder) -> None:
+    load(llama)
+    assert not [one for one in recwarn if "cannot be trained here" in str(one.message)]
+
+
 def test_a_damaged_checkpoint_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = checkpoint(tmp_path)
     file = path / "model.safetensors"

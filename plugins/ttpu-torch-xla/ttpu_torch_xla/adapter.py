@@ -89,6 +89,10 @@ class Adapter(Protocol):
         """Keep the compiler from merging what is computed from these tensors hereafter with what was before."""
         ...
 
+    def differentiates(self) -> bool:
+        """Whether torch can run a backward pass on the device in this process."""
+        ...
+
     def random_state(self) -> int:
         """The state of the device's random numbers."""
         ...
@@ -233,6 +237,15 @@ class TorchXla:
         import torch_xla.core.xla_model as xm
 
         xm.optimization_barrier_(list(tensors))
+
+    def differentiates(self) -> bool:
+        """Torch counts the devices at its first backward pass, and knows of none that start later."""
+        one = torch.zeros((), device=self.device(), requires_grad=True)
+        try:
+            (one * 1).backward()
+        except RuntimeError:
+            return False
+        return True
 
     def random_state(self) -> int:
         """The seed that the device has reached."""

@@ -4,6 +4,7 @@ quantized, cut over the devices, with a `generate` that compiles once."""
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib import metadata, util
@@ -155,6 +156,13 @@ class TorchXlaBackend:
 
                 handle.mesh = shard_model(model, architecture, parallelism, adapter)
             adapter.sync(wait=True)
+            if not adapter.differentiates():
+                warnings.warn(
+                    "this process ran a backward pass before the XLA device was there, and torch counts its devices at "
+                    "the first one: the model generates, but cannot be trained here; load it before training on the "
+                    "CPU, or in another process.",
+                    stacklevel=2,
+                )
             if gradient_checkpointing:
                 checkpoint_layers(model)
             if scan_layers:
