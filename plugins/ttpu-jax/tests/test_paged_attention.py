@@ -146,10 +146,19 @@ def test_quantized_pages_are_close(dtype: str, error: float) -> None:
     assert np.isfinite(attended(MIXED, GQA, query, big)).all(), "what is too large for the type must not become NaN"
 
 
-def test_half_precision_is_kept_wide_on_a_cpu() -> None:
-    kv = empty_pages(GQA, 3, 4, Placement(), jnp.bfloat16)
-    assert kv.pages.dtype == jnp.float32
-    assert page_bytes(GQA, 4, Placement(), jnp.bfloat16) == (kv.pages.nbytes // 3, 1)
+def test_on_a_cpu_16_bit_floats_are_kept_as_what_xla_can_index() -> None:
+    kept = {name: empty_pages(GQA, 3, 4, Placement(), jnp.dtype(name)).pages for name in ("bfloat16", "float16")}
+    assert {name: pages.dtype for name, pages in kept.items()} == {"bfloat16": jnp.uint16, "float16": jnp.float32}
+    for name, pages in kept.items():
+        assert page_bytes(GQA, 4, Placement(), jnp.dtype(name)) == (pages.nbytes // 3, 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_pages_hold_the_very_numbers(dtype: str) -> None:
+    query, keys, values, _ = numbers(MIXED, GQA)
+    keys, values = (np.asarray(jnp.asarray(x, dtype)).astype(np.float32) for x in (keys, values))
+    found = attended(MIXED, GQA, query, filled(MIXED, GQA, keys, values, dtype=jnp.dtype(dtype)))
+    np.testing.assert_array_equal(found, attended(MIXED, GQA, query, filled(MIXED, GQA, keys, values)))
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def abstract_runner(
     runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
     filled = config.filled(spec, placement.platform)
     params = abstract_parameters(spec.parameters, placement, kind)
-    runner = runner_for(spec, spec.parameters, runtime, params, filled, kind, kind)
+    runner = runner_for(spec, spec.parameters, runtime, params, filled, kind)
     if config.speculative is not None and speculative_config(config.speculative).method == "draft_model":
         raise UnsupportedError(
             f"programs with the draft model {config.speculative!r} were asked for {topology.name!r}, but a draft model "

@@ -66,7 +66,7 @@ def build_engine(
         from ttpu_jax.engine.lora import load_adapters
 
         params, table, adapters = load_adapters(model, config)
-    runner = runner_for(spec, table, runtime, params, config, programs.cache_dtype, model.dtype)
+    runner = runner_for(spec, table, runtime, params, config, model.dtype)
     runner.pool.store = ProgramStore(placement.devices)
     layout, cache_dtype = runner.layout, runner.cache_dtype
     page_bytes = group_page_bytes(spec, layout, config.page_size, placement, cache_dtype)
@@ -128,7 +128,6 @@ def runner_for(
     runtime: Runtime,
     params: Mapping[str, Any],
     config: EngineConfig,
-    cache_dtype: np.dtype[Any],
     held: np.dtype[Any],
 ) -> Runner:
     """A runner whose programs are not compiled and whose caches are not made; weights may be only shapes.
@@ -136,7 +135,7 @@ def runner_for(
     Args:
         table: the parameters, adapters included.
         config: as `EngineConfig.filled` gives it.
-        cache_dtype: what keys and values are held in unless `config` says otherwise. held: what weights are held in.
+        held: what weights are held in, and keys and values unless `config` says otherwise.
 
     Raises:
         UnsupportedError: a model that the engine cannot serve, or not with speculation.
@@ -159,7 +158,7 @@ def runner_for(
         factor=8 if runtime.placement.platform == "cpu" else 4,
     )
     asked = KV_CACHE_DTYPES[config.kv_cache_dtype]
-    pages = cache_dtype if asked is None else jnp.dtype(asked)
+    pages = held if asked is None else jnp.dtype(asked)
     adapters = table is not spec.parameters
     return Runner(spec, table, runtime, params, config, layout, buckets, pages, held, adapters=adapters)
 

@@ -62,7 +62,7 @@ def load_draft(speculation: SpeculativeConfig, model: JaxCausalLM, config: Engin
         tokens=config.token_buckets,
     )
     asked = KV_CACHE_DTYPES[config.kv_cache_dtype]
-    cache_dtype = draft.programs.cache_dtype if asked is None else jnp.dtype(asked)
+    cache_dtype = draft.dtype if asked is None else jnp.dtype(asked)
     runtime, params = draft.programs.runtime, draft.params
     return Runner(spec, spec.parameters, runtime, params, own, layout, buckets, cache_dtype, draft.dtype)
 

@@ -58,8 +58,9 @@ def empty_pages(
 
     Args:
         num_pages: with `NULL_PAGE`.
-        dtype: int8 is kept with one float32 scale per token and head; other types are cast to. On a CPU 16-bit floats
-            are kept as float32, since XLA:CPU takes longer to convert them than to read twice as much.
+        dtype: int8 is kept with one float32 scale per token and head; other types are cast to. XLA:CPU cannot index
+            arrays of 16-bit floats, and converts them whole each time: there the bits of bfloat16 are kept as uint16,
+            and float16 as float32.
         value_in_key: keys alone are kept; the values are their first `spec.value_dim` features.
     """
     dtype = _kept(dtype, placement)
@@ -108,6 +109,8 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
         if kv.pages.dtype == jnp.float8_e4m3fn:  # a cast of what is larger than its largest number gives NaN
             most = float(jnp.finfo(kv.pages.dtype).max)
             rows = jnp.clip(rows, -most, most)
+        if kv.pages.dtype == jnp.uint16:
+            return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16), None
         return rows.astype(kv.pages.dtype), None
     rows = rows.astype(jnp.float32)
     scales = jnp.maximum(jnp.abs(rows).max(-1), jnp.finfo(jnp.float32).tiny) / INT8_LIMIT
@@ -129,6 +132,8 @@ def read(
         found = with_layout_constraint(found, Layout(tuple(range(found.ndim))))
         scales = kv.scales[pages]
         scales = (scales.swapaxes(2, 3) if kv.combined else scales)[..., None]
+    if found.dtype == jnp.uint16:  # bfloat16 is the upper half of a float32
+        found = jax.lax.bitcast_convert_type(found.astype(jnp.uint32) << 16, jnp.float32)
     found = found.astype(dtype)
     if scales is not None:
         found = (found * scales).astype(dtype)
@@ -145,8 +150,9 @@ def read(
 
 def _kept(dtype: Any, placement: Placement) -> np.dtype[Any]:
     kept = np.dtype(dtype)
-    wide = placement.platform == "cpu" and kept in (np.dtype(jnp.bfloat16), np.dtype(np.float16))
-    return np.dtype(np.float32) if wide else kept
+    if placement.platform == "cpu" and kept == jnp.bfloat16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.float32) if placement.platform == "cpu" and kept == np.float16 else kept
 
 
 def _ways(spec: AttentionSpec, placement: Placement) -> int:

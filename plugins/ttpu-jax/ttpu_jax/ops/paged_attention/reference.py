@@ -14,12 +14,12 @@ from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import page_size_of, read
 
-CPU_KEYS, CPU_PREFILL_KEYS, OTHER_KEYS = 32, 64, 256
-"""Tokens of pages that are read at once, if a page holds no more. On a CPU what is read should stay in a core's cache
-until it has been used twice (12 layers of 64 decode rows with 12 heads over 100 to 400 tokens: 190 ms one sequence at a
-time, 450 ms all together)."""
-CPU_QUERIES, OTHER_QUERIES = (1, 8, 64), (16, 128)
-"""Queries of one sequence that are computed at once: the fewest that hold all of them, else the last."""
+CPU_BLOCKS = ((1, 32), (8, 64), (64, 64), (256, 128))
+"""Queries of one sequence that are computed at once on a CPU, the fewest that hold all of them, else the last; and for
+each, tokens of pages that are read at once, if a page holds no more. With one query, what is read should stay in a
+core's cache until it has been used twice. With many, XLA:CPU shares each product out among threads, whose waking costs
+as much as 64 queries take (12 layers of five prompts of 37 to 200 tokens: 180 ms in blocks of 64, 80 ms in these)."""
+OTHER_QUERIES, OTHER_KEYS = (16, 128), 256
 FEW_QUERIES = 4  # with so few, products of one query each are five times as fast on a CPU as one of all
 
 
@@ -37,9 +37,11 @@ def reference(
     attend = partial(_attend, kv=kv, spec=spec, sinks=sinks, on_cpu=platform == "cpu")
     most = batch.max_queries
     if platform == "cpu":
-        sizes = [size for size in CPU_QUERIES if size < most] + [min(most, CPU_QUERIES[-1])]
-        mixed = jnp.zeros((*query.shape[:-1], spec.value_dim), query.dtype)
-        return _one_by_one(query, mixed, batch, kv.group, attend, sizes, 0)
+        largest = CPU_BLOCKS[-1][0]
+        sizes = [size for size, _ in CPU_BLOCKS if size < most] + [min(most, largest)]
+        wide = query.astype(jnp.float32)  # XLA:CPU would convert all of a 16-bit array to change a part of it
+        mixed = jnp.zeros((*query.shape[:-1], spec.value_dim), jnp.float32)
+        return _one_by_one(wide, mixed, batch, kv.group, attend, sizes, 0).astype(query.dtype)
     few, many = OTHER_QUERIES
     few = most if most <= few else 1
     mixed = _together(query, batch, kv.group, attend, few).astype(query.dtype)
@@ -71,23 +73,23 @@ def _one_by_one(
 ) -> jax.Array:
     """Puts into `mixed` what sequences of more than `done` queries mix, in blocks of one of `sizes` queries."""
     tokens = query.shape[0]
-    room = ((0, sizes[-1]), (0, 0), (0, 0), (0, 0))  # the last block may reach past the last token
-    query, mixed = jnp.pad(query, room), jnp.pad(mixed, room)
 
     def sequence(row: jax.Array, mixed: jax.Array) -> jax.Array:
         start, count = batch.query_starts[row], batch.query_starts[row + 1] - batch.query_starts[row]
-        first, table = batch.kv_lens[row] - count, batch.tables[group][row][None]
+        before, table = batch.kv_lens[row] - count, batch.tables[group][row][None]
 
         def block(index: jax.Array, mixed: jax.Array, *, size: int) -> jax.Array:
-            offsets = index * size + jnp.arange(size)
-            positions = jnp.where(offsets < count, first + offsets, -1)
-            queries = jax.lax.dynamic_slice_in_dim(query, start + index * size, size)
+            wanted = start + index * size
+            first = jnp.minimum(wanted, tokens - size)
+            offsets = first - start + jnp.arange(size)
+            here = (offsets < count) & (first + jnp.arange(size) >= wanted)
+            positions = jnp.where(here, before + offsets, -1)
+            queries = jax.lax.dynamic_slice_in_dim(query, first, size)
             found = attend(queries[None], positions[None], table)[0].astype(mixed.dtype)
-            # Past the sequence's end lie tokens of the next one, which overwrites them unless it is done, or padding.
-            if done:
-                before = jax.lax.dynamic_slice_in_dim(mixed, start + index * size, size)
-                found = jnp.where((positions >= 0)[:, None, None, None], found, before)
-            return jax.lax.dynamic_update_slice_in_dim(mixed, found, start + index * size, 0)
+            if size > 1:  # there may be tokens of other sequences around its own
+                others = jax.lax.dynamic_slice_in_dim(mixed, first, size)
+                found = jnp.where(here[:, None, None, None], found, others)
+            return jax.lax.dynamic_update_slice_in_dim(mixed, found, first, 0)
 
         # A loop for each size, of no step where it does not fit: conditionals would copy `mixed`.
         fewest = done
@@ -98,7 +100,7 @@ def _one_by_one(
             fewest = size
         return mixed
 
-    return jax.lax.fori_loop(0, batch.num_sequences[0], sequence, mixed)[:tokens]
+    return jax.lax.fori_loop(0, batch.num_sequences[0], sequence, mixed)
 
 
 def _attend(
@@ -116,7 +118,7 @@ def _attend(
     there is no query."""
     rows, queries, heads, group, dim = query.shape
     size = page_size_of(kv)
-    keys = OTHER_KEYS if not on_cpu else CPU_KEYS if queries <= FEW_QUERIES else CPU_PREFILL_KEYS
+    keys = next(keys for most, keys in CPU_BLOCKS if queries <= most) if on_cpu else OTHER_KEYS
     together = max(1, keys // size)
     block = together * size
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % together)))
