@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import platform
+import select
 import signal
 import statistics
 import subprocess
@@ -67,7 +68,8 @@ def main() -> None:
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[4, 8, 16, 32, 64], help="tried by transformers")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="cores that each engine gets")
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="fewer, to try the script")
-    parser.add_argument("--output", type=Path, help="write the results there as JSON")
+    parser.add_argument("--limit", type=float, default=900, help="seconds that all answers may take an engine")
+    parser.add_argument("--output", type=Path, help="write the results there as JSON, after each dtype")
     parser.add_argument("--verbose", action="store_true", help="show what the engines write on stderr")
     parser.add_argument("--worker", nargs=3, metavar=("ENGINE", "FOLDER", "DTYPE"), help=argparse.SUPPRESS)
     parser.add_argument("--make", nargs=2, metavar=("FOLDER", "DTYPE"), help=argparse.SUPPRESS)
@@ -104,9 +106,9 @@ def compare(arguments: argparse.Namespace) -> None:
             subprocess.run(make, check=True, env=environment(arguments.threads), stderr=subprocess.DEVNULL)
             (folder / "requests.json").write_text(json.dumps(requests))
             report["results"].append(compare_in(dtype, folder, arguments, report["engines"]))
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+            if arguments.output:
+                arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                arguments.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def compare_in(dtype: str, folder: Path, arguments: argparse.Namespace, engines: dict[str, Any]) -> dict[str, Any]:
@@ -203,6 +205,7 @@ class Worker:
 
     def __init__(self, engine: str, python: str, folder: Path, dtype: str, arguments: argparse.Namespace) -> None:
         command = [python, __file__, "--threads", str(arguments.threads), "--worker", engine, str(folder), dtype]
+        self.limit: float = arguments.limit
         self.log = folder / f"{engine}.log"
         log = None if arguments.verbose else self.log.open("w")
         try:
@@ -232,6 +235,8 @@ class Worker:
         self.process.wait()
 
     def _read(self) -> dict[str, Any]:
+        if not select.select([self.process.stdout], [], [], self.limit)[0]:
+            raise AbsentError(f"not done after {self.limit:.0f} seconds")
         line = self.process.stdout.readline()  # type: ignore[union-attr]
         if not line:
             lines = self.log.read_text().strip().splitlines() if self.log.exists() else []
