@@ -236,7 +236,8 @@ class Worker:
 
     def _read(self) -> dict[str, Any]:
         if not select.select([self.process.stdout], [], [], self.limit)[0]:
-            raise AbsentError(f"not done after {self.limit:.0f} seconds")
+            self.kill()
+            raise AbsentError(f"not done after {self.limit:g} seconds")
         line = self.process.stdout.readline()  # type: ignore[union-attr]
         if not line:
             lines = self.log.read_text().strip().splitlines() if self.log.exists() else []
