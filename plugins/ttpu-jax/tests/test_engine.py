@@ -230,6 +230,8 @@ def test_engine_settings_are_refused_without_the_engine(checkpoint: Path) -> Non
         AutoModelForTPU.from_pretrained(checkpoint, enable_paged_attention=True, max_seqs=4)
     with pytest.raises(RequestError, match="task='train'"):
         AutoModelForTPU.from_pretrained(checkpoint, task="train")
+    with pytest.raises(RequestError, match=r"max_num_sequences .*did you mean max_num_seqs"):
+        LLM(checkpoint, max_num_sequences=3, progress=None)
     with pytest.raises(RequestError, match=r"gpu_memory_utilization.*kv_cache_memory"):
         LLM(checkpoint, gpu_memory_utilization=0.9, progress=None)
 

@@ -91,6 +91,9 @@ def save_picture(timelines: Sequence[Timeline], path: str | Path, title: str) ->
         axis.set_ylabel("milliseconds")
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
+        lowest, highest = axis.get_ylim()
+        few = highest < 1000 * lowest
+        axis.yaxis.set_minor_formatter(lambda x, _, few=few: f"{x:g}" if few and f"{x:e}"[0] in "25" else "")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25, which="both", axis="y")
     shown: dict[str, Any] = {}

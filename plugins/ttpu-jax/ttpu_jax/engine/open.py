@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 from ttpu_core.auto import AutoModelForTPU
@@ -22,6 +24,12 @@ ALIASES = {
     "enforce_eager": None,
 }
 """Names that vLLM's callers know: what they are here, None for what has no meaning on these devices."""
+
+NOT_FOR_CALLERS = {
+    "path_or_id", "backend", "options", "self", "architecture", "checkpoint", "task", "enable_paged_attention", "more",
+    "progress",
+}  # fmt: skip
+"""Of what loading takes: what has an argument of its own, or is said by using an engine."""
 
 
 def open_engine(model: Any, *, progress: Any = True, served_name: str = "", **options: Any) -> EngineCore:
@@ -54,8 +62,12 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     """Those of the engine, and those of loading.
 
     Raises:
-        RequestError: a name that vLLM knows and that means nothing here.
+        RequestError: a name that nobody knows, or that vLLM knows and that means nothing here.
     """
+    from ttpu_jax.backend import JaxBackend
+
+    loaders = AutoModelForTPU.from_pretrained, JaxBackend.load
+    known = {name for loader in loaders for name in signature(loader).parameters} - NOT_FOR_CALLERS
     engine: dict[str, Any] = {}
     load: dict[str, Any] = {}
     for name, value in options.items():
@@ -71,8 +83,16 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
             engine[own] = value
         elif name in NAMES:
             engine[name] = value
-        else:
+        elif name in known:
             load[name] = value
+        else:
+            close = get_close_matches(name, (*NAMES, *known, *ALIASES), n=1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            raise RequestError(
+                f"{name} was given, but neither loading nor the engine has a setting of that name{meant}: leave it "
+                f"out, or correct it. The engine has {', '.join(sorted(NAMES))}; "
+                f"loading has {', '.join(sorted(known))}."
+            )
     return engine, load
 
 
