@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from engine_cases import NEW, PROMPTS, Oracle, add, answers, collect, finish, small_engine, with_weights
+from engine_cases import GREEDY, NEW, PROMPTS, Oracle, add, answers, collect, finish, small_engine, with_weights
 from safetensors.numpy import load_file, save_file
 
 from ttpu_core.errors import CheckpointError, MappingError, RequestError, TTPUError
@@ -139,6 +139,26 @@ def test_what_the_old_weights_computed_is_not_used_again(
     (answer,) = answers(engine, [PROMPTS[1]])
     assert engine.stats().prefix_hits == hits + 32
     assert oracle.uses(checkpoints[1]).agrees(PROMPTS[1], answer)
+
+
+def test_prefixes_are_shared_among_requests_with_the_same_salt_alone(engine: EngineCore) -> None:
+    def served(**options: Any) -> tuple[list[int], int]:
+        """The answer, and how many tokens of its prompt were there already."""
+        before = engine.stats().prefix_hits
+        (answer,) = finish(engine, [add(engine, PROMPTS[1], **options)])
+        return answer, engine.stats().prefix_hits - before
+
+    answer, found = served()
+    assert found == 0
+    assert served() == (answer, 32)
+    for salt in ("mine", "yours"):
+        assert served(cache_salt=salt) == (answer, 0)
+        assert served(cache_salt=salt) == (answer, 32)
+    engine.add("mapping", {"prompt_token_ids": PROMPTS[1], "cache_salt": "mine"}, GREEDY)
+    before = engine.stats().prefix_hits
+    assert finish(engine, ["mapping"]) == [answer] and engine.stats().prefix_hits == before + 32
+    with pytest.raises(RequestError, match="cache_salt is 3"):
+        add(engine, PROMPTS[1], cache_salt=3)
 
 
 def test_weights_are_replaced_while_the_engine_sleeps(

@@ -240,19 +240,24 @@ def test_settings_out_of_range_are_refused(name: str, value: Any) -> None:
         ServerSettings(**{name: value})
 
 
-def test_a_priority_is_passed_on(bytes_tokenizer: Any) -> None:
+def test_a_priority_and_a_salt_are_passed_on(bytes_tokenizer: Any) -> None:
     core = FakeCore(bytes_tokenizer)
-    seen: list[int] = []
+    seen: list[Any] = []
     add = core.add
 
-    def noting(name: str, prompt: Any, params: SamplingParams, *, priority: int = 0, **options: Any) -> None:
-        seen.append(priority)
+    def noting(
+        name: str, prompt: Any, params: SamplingParams, *, priority: int = 0, cache_salt: str = "", **options: Any
+    ) -> None:
+        seen.append((priority, cache_salt))
         add(name, prompt, params, **options)
 
     core.add = noting  # type: ignore[method-assign]
     with running(core, ServerSettings(allow_priority=True)) as server:
-        server.client().chat.completions.create(extra_body={"priority": -3}, **HELLO)
-    assert seen == [-3]
+        server.client().chat.completions.create(extra_body={"priority": -3, "cache_salt": "mine"}, **HELLO)
+        asked = {"model": "fake", "prompt": "hello", "cache_salt": "yours"}
+        assert server.http().post("/v1/completions", json=asked).status_code == 200
+        assert server.http().post("/v1/chat/completions", json=HELLO | {"cache_salt": ""}).status_code == 400
+    assert seen == [(-3, "mine"), (0, "yours")]
 
 
 def test_no_client_goes_before_others_unless_it_may(bytes_tokenizer: Any) -> None:

@@ -125,6 +125,7 @@ class AsyncEngine:
         priority: int = 0,
         adapter: str | None = None,
         pooling: Pooling | None = None,
+        cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> Stream:
         """A stream of deltas, once the core has taken the request; `timeout` in seconds aborts it.
@@ -140,6 +141,7 @@ class AsyncEngine:
             priority=priority,
             adapter=adapter,
             pooling=pooling,
+            cache_salt=cache_salt,
             timeout=timeout,
         )
         return stream
@@ -153,6 +155,7 @@ class AsyncEngine:
         priority: int = 0,
         adapter: str | None = None,
         pooling: Pooling | None = None,
+        cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> list[Stream]:
         """As `submit`, of several prompts between the same two steps: all of them are taken, or none."""
@@ -162,6 +165,8 @@ class AsyncEngine:
         options: dict[str, Any] = {"priority": priority, "adapter": adapter}
         if pooling is not None:
             options["pooling"] = pooling
+        if cache_salt is not None:
+            options["cache_salt"] = cache_salt
 
         guides = getattr(self.core, "guides", None)
         if (

@@ -84,8 +84,12 @@ class EngineCore:
         priority: int = 0,
         adapter: str | None = None,
         pooling: str | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         """Take a request; its deltas come out of `step` under its id, with an index per answer.
+
+        Args:
+            cache_salt: only requests with the same one share prefixes with it.
 
         Raises:
             QueueFullError: too many wait already.
@@ -96,7 +100,7 @@ class EngineCore:
         if request_id in self._children:
             raise RequestError(f"a request with the id {request_id!r} is being served: choose another id.")
         made = self.intake.answers(
-            request_id, prompt, params, priority=priority, adapter=adapter, pooling=pooling
+            request_id, prompt, params, priority=priority, adapter=adapter, pooling=pooling, cache_salt=cache_salt
         )
         taken: list[Request] = []
         try:

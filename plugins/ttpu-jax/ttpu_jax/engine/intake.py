@@ -6,6 +6,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ttpu_jax.engine.lora import Adapters
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}, which may hold a "cache_salt" too."""
 MOST_ANSWERS = 16_384
 MOST_PRIORITY = 2**31
 
@@ -79,6 +80,7 @@ class Intake:
         priority: int = 0,
         adapter: str | None = None,
         pooling: str | None = None,
+        cache_salt: str | None = None,
     ) -> list[Answer]:
         """One per answer that is asked for, checked.
 
@@ -86,6 +88,8 @@ class Intake:
             RequestError: a prompt or value that cannot be served.
         """
         ids = self.token_ids(prompt)
+        if isinstance(prompt, Mapping):
+            cache_salt = cache_salt or prompt.get("cache_salt")
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= MOST_PRIORITY:
             raise RequestError(
                 f"priority is {str(priority)[:40]}, but a whole number below 2**31 is needed: correct it."
@@ -96,6 +100,7 @@ class Intake:
             raise RequestError(f"the adapter {adapter!r} was asked for, but those loaded are: {known}.")
         if params.seed is None:
             params = replace(params, seed=secrets.randbelow(2**32))
+        salt = self._salt(ids, adapter, cache_salt)
         count = params.n if pooling is None else 1
         made = []
         for index in range(count):
@@ -104,7 +109,7 @@ class Intake:
                 own = replace(own, prompt_logprobs=None)  # those of the first answer are those of all
             # A character that no caller's id has a reason to hold keeps the names of several answers apart.
             name = request_id if count == 1 else f"{request_id}\0{index}"
-            made.append(self._answer(name, request_id, index, ids, own, priority, adapter, pooling))
+            made.append(self._answer(name, request_id, index, ids, own, priority, adapter, pooling, salt))
         return made
 
     def _answer(
@@ -117,6 +122,7 @@ class Intake:
         priority: int,
         adapter: str | None,
         pooling: Any,
+        salt: bytes,
     ) -> Answer:
         room = self.max_model_len - len(ids)
         request = Request(
@@ -125,7 +131,7 @@ class Intake:
             params,
             priority=priority,
             adapter=self.lora.names[adapter] if self.lora and adapter else 0,
-            salt=(self.lora.salt(adapter) if self.lora and adapter else b"") + self.runner.length_salt(len(ids)),
+            salt=salt,
             pooling=pooling,
             stop_ids=frozenset() if params.ignore_eos else self.stop_ids,
             max_output=1 if pooling else min(params.max_tokens or room, room),
@@ -143,6 +149,15 @@ class Intake:
         if params.prompt_logprobs is not None:
             answer.prompt_logprobs = [None]
         return answer
+
+    def _salt(self, ids: list[int], adapter: str | None, cache_salt: str | None) -> bytes:
+        """What sets a prompt's pages apart from those of equal tokens: what its owner chose, its adapter, and its
+        length where that matters."""
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise RequestError(f"cache_salt is {cache_salt!r}, but a text is needed: correct it, or leave it out.")
+        chosen = blake2b(cache_salt.encode("utf-8", "surrogatepass")).digest() if cache_salt else b""
+        of_adapter = self.lora.salt(adapter) if self.lora and adapter else b""
+        return chosen + of_adapter + self.runner.length_salt(len(ids))
 
     def _text_of(self, token: int) -> str | None:
         """One token as text, as log-probabilities show it."""

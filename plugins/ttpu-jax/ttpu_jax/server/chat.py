@@ -102,7 +102,7 @@ class Chat:
         params = self._with_markers(params)
         ids = await service.chat.encode(request, tools=self._choice != "none", most=service.most_prompt_tokens)
         service.check_length(ids, "messages")
-        return await service.submit([ids], params, adapter=adapter, priority=service.priority_of(request.priority))
+        return await service.submit([ids], params, request, adapter=adapter)
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         """The whole answer."""

@@ -70,8 +70,7 @@ class Completion:
             if request.echo:
                 text = prompt if isinstance(prompt, str) else await service.tokens.decode(prompt)
                 self._texts.append(text)
-        priority = service.priority_of(request.priority)
-        return await service.submit(self._prompts, params, adapter=adapter, priority=priority)
+        return await service.submit(self._prompts, params, request, adapter=adapter)
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         """The whole answer."""

@@ -238,6 +238,7 @@ class Generation(Body):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonOrText | None = None
     guided_regex: str | None = None

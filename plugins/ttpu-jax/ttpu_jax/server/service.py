@@ -18,7 +18,7 @@ from ttpu_jax.server.answers import Usage
 from ttpu_jax.server.errors import ApiError
 from ttpu_jax.server.events import ARRIVAL
 from ttpu_jax.server.metrics import Metrics, RequestWatch
-from ttpu_jax.server.protocol import Prompt
+from ttpu_jax.server.protocol import Generation, Prompt
 from ttpu_jax.server.settings import ServerSettings
 from ttpu_jax.server.template import ChatTemplate
 from ttpu_jax.server.tokens import Tokens
@@ -140,10 +140,11 @@ class Service:
         return asked or 0
 
     async def submit(
-        self, prompts: Sequence[list[int]], params: SamplingParams, *, adapter: str | None = None, priority: int = 0
+        self, prompts: Sequence[list[int]], params: SamplingParams, request: Generation, *, adapter: str | None
     ) -> Answers:
-        """Have the engine answer prompts; refused as a whole where one of them is."""
-        return await self._submit(prompts, params, adapter=adapter, priority=priority)
+        """Have the engine answer a request's prompts; refused as a whole where one of them is."""
+        priority = self.priority_of(request.priority)
+        return await self._submit(prompts, params, adapter=adapter, priority=priority, cache_salt=request.cache_salt)
 
     async def embed(self, prompts: Sequence[list[int]], pooling: Pooling, *, adapter: str | None) -> Answers:
         """Have the engine embed prompts."""
