@@ -227,6 +227,9 @@ def main(
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule, after the warm-up.")] = 2e-2,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between saves: an interrupted run leaves one.")] = 200,
     seed: Annotated[int, typer.Option(help="Of the first parameters and of the order of the text.")] = 0,
+    evaluate_rows: Annotated[
+        int | None, typer.Option(min=EVALUATED, help="Windows that losses are measured on at a save; all without.")
+    ] = None,
 ) -> None:
     """Train the demo checkpoint on the documentation inside this Python, and save it for transformers and ttpu.
 
@@ -236,7 +239,7 @@ def main(
     topics = read_topics()
     tokenizer = train_tokenizer(["\n\n".join(paragraphs) for _, paragraphs in topics])
     corpus = build_corpus(topics, tokenizer)
-    seen_rows, held_out_rows = padded(windows(corpus.stream)), padded(corpus.held_out)
+    seen_rows, held_out_rows = (padded(rows)[:evaluate_rows] for rows in (windows(corpus.stream), corpus.held_out))
     console.print(
         f"{len(topics)} topics, {len(corpus.stream):,} tokens to train on, {len(corpus.chats):,} questions, "
         f"{len(corpus.held_out)} passages held out"

@@ -29,7 +29,8 @@ def tokenizer() -> Any:
 
 def train(output: Path, hash_seed: str) -> None:
     """Three steps of the training script, as a user runs it."""
-    command = [sys.executable, str(SCRIPT), "--steps", "3", "--batch-size", "1", "--output", str(output)]
+    command = [sys.executable, str(SCRIPT), "--steps", "3", "--batch-size", "1", "--evaluate-rows", "8"]
+    command += ["--output", str(output)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

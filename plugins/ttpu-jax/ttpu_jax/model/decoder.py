@@ -113,7 +113,7 @@ class Decoder(nnx.Module):
         step = Step(
             positions,
             key_positions,
-            tuple(rope_angles(rope, positions, lengths) for rope in self.runtime.ropes),
+            self._angles(positions, lengths),
             None if cache is None else cache.length,
             fresh,
         )
@@ -143,13 +143,27 @@ class Decoder(nnx.Module):
         assert not self.stacked
         positions = batch.positions[None]
         # A token's own sequence decides on its angles, so each is a batch of its own for that.
-        angles = (rope_angles(rope, batch.positions[:, None], batch.lengths) for rope in self.runtime.ropes)
+        angles = self._angles(batch.positions[:, None], batch.lengths)
         turned = tuple((cos.swapaxes(0, 1), sin.swapaxes(0, 1)) for cos, sin in angles)
         step = Step(positions, None, turned, ragged=batch)
         x, beside = self.embed(tokens[None], positions)
         x = self.runtime.placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
         x, caches = self._unroll_layers(x, step, caches, beside, last_only=False)
         return maybe(self.final_norm, self.embed.collapse(x))[0], caches
+
+    def _angles(self, positions: jax.Array, lengths: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
+        """cos and sin of each rope."""
+
+        def angles() -> tuple[tuple[jax.Array, jax.Array], ...]:
+            return tuple(rope_angles(rope, positions, lengths) for rope in self.runtime.ropes)
+
+        if self.runtime.placement.platform != "cpu":
+            return angles()
+        # XLA:CPU would fuse them into every layer and compute them anew for each feature of each head. It fuses nothing
+        # out of a conditional; this one is always true, but not to the compiler.
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(angles))
+        found: tuple[tuple[jax.Array, jax.Array], ...] = jax.lax.cond(lengths.max() > 0, angles, lambda: nothing)
+        return found
 
     def _unroll_layers(
         self, x: jax.Array, step: Step, caches: Caches, beside: jax.Array | None, *, last_only: bool
