@@ -11,6 +11,7 @@ from typing import Any
 
 from ttpu_core.auto import AutoModelForTPU
 from ttpu_core.errors import RequestError
+from ttpu_core.registry import default_registry
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.engine.build import build_engine
 from ttpu_jax.engine.cache_folder import keep_compiled
@@ -64,9 +65,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     Raises:
         RequestError: a name that nobody knows, or that vLLM knows and that means nothing here.
     """
-    from ttpu_jax.backend import JaxBackend
-
-    loaders = AutoModelForTPU.from_pretrained, JaxBackend.load
+    loaders = AutoModelForTPU.from_pretrained, default_registry().backend("jax").load
     known = {name for loader in loaders for name in signature(loader).parameters} - NOT_FOR_CALLERS
     engine: dict[str, Any] = {}
     load: dict[str, Any] = {}
