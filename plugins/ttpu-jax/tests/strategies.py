@@ -4,7 +4,6 @@ checkpoint cut as the strategy says, and holds its logits against those of one d
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -106,9 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        "--xla_force_host_platform_device_count=32 "
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    )
     main()

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from devices import xla_flags
 
 from ttpu import AutoModelForTPU
 from ttpu_core.launch.places import free_port
@@ -27,8 +28,8 @@ TWO_BY_FOUR = ["--nproc-per-node", "2", "--devices-per-process", "4"]
 
 def environment(**more: str) -> dict[str, str]:
     """This test's, without the eight devices that it simulates."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TTPU_") and name != "XLA_FLAGS"}
-    return kept | more
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TTPU_")}
+    return kept | {"XLA_FLAGS": xla_flags()} | more
 
 
 def python(code: str, **variables: str) -> "subprocess.CompletedProcess[str]":

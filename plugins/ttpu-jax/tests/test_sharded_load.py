@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from devices import xla_flags
 from padded import qwen_checkpoint
 from safetensors.numpy import load_file
 from tiny import llama_checkpoint
@@ -202,7 +203,7 @@ def test_two_processes_read_their_own_halves_and_save_the_whole(tmp_path: Path) 
         port = str(free.getsockname()[1])
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": xla_flags(4),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
     }

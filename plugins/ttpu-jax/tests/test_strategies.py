@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import strategies
+from devices import xla_flags
 from strategies import (
     DEVICES,
     FAMILIES,
@@ -29,10 +30,10 @@ CUTS_PARAMETERS = ("fsdp", "mp", "2d", "3d")
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    flags = {"XLA_FLAGS": xla_flags(max(DEVICES)), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, strategies.__file__],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, **flags, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,

@@ -4,12 +4,9 @@ it prints how far each mesh is from the host, as one JSON object."""
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 import torch
 from transformers.masking_utils import sliding_window_causal_mask_function

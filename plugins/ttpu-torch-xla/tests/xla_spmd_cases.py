@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
-
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
