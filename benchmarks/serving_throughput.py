@@ -354,7 +354,7 @@ def ttpu_engine(folder: str, dtype: str, requests: list[dict[str, Any]], threads
             models[devices] = LLM(
                 folder, dtype=dtype, tensor_parallel_size=devices, max_model_len=MAX_MODEL_LEN,
                 max_num_seqs=len(requests), max_num_batched_tokens=MAX_MODEL_LEN, enable_prefix_caching=False,
-                sequence_buckets=tuple(size for size in (1, 4, 16, 32, 48) if size < len(requests)),
+                sequence_buckets=tuple(size for size in (1, 4, *range(8, 64, 8)) if size < len(requests)),
                 token_buckets=(128,), kv_cache_memory=PAGE_MEMORY, sampling_level="greedy", prompt_logprobs=False,
                 progress=None,
             )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The compiler flags of this process. In: its environment, as it was before other libraries added to it; out: those
-that change what a program becomes. Imported before all else, since torch_xla, where transformers finds it, sets flags
-long after they are read."""
+"""What the compiler is told. In: this process's environment, as it was before other libraries added to it; out: the
+flags in it that change what a program becomes, and the options that an engine adds. Imported before all else, since
+torch_xla, where transformers finds it, sets flags long after they are read."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ def compiler_flags(platform: str, environment: Mapping[str, str] | None = None) 
     found = " ".join((_AT_IMPORT if environment is None else environment).get(name, "") for name in VARIABLES)
     others = tuple(prefix for name, prefixes in BY_PLATFORM.items() if name != platform for prefix in prefixes)
     return tuple(sorted({flag for flag in found.split() if not flag.startswith(WITHOUT_EFFECT + others)}))
+
+
+def compiler_options(platform: str | None) -> dict[str, str | bool] | None:
+    """What an engine's programs for a platform are compiled with; None for nothing of its own."""
+    if platform != "cpu":
+        return None
+    # Each kernel's float32 copy (`Runtime.widen_rows`) is made where it is used, into memory that is warm. By default
+    # XLA:CPU begins with all that waits for nothing: the copies of every layer.
+    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}

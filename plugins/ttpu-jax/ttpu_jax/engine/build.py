@@ -34,6 +34,8 @@ from ttpu_jax.model.paged import group_page_bytes, paged_layout
 if TYPE_CHECKING:
     from ttpu_jax.causal_lm import JaxCausalLM
 
+WIDEN_ROWS = 192
+"""Rows from which XLA:CPU is faster, by a quarter, where bfloat16 is made float32 before a product."""
 RECURRENT_PREFILLS = 2
 """Prompts per step where layers carry recurrent states: each takes a row as long as the step."""
 
@@ -141,6 +143,8 @@ def runner_for(
         UnsupportedError: a model that the engine cannot serve, or not with speculation.
     """
     assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
+    on_cpu = runtime.placement.platform == "cpu"
+    runtime = replace(runtime, widen_rows=WIDEN_ROWS if on_cpu else None)
     layout = paged_layout(spec, config.max_model_len)
     speculation = _speculation(config)
     if speculation is not None and layout.recurrent:
@@ -155,7 +159,7 @@ def runner_for(
         max_prefills=RECURRENT_PREFILLS if layout.recurrent else None,
         sequences=config.sequence_buckets,
         tokens=config.token_buckets,
-        factor=8 if runtime.placement.platform == "cpu" else 4,
+        factor=8 if on_cpu else 4,
     )
     asked = KV_CACHE_DTYPES[config.kv_cache_dtype]
     pages = held if asked is None else jnp.dtype(asked)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ttpu_core.errors import TTPUError
+from ttpu_jax.compiler_flags import compiler_options
 
 if TYPE_CHECKING:
     from ttpu_jax.engine.store import ProgramStore
@@ -70,8 +71,16 @@ class ProgramPool:
     """Keeps what is compiled. `recompiles` counts the programs that were compiled while serving, `loaded` those that a
     store had; `seconds` says how long each took."""
 
-    def __init__(self, *, strict: bool = False, workers: int | None = None, store: ProgramStore | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        strict: bool = False,
+        workers: int | None = None,
+        store: ProgramStore | None = None,
+        platform: str | None = None,
+    ) -> None:
         self.strict = strict
+        self.options = compiler_options(platform)
         self.serving = False
         self.recompiles = 0
         self.loaded = 0
@@ -133,7 +142,7 @@ class ProgramPool:
         """The executable, how long it took, and whether a store had it."""
         began = time.perf_counter()
         found = self.store.load(lowered) if self.store else None
-        compiled = lowered.compile() if found is None else found
+        compiled = lowered.compile(compiler_options=self.options) if found is None else found
         return compiled, time.perf_counter() - began, found is not None
 
     @property

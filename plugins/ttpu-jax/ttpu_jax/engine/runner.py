@@ -91,7 +91,7 @@ class Runner:
         self.vocab = spec.embedding.rows
         self.max_logprobs = min(config.max_logprobs, spec.vocab_size)
         self.highest_level = Level(SAMPLING_LEVELS.index(config.sampling_level))
-        self.pool = ProgramPool(strict=config.strict_compile)
+        self.pool = ProgramPool(strict=config.strict_compile, platform=runtime.placement.platform)
         self.num_pages: tuple[int, ...] = ()
         self.caches: Caches = ()
         self._whole = runtime.placement.whole()

@@ -17,7 +17,7 @@ import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from ttpu_core.files import write_whole
-from ttpu_jax.compiler_flags import compiler_flags
+from ttpu_jax.compiler_flags import compiler_flags, compiler_options
 from ttpu_jax.engine.cache_folder import host, is_closed, programs_folder
 
 log = logging.getLogger("ttpu.engine")
@@ -41,8 +41,9 @@ class ProgramStore:
         kind = re.sub(r"\W+", "-", self.devices[0].device_kind).strip("-").lower()
         self._parts = ("executables", f"{kind}-{len(self.devices)}")
         self.folder = programs_folder(*self._parts, make=False)
-        flags = compiler_flags(self.devices[0].platform)
-        self._setting = repr((FORMAT, _described(self.devices), _versions(), flags))
+        platform = self.devices[0].platform
+        chosen = compiler_flags(platform), compiler_options(platform)
+        self._setting = repr((FORMAT, _described(self.devices), _versions(), chosen))
         self._failed = False
 
     def __bool__(self) -> bool:

@@ -29,12 +29,14 @@ RESIDUAL = (axes.BATCH, axes.SEQUENCE, None)
 @dataclass(frozen=True)
 class Runtime:
     """What is the same in every layer and never changes: where arrays live, which attention runs and with which
-    options, and the different ropes of the model. Static."""
+    options, the different ropes of the model, and the rows from which products are widened (see
+    `ttpu_jax.ops.linear`). Static."""
 
     placement: Placement
     attention: str = "eager"
     ropes: tuple[RopeSpec, ...] = ()
     attention_options: tuple[tuple[str, Any], ...] = ()
+    widen_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -114,14 +116,15 @@ class Linear(nnx.Module):
     """x @ kernel.T + bias, and what a token's LoRA adapter adds, where a serving engine holds some for this kernel."""
 
     def __init__(self, values: Parameters, runtime: Runtime) -> None:
-        self.on_one_device = runtime.placement.mesh is None
+        self.on_one_device, self.widen_rows = runtime.placement.mesh is None, runtime.widen_rows
         self.kernel, self.bias = values["kernel"], values.get("bias")
         self.lora_a, self.lora_b = values.get("lora_a"), values.get("lora_b")
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in]: [..., *out]."""
         flatten = self.on_one_device
-        product = linear(x, self.kernel[...], value_of(self.bias), out_dtype=out_dtype, flatten=flatten)
+        kernel, bias = self.kernel[...], value_of(self.bias)
+        product = linear(x, kernel, bias, out_dtype=out_dtype, flatten=flatten, widen_rows=self.widen_rows)
         if self.lora_a is None or self.lora_b is None:
             return product
         added = low_rank_update(x, self.lora_a[...], self.lora_b[...], flatten=flatten)

@@ -14,6 +14,7 @@ def linear(
     *,
     out_dtype: jnp.dtype | None = None,
     flatten: bool = True,
+    widen_rows: int | None = None,
 ) -> jax.Array:
     """x [..., in] times kernel [*out, in], plus bias [*out]: [..., *out] in `out_dtype` (default: x's).
 
@@ -22,7 +23,8 @@ def linear(
 
     XLA:CPU multiplies bfloat16 by a naive loop too, eight times slower, unless both operands contract their minor
     dimension, the result is float32 and there are at least two rows; so a single row is doubled. On a TPU a second row
-    is free.
+    is free. From `widen_rows` rows on, bfloat16 operands are made float32 before the product: XLA:CPU otherwise
+    converts each block of the kernel again for every block of rows.
     """
     out_dtype = out_dtype or x.dtype
     out_shape = (*x.shape[:-1], *kernel.shape[:-1])
@@ -33,6 +35,8 @@ def linear(
     single = rows.shape[0] == 1 and x.dtype == jnp.bfloat16
     if single:
         rows = jnp.concatenate([rows, rows])
+    if widen_rows is not None and x.dtype == jnp.bfloat16 and rows.shape[0] >= widen_rows:
+        rows, kernel = rows.astype(jnp.float32), kernel.astype(jnp.float32)
     dimensions = (((1,), (kernel.ndim - 1,)), ((), ()))
     product = jax.lax.dot_general(rows, kernel, dimensions, preferred_element_type=jnp.float32)
     if single:
