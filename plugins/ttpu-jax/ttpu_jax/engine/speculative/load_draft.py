@@ -6,16 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
-
 from ttpu_core.auto import AutoModelForTPU
 from ttpu_core.errors import RequestError, UnsupportedError
-from ttpu_jax.engine.buckets import buckets_for
-from ttpu_jax.engine.config import KV_CACHE_DTYPES, EngineConfig
+from ttpu_jax.engine.build import runner_for
+from ttpu_jax.engine.config import EngineConfig
 from ttpu_jax.engine.runner import Runner
 from ttpu_jax.engine.sampler import Level
 from ttpu_jax.engine.speculative.config import SpeculativeConfig
-from ttpu_jax.model.paged import group_page_bytes, paged_layout
+from ttpu_jax.model.paged import group_page_bytes
 
 if TYPE_CHECKING:
     from ttpu_jax.causal_lm import JaxCausalLM
@@ -37,17 +35,10 @@ def load_draft(speculation: SpeculativeConfig, model: JaxCausalLM, config: Engin
     )
     _check_vocabulary(draft, model)
     spec = draft.programs.spec
-    assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
-    length = min(config.max_model_len, spec.context)
-    layout = paged_layout(spec, length)
-    if layout.recurrent:
-        raise UnsupportedError(
-            f"{draft.name!r} was asked for as a draft model, but its layers have recurrent states, which cannot take "
-            "back guesses: use one with attention alone."
-        )
+    assert config.max_model_len
     own = replace(
         config,
-        max_model_len=length,
+        max_model_len=min(config.max_model_len, spec.context),
         num_pages=None,
         speculative=None,
         adapters=None,
@@ -55,16 +46,13 @@ def load_draft(speculation: SpeculativeConfig, model: JaxCausalLM, config: Engin
         penalties=False,
         prompt_logprobs=False,
     )
-    buckets = buckets_for(
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        sequences=config.sequence_buckets,
-        tokens=config.token_buckets,
-    )
-    asked = KV_CACHE_DTYPES[config.kv_cache_dtype]
-    cache_dtype = draft.dtype if asked is None else jnp.dtype(asked)
-    runtime, params = draft.programs.runtime, draft.params
-    return Runner(spec, spec.parameters, runtime, params, own, layout, buckets, cache_dtype, draft.dtype)
+    runner = runner_for(spec, spec.parameters, draft.programs.runtime, draft.params, own, draft.dtype)
+    if runner.layout.recurrent:
+        raise UnsupportedError(
+            f"{draft.name!r} was asked for as a draft model, but its layers have recurrent states, which cannot take "
+            "back guesses: use one with attention alone."
+        )
+    return runner
 
 
 def draft_page_bytes(draft: Runner) -> int:
