@@ -16,12 +16,14 @@ VENV_TEST   := .venv-test
 VENV_NEWEST := .venv-newest
 
 FAMILIES      := llama gemma qwen mistral
-DISTRIBUTIONS := . plugins/ttpu-jax $(FAMILIES:%=plugins/ttpu-%)
+PARTS         := jax plan launch serve
+DISTRIBUTIONS := . $(PARTS:%=plugins/ttpu-%) $(FAMILIES:%=plugins/ttpu-%)
 PYPROJECTS    := $(DISTRIBUTIONS:%=%/pyproject.toml)
 EDITABLE      := $(DISTRIBUTIONS:%=-e %)
 # What only some users, developers and authors of plugins install.
 TEST_EDITABLE := $(EDITABLE) -e plugins/ttpu-torch-xla -e conformance
-PACKAGES      := ttpu.py ttpu_core plugins/ttpu-jax/ttpu_jax plugins/ttpu-torch-xla/ttpu_torch_xla \
+PACKAGES      := ttpu.py ttpu_core $(foreach part,$(PARTS),plugins/ttpu-$(part)/ttpu_$(part)) \
+                 plugins/ttpu-torch-xla/ttpu_torch_xla \
                  conformance/ttpu_conformance \
                  $(foreach family,$(FAMILIES),plugins/ttpu-$(family)/ttpu_$(family)) \
                  examples/ttpu-olmo/ttpu_olmo examples/ttpu-pack-attention/ttpu_pack_attention

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ttpu_core.auto import AutoModelForTPU
-    from ttpu_jax.engine.async_engine import AsyncEngine
-    from ttpu_jax.engine.llm import LLM
-    from ttpu_jax.engine.sampling_params import GuidedDecoding, SamplingParams
+    from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
+    from ttpu_serve.api.async_engine import AsyncEngine
+    from ttpu_serve.api.llm import LLM
     from ttpu_torch_xla.auto import AutoXLAModelForCausalLM
 
 _EXPORTS = {
-    "AsyncEngine": "ttpu_jax.engine.async_engine",
+    "AsyncEngine": "ttpu_serve.api.async_engine",
     "AutoModelForTPU": "ttpu_core.auto",
     "AutoXLAModelForCausalLM": "ttpu_torch_xla.auto",
-    "GuidedDecoding": "ttpu_jax.engine.sampling_params",
-    "LLM": "ttpu_jax.engine.llm",
-    "SamplingParams": "ttpu_jax.engine.sampling_params",
+    "GuidedDecoding": "ttpu_core.generation.sampling_params",
+    "LLM": "ttpu_serve.api.llm",
+    "SamplingParams": "ttpu_core.generation.sampling_params",
 }
 _BROUGHT_BY = {"ttpu_jax": '"ttpu-core[jax]"', "ttpu_torch_xla": '"ttpu-core[torch-xla]"'}
 """What `pip install` takes for the modules of backends."""

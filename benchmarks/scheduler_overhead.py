@@ -28,10 +28,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ttpu_jax.engine.pages import PageGroup
-from ttpu_jax.engine.request import Request
-from ttpu_jax.engine.sampling_params import SamplingParams
-from ttpu_jax.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_serve.scheduling.block_table import PageGroup
+from ttpu_serve.scheduling.request import Request
+from ttpu_serve.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 
 BAR_MICROSECONDS = 500.0
 SHORTEST, LONGEST, CHURN_OUTPUT, PAGE = 192, 320, 128, 16

@@ -15,10 +15,10 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
-from ttpu_core import safetensors_header
 from ttpu_core.checkpoint import Checkpoint, TensorInfo, open_checkpoint, open_config, read_tensor_into
+from ttpu_core.checkpoint import header as safetensors_header
+from ttpu_core.checkpoint.header import DTYPE_BITS, read_header
 from ttpu_core.errors import CheckpointError, ConfigError, MissingDependencyError
-from ttpu_core.safetensors_header import DTYPE_BITS, read_header
 
 CONFIG = {"model_type": "llama", "hidden_size": 8}
 WEIGHTS: dict[str, np.ndarray] = {

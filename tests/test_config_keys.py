@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ttpu_core import ModelConfig, default_registry
-from ttpu_core.config_keys import keys_ignored, refuse_ignored
+from ttpu_core.config.key_audit import keys_ignored, refuse_ignored
 from ttpu_core.errors import UnsupportedError
 
 LLAMA: dict[str, Any] = {

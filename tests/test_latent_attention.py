@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from ttpu_core.errors import ConfigError
-from ttpu_core.latent_attention import latent_attention, yarn_softmax_scale
-from ttpu_core.layout import CheckpointNames, standard_mapping
 from ttpu_core.mapping import gather
-from ttpu_core.rope import NO_ROPE, RopeSpec
+from ttpu_core.mapping.layout import CheckpointNames, standard_mapping
 from ttpu_core.spec import ArchitectureSpec, EmbeddingSpec, HeadSpec, LayerSpec, MixerSpec, MLPSpec, NormSpec
+from ttpu_core.spec.latent_attention import latent_attention, yarn_softmax_scale
+from ttpu_core.spec.rope import NO_ROPE, RopeSpec
 
 # DeepSeek-V3's own sizes.
 SIZES: dict[str, Any] = {

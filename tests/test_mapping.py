@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttpu_core.errors import MappingError
-from ttpu_core.layout import standard_mapping
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Shape, Stack, Tensor, gather, scatter, stack_layers
-from ttpu_core.rope import RopeSpec
+from ttpu_core.mapping.layout import standard_mapping
+from ttpu_core.mapping.strides import Layout, covers_once
 from ttpu_core.spec import (
     ArchitectureSpec,
     AttentionSpec,
@@ -25,7 +25,7 @@ from ttpu_core.spec import (
     NormSpec,
     Parameter,
 )
-from ttpu_core.strides import Layout, covers_once
+from ttpu_core.spec.rope import RopeSpec
 
 Arrays = dict[str, np.ndarray]
 

@@ -15,7 +15,6 @@ DISTRIBUTIONS = {
         "ttpu.py",
         "ttpu_core/__init__.py",
         "ttpu_core/cli/main.py",
-        "ttpu_core/cli/templates/plugin/module.py.template",
         "ttpu_core/py.typed",
     },
     "plugins/ttpu-jax": {"ttpu_jax/backend.py", "ttpu_jax/cli/compile_report.py", "ttpu_jax/py.typed"},
@@ -23,6 +22,13 @@ DISTRIBUTIONS = {
         "ttpu_torch_xla/backend.py",
         "ttpu_torch_xla/cli/inspect.py",
         "ttpu_torch_xla/py.typed",
+    },
+    "plugins/ttpu-plan": {"ttpu_plan/planner.py", "ttpu_plan/py.typed"},
+    "plugins/ttpu-launch": {"ttpu_launch/supervisor.py", "ttpu_launch/py.typed"},
+    "plugins/ttpu-serve": {"ttpu_serve/api/llm.py", "ttpu_serve/server/web/index.html", "ttpu_serve/py.typed"},
+    "conformance": {
+        "ttpu_conformance/cli.py",
+        "ttpu_conformance/scaffold/templates/plugin/module.py.template",
     },
     "plugins/ttpu-llama": {"ttpu_llama/llama.py", "ttpu_llama/py.typed"},
 }

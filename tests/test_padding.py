@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sharded_share import sharded_share
 
-from ttpu_core import axes
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.mapping import Concat, FlaxMapping, Tensor, gather, pad_mapping, scatter
-from ttpu_core.padding import Padding, merged_runs
-from ttpu_core.plan.padding import pad_architecture, stacked_paddings
-from ttpu_core.plan.sharded_share import sharded_share
-from ttpu_core.plan.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.mapping.padding import Padding, merged_runs
+from ttpu_core.sharding.padding import pad_architecture, stacked_paddings
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import (
     AlibiSpec,
     ArchitectureSpec,
@@ -27,6 +26,7 @@ from ttpu_core.spec import (
     MoESpec,
     NormSpec,
     Parameter,
+    axes,
 )
 
 NORM = NormSpec()

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.plan.parallelism import NAMED, Parallelism, parse_mesh, resolve_parallelism, strategy_with
-from ttpu_core.plan.strategy import DEFAULT_STRATEGY, MESH_AXES
+from ttpu_core.sharding.parallelism import NAMED, Parallelism, parse_mesh, resolve_parallelism, strategy_with
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES
 
 
 @pytest.mark.parametrize(

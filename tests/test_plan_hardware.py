@@ -3,7 +3,7 @@
 import pytest
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.plan.hardware import CHIPS, chip_named, chip_of_device_kind, parse_topology, slice_sizes
+from ttpu_core.sharding.hardware import CHIPS, chip_named, chip_of_device_kind, parse_topology, slice_sizes
 
 
 def test_a_slice_is_a_chip_and_its_size() -> None:

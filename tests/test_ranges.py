@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ttpu_core import box_reader
-from ttpu_core.box_reader import StoredTensor, read_boxes
+from ttpu_core.checkpoint import slices as box_reader
+from ttpu_core.checkpoint.header import TensorInfo, TensorReader, read_header
+from ttpu_core.checkpoint.ranges import pieces, ranges
+from ttpu_core.checkpoint.slices import StoredTensor, read_boxes
 from ttpu_core.errors import CheckpointError
 from ttpu_core.mapping import Concat, Expression, Padded, Stack, Tensor, gather
-from ttpu_core.padding import Box, Padding
-from ttpu_core.ranges import pieces, ranges
-from ttpu_core.safetensors_header import TensorInfo, TensorReader, read_header
+from ttpu_core.mapping.padding import Box, Padding
 
 A, B, C = (np.random.default_rng(n).standard_normal((12, 10)).astype(np.float32) for n in range(3))
 RULES: dict[str, Expression] = {

@@ -39,7 +39,8 @@ LEAVES_A_TRACE = """
 TOY = '''
     """A family as a third party writes it: another norm, a window on every second layer, other checkpoint names."""
     from dataclasses import replace
-    from ttpu_core import ModelConfig, defaults, hookimpl, layout
+    from ttpu_core import ModelConfig, defaults, hookimpl
+    from ttpu_core.mapping import layout
     from ttpu_core.defaults import ttpu_attention as usual_attention
 
     NAMES = layout.CheckpointNames(

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from ttpu_core import ModelConfig
-from ttpu_core.config_keys import refuse_ignored
+from ttpu_core.config.key_audit import refuse_ignored
 from ttpu_core.errors import ConfigError, UnsupportedError
-from ttpu_core.rope import NO_ROPE, ROPE_TYPES, RopeSpec, dynamic_base, inverse_frequencies, rope_from_config
+from ttpu_core.spec.rope import NO_ROPE, ROPE_TYPES, RopeSpec, dynamic_base, inverse_frequencies, rope_from_config
 
 HEAD_DIM, MAX_POSITIONS = 64, 4096
 FACTORS = {

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from ttpu_core import Architecture, ModelConfig, default_registry
-from ttpu_core.axes import PARAMETER_AXES
 from ttpu_core.errors import ConfigError, MappingError, PluginError
-from ttpu_core.layout import standard_mapping
-from ttpu_core.rope import RopeSpec
+from ttpu_core.mapping.layout import standard_mapping
 from ttpu_core.spec import (
     ActivationSpec,
     ArchitectureSpec,
@@ -32,6 +30,8 @@ from ttpu_core.spec import (
     Parameter,
     RouterSpec,
 )
+from ttpu_core.spec.axes import PARAMETER_AXES
+from ttpu_core.spec.rope import RopeSpec
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -3,9 +3,10 @@
 import pytest
 
 from ttpu_core import ModelConfig
+from ttpu_core.config.text_part import text_config
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import FlaxMapping, Tensor
-from ttpu_core.text_part import OTHER_PARTS, text_config, text_mapping
+from ttpu_core.mapping.text_part import OTHER_PARTS, text_mapping
 
 KERNEL = "layers.0.self_attn.q_proj.weight"
 

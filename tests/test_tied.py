@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ttpu_core import default_registry, open_checkpoint
-from ttpu_core.tied import CHUNK, has_own_head
+from ttpu_core.checkpoint.tied_head import CHUNK, has_own_head
 
 SIZES = {
     "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -32,7 +32,7 @@ TIED = {"model_type": "llama", "tie_word_embeddings": True}
 
 @pytest.mark.parametrize("chunk", [CHUNK, 100])
 def test_the_bytes_decide(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ttpu_core.tied.CHUNK", chunk)
+    monkeypatch.setattr("ttpu_core.checkpoint.tied_head.CHUNK", chunk)
     table = {"model/embed_tokens/weight": EMBEDDING}
     other = EMBEDDING.copy()
     other[-1, -1] += 1

@@ -45,9 +45,9 @@ class AutoModelForTPU:
         Warns of keys in config.json that may matter and that no plugin reads.
         """
         from ttpu_core.checkpoint import open_checkpoint
-        from ttpu_core.config_keys import refuse_ignored
+        from ttpu_core.checkpoint.tied_head import described
+        from ttpu_core.config.key_audit import refuse_ignored
         from ttpu_core.registry import default_registry
-        from ttpu_core.tied import described
 
         checkpoint = open_checkpoint(path_or_id, revision=revision)
         registry = default_registry()

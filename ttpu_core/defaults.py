@@ -6,9 +6,8 @@ from __future__ import annotations
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import ConfigError
 from ttpu_core.hookspecs import hookimpl
-from ttpu_core.layout import standard_mapping
 from ttpu_core.mapping import FlaxMapping
-from ttpu_core.rope import RopeSpec, rope_from_config
+from ttpu_core.mapping.layout import standard_mapping
 from ttpu_core.spec import (
     ActivationSpec,
     ArchitectureSpec,
@@ -19,6 +18,7 @@ from ttpu_core.spec import (
     MLPSpec,
     NormSpec,
 )
+from ttpu_core.spec.rope import RopeSpec, rope_from_config
 
 ACTIVATIONS: dict[str, str] = {
     "silu": "silu",

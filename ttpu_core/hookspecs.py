@@ -12,7 +12,6 @@ import pluggy
 if TYPE_CHECKING:
     from ttpu_core.config import ModelConfig
     from ttpu_core.mapping import FlaxMapping
-    from ttpu_core.rope import RopeSpec
     from ttpu_core.spec import (
         ArchitectureSpec,
         AttentionSpec,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         NormSpec,
         TorchPatch,
     )
+    from ttpu_core.spec.rope import RopeSpec
 
 PROJECT = "ttpu"
 hookspec = pluggy.HookspecMarker(PROJECT)

@@ -15,8 +15,9 @@ from ttpu_core.registry import ARCHITECTURES, Registry
 
 IMPORTS = """
 from dataclasses import replace
-from ttpu_core import defaults, hookimpl, layout
-from ttpu_core.rope import NO_ROPE, RopeSpec, rope_from_config
+from ttpu_core import defaults, hookimpl
+from ttpu_core.mapping import layout
+from ttpu_core.spec.rope import NO_ROPE, RopeSpec, rope_from_config
 from ttpu_core.spec import ActivationSpec, BlockSpec, CustomSpec, MLPSpec, NormSpec
 """
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack
-from ttpu_core.rope import NO_ROPE
 from ttpu_core.spec import (
     ActivationSpec,
     ArchitectureSpec,
@@ -20,6 +19,7 @@ from ttpu_core.spec import (
     NormSpec,
     Placement,
 )
+from ttpu_core.spec.rope import NO_ROPE
 
 PLACEMENTS: tuple[Placement, ...] = ("pre", "post", "sandwich", "parallel", "parallel_two_norms")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")

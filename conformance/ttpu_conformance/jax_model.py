@@ -18,8 +18,8 @@ from flax import nnx
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.mapping import pad_mapping
-from ttpu_core.parameters import stacked_parameters
 from ttpu_core.spec import ArchitectureSpec, HeadSpec, Parameter
+from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.aot.steps import inference_step
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.causal_lm import JaxCausalLM
@@ -98,8 +98,8 @@ class JaxModel:
     def served(self, prompts: list[list[int]], new_tokens: int, *, prefill: int) -> list[list[list[int]]]:
         """Greedy tokens after prompts that the engine serves together, twice: it runs fewer at once than there are, and
         has pages for fewer still."""
-        from ttpu_jax.engine.llm import LLM
-        from ttpu_jax.engine.sampling_params import SamplingParams
+        from ttpu_core.generation.sampling_params import SamplingParams
+        from ttpu_serve.api.llm import LLM
 
         page, running = 4, len(prompts) - 1
         longest = max(map(len, prompts)) + new_tokens

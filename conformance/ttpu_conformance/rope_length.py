@@ -3,8 +3,8 @@ a sequence is short for it."""
 
 from __future__ import annotations
 
-from ttpu_core.rope import RopeSpec
 from ttpu_core.spec import ArchitectureSpec, LayerSpec
+from ttpu_core.spec.rope import RopeSpec
 
 CONTEXT_KEYS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 """Rope type → the config key that says up to how many tokens it is what it is for short sequences."""

@@ -19,12 +19,15 @@ from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError
 
 TRACEBACK_VARIABLE = "TTPU_TRACEBACK"
 BROUGHT_BY = {
-    "bench": '"ttpu-jax[bench]"',
-    "compile": '"ttpu-core[jax]"',
+    "bench": '"ttpu-serve[bench]"',
+    "compile": '"ttpu-core[serve]"',
     "compile-report": '"ttpu-core[jax]"',
     "conformance": "ttpu-conformance",
+    "launch": "ttpu-launch",
+    "new-plugin": "ttpu-conformance",
+    "plan": "ttpu-plan",
     "inspect": '"ttpu-core[torch-xla]"',
-    "serve": '"ttpu-core[jax]"',
+    "serve": '"ttpu-core[serve]"',
 }
 """What `pip install` takes for a command of our own distributions."""
 

@@ -18,7 +18,7 @@ from ttpu_core.errors import RequestError
 
 if TYPE_CHECKING:
     from ttpu_core.cli.session import Model
-    from ttpu_core.generated import StreamEvent, Timings
+    from ttpu_core.generation.events import StreamEvent, Timings
 
 
 def generate(

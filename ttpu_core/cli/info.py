@@ -58,7 +58,7 @@ def info(
         "kernels": _kernels(architecture, backend),
     }
     # Last, because a backend may read the config too.
-    from ttpu_core.config_keys import keys_ignored
+    from ttpu_core.config.key_audit import keys_ignored
 
     facts["config_keys_ignored"] = list(keys_ignored(config))
     if as_json:
@@ -111,7 +111,7 @@ def _cache_facts(spec: ArchitectureSpec) -> dict[str, Any]:
 
 
 def _parameter_facts(spec: ArchitectureSpec) -> dict[str, Any]:
-    from ttpu_core.parameters import layer_parameters
+    from ttpu_core.spec.parameters import layer_parameters
 
     layers = [
         sum(parameter.size for parameter in layer_parameters(layer, spec.hidden_size).values()) for layer in spec.layers

@@ -12,11 +12,8 @@ from ttpu_core.cli.chat import chat
 from ttpu_core.cli.commands import CONTEXT_SETTINGS, CommandGroup
 from ttpu_core.cli.generate import generate
 from ttpu_core.cli.info import info
-from ttpu_core.cli.launch import launch
-from ttpu_core.cli.new_plugin import new_plugin
-from ttpu_core.cli.plan import plan
-from ttpu_core.cli.plugins import doctor, list_plugins
-from ttpu_core.launch.contract import is_one_of_several, leave_at_once
+from ttpu_core.cli.list_plugins import doctor, list_plugins
+from ttpu_core.processes import is_one_of_several, leave_at_once
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -27,12 +24,9 @@ app = typer.Typer(
 )
 app.command("list-plugins")(list_plugins)
 app.command("info")(info)
-app.command("plan")(plan)
 app.command("generate")(generate)
 app.command("chat")(chat)
-app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
 app.command("doctor")(doctor)
-app.command("new-plugin")(new_plugin)
 
 
 def _print_version(wanted: bool) -> None:

@@ -13,7 +13,7 @@ from ttpu_core.errors import RequestError
 
 if TYPE_CHECKING:
     from ttpu_core.checkpoint import Checkpoint
-    from ttpu_core.generated import StreamEvent, Timings
+    from ttpu_core.generation.events import StreamEvent, Timings
 
 Message = dict[str, str]
 Prompt = str | list[Message]
@@ -41,7 +41,7 @@ class Session:
     @property
     def speaks(self) -> bool:
         """Whether this process prints the answer: of several, which all compute it, the first one does."""
-        from ttpu_core.launch.contract import is_first_process
+        from ttpu_core.processes import is_first_process
 
         return is_first_process()
 
@@ -85,9 +85,9 @@ def open_session(
     """
     from ttpu_core.backend import StockModelBackend
     from ttpu_core.checkpoint import open_checkpoint
-    from ttpu_core.config_keys import refuse_ignored
+    from ttpu_core.checkpoint.tied_head import described
+    from ttpu_core.config.key_audit import refuse_ignored
     from ttpu_core.registry import default_registry
-    from ttpu_core.tied import described
 
     checkpoint = open_checkpoint(name)
     if chat and not has_chat_template(checkpoint):

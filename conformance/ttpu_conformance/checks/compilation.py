@@ -10,7 +10,7 @@ from ttpu_conformance.case import Case, CompileCase
 from ttpu_conformance.check import Measured, check, fail
 from ttpu_conformance.errors import NotProven
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
-from ttpu_core.plan.parallelism import parse_mesh
+from ttpu_core.sharding.parallelism import parse_mesh
 from ttpu_core.spec import ArchitectureSpec, MoESpec
 
 if TYPE_CHECKING:

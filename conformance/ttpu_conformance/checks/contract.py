@@ -17,10 +17,10 @@ from ttpu_conformance.case import Case
 from ttpu_conformance.check import check, fail
 from ttpu_conformance.errors import NotApplicable
 from ttpu_conformance.rope_json import old_style
-from ttpu_core.axes import PARAMETER_AXES
 from ttpu_core.config import ModelConfig
-from ttpu_core.config_keys import keys_ignored
+from ttpu_core.config.key_audit import keys_ignored
 from ttpu_core.errors import ConfigError, TTPUError
+from ttpu_core.spec.axes import PARAMETER_AXES
 
 FRAMEWORKS = ("torch", "torch_xla", "jax", "jaxlib", "flax", "transformers", "ttpu_jax")
 UNKNOWN = "a_key_that_no_plugin_can_know"

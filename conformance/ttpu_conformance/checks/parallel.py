@@ -15,9 +15,9 @@ from ttpu_conformance.environment import missing_virtual_devices
 from ttpu_conformance.errors import NotApplicable, NotProven
 from ttpu_conformance.measure import FLOAT32, hold, relative_error
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.plan.padding import pad_architecture
-from ttpu_core.plan.parallelism import parse_mesh
-from ttpu_core.plan.strategy import DEFAULT_STRATEGY
+from ttpu_core.sharding.padding import pad_architecture
+from ttpu_core.sharding.parallelism import parse_mesh
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
 from ttpu_core.spec import ArchitectureSpec, MoESpec
 
 if TYPE_CHECKING:

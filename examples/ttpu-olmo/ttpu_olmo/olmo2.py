@@ -4,8 +4,8 @@ config.json of `model_type` "olmo2"; out: the answers in which it differs from t
 from dataclasses import replace
 
 from ttpu_core import ModelConfig, defaults, hookimpl
-from ttpu_core.rope import RopeSpec, rope_from_config
 from ttpu_core.spec import AttentionSpec, BlockSpec, NormSpec
+from ttpu_core.spec.rope import RopeSpec, rope_from_config
 
 CONFIG_DEFAULTS = {
     "vocab_size": 50_304,

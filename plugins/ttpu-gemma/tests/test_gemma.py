@@ -10,7 +10,7 @@ import pytest
 
 from ttpu_core import ModelConfig, default_registry
 from ttpu_core.architecture import Architecture
-from ttpu_core.config_keys import refuse_ignored
+from ttpu_core.config.key_audit import refuse_ignored
 from ttpu_core.errors import ConfigError, TTPUError, UnsupportedError
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MLPSpec, MoESpec
 

@@ -10,8 +10,8 @@ from typing import Any
 from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.defaults import activation
 from ttpu_core.errors import ConfigError, UnsupportedError
-from ttpu_core.rope import RopeSpec, rope_from_config
 from ttpu_core.spec import EmbeddingSpec, HeadSpec, MLPSpec, NormSpec
+from ttpu_core.spec.rope import RopeSpec, rope_from_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}

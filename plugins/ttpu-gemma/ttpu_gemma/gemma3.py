@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ttpu_core import ModelConfig, defaults, hookimpl
-from ttpu_core.layout import CheckpointNames, standard_mapping
 from ttpu_core.mapping import FlaxMapping
+from ttpu_core.mapping.layout import CheckpointNames, standard_mapping
+from ttpu_core.mapping.text_part import text_mapping
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec
-from ttpu_core.text_part import text_mapping
 from ttpu_gemma.common import (
     layer_types,
     note_unused_rope,

@@ -7,13 +7,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ttpu_core import ModelConfig, axes, defaults, hookimpl
+from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.defaults import activation
 from ttpu_core.errors import ConfigError
-from ttpu_core.layout import CheckpointNames, replace_rules, standard_mapping
 from ttpu_core.mapping import FlaxMapping, Stack, Tensor
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, BlockSpec, EmbeddingSpec, MLPSpec, NormSpec, Parameter
-from ttpu_core.text_part import text_mapping
+from ttpu_core.mapping.layout import CheckpointNames, replace_rules, standard_mapping
+from ttpu_core.mapping.text_part import text_mapping
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, BlockSpec, EmbeddingSpec, MLPSpec, NormSpec, Parameter, axes
 from ttpu_gemma import common
 from ttpu_gemma.common import (
     kv_source,

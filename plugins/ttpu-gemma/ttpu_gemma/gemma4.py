@@ -7,12 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ttpu_core import ModelConfig, axes, defaults, hookimpl
+from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.defaults import activation
 from ttpu_core.errors import ConfigError
-from ttpu_core.layout import CheckpointNames, replace_rules, stacked_experts, standard_mapping
 from ttpu_core.mapping import Expression, FlaxMapping
-from ttpu_core.rope import RopeSpec, rope_from_config
+from ttpu_core.mapping.layout import CheckpointNames, replace_rules, stacked_experts, standard_mapping
+from ttpu_core.mapping.text_part import text_mapping
 from ttpu_core.spec import (
     ArchitectureSpec,
     AttentionSpec,
@@ -22,8 +22,9 @@ from ttpu_core.spec import (
     MoESpec,
     Parameter,
     RouterSpec,
+    axes,
 )
-from ttpu_core.text_part import text_mapping
+from ttpu_core.spec.rope import RopeSpec, rope_from_config
 from ttpu_gemma import common
 from ttpu_gemma.common import (
     FULL,

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ttpu_core import ModelConfig, axes
-from ttpu_core.layout import Rules
+from ttpu_core import ModelConfig
 from ttpu_core.mapping import Tensor
-from ttpu_core.spec import ActivationSpec, CustomSpec, NormSpec, Parameter
+from ttpu_core.mapping.layout import Rules
+from ttpu_core.spec import ActivationSpec, CustomSpec, NormSpec, Parameter, axes
 
 Parameters = tuple[tuple[str, Parameter], ...]
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ttpu_core import ModelConfig, text_part
+from ttpu_core import ModelConfig
+from ttpu_core.config import text_part
 from ttpu_core.mapping import FlaxMapping
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ttpu_core import hookimpl
-from ttpu_core.layout import CheckpointNames, standard_mapping
 from ttpu_core.mapping import FlaxMapping
+from ttpu_core.mapping.layout import CheckpointNames, standard_mapping
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_gemma.gemma2 import ttpu_attention, ttpu_config, ttpu_embedding, ttpu_head, ttpu_mlp, ttpu_norm
 

@@ -1,9 +1,9 @@
 """DeepSeek-V3 as a third party would describe it: the core has latent attention and the mixture of experts."""
 
 from ttpu_core import ModelConfig, defaults, hookimpl
-from ttpu_core.latent_attention import latent_attention, yarn_softmax_scale
-from ttpu_core.rope import rope_from_config
 from ttpu_core.spec import MixerSpec, MLPSpec, MoESpec, RouterSpec
+from ttpu_core.spec.latent_attention import latent_attention, yarn_softmax_scale
+from ttpu_core.spec.rope import rope_from_config
 
 
 @hookimpl

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ttpu_core.parameters import layer_parameters
 from ttpu_core.spec import (
     ActivationSpec,
     AttentionSpec,
@@ -21,6 +20,7 @@ from ttpu_core.spec import (
     Parameter,
     RouterSpec,
 )
+from ttpu_core.spec.parameters import layer_parameters
 from ttpu_jax.model.modules import Parameters, Runtime
 from ttpu_jax.model.moe import MoE
 from ttpu_jax.params.placement import Placement, local_placement

@@ -16,8 +16,8 @@ from ttpu_core import default_registry, open_checkpoint
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.mapping import stack_layers
-from ttpu_core.parameters import stacked_parameters
 from ttpu_core.spec import ActivationSpec, AlibiSpec, AttentionSpec, KernelChoice, MLPSpec
+from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.model import decoder as decoder_module
 from ttpu_jax.model.cache import empty_cache
 from ttpu_jax.model.decoder import Decoder

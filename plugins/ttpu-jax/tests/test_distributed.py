@@ -17,8 +17,8 @@ import tiny
 from devices import xla_flags
 
 from ttpu import AutoModelForTPU
-from ttpu_core.launch.places import free_port
 from ttpu_jax.distributed import GLOO_PEERS, shared_seed
+from ttpu_launch.places import free_port
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINT = ROOT / "examples/checkpoints/pydoc-llama"
@@ -148,7 +148,7 @@ def test_nobody_elses_line_is_taken_for_gloos_nor_costs_time(line: bytes) -> Non
 WRITE = f"""
 import os, subprocess, sys
 import jax
-from ttpu_core.launch.contract import contract_of
+from ttpu_core.processes import contract_of
 from ttpu_jax.distributed import _configure
 jax.config.update("jax_platforms", "cpu")
 _configure(contract_of(os.environ))

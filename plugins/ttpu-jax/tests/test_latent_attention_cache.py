@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ttpu_core.latent_attention import latent_attention
-from ttpu_core.parameters import stacked_parameters
-from ttpu_core.rope import NO_ROPE, RopeSpec
 from ttpu_core.spec import ArchitectureSpec, EmbeddingSpec, HeadSpec, LayerSpec, MLPSpec, NormSpec, QueryTemperature
+from ttpu_core.spec.latent_attention import latent_attention
+from ttpu_core.spec.parameters import stacked_parameters
+from ttpu_core.spec.rope import NO_ROPE, RopeSpec
 from ttpu_jax.model.cache import StateCache, empty_cache
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.modules import Runtime, different_ropes

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ttpu_core.parameters import layer_parameters
 from ttpu_core.spec import NO_ROPE, AttentionSpec, BlockSpec, LayerSpec, MLPSpec, NormSpec
+from ttpu_core.spec.parameters import layer_parameters
 from ttpu_jax.model.layers import DecoderLayer
 from ttpu_jax.model.modules import LayerInputs, Parameters, Runtime, Step
 from ttpu_jax.params.placement import Placement

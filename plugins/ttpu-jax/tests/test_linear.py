@@ -13,8 +13,8 @@ import pytest
 import tiny
 
 from ttpu import LLM
-from ttpu_jax.engine.build import WIDEN_ROWS
 from ttpu_jax.ops.linear import linear
+from ttpu_jax.runner.build import WIDEN_ROWS
 
 
 def arrays(rows: int, dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import pytest
 from tiny import llama_checkpoint
 
 from ttpu_core import default_registry, open_checkpoint
-from ttpu_core.parameters import stacked_parameters
+from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.model import loss as loss_module
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.loss import next_token_loss

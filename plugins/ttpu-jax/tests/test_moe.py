@@ -27,9 +27,8 @@ from moe_cases import (
     tokens,
 )
 
-from ttpu_core import axes
-from ttpu_core.plan.strategy import DEFAULT_STRATEGY, Strategy
-from ttpu_core.spec import MLPSpec, MoESpec, RouterSpec
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.spec import MLPSpec, MoESpec, RouterSpec, axes
 from ttpu_jax.ops.moe import choose_experts
 from ttpu_jax.params.placement import local_placement
 

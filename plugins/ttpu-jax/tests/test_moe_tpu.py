@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ttpu_core.parameters import layer_parameters
-from ttpu_core.plan.parallelism import parse_mesh
+from ttpu_core.sharding.parallelism import parse_mesh
 from ttpu_core.spec import AttentionSpec, LayerSpec, MoESpec, NormSpec, RouterSpec
+from ttpu_core.spec.parameters import layer_parameters
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
 from ttpu_jax.model.modules import RESIDUAL, Parameters, Runtime

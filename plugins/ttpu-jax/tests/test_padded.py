@@ -20,10 +20,7 @@ from padded import assert_equal, assert_same_as_one_device, load, qwen_checkpoin
 from safetensors.numpy import load_file
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.latent_attention import latent_attention
-from ttpu_core.parameters import stacked_parameters
-from ttpu_core.plan.padding import pad_architecture
-from ttpu_core.rope import RopeSpec
+from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.spec import (
     ActivationSpec,
     ArchitectureSpec,
@@ -37,6 +34,9 @@ from ttpu_core.spec import (
     OutputGate,
     RouterSpec,
 )
+from ttpu_core.spec.latent_attention import latent_attention
+from ttpu_core.spec.parameters import stacked_parameters
+from ttpu_core.spec.rope import RopeSpec
 from ttpu_jax.aot import steps
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.loss import next_token_loss

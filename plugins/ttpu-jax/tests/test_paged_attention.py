@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from paged_cases import Ragged, oracle, ragged, whole
 
-from ttpu_core import axes
-from ttpu_core.spec import AttentionSpec
+from ttpu_core.spec import AttentionSpec, axes
 from ttpu_jax.aot.hlo import collectives
 from ttpu_jax.ops.attention import AttentionContext
 from ttpu_jax.ops.paged_attention import (

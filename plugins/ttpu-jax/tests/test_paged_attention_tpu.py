@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ttpu_core import axes
-from ttpu_core.spec import AttentionSpec
+from ttpu_core.spec import AttentionSpec, axes
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
 from ttpu_jax.ops.attention import AttentionContext

@@ -14,11 +14,11 @@ from tiny import llama_checkpoint
 from ttpu import AutoModelForTPU
 from ttpu_core import default_registry, open_checkpoint
 from ttpu_core.errors import PlanError, RequestError, UnsupportedError
-from ttpu_core.plan.hardware import parse_topology
-from ttpu_core.plan.planner import Request, best_plan
+from ttpu_core.sharding.hardware import parse_topology
 from ttpu_jax import parallel
 from ttpu_jax.parallel import placement_for, planned
 from ttpu_jax.params.mesh import arrange
+from ttpu_plan.planner import Request, best_plan
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_plan_for_smaller_weights_warns(spec: Any) -> None:
 
 @pytest.mark.parametrize("plan", [3, {"mesh": {}}])
 def test_what_is_no_plan_is_refused(spec: Any, plan: Any) -> None:
-    with pytest.raises(RequestError, match=r"plan is the .* but a ttpu_core.plan.plan.Plan or the path of a file"):
+    with pytest.raises(RequestError, match=r"plan is the .* but a ttpu_core.sharding.plan.Plan or the path of a file"):
         placement_for(spec, plan=plan)
 
 

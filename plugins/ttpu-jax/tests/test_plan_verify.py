@@ -12,13 +12,13 @@ import pytest
 from ttpu_core.architecture import Architecture
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import MissingDependencyError, PlanError, UnsupportedError
-from ttpu_core.plan.hardware import parse_topology
-from ttpu_core.plan.plan import Plan
-from ttpu_core.plan.planner import Request, best_plan
 from ttpu_core.registry import default_registry
+from ttpu_core.sharding.hardware import parse_topology
+from ttpu_core.sharding.plan import Plan
 from ttpu_jax.aot import topology as topology_module
 from ttpu_jax.aot import verify
 from ttpu_jax.backend import JaxBackend
+from ttpu_plan.planner import Request, best_plan
 
 SMALL = {
     "model_type": "llama",

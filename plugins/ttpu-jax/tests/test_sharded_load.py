@@ -20,11 +20,11 @@ from safetensors.numpy import load_file
 from tiny import llama_checkpoint
 
 from ttpu_core import default_registry, open_checkpoint
-from ttpu_core.box_reader import read_boxes
+from ttpu_core.checkpoint.header import TensorInfo, TensorReader
+from ttpu_core.checkpoint.slices import read_boxes
 from ttpu_core.errors import CheckpointError
 from ttpu_core.mapping import gather, pad_mapping, stack_layers
-from ttpu_core.parameters import stacked_parameters
-from ttpu_core.safetensors_header import TensorInfo, TensorReader
+from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.params import load as load_module
 from ttpu_jax.params.load import aligned_empty, device_boxes, load_parameters, stored_tensors
 from ttpu_jax.params.padding import pad_for

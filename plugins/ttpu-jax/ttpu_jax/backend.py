@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from ttpu_core import axes
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import CheckpointError, RequestError
 from ttpu_core.mapping import pad_mapping
-from ttpu_core.plan.parallelism import Rules
-from ttpu_core.plan.plan import Plan
-from ttpu_core.plan.verification import Verification
+from ttpu_core.sharding.parallelism import Rules
+from ttpu_core.sharding.plan import Plan
+from ttpu_core.sharding.verification import Verification
+from ttpu_core.spec import axes
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.distributed import initialize
 from ttpu_jax.generation.programs import Programs
@@ -75,7 +75,7 @@ class JaxBackend:
             enable_paged_attention: `generate` and `stream` use the serving engine: a paged KV cache, continuous
                 batching, prefix caching, programs compiled ahead.
             progress: called as progress("load", bytes done, bytes in all) and progress("compile", done, in all).
-            more: with `enable_paged_attention`, settings of the engine (`ttpu_jax.engine.config.EngineConfig`), such as
+            more: with `enable_paged_attention`, settings of the engine (`ttpu_serve.api.engine_config.EngineConfig`), such as
                 max_num_seqs.
 
         Raises:
@@ -113,7 +113,7 @@ class JaxBackend:
         seconds = time.perf_counter() - began
         model = JaxCausalLM(architecture, checkpoint, programs, params, held, tokenizer, seconds, paddings)
         if engine_config is not None:
-            from ttpu_jax.engine.build import build_engine
+            from ttpu_jax.runner.build import build_engine
 
             model.engine = build_engine(model, engine_config, progress)
         return model
@@ -163,7 +163,7 @@ def _engine_config(task: str, enabled: bool, more: Mapping[str, Any]) -> Any:
             f"task={task!r} was asked for, but this version of the JAX backend loads models for inference: leave it "
             "out."
         )
-    from ttpu_jax.engine.config import NAMES, EngineConfig
+    from ttpu_serve.api.engine_config import NAMES, EngineConfig
 
     unknown = sorted(name for name in more if not enabled or name not in NAMES)
     if unknown:

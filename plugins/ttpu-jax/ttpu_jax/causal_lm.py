@@ -12,9 +12,9 @@ import numpy as np
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import RequestError
-from ttpu_core.generated import StreamEvent, Timings
+from ttpu_core.generation.events import StreamEvent, Timings
 from ttpu_core.mapping import pad_mapping
-from ttpu_core.plan.padding import Paddings
+from ttpu_core.sharding.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.generation import loop
 from ttpu_jax.generation.options import GenerationOptions, options_from
@@ -197,7 +197,7 @@ class JaxCausalLM:
     def _run(self, prompts: Prompts, options: GenerationOptions) -> Iterator[tuple[StreamEvent, Completion]]:
         self.timings = Timings(load_seconds=self.timings.load_seconds)
         if self.engine is not None:
-            from ttpu_jax.engine import generate
+            from ttpu_serve.api import paged_generate as generate
 
             return generate.run(
                 self.engine,

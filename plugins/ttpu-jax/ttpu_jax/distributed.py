@@ -1,4 +1,4 @@
-"""Makes this process one of several, as its environment says (`ttpu_core.launch.contract`). In: the contract; out:
+"""Makes this process one of several, as its environment says (`ttpu_core.processes`). In: the contract; out:
 `jax.devices()` are those of all processes. It comes before anything touches a device; a process that is alone is left
 alone."""
 
@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ttpu_core.errors import LaunchError
-from ttpu_core.launch.contract import AUTO, NUM_PROCESSES, PROCESS_ID, Contract, contract_of, leave_at_once
-from ttpu_core.launch.rendezvous import meet
+from ttpu_core.processes import AUTO, NUM_PROCESSES, PROCESS_ID, Contract, contract_of, leave_at_once
+from ttpu_launch.rendezvous import meet
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 

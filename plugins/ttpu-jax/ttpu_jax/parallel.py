@@ -7,15 +7,14 @@ from typing import Any
 
 import jax
 
-from ttpu_core import axes
-from ttpu_core.plan.asked import STAND_IN, plan_for, refuse_idle_axes, the_one_given, topology_of
-from ttpu_core.plan.hardware import chip_named, chip_of_device_kind
-from ttpu_core.plan.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
-from ttpu_core.plan.planner import Request, best_plan
-from ttpu_core.spec import ArchitectureSpec
+from ttpu_core.sharding.hardware import chip_named, chip_of_device_kind
+from ttpu_core.sharding.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
+from ttpu_core.sharding.request import STAND_IN, plan_for, refuse_idle_axes, the_one_given, topology_of
+from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_jax.params.mesh import number_of_slices
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.placement import Placement, local_placement
+from ttpu_plan.planner import Request, best_plan
 
 
 def placement_for(

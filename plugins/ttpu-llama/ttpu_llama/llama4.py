@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ttpu_core import ModelConfig, defaults, hookimpl
+from ttpu_core.config.text_part import text_config
 from ttpu_core.errors import ConfigError
-from ttpu_core.layout import CheckpointNames, replace_rules, stacked_experts, standard_mapping
 from ttpu_core.mapping import FlaxMapping
-from ttpu_core.rope import NO_ROPE, RopeSpec, rope_from_config
+from ttpu_core.mapping.layout import CheckpointNames, replace_rules, stacked_experts, standard_mapping
+from ttpu_core.mapping.text_part import text_mapping
 from ttpu_core.spec import (
     ArchitectureSpec,
     AttentionSpec,
@@ -20,7 +21,7 @@ from ttpu_core.spec import (
     RouterSpec,
     TorchPatch,
 )
-from ttpu_core.text_part import text_config, text_mapping
+from ttpu_core.spec.rope import NO_ROPE, RopeSpec, rope_from_config
 
 PARENT = "llama4"
 CONFIG_DEFAULTS = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ttpu_core import Architecture, ModelConfig, default_registry
-from ttpu_core.config_keys import refuse_ignored
+from ttpu_core.config.key_audit import refuse_ignored
 from ttpu_core.errors import ConfigError
 from ttpu_core.spec import AttentionSpec, MixerSpec, MoESpec, QueryTemperature
 

@@ -6,9 +6,10 @@ from inspect import signature
 from types import ModuleType
 from typing import Any
 
-from ttpu_core import ModelConfig, hookimpl, text_part
-from ttpu_core.layout import standard_mapping
+from ttpu_core import ModelConfig, hookimpl
+from ttpu_core.config import text_part
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack, Tensor
+from ttpu_core.mapping.layout import standard_mapping
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MixerSpec, MLPSpec, MoESpec
 from ttpu_mistral import ministral3, mistral, mistral4
 

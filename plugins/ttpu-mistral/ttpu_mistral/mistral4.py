@@ -3,11 +3,11 @@ first dense layers. In: a config.json of `model_type` "mistral4"; out: the answe
 defaults."""
 
 from ttpu_core import ModelConfig, defaults, hookimpl
-from ttpu_core.latent_attention import latent_attention, yarn_softmax_scale
-from ttpu_core.layout import replace_rules, stacked_experts, standard_mapping, with_alternative
 from ttpu_core.mapping import FlaxMapping
-from ttpu_core.rope import RopeSpec, rope_from_config
+from ttpu_core.mapping.layout import replace_rules, stacked_experts, standard_mapping, with_alternative
 from ttpu_core.spec import ArchitectureSpec, MixerSpec, MLPSpec, MoESpec, RouterSpec
+from ttpu_core.spec.latent_attention import latent_attention, yarn_softmax_scale
+from ttpu_core.spec.rope import RopeSpec, rope_from_config
 from ttpu_mistral.ministral3 import query_temperature, with_usual_rope
 
 CONFIG_DEFAULTS = {

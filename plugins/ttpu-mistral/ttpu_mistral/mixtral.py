@@ -4,10 +4,10 @@ answers in which it differs from the core's defaults."""
 from dataclasses import replace
 
 from ttpu_core import ModelConfig, defaults, hookimpl
-from ttpu_core.layout import CheckpointNames, standard_mapping
 from ttpu_core.mapping import FlaxMapping
-from ttpu_core.rope import RopeSpec, rope_from_config
+from ttpu_core.mapping.layout import CheckpointNames, standard_mapping
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, RouterSpec
+from ttpu_core.spec.rope import RopeSpec, rope_from_config
 
 CONFIG_DEFAULTS = {
     "vocab_size": 32_000,

@@ -10,7 +10,7 @@ import pytest
 
 import ttpu_qwen
 from ttpu_core import ModelConfig, default_registry
-from ttpu_core.config_keys import refuse_ignored
+from ttpu_core.config.key_audit import refuse_ignored
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import gather
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MLPSpec, MoESpec

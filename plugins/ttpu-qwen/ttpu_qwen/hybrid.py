@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ttpu_core import ModelConfig, axes, hookimpl
+from ttpu_core import ModelConfig, hookimpl
 from ttpu_core import defaults as core
 from ttpu_core.errors import ConfigError
-from ttpu_core.layout import CheckpointNames, Rules, norm_rules, replace_rules
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Tensor
-from ttpu_core.rope import rope_from_config
+from ttpu_core.mapping.layout import CheckpointNames, Rules, norm_rules, replace_rules
 from ttpu_core.spec import (
     ArchitectureSpec,
     AttentionSpec,
@@ -22,7 +21,9 @@ from ttpu_core.spec import (
     OutputGate,
     Parameter,
     StateSpec,
+    axes,
 )
+from ttpu_core.spec.rope import rope_from_config
 from ttpu_qwen.layer_types import FULL, LINEAR
 
 CONFIG_DEFAULTS = {

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ttpu_core import ModelConfig, text_part
+from ttpu_core import ModelConfig
+from ttpu_core.config import text_part
 from ttpu_core.errors import ConfigError
-from ttpu_core.layout import CheckpointNames
 from ttpu_core.mapping import FlaxMapping
+from ttpu_core.mapping.layout import CheckpointNames
 from ttpu_qwen.experts import SHARED_EXPERT
 
 TEXT_TYPES = {

@@ -4,8 +4,8 @@ with DeltaNet's input projections in tensors of their own."""
 from __future__ import annotations
 
 from ttpu_core import ModelConfig, hookimpl
-from ttpu_core.layout import Rules, standard_mapping
 from ttpu_core.mapping import Concat, FlaxMapping, Tensor
+from ttpu_core.mapping.layout import Rules, standard_mapping
 from ttpu_core.spec import ArchitectureSpec, MixerSpec
 from ttpu_qwen import hybrid, multimodal
 

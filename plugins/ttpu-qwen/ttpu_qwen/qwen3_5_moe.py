@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from ttpu_core import ModelConfig, hookimpl
 from ttpu_core.errors import ConfigError
-from ttpu_core.layout import stacked_experts, standard_mapping, with_alternative
 from ttpu_core.mapping import FlaxMapping
+from ttpu_core.mapping.layout import stacked_experts, standard_mapping, with_alternative
 from ttpu_core.spec import ArchitectureSpec, MoESpec
 from ttpu_qwen import hybrid, multimodal
 from ttpu_qwen.experts import experts

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ttpu_core import ModelConfig, hookimpl
 from ttpu_core import defaults as core
-from ttpu_core.layout import stacked_experts, standard_mapping, with_alternative
 from ttpu_core.mapping import FlaxMapping
+from ttpu_core.mapping.layout import stacked_experts, standard_mapping, with_alternative
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MLPSpec, MoESpec
 from ttpu_qwen.experts import experts, is_sparse
 from ttpu_qwen.layer_types import window_size

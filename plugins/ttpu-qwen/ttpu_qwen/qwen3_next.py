@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from ttpu_core import ModelConfig, hookimpl
 from ttpu_core import defaults as core
-from ttpu_core.layout import CheckpointNames, Rules, stacked_experts, standard_mapping, with_alternative
 from ttpu_core.mapping import FlaxMapping, Tensor
+from ttpu_core.mapping.layout import CheckpointNames, Rules, stacked_experts, standard_mapping, with_alternative
 from ttpu_core.spec import ArchitectureSpec, MixerSpec, MLPSpec, MoESpec
 from ttpu_qwen import hybrid
 from ttpu_qwen.experts import SHARED_EXPERT, experts, is_sparse

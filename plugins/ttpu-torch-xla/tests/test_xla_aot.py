@@ -15,7 +15,7 @@ pytest.importorskip("ttpu_jax")
 
 from ttpu_core import ModelConfig, default_registry
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.plan.parallelism import resolve_parallelism
+from ttpu_core.sharding.parallelism import resolve_parallelism
 from ttpu_torch_xla.aot.compile import compile_graph
 from ttpu_torch_xla.aot.model import abstract_model
 from ttpu_torch_xla.aot.slice import SliceMesh, TpuSlice, sharding_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ttpu_core.errors import LaunchError
-from ttpu_core.launch.contract import AUTO, Contract, is_first_process
+from ttpu_core.processes import AUTO, Contract, is_first_process
 from ttpu_torch_xla.distributed import after_start, before_start
 
 pytestmark = pytest.mark.torch

@@ -20,8 +20,8 @@ from ttpu_conformance.declaration import declaration_for
 from ttpu_conformance.tiny import reference_class, tiny_config, written_config
 from ttpu_core import ModelConfig, default_registry
 from ttpu_core.errors import PlanError, RequestError, TTPUError, UnsupportedError
-from ttpu_core.plan.parallelism import resolve_parallelism
-from ttpu_core.plan.planner import Request
+from ttpu_core.sharding.parallelism import resolve_parallelism
+from ttpu_plan.planner import Request
 from ttpu_torch_xla.handle import Handle
 from ttpu_torch_xla.sharding.apply import Sharding, decoder_layers, linears_cut_along, parameter_cuts
 from ttpu_torch_xla.sharding.axes import Dimensions, parameter_axes
@@ -270,8 +270,8 @@ def test_auto_takes_no_mesh_that_would_need_padded_heads() -> None:
 
 
 def test_a_plan_is_taken_and_its_rules_are_its_own() -> None:
-    from ttpu_core.plan.hardware import parse_topology
-    from ttpu_core.plan.planner import plans
+    from ttpu_core.sharding.hardware import parse_topology
+    from ttpu_plan.planner import plans
 
     spec = tiny_llama()[1].spec
     plan = plans(spec, parse_topology("v5e:2x4"), Request())[0]
@@ -306,8 +306,8 @@ def test_fsdp_wrapping_needs_an_axis_to_cut_along() -> None:
 
 
 def test_a_plan_is_for_weights_as_they_are_loaded() -> None:
-    from ttpu_core.plan.hardware import parse_topology
-    from ttpu_core.plan.planner import plans
+    from ttpu_core.sharding.hardware import parse_topology
+    from ttpu_plan.planner import plans
 
     spec = tiny_llama()[1].spec
     plan = plans(spec, parse_topology("v5e:2x4"), Request(quantization="int8"))[0]
@@ -319,8 +319,8 @@ def test_a_plan_is_for_weights_as_they_are_loaded() -> None:
 
 
 def test_a_plan_for_smaller_weights_than_are_held_is_warned_of() -> None:
-    from ttpu_core.plan.hardware import parse_topology
-    from ttpu_core.plan.planner import plans
+    from ttpu_core.sharding.hardware import parse_topology
+    from ttpu_plan.planner import plans
 
     spec = tiny_llama()[1].spec
     plan = plans(spec, parse_topology("v5e:2x4"), Request(dtype="bfloat16"))[0]

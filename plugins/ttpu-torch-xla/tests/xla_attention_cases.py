@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from ttpu_core.plan.parallelism import Parallelism, resolve_parallelism
+from ttpu_core.sharding.parallelism import Parallelism, resolve_parallelism
 from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.attention import interface
 from ttpu_torch_xla.attention.interface import attention

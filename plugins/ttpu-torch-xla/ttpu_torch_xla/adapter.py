@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
-from ttpu_core.plan.links import slice_axes
+from ttpu_core.sharding.links import slice_axes
 from ttpu_torch_xla.distributed import after_start, before_start
 
 Cut = tuple[str, ...] | str | None

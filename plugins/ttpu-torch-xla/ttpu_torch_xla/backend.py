@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import RequestError
-from ttpu_core.plan.parallelism import Rules
+from ttpu_core.sharding.parallelism import Rules
 from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.handle import Handle, run_on_all_devices
 from ttpu_torch_xla.load import model_dtype, stock_model, tokenizer_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
-from ttpu_core.plan.hardware import chip_of_device_kind, parse_topology
+from ttpu_core.sharding.hardware import chip_of_device_kind, parse_topology
 from ttpu_torch_xla import adapter
 
 JaxFunction = Callable[..., Any]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.plan.parallelism import Parallelism
+from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_core.spec import AttentionSpec
 from ttpu_torch_xla.adapter import Adapter
 from ttpu_torch_xla.patches.patch import Patch, applied

@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.plan.parallelism import Parallelism
+from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_torch_xla.sharding.apply import decoder_layers
 
 

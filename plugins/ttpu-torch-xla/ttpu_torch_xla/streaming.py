@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ttpu_core.errors import RequestError, TTPUError, UnsupportedError
-from ttpu_core.generated import FinishReason, StreamEvent, Timings
-from ttpu_core.text_stream import TextStream
+from ttpu_core.generation.detokenizer import TextStream
+from ttpu_core.generation.events import FinishReason, StreamEvent, Timings
 from ttpu_torch_xla.adapter import Adapter
 from ttpu_torch_xla.generation.length import new_tokens
 

@@ -15,11 +15,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ttpu_core import axes
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import RequestError
-from ttpu_core.plan.strategy import DEFAULT_STRATEGY, Strategy
-from ttpu_core.spec import ArchitectureSpec, MoESpec
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.spec import ArchitectureSpec, MoESpec, axes
 from ttpu_jax.aot.compile import TRAINING_OPTIONS, CompiledProgram, compile_for
 from ttpu_jax.aot.schedule import Breakdown
 from ttpu_jax.aot.steps import AbstractProgram, Task, inference_step, train_step

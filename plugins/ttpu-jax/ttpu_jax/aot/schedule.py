@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field, fields
 
-from ttpu_core.plan.links import HOP_SECONDS, collective_seconds
+from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds
 
 from .hlo import COLLECTIVE_OPS, Instruction, Module, collective_bytes, fused_collective, parse
 from .topology import Chip, chip_named

@@ -9,8 +9,8 @@ from typing import Any
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.plan.hardware import Chip, Topology, slice_sizes
-from ttpu_core.plan.strategy import DEFAULT_STRATEGY
+from ttpu_core.sharding.hardware import Chip, Topology, slice_sizes
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.aot.report import ProgramReport, compile_report
 from ttpu_jax.aot.steps import Task

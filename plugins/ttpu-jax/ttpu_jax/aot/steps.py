@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ttpu_core import axes
-from ttpu_core.parameters import stacked_parameters
-from ttpu_core.spec import ArchitectureSpec, Parameter
+from ttpu_core.spec import ArchitectureSpec, Parameter, axes
+from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.model.cache import KVCache, empty_cache
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.loss import next_token_loss

@@ -14,8 +14,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
-from ttpu_core.plan.hardware import CHIPS, GIB, Chip, chip_named, parse_topology
-from ttpu_core.plan.links import slice_axes
+from ttpu_core.sharding.hardware import CHIPS, GIB, Chip, chip_named, parse_topology
+from ttpu_core.sharding.links import slice_axes
 from ttpu_jax.params.mesh import arrange
 
 __all__ = ["CHIPS", "GIB", "Chip", "TpuTopology", "chip_named", "first_line", "make_mesh", "tpu_topology"]

@@ -20,8 +20,8 @@ import ttpu_jax
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.files import write_whole
-from ttpu_core.plan.plan import Plan, ProgramEstimate
-from ttpu_core.plan.verification import Verification
+from ttpu_core.sharding.plan import Plan, ProgramEstimate
+from ttpu_core.sharding.verification import Verification
 from ttpu_jax.aot.report import ProgramReport, compile_report
 from ttpu_jax.aot.topology import tpu_topology
 

@@ -78,8 +78,8 @@ def compile_report(
       ttpu compile-report ./llama --topology v5e:2x4 --topology v6e:2x4 --task decode --batch 64
       ttpu compile-report ./llama --topology v5e:4x4 --mesh data=2,tensor=8 --json
     """
-    from ttpu_core.plan.parallelism import parse_mesh
     from ttpu_core.registry import default_registry
+    from ttpu_core.sharding.parallelism import parse_mesh
     from ttpu_jax.aot.report import compile_report as report
 
     axes = parse_mesh(mesh) if mesh else None

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from ttpu_core.errors import RequestError, TTPUError
-from ttpu_core.generated import FinishReason, StreamEvent, Timings
-from ttpu_core.text_stream import TextStream
+from ttpu_core.generation.detokenizer import TextStream
+from ttpu_core.generation.events import FinishReason, StreamEvent, Timings
 from ttpu_jax.distributed import shared_seed
 from ttpu_jax.generation.options import GenerationOptions
 from ttpu_jax.generation.programs import PREFILL_CHUNK, Programs, cache_bucket, prompt_bucket, prompts_seen

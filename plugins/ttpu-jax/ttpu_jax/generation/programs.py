@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ttpu_core import axes
-from ttpu_core.spec import ArchitectureSpec, Parameter
+from ttpu_core.spec import ArchitectureSpec, Parameter, axes
 from ttpu_jax.model.cache import KVCache, empty_cache
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.modules import Runtime

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ttpu_core.generated import FinishReason, Timings
+from ttpu_core.generation.events import FinishReason, Timings
 
 
 @dataclass

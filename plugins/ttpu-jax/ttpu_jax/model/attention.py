@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ttpu_core import axes
-from ttpu_core.parameters import fused_slots
-from ttpu_core.spec import AttentionSpec
+from ttpu_core.spec import AttentionSpec, axes
+from ttpu_core.spec.parameters import fused_slots
 from ttpu_jax.model.cache import LayerCache
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step, maybe, value_of
 from ttpu_jax.ops import attention as attention_ops

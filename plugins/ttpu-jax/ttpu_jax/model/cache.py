@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ttpu_core import axes
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, StateSpec
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, StateSpec, axes
 from ttpu_jax.params.placement import Placement
 
 CACHE_AXES = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)

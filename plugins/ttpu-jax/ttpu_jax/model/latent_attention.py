@@ -1,4 +1,4 @@
-"""Latent attention (`ttpu_core.latent_attention`) as a Flax NNX module. Among tokens that are all here, each head's
+"""Latent attention (`ttpu_core.spec.latent_attention`) as a Flax NNX module. Among tokens that are all here, each head's
 keys and values are made and attended to like any others; a cache is read as it lies, its latents serving as keys and
 values that all heads share (the "absorbed" form: arXiv 2405.04434, section 2.1.2)."""
 
@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ttpu_core import axes
-from ttpu_core.spec import AttentionSpec, MixerSpec, QueryTemperature
+from ttpu_core.spec import AttentionSpec, MixerSpec, QueryTemperature, axes
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step
 from ttpu_jax.ops import attention as attention_ops
 from ttpu_jax.ops.attention.reference import MASKED

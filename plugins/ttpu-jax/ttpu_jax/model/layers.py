@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ttpu_core.parameters import norm_names
 from ttpu_core.spec import LayerSpec, MixerSpec, MoESpec
+from ttpu_core.spec.parameters import norm_names
 from ttpu_jax.model.attention import Attention, KeyValue
 from ttpu_jax.model.cache import LayerCache, StateCache
 from ttpu_jax.model.custom import custom_mixer

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ttpu_core import axes
-from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec
+from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, axes
 from ttpu_jax.model.low_rank import low_rank_update
 from ttpu_jax.ops.activation import activate, gated_activation, sparsify
 from ttpu_jax.ops.linear import linear

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ttpu_core import axes
-from ttpu_core.spec import MoESpec
+from ttpu_core.spec import MoESpec, axes
 from ttpu_jax.model.modules import MLP, RESIDUAL, Linear, Norm, Parameters, Runtime, value_of
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.moe import ExpertKernels, choose_experts, run_experts

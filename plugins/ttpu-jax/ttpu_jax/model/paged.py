@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ttpu_core import axes
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.latent_attention import LATENT_ATTENTION
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, StateSpec
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, StateSpec, axes
+from ttpu_core.spec.latent_attention import LATENT_ATTENTION
 from ttpu_jax.model.cache import StateCache
 from ttpu_jax.model.latent_attention import latent_pages
 from ttpu_jax.ops.paged_attention import PagedKV, empty_pages, page_bytes

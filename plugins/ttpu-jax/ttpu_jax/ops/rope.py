@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ttpu_core.rope import RopeSpec, dynamic_base, inverse_frequencies
+from ttpu_core.spec.rope import RopeSpec, dynamic_base, inverse_frequencies
 
 
 def rope_angles(spec: RopeSpec, positions: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,11 +16,11 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from ttpu_core.box_reader import StoredTensor, read_boxes
 from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.checkpoint.header import TensorReader
+from ttpu_core.checkpoint.slices import StoredTensor, read_boxes
 from ttpu_core.mapping import Expression, FlaxMapping
-from ttpu_core.padding import Box
-from ttpu_core.safetensors_header import TensorReader
+from ttpu_core.mapping.padding import Box
 from ttpu_core.spec import Parameter
 from ttpu_jax.params.dtypes import stored_dtype
 from ttpu_jax.params.placement import Placement

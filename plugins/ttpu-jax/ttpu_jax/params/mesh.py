@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.plan.links import slice_axes
+from ttpu_core.sharding.links import slice_axes
 
 
 def arrange(devices: Sequence[jax.Device], sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.ndarray:

@@ -9,11 +9,11 @@ from math import prod
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from ttpu_core import axes as logical
 from ttpu_core.errors import RequestError, UnsupportedError
-from ttpu_core.plan.parallelism import Parallelism, check_devices, resolve_parallelism
-from ttpu_core.plan.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
+from ttpu_core.sharding.parallelism import Parallelism, check_devices, resolve_parallelism
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
 from ttpu_core.spec import Parameter
+from ttpu_core.spec import axes as logical
 from ttpu_jax.params.mesh import arrange
 
 

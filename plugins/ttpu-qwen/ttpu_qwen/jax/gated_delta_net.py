@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ttpu_core import axes
-from ttpu_core.spec import ActivationSpec, MixerSpec, NormSpec
+from ttpu_core.spec import ActivationSpec, MixerSpec, NormSpec, axes
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step
 from ttpu_jax.ops.activation import activate
 

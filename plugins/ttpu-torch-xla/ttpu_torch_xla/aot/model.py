@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ttpu_core.architecture import Architecture
-from ttpu_core.plan.parallelism import Parallelism
+from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_torch_xla.aot.slice import TpuSlice
 from ttpu_torch_xla.attention import transformers_name
 from ttpu_torch_xla.attention.choice import attention_for

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttpu_core.config import ModelConfig
-from ttpu_core.plan.parallelism import resolve_parallelism
 from ttpu_core.registry import default_registry
+from ttpu_core.sharding.parallelism import resolve_parallelism
 from ttpu_torch_xla.aot.compile import CompiledGraph
 from ttpu_torch_xla.aot.model import abstract_model
 from ttpu_torch_xla.aot.slice import TpuSlice

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.plan.hardware import Topology, parse_topology
+from ttpu_core.sharding.hardware import Topology, parse_topology
 from ttpu_torch_xla.adapter import Counters, Cut, TorchXla
 from ttpu_torch_xla.bridge import abstract_mesh, call_jax, lowering_for
 

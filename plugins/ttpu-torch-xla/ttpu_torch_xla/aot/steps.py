@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from ttpu_core import axes
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.spec import AttentionSpec
+from ttpu_core.spec import AttentionSpec, axes
 from ttpu_torch_xla.aot.compile import CompiledGraph, compile_graph
 from ttpu_torch_xla.aot.slice import TpuSlice, argument_of
 from ttpu_torch_xla.generation.cache import FixedCache, FixedLayer

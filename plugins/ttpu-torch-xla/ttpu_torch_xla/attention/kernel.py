@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ttpu_core import axes
-from ttpu_core.plan.parallelism import Parallelism
-from ttpu_core.spec import AttentionSpec
+from ttpu_core.sharding.parallelism import Parallelism
+from ttpu_core.spec import AttentionSpec, axes
 from ttpu_torch_xla.bridge import abstract_mesh, differentiable, target
 
 Options = tuple[tuple[str, object], ...]

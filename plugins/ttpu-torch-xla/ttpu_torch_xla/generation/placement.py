@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
-from ttpu_core import axes
+from ttpu_core.spec import axes
 from ttpu_torch_xla.generation.cache import FixedCache, FixedLayer
 from ttpu_torch_xla.sharding.apply import Sharding
 

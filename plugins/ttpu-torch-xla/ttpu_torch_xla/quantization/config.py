@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ttpu_core.errors import RequestError
-from ttpu_core.plan.workload import Quantization
+from ttpu_core.sharding.workload import Quantization
 
 BITS = (4, 8)
 FLAGS = ("symmetric", "quantize_activation", "use_pallas", "per_channel", "quantize_lm_head", "pack_4bit")

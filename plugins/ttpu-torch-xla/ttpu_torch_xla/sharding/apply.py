@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ttpu_core import axes
 from ttpu_core.architecture import Architecture
-from ttpu_core.plan.parallelism import Parallelism
-from ttpu_core.plan.strategy import MeshAxes
+from ttpu_core.sharding.parallelism import Parallelism
+from ttpu_core.sharding.strategy import MeshAxes
+from ttpu_core.spec import axes
 from ttpu_torch_xla.adapter import Adapter
 from ttpu_torch_xla.moving import move
 from ttpu_torch_xla.sharding.axes import parameter_axes

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ttpu_core import axes
 from ttpu_core.architecture import Architecture
 from ttpu_core.mapping import Expression, Padded, Stack, Tensor
+from ttpu_core.spec import axes
 
 Axis = tuple[str, int]
 """A logical axis, and how many there are of it: what cuts it must divide that number."""

@@ -10,7 +10,7 @@ import torch
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.plan.parallelism import Parallelism
+from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_torch_xla.sharding.apply import decoder_layers
 
 AXIS = "fsdp"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ttpu_core import axes
 from ttpu_core.errors import RequestError
+from ttpu_core.spec import axes
 from ttpu_torch_xla.handle import Handle
 from ttpu_torch_xla.sharding.apply import Sharding
 

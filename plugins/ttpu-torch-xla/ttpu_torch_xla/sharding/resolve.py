@@ -7,17 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ttpu_core import axes
 from ttpu_core.errors import RequestError, UnsupportedError
-from ttpu_core.launch.backends import CPU_DEVICES as SIMULATED_BY
-from ttpu_core.plan.asked import STAND_IN, plan_for, refuse_idle_axes, the_one_given, topology_of
-from ttpu_core.plan.hardware import chip_named
-from ttpu_core.plan.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
-from ttpu_core.plan.plan import Plan
-from ttpu_core.plan.planner import Request, plans, why_nothing_fits
-from ttpu_core.plan.strategy import MeshAxes, Strategy
-from ttpu_core.plan.workload import BITS, Quantization
-from ttpu_core.spec import ArchitectureSpec
+from ttpu_core.sharding.hardware import chip_named
+from ttpu_core.sharding.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
+from ttpu_core.sharding.plan import Plan
+from ttpu_core.sharding.request import STAND_IN, plan_for, refuse_idle_axes, the_one_given, topology_of
+from ttpu_core.sharding.strategy import MeshAxes, Strategy
+from ttpu_core.sharding.workload import BITS, Quantization
+from ttpu_core.spec import ArchitectureSpec, axes
+from ttpu_launch.backends import CPU_DEVICES as SIMULATED_BY
+from ttpu_plan.planner import Request, plans, why_nothing_fits
 from ttpu_torch_xla.adapter import Adapter
 
 PADDED = frozenset({axes.VOCAB, axes.MLP})

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ttpu_core.errors import RequestError, UnsupportedError
-from ttpu_core.latent_attention import LATENT_ATTENTION
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, KernelChoice, LayerSpec
+from ttpu_core.spec.latent_attention import LATENT_ATTENTION
 from ttpu_jax.ops.attention.api import IMPLEMENTATIONS, REFERENCE, implementation
 from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Options
 

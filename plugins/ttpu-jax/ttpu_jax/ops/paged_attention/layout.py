@@ -18,8 +18,7 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, Sharding
 
-from ttpu_core import axes
-from ttpu_core.spec import AttentionSpec
+from ttpu_core.spec import AttentionSpec, axes
 from ttpu_jax.ops.paged_attention.batch import PagedKV
 from ttpu_jax.ops.paged_attention.kernel import LANES, padded_heads
 

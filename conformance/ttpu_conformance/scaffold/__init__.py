@@ -1,0 +1,1 @@
+"""`ttpu new-plugin`: the files of a new family plugin."""

@@ -1,0 +1,299 @@
+"""An engine's programs for a TPU slice that need not be there. In: an architecture, a slice and engine settings; out:
+what the TPU compiler says of each step, and how many pages fit beside the weights and the largest step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+
+from ttpu_core.architecture import Architecture
+from ttpu_core.errors import UnsupportedError
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.spec import axes
+from ttpu_jax.aot.compile import CompiledProgram, compile_lowered, lower_for, without_persistent_cache
+from ttpu_jax.aot.topology import GIB, TpuTopology, make_mesh, tpu_topology
+from ttpu_jax.model.modules import Runtime, different_ropes
+from ttpu_jax.model.paged import group_page_bytes
+from ttpu_jax.model.support import check_supported
+from ttpu_jax.ops.attention import attention_choice
+from ttpu_jax.params.dtypes import model_dtype
+from ttpu_jax.params.initialize import abstract_parameters
+from ttpu_jax.params.padding import pad_for
+from ttpu_jax.params.placement import Placement
+from ttpu_jax.runner.buckets import StepShape
+from ttpu_jax.runner.build import refuse_idle_devices, runner_for
+from ttpu_jax.runner.compilation import Program, without_folders
+from ttpu_jax.runner.executable_cache import ProgramStore
+from ttpu_jax.runner.memory import MARGIN, pages_per_group
+from ttpu_jax.runner.reserve import device_bytes, reserved_bytes
+from ttpu_jax.runner.runner import Runner
+from ttpu_serve.api.engine_config import EngineConfig
+from ttpu_serve.speculative import speculative_config
+
+USABLE = 0.97
+"""Of the memory that the compiler's figures leave, what pages are counted for: a device that is there may have less."""
+KERNEL = 'custom_call_target="tpu_custom_call"'
+
+
+@dataclass(frozen=True)
+class ProgramFigures:
+    """What the compiler says of a program. Bytes are of one device; collectives are (name, number, bytes of one
+    device's results). `seconds` are predicted, without the `kernels` (calls of Pallas kernels), and with one turn of
+    each of the `open_loops`, which turn as often as the requests ask for."""
+
+    peak_bytes: int
+    argument_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    seconds: float
+    compile_seconds: float
+    collectives: tuple[tuple[str, int, int], ...]
+    kernels: int
+    open_loops: int
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether `seconds` leave nothing out."""
+        return not self.kernels and not self.open_loops
+
+    @classmethod
+    def of(cls, program: CompiledProgram) -> ProgramFigures:
+        """Those of a program that was just compiled."""
+        counts: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        for one in program.collectives:
+            counts[one.op] += one.count
+            sizes[one.op] += one.count * one.result_bytes
+        return cls(
+            peak_bytes=program.peak_bytes,
+            argument_bytes=program.argument_bytes,
+            alias_bytes=program.alias_bytes,
+            temp_bytes=program.temp_bytes,
+            seconds=program.estimate.seconds,
+            compile_seconds=program.compile_seconds,
+            collectives=tuple((op, counts[op], sizes[op]) for op in sorted(counts)),
+            kernels=program.hlo_text.count(KERNEL),
+            open_loops=len(program.estimate.loops_without_trip_count),
+        )
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> ProgramFigures:
+        """What `dataclasses.asdict` gave, through JSON."""
+        collectives = tuple((str(op), int(count), int(size)) for op, count, size in facts["collectives"])
+        return cls(**{**facts, "collectives": collectives})
+
+
+@dataclass(frozen=True)
+class AheadProgram:
+    """One program. `cache_bytes` are the pages and states that it is given on each device; `compiled` is None where it
+    had been stored before."""
+
+    name: str
+    figures: ProgramFigures
+    compiled: CompiledProgram | None
+    cache_bytes: int
+
+    @property
+    def cache_in_place(self) -> bool:
+        """Whether all of the caches are written where they were, and so held once."""
+        return self.figures.alias_bytes >= self.cache_bytes
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """An engine's programs for a slice. `num_pages` of each group fit; `programs` are compiled with them.
+
+    weight_bytes: on each device. page_bytes: of a page in each group, in all of its layers, on each device.
+    """
+
+    topology: TpuTopology
+    config: EngineConfig
+    mesh: Mapping[str, int]
+    num_pages: tuple[int, ...]
+    page_bytes: tuple[int, ...]
+    weight_bytes: int
+    programs: tuple[AheadProgram, ...]
+    runner: Runner
+
+
+def compile_ahead(
+    architecture: Architecture,
+    topology_name: str,
+    config: EngineConfig | None = None,
+    *,
+    dtype: Any = "bfloat16",
+    mesh: Mapping[str, int] | None = None,
+    strategy: Strategy = DEFAULT_STRATEGY,
+    attn_implementation: str = "auto",
+    only: Callable[[Program], bool] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    store: bool = False,
+    workers: int = 1,
+) -> Ahead:
+    """Compile an engine's programs for a slice.
+
+    Args:
+        mesh: mesh axis → devices along it; None cuts every layer over all devices (`tensor`).
+        only: which programs; None is all.
+        progress: called with the name of what was compiled, how many are done, and how many there are.
+        store: keep executables for a machine that has such a slice, and do not compile what was kept before.
+        workers: programs that are compiled at once, while the next ones are traced. libtpu 0.0.42 takes one after
+            another (8 layers of Llama-3.1-8B: 26 s by one, 27 s by two, on two processors).
+
+    Raises:
+        UnsupportedError: no such slice or mesh, or a program does not fit.
+        RequestError: settings that contradict the model or each other.
+        MissingDependencyError: libtpu is not installed.
+    """
+    topology = tpu_topology(topology_name)
+    config = config or EngineConfig()
+    runner = abstract_runner(architecture, topology, config, dtype, mesh, strategy, attn_implementation)
+    placement = runner.runtime.placement
+    kept = ProgramStore(placement.devices) if store else None
+    if progress is not None:
+        progress("", 0, 1)
+    size = runner.config.page_size or 1
+    page_bytes = group_page_bytes(runner.spec, runner.layout, size, placement, runner.cache_dtype)
+    runner.num_pages = _num_pages(runner, topology, page_bytes, kept)
+    programs = [program for program in runner.programs() if only is None or only(program)]
+    caches = device_bytes(runner._empty_caches(abstract=True))
+    return Ahead(
+        topology=topology,
+        config=runner.config,
+        mesh={} if placement.mesh is None else dict(placement.mesh.shape),
+        num_pages=runner.num_pages,
+        page_bytes=page_bytes,
+        weight_bytes=device_bytes(runner.params),
+        programs=_compile_all(topology, programs, caches, kept, progress, workers),
+        runner=runner,
+    )
+
+
+def _compile_all(
+    topology: TpuTopology,
+    programs: Sequence[Program],
+    caches: int,
+    store: ProgramStore | None,
+    progress: Callable[[str, int, int], None] | None,
+    workers: int,
+) -> tuple[AheadProgram, ...]:
+    """Traced here, one after another; compiled in threads meanwhile. `caches`: bytes of pages and states."""
+
+    def compile_one(program: Program, lowered: jax.stages.Lowered) -> AheadProgram:
+        held = caches if program.key[0] == "step" else 0  # type: ignore[index]
+        return AheadProgram(name_of(program.key), *_compiled(topology, program, lowered, store), held)
+
+    done: dict[int, AheadProgram] = {}
+    # Once for all of them: each program for itself would keep the others waiting.
+    with without_persistent_cache(), ThreadPoolExecutor(workers, thread_name_prefix="ttpu-compile") as pool:
+        try:
+            futures = {
+                pool.submit(compile_one, program, lower(topology, program)): index
+                for index, program in enumerate(programs)
+            }
+            for future in as_completed(futures):
+                done[futures[future]] = future.result()
+                if progress is not None:
+                    progress(done[futures[future]].name, len(done), len(programs))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return tuple(done[index] for index in range(len(programs)))
+
+
+def abstract_runner(
+    architecture: Architecture,
+    topology: TpuTopology,
+    config: EngineConfig,
+    dtype: Any,
+    mesh: Mapping[str, int] | None,
+    strategy: Strategy = DEFAULT_STRATEGY,
+    attn_implementation: str = "auto",
+) -> Runner:
+    """A runner whose weights are only shapes, on the devices of a slice."""
+    check_supported(architecture.spec)
+    if config.adapters or config.max_adapters:
+        raise UnsupportedError(
+            f"programs with LoRA adapters were asked for {topology.name!r}, but adapters are read beside weights on "
+            "devices that are there: leave them out, or compile on that machine."
+        )
+    kind = model_dtype(dtype)
+    placement = Placement(make_mesh(topology, mesh or {"tensor": len(topology.devices)}), strategy)
+    refuse_idle_devices(placement)
+    spec, _ = pad_for(architecture.spec, placement)
+    sequence_axes = placement.axes_of(axes.SEQUENCE)
+    attention = attention_choice(spec, attn_implementation, placement.platform, None, sequence_axes)
+    runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
+    filled = config.filled(spec, placement.platform)
+    params = abstract_parameters(spec.parameters, placement, kind)
+    runner = runner_for(spec, spec.parameters, runtime, params, filled, kind)
+    if config.speculative is not None and speculative_config(config.speculative).method == "draft_model":
+        raise UnsupportedError(
+            f"programs with the draft model {config.speculative!r} were asked for {topology.name!r}, but a draft model "
+            "shares memory that is measured on devices that are there: use ngram, or compile on that machine."
+        )
+    runner.num_pages = pages_per_group(
+        replace(filled, num_pages=filled.num_pages or (filled.max_num_seqs or 1) + 2), runner.layout, (), None
+    )
+    return runner
+
+
+def _compiled(
+    topology: TpuTopology, program: Program, lowered: jax.stages.Lowered | None, store: ProgramStore | None
+) -> tuple[ProgramFigures, CompiledProgram | None]:
+    """What the compiler says of a program, now or when it was stored; it is stored now if it was not."""
+    lowered = lowered or lower(topology, program)
+    key = "" if store is None else store.key(lowered)
+    facts = None if store is None else store.facts(key)
+    if facts is not None:
+        return ProgramFigures.from_dict(facts), None
+    compiled = compile_lowered(topology, lowered, name_of(program.key))
+    figures = ProgramFigures.of(compiled)
+    if store is not None:
+        store.save(key, compiled.executable, asdict(figures))
+    return figures, compiled
+
+
+def lower(topology: TpuTopology, program: Program) -> jax.stages.Lowered:
+    """One program, traced for a slice."""
+    with without_folders():
+        return lower_for(topology, program.jitted, *program.arguments)
+
+
+def name_of(key: Any) -> str:
+    """What tables call the program of a key."""
+    if isinstance(key, str):
+        return key
+    kind, *rest = key
+    return str(rest[0]) if isinstance(rest[0], StepShape) else " ".join([str(kind), *(_word(each) for each in rest)])
+
+
+def _word(part: Any) -> str:
+    return part.name.lower() if hasattr(part, "name") else str(part)
+
+
+def _num_pages(
+    runner: Runner, topology: TpuTopology, page_bytes: tuple[int, ...], store: ProgramStore | None
+) -> tuple[int, ...]:
+    """What was asked for, or as many as the memory holds beside the weights and what `reserved_bytes` counts."""
+    config = runner.config
+    if config.num_pages is not None or not page_bytes:
+        return pages_per_group(config, runner.layout, page_bytes, None)
+    if config.kv_cache_memory is not None:
+        return pages_per_group(config, runner.layout, page_bytes, config.kv_cache_memory)
+    weights = device_bytes(runner.params)
+    free = topology.chip.hbm_bytes - MARGIN - weights
+    if free > 0:
+        free -= reserved_bytes(runner, lambda program: _compiled(topology, program, None, store)[0].temp_bytes)
+    if free <= 0:
+        raise UnsupportedError(
+            f"an engine for {topology.name!r} was asked for, but weights, states and the largest step take "
+            f"{-free / GIB:.2f} GiB more than each device's {topology.chip.hbm_bytes / GIB:.2f} GiB: use more devices, "
+            "or lower max_num_seqs and max_num_batched_tokens."
+        )
+    return pages_per_group(config, runner.layout, page_bytes, int(free * USABLE))

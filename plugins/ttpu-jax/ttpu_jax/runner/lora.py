@@ -1,0 +1,313 @@
+"""LoRA adapters of an engine, several of which one batch may use. In: a loaded model and adapters' directories; out:
+parameters that hold all of them beside the kernels, in room for a fixed number of them, so that loading and unloading
+while serving compiles nothing.
+
+A kernel made of several checkpoint tensors (queries, keys and values) has a block of ranks for each. The rule that
+makes the kernel of them acts on outputs alone, so the same rule makes the block-diagonal `b` of theirs."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttpu_core.errors import MappingError, RequestError, UnsupportedError
+from ttpu_core.mapping import Concat, Expression, FlaxMapping, Padded, Stack, Tensor, gather
+from ttpu_core.mapping.padding import Padding
+from ttpu_core.spec import Parameter
+from ttpu_serve.adapters.files import LowRankUpdate, read_adapter
+from ttpu_serve.api.engine_config import EngineConfig
+
+if TYPE_CHECKING:
+    from ttpu_jax.causal_lm import JaxCausalLM
+
+DEFAULT_RANK = 16
+"""Ranks that there is room for where neither `max_lora_rank` nor an adapter says."""
+
+_REACHED = re.compile(
+    r"layers\.\d+\.(attention\.(qkv|value|gate|output)|(mlp|moe\.shared|moe\.dense)\.(gate_up|up|down))\.kernel"
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A kernel that adapters reach: `tensors` are the checkpoint's that it is made of, `rule` makes [*out, ranks of all
+    blocks] of their `b`, `padding` is that of the inputs of `a` [ranks of all blocks, in]."""
+
+    path: str
+    tensors: tuple[str, ...]
+    rule: Expression
+    padding: Padding | None
+
+    def matrices(self, updates: Mapping[str, LowRankUpdate], rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """`a` [blocks * rank, in] and `b` [*out, blocks * rank] of one adapter; zeros where it has nothing."""
+        shapes = {leaf.name: leaf.shape for leaf in self.rule.leaves()}
+        ranks = rank * len(self.tensors)
+        given = [update for name in self.tensors if (update := updates.get(name)) is not None]
+        a = np.zeros((ranks, given[0].a.shape[1]), np.float32)
+        blocks = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        for number, name in enumerate(self.tensors):
+            if (update := updates.get(name)) is not None:
+                own = slice(number * rank, number * rank + update.rank)
+                a[own], blocks[name][:, own] = update.a, update.b
+        b = np.empty(self.rule.result_shape, np.float32)
+        gather(self.rule, blocks.__getitem__, b)
+        return (a if self.padding is None else self.padding.pad(a)), b
+
+
+class Adapters:
+    """The adapters that an engine holds. `names` maps each to its number, 1 to `capacity`."""
+
+    def __init__(self, mapping: FlaxMapping, sites: Mapping[str, Site], capacity: int, rank: int) -> None:
+        self.names: dict[str, int] = {}
+        self.capacity, self.rank = capacity, rank
+        self._mapping, self._sites = mapping, sites
+        self._generations: dict[str, int] = {}
+        self._loads = 0
+
+    def salt(self, name: str) -> bytes:
+        """What sets prefixes of this adapter apart, also from those of an earlier one of its name."""
+        return f"{name}\0{self._generations[name]}".encode()
+
+    def load(
+        self, params: dict[str, Any], name: str, directory: str | Path, busy: Collection[int] = ()
+    ) -> None:
+        """Read an adapter into `params`, whose arrays are replaced; one of the same name is replaced, and requests that
+        use it finish with it. `busy` are the numbers of adapters that requests use.
+
+        Raises:
+            RequestError: no room, a rank above `rank`, or no adapter there.
+            CheckpointError, MappingError, UnsupportedError: the adapter is damaged, another model's, or no plain LoRA
+                on kernels that adapters reach.
+        """
+        self.put(params, name, self.read(directory), busy)
+
+    def read(self, directory: str | Path) -> dict[str, LowRankUpdate]:
+        """What `put` takes, from an adapter's files; from any thread."""
+        return tensor_updates(self._mapping, self._sites, read_adapter(directory), directory)
+
+    def put(
+        self, params: dict[str, Any], name: str, updates: Mapping[str, LowRankUpdate], busy: Collection[int] = ()
+    ) -> None:
+        """As `load`, of updates by the mapping's tensors."""
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"an adapter was given the name {name!r}, but a text is needed: name it.")
+        rank = max(update.rank for update in updates.values())
+        if rank > self.rank:
+            raise RequestError(
+                f"the adapter {name!r} has rank {rank}, but this engine has room for {self.rank}: set "
+                f"max_lora_rank={rank}."
+            )
+        number = self._free(name, busy)
+        for site in self._sites.values():
+            if any(tensor in updates for tensor in site.tensors):
+                a, b = site.matrices(updates, self.rank)
+            else:
+                a, b = np.zeros((), np.float32), np.zeros((), np.float32)
+            for path, axis, value in ((f"{site.path}.lora_a", 0, a), (f"{site.path}.lora_b", -2, b)):
+                array = params[path]
+                one = np.broadcast_to(value, np.delete(array.shape, axis)).astype(array.dtype)
+                params[path] = _writer(array.sharding, axis)(array, one, np.int32(number - 1))
+        self._loads += 1
+        self.names[name], self._generations[name] = number, self._loads
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter; requests that use it finish with it, and its room is free when they are done."""
+        del self.names[name]
+
+    def _free(self, name: str, busy: Collection[int]) -> int:
+        others = {number for other, number in self.names.items() if other != name}
+        for number in range(1, self.capacity + 1):
+            if number not in others and number not in busy:
+                return number
+        using = "requests still use the others" if len(others) < self.capacity else "unload one"
+        raise RequestError(
+            f"the adapter {name!r} was to be loaded, but this engine has room for {self.capacity} and holds "
+            f"{', '.join(self.names) or 'none'} ({using}): try again later, or raise max_adapters."
+        )
+
+
+def load_adapters(model: JaxCausalLM, config: EngineConfig) -> tuple[dict[str, Any], dict[str, Parameter], Adapters]:
+    """A model's parameters, and its parameter table, with room for adapters and those of `config.adapters` in it.
+
+    Room is for `max_adapters` of `max_lora_rank` on every kernel that adapters reach; where `max_adapters` is not set,
+    for the adapters given, on the kernels that they change.
+
+    Raises:
+        RequestError, CheckpointError, MappingError, UnsupportedError: as `Adapters.load`.
+    """
+    given = dict(config.adapters or {})
+    capacity = config.max_adapters or len(given)
+    if len(given) > capacity:
+        raise RequestError(
+            f"{len(given)} adapters were given with max_adapters={capacity}: raise it, or leave some out."
+        )
+    spec, mapping = model.programs.spec, model.architecture.mapping
+    reached = {path: tensors for path, rule in mapping.rules if (tensors := reached_tensors(path, rule)) is not None}
+    read = {name: tensor_updates(mapping, reached, read_adapter(path), path) for name, path in given.items()}
+    changed = {tensor for updates in read.values() for tensor in updates}
+    ranks_given = [update.rank for updates in read.values() for update in updates.values()]
+    rank = config.max_lora_rank or max(ranks_given, default=DEFAULT_RANK)
+    table, sites = dict(spec.parameters), {}
+    params: dict[str, Any] = dict(model.params)
+    placement = model.programs.runtime.placement
+    for path, tensors in reached.items():
+        used = tensors if config.max_adapters else tuple(name for name in tensors if name in changed)
+        if not used:
+            continue
+        kernel = spec.parameters[path]
+        site = make_site(path, used, mapping[path], rank * len(used), model.paddings.get(path))
+        sites[path] = site
+        *out, inputs = zip(kernel.shape, kernel.axes, strict=True)
+        ranks = rank * len(used)
+        shapes = {
+            "lora_a": ((capacity, None), (ranks, None), inputs),
+            "lora_b": (*out, (capacity, None), (ranks, None)),
+        }
+        for name, dims in shapes.items():
+            sizes, logical = zip(*dims, strict=True)
+            parameter = Parameter(sizes, logical, "zeros", kernel.dtype)
+            own = f"{site.path}.{name}"
+            table[own] = parameter
+            sharding = placement.parameter(own, parameter)
+            params[own] = jnp.zeros(parameter.shape, params[path].dtype, device=sharding)
+    adapters = Adapters(mapping, sites, capacity, rank)
+    for name, updates in read.items():
+        adapters.put(params, name, updates)
+    return params, table, adapters
+
+
+def tensor_updates(
+    mapping: FlaxMapping,
+    sites: Mapping[str, Any],
+    adapter: Mapping[str, LowRankUpdate],
+    directory: str | Path,
+) -> dict[str, LowRankUpdate]:
+    """An adapter's updates by the names of the mapping's tensors; `sites` has the Flax paths that adapters reach.
+
+    Raises:
+        UnsupportedError: it changes something that adapters do not reach.
+        MappingError: it changes modules that the model does not have, or has in other sizes.
+    """
+    shapes = mapping.tensors
+    users = _users(mapping)
+    ignored = [re.compile(pattern) for pattern in mapping.ignored]
+    actual = {f"{module}.weight": module for module in adapter}
+    names = mapping.canonical(actual)
+    # What the model itself ignores (keys of layers that use another's) has no effect with an adapter either.
+    unknown = [name for name in actual if name not in names.values() and not any(i.fullmatch(name) for i in ignored)]
+    if unknown:
+        raise MappingError(
+            f"the adapter {str(directory)!r} changes {actual[unknown[0]]!r}, which this model does not have: it was "
+            "trained for another model."
+        )
+    updates = {}
+    for name, stored in names.items():
+        module, update = actual[stored], adapter[actual[stored]]
+        missing = [path for path in users[name] if path not in sites] if users[name] else ["head.kernel"]
+        if missing:
+            raise UnsupportedError(
+                f"the adapter {str(directory)!r} changes {module!r}, {_why(missing[0])}: train one for the query, key, "
+                "value, output, gate, up and down projections alone."
+            )
+        if shapes[name] != (update.b.shape[0], update.a.shape[1]):
+            raise MappingError(
+                f"the adapter {str(directory)!r} changes {module!r} of shape {update.b.shape[0], update.a.shape[1]}, "
+                f"but this model's is {shapes[name]}: it was trained for another model."
+            )
+        updates[name] = update
+    return updates
+
+
+def _why(path: str) -> str:
+    if path.startswith(("embed.", "head.")):
+        return "but adapters of the embedding or the output head are not served"
+    if ".experts." in path or ".router." in path:
+        return "but adapters of routed experts or their router are not served"
+    if _REACHED.fullmatch(path):
+        return "where this engine, which was built for what its first adapters change, has no room (set max_adapters)"
+    return f"which is {path} here, but adapters of such a part are not served"
+
+
+def _users(mapping: FlaxMapping) -> dict[str, list[str]]:
+    """Checkpoint tensor → the parameters that are made of it."""
+    users: dict[str, list[str]] = defaultdict(list)
+    for path, rule in mapping.rules:
+        for leaf in rule.leaves():
+            if path not in users[leaf.name]:
+                users[leaf.name].append(path)
+    return users
+
+
+def reached_tensors(path: str, rule: Expression) -> tuple[str, ...] | None:
+    """The checkpoint's tensors of a kernel that adapters reach, by its Flax path; None for other parameters."""
+    if _REACHED.fullmatch(path) is None or _narrowed(rule, 1) is None:
+        return None
+    return tuple(dict.fromkeys(leaf.name for leaf in rule.leaves()))
+
+
+def make_site(path: str, tensors: tuple[str, ...], rule: Expression, ranks: int, padding: Padding | None) -> Site:
+    """The site of a kernel: `rule` and `padding` are those of the kernel, `ranks` those of all `tensors` together."""
+    narrowed = _narrowed(rule, ranks)
+    assert narrowed is not None
+    inputs = None
+    if padding is not None:
+        if padding.shape[-1] == padding.original[-1]:
+            narrowed = Padded(narrowed, _with(padding, slice(-1, None), ranks))
+        else:
+            inputs = _with(padding, slice(0, 1), ranks)
+    return Site(path.removesuffix(".kernel"), tensors, narrowed, inputs)
+
+
+def _with(padding: Padding, where: slice, size: int) -> Padding:
+    """The padding with the first or the last dimension, which it leaves alone, of another size."""
+
+    def changed(shape: tuple[int, ...]) -> tuple[int, ...]:
+        dims = list(shape)
+        dims[where] = [size]
+        return tuple(dims)
+
+    return replace(
+        padding, original=changed(padding.original), shape=changed(padding.shape), view=changed(padding.view)
+    )
+
+
+def _narrowed(rule: Expression, ranks: int) -> Expression | None:
+    """The rule for tensors [out, ranks] in place of [out, in]; None where it does not leave inputs whole and last."""
+    if isinstance(rule, Concat | Stack):
+        if rule.axis == len(rule.result_shape) - 1:
+            return None
+        parts = [part for each in rule.parts if (part := _narrowed(each, ranks)) is not None]
+        return replace(rule, parts=tuple(parts)) if len(parts) == len(rule.parts) else None
+    if not isinstance(rule, Tensor) or len(rule.shape) != 2:
+        return None
+    inputs, result = rule.shape[1], Tensor(rule.name, (rule.shape[0], ranks))
+    for operation, argument in rule.views:
+        rank = len(result.result_shape)
+        if operation == "reshape" and argument[-1] == inputs:
+            result = result.reshape(*argument[:-1], ranks)
+        elif operation == "transpose" and argument[-1] == rank - 1:
+            result = result.transpose(*argument)
+        elif operation == "take" and len(argument) < rank:
+            result = result[tuple(part if isinstance(part, int) else slice(*part) for part in argument)]
+        else:
+            return None
+    return result
+
+
+@lru_cache(maxsize=64)
+def _writer(sharding: Any, axis: int) -> Any:
+    """A program that writes one adapter into an array of all of them, in place; `axis` is theirs."""
+
+    def write(array: jax.Array, one: jax.Array, number: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(array, one, number, axis % array.ndim)
+
+    return jax.jit(write, donate_argnums=0, out_shardings=sharding)

@@ -1,0 +1,66 @@
+"""The same number of pages at every start. In: pages for which memory was found; out: those of an earlier start where
+they do, since programs are compiled for a number of pages, and memory that is free differs a little each time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ttpu_core.files import write_whole
+from ttpu_jax.runner.compilation_cache import programs_folder
+from ttpu_jax.runner.runner import Runner
+
+MORE = {"cpu": 2.0}
+"""How many times as many pages have to fit before a number is given up for the larger one. On a CPU what pages may take
+is a guess, which what else runs there changes."""
+A_LITTLE_MORE = 1.1
+
+
+def steady_pages(measured: tuple[int, ...], runner: Runner, page_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Pages per group: those that were remembered for such an engine, where they fit and are not much fewer."""
+    path = _file(runner, page_bytes)
+    before = _read(path)
+    factor = MORE.get(runner.runtime.placement.platform, A_LITTLE_MORE)
+    if len(before) == len(measured) and all(
+        old <= new <= max(old * factor, old + 1) for old, new in zip(before, measured, strict=True)
+    ):
+        return before
+    remember_pages(measured, runner, page_bytes)
+    return measured
+
+
+def remember_pages(pages: tuple[int, ...], runner: Runner, page_bytes: Sequence[int]) -> None:
+    """Note them for the next start; where nothing can be written, nothing is."""
+    path = _file(runner, page_bytes)
+    if path is None:
+        return
+    try:
+        write_whole(path, json.dumps(pages))
+    except OSError:
+        return
+
+
+def _file(runner: Runner, page_bytes: Sequence[int]) -> Path | None:
+    """Named by what memory depends on: weights, devices, and what steps and pages are like."""
+    folder = programs_folder("pages")
+    if folder is None:
+        return None
+    placement, config = runner.runtime.placement, runner.config
+    mesh = {} if placement.mesh is None else dict(placement.mesh.shape)
+    weights = sorted((path, tuple(value.shape), str(value.dtype)) for path, value in runner.params.items())
+    steps = (config.max_model_len, config.page_size, config.penalties, runner.buckets, runner.adapters)
+    pages = (tuple(page_bytes), str(runner.cache_dtype))
+    described = repr((placement.devices[0].device_kind, mesh, weights, pages, steps))
+    return folder / f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
+
+
+def _read(path: Path | None) -> tuple[int, ...]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path is not None else []
+    except (OSError, ValueError):
+        return ()
+    if not isinstance(found, list) or not all(isinstance(count, int) and count > 1 for count in found):
+        return ()
+    return tuple(found)

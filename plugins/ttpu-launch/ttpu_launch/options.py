@@ -1,0 +1,103 @@
+"""The launcher's options: their defaults, and which place reads which of them. In: a place and the options that a user
+gave; out: nothing, or one sentence about the first that would have been dropped in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from ttpu_core.errors import LaunchError
+from ttpu_core.processes import DEFAULT_TIMEOUT
+
+DEFAULT_GRACE = 10.0
+"""Seconds from SIGTERM to SIGKILL."""
+
+DEFAULT_BACKEND = "jax"
+
+DEFAULT_SSH = "ssh -T -o BatchMode=yes -o ServerAliveInterval=15"
+"""How a host is reached: no terminal, no questions, and a connection that is dead is noticed in three times 15 s."""
+
+HERE, HOSTS, SLURM, WORKER, SLICE = "here", "hosts", "slurm", "worker", "slice"
+SLURM_SCRIPT, GKE = "slurm-script", "gke"
+SPOKEN: Mapping[str, str] = MappingProxyType(
+    {
+        HOSTS: "--hosts or --hostfile",
+        SLURM: "--slurm",
+        WORKER: "--tpu-pod",
+        SLICE: "--tpu-pod and --tpu-name",
+        SLURM_SCRIPT: "--slurm-script",
+        GKE: "--gke",
+    }
+)
+"""By which options a place is chosen; none of them is processes on this machine."""
+
+PLACES = (HERE, *SPOKEN)
+FILES = (SLURM_SCRIPT, GKE)
+
+READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        # which place
+        "hosts": (HOSTS,),
+        "hostfile": (HOSTS,),
+        "slurm": (SLURM,),
+        "tpu_pod": (WORKER, SLICE),
+        "slurm_script": (SLURM_SCRIPT,),
+        "gke": (GKE,),
+        # what runs; elsewhere SLURM, GKE or the slice says how many processes there are
+        "command": PLACES,
+        "backend": PLACES,
+        "nproc_per_node": (HERE, HOSTS, SLURM_SCRIPT),
+        "devices_per_process": (HERE, HOSTS, SLURM, SLURM_SCRIPT),
+        "env": PLACES,
+        "timeout": PLACES,
+        "grace": PLACES,
+        "dry_run": PLACES,
+        # how a place is reached
+        "ssh": (HOSTS,),
+        "python": (HOSTS,),
+        "coordinator": (HOSTS,),
+        "tpu_name": (SLICE,),
+        "zone": (SLICE,),
+        "project": (SLICE,),
+        "workdir": (SLICE,),
+        # what a file says
+        "name": FILES,
+        "force": FILES,
+        "nodes": (SLURM_SCRIPT,),
+        "time": (SLURM_SCRIPT,),
+        "partition": (SLURM_SCRIPT,),
+        "sbatch": (SLURM_SCRIPT,),
+        "topology": (GKE,),
+        "image": (GKE,),
+        "secret": (GKE,),
+        "namespace": (GKE,),
+        "max_restarts": (GKE,),
+        "chips_per_host": (GKE,),
+    }
+)
+"""The places that read an option, by the name of its parameter."""
+
+
+def check_options(given: Iterable[str], place: str) -> None:
+    """Refuse what this place does not read; `given` are names of parameters.
+
+    Raises:
+        LaunchError: the first of them that it does not.
+    """
+    for name in given:
+        if place not in READ_BY[name]:
+            owners = [SPOKEN[owner] for owner in READ_BY[name] if owner != HERE]
+            here = ["on this machine"] if HERE in READ_BY[name] else []
+            where = " or ".join([*here, f"with {' or '.join(owners)}"])
+            asked = f"with {SPOKEN[place]}" if place in SPOKEN else "for processes on this machine"
+            raise LaunchError(
+                f"--{name.replace('_', '-')} was given {asked}, but it says something only {where}: leave it out, or "
+                "launch there."
+            )
+
+
+def own_options(timeout: int, grace: float, backend: str = DEFAULT_BACKEND) -> list[str]:
+    """The options that a launch on another machine is given too, where they are not the usual."""
+    runs = [] if backend == DEFAULT_BACKEND else ["--backend", backend]
+    waits = [] if timeout == DEFAULT_TIMEOUT else ["--timeout", str(timeout)]
+    return runs + waits + ([] if grace == DEFAULT_GRACE else ["--grace", f"{grace:g}"])

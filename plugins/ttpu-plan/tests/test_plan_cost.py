@@ -1,0 +1,117 @@
+"""Predicted time: rooflines that can be computed by hand, rings and lines, and an order of meshes that makes sense."""
+
+from dataclasses import replace
+
+import pytest
+from test_plan_memory import LLAMA, published
+
+from ttpu_core.sharding.hardware import CHIPS, Topology, parse_topology
+from ttpu_core.sharding.links import HOP_SECONDS, LINE, collective_seconds, links_of, slice_axes
+from ttpu_core.sharding.workload import Workload
+from ttpu_plan.cost import HBM_SHARE, MXU_SHARE, estimate_time
+
+DECODE = Workload("decode", 32, 2048)
+PREFILL = Workload("prefill", 1, 2048)
+TRAIN = Workload("train", 64, 2048, layers="scan")
+
+
+def test_a_decode_step_takes_as_long_as_reading_weights_and_cache() -> None:
+    spec, topology = published(LLAMA), parse_topology("v6e:1x1")
+    read = 2 * (spec.num_parameters - spec.vocab_size * spec.hidden_size) + spec.kv_bytes_per_token(2) * 32 * 2048
+    estimate = estimate_time(spec, {}, topology, DECODE)
+    assert estimate.seconds == pytest.approx(read / topology.chip.hbm_bytes_per_second / HBM_SHARE, rel=0.02)
+    assert (estimate.bound, estimate.ici, estimate.dcn) == ("hbm", 0.0, 0.0)
+
+
+def test_a_prefill_takes_as_long_as_its_products() -> None:
+    spec, topology = published(LLAMA), parse_topology("v6e:1x1")
+    matrices = spec.num_parameters - 2 * spec.vocab_size * spec.hidden_size
+    attention = 2 * 32 * 128 * 2048 * 2048 * spec.num_layers  # causal: half of 4 · heads · dim · tokens²
+    flops = 2 * matrices * 2048 + attention
+    estimate = estimate_time(spec, {}, topology, PREFILL)
+    assert estimate.compute == pytest.approx(flops / topology.chip.bf16_flops / MXU_SHARE, rel=0.02)
+    assert estimate.bound == "compute"
+
+
+def test_training_multiplies_four_times_and_three_without_remat() -> None:
+    spec, topology = published(LLAMA), parse_topology("v5p:4x4x4")
+    again = estimate_time(spec, {"fsdp": 64}, topology, TRAIN)
+    once = estimate_time(spec, {"fsdp": 64}, topology, replace(TRAIN, remat=False))
+    head = 4 * 2 * spec.vocab_size * spec.hidden_size * 2048 / topology.chip.bf16_flops / MXU_SHARE
+    assert (again.compute - head) / (once.compute - head) == pytest.approx(4 / 3, rel=0.01)
+
+
+def test_a_dense_layer_sums_twice_over_its_tensor_axis() -> None:
+    """Two all-reduces a layer and one for the looked-up embedding (arXiv 1909.08053)."""
+    spec, topology = published(LLAMA), parse_topology("v5e:2x4")
+    estimate = estimate_time(spec, {"tensor": 8}, topology, DECODE)
+    each = collective_seconds("all-reduce", 32 * spec.hidden_size * 2, 8, topology.chip.ici_bytes_per_second)
+    assert estimate.ici == pytest.approx((2 * spec.num_layers + 1) * each, rel=1e-6)
+
+
+def test_fully_sharded_weights_are_gathered_twice_and_their_gradients_scattered_once() -> None:
+    spec, topology = published(LLAMA), parse_topology("v5p:4x4x4")  # all dimensions close: three rings
+    estimate = estimate_time(spec, {"fsdp": 64}, topology, TRAIN)
+    link = 3 * 2 * topology.chip.ici_bytes_per_second
+    layers = 2 * (spec.num_parameters - 2 * spec.vocab_size * spec.hidden_size)
+    ends = 2 * 2 * spec.vocab_size * spec.hidden_size
+    bytes_alone = 3 * (layers + ends) * 63 / 64 / link
+    hops = 63 * HOP_SECONDS * 2 * (spec.num_layers * 6 + 3)  # of a gather and a scatter for each parameter
+    assert bytes_alone < estimate.ici < bytes_alone + hops
+
+
+def test_a_mixture_multiplies_the_chosen_experts_and_reads_those_that_are_reached() -> None:
+    spec, topology = published("ttpu_mistral/configs/mixtral-8x7b.json"), parse_topology("v5p:2x2x1")
+    chip = topology.chip
+    active = 2 * (spec.num_active_parameters - spec.vocab_size * spec.hidden_size)
+    one = estimate_time(spec, {"tensor": 4}, topology, Workload("decode", 1, 1024))
+    assert one.compute < 1.2 * active / 4 / chip.bf16_flops / MXU_SHARE
+    assert one.hbm == pytest.approx(active / 4 / chip.hbm_bytes_per_second / HBM_SHARE, rel=0.05)
+    many = estimate_time(spec, {"tensor": 4}, topology, Workload("decode", 32, 1024))
+    assert many.hbm > 2 * spec.num_parameters / 4 / chip.hbm_bytes_per_second
+
+
+def test_slices_exchange_gradients_over_the_data_centre_network() -> None:
+    spec = published(LLAMA)
+    near = estimate_time(spec, {"data": 2, "fsdp": 16}, parse_topology("v5e:4x8"), TRAIN)
+    far = estimate_time(spec, {"data": 2, "fsdp": 16}, parse_topology("2*v5e:4x4"), TRAIN)
+    assert near.dcn == 0.0
+    # Each device, of 4 on a host, sends its sixteenth of the gradients to its like in the other slice.
+    sent = 2 * spec.num_parameters / 16 * 2 * (1 / 2)
+    assert far.dcn == pytest.approx(sent / (CHIPS["v5e"].dcn_bytes_per_second / 4), rel=0.1)
+
+
+def test_tensor_parallelism_over_slices_is_slower_than_inside_one() -> None:
+    spec, topology = published(LLAMA), parse_topology("2*v5e:2x4")
+    inside = estimate_time(spec, {"data": 2, "tensor": 8}, topology, DECODE)
+    across = estimate_time(spec, {"data": 2, "tensor": 8}, topology, DECODE, dcn={"tensor": 2})
+    assert inside.dcn == 0.0
+    assert across.dcn > 0.0
+    assert across.seconds > 1.3 * inside.seconds
+
+
+def test_a_closed_dimension_is_a_ring_and_an_open_one_half_of_it() -> None:
+    v5e, v5p = CHIPS["v5e"], CHIPS["v5p"]
+    assert links_of({"fsdp": 16}, Topology(v5e, (1, 16))).rings == {"fsdp": 1.0}
+    assert links_of({"fsdp": 8}, Topology(v5e, (1, 8))).rings == {"fsdp": LINE}
+    assert links_of({"fsdp": 8}, Topology(v5e, (2, 4))).rings == {"fsdp": 1.0}  # around the edge of the grid
+    assert links_of({"fsdp": 256}, Topology(v5e, (16, 16))).rings == {"fsdp": 2.0}
+    assert links_of({"fsdp": 16, "tensor": 4}, Topology(v5p, (4, 4, 4))).rings == {"fsdp": 2.0, "tensor": 1.0}
+
+
+def test_the_last_axis_gets_whole_dimensions_before_the_others() -> None:
+    links = links_of({"data": 8, "tensor": 2}, Topology(CHIPS["v5e"], (4, 4)))
+    assert set(links.rings) == {"data", "tensor"}
+    assert links.rings["tensor"] == LINE
+
+
+def test_slices_lie_along_the_axes_that_talk_least() -> None:
+    assert slice_axes({"data": 4, "fsdp": 8}, 2) == {"data": 2}
+    assert slice_axes({"data": 2, "fsdp": 8}, 4) == {"data": 2, "fsdp": 2}
+    assert slice_axes({"tensor": 8}, 1) == {}
+
+
+def test_a_ring_all_reduce_moves_twice_the_bytes_and_pays_its_hops() -> None:
+    seconds = collective_seconds("all-reduce", 2**20, 4, 45e9)
+    assert seconds == pytest.approx(1.5 * 2**20 / (2 * 45e9) + 3 * HOP_SECONDS)
+    assert collective_seconds("all-gather", 2**20, 1, 45e9) == 0.0

@@ -1,0 +1,254 @@
+"""Plans: which meshes are considered, in which order they come, what is said when nothing fits, and plan files."""
+
+import json
+import time
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+from test_plan_memory import LLAMA, published
+
+from ttpu_core.errors import PlanError, RequestError, UnsupportedError
+from ttpu_core.sharding.hardware import CHIPS, parse_topology
+from ttpu_core.sharding.plan import HEADROOM, Plan, load_plan
+from ttpu_core.sharding.strategy import MESH_AXES
+from ttpu_plan.planner import (
+    Request,
+    best_plan,
+    meshes,
+    plans,
+    smallest_slices,
+    why_nothing_fits,
+    why_nothing_serves,
+)
+
+MIXTRAL = "ttpu_mistral/configs/mixtral-8x7b.json"
+TRAINING = Request("training")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return best_plan(published(LLAMA), parse_topology("v5e:2x4"))
+
+
+@pytest.mark.parametrize("name", ["v5e:2x4", "tpu7x:2x2x1", "v5p:4x4x4", "2*v5e:4x4"])
+@pytest.mark.parametrize("request_", [Request(), TRAINING], ids=["inference", "training"])
+def test_every_mesh_takes_all_devices_in_the_usual_order_of_axes(name: str, request_: Request) -> None:
+    topology = parse_topology(name)
+    found = list(meshes(published(LLAMA), topology, request_))
+    assert found
+    for mesh in found:
+        assert prod(mesh.values()) == topology.num_devices
+        assert list(mesh) == [axis for axis in MESH_AXES if axis in mesh]
+        assert request_.rows(topology.num_devices) % (mesh.get("data", 1) * mesh.get("fsdp", 1)) == 0
+
+
+def test_weights_are_not_gathered_to_serve_and_experts_have_an_axis() -> None:
+    serving = list(meshes(published(MIXTRAL), parse_topology("v5e:4x4"), Request()))
+    assert not any("fsdp" in mesh for mesh in serving)
+    assert {mesh.get("expert", 1) for mesh in serving} == {1, 2, 4, 8}  # of 8 experts
+    assert not any("expert" in mesh for mesh in meshes(published(LLAMA), parse_topology("v5e:4x4"), Request()))
+
+
+def test_slices_are_joined_along_data_or_fsdp_only() -> None:
+    for one in plans(published(LLAMA), parse_topology("2*v5e:4x4"), replace(TRAINING, batch=64)):
+        assert set(dict(one.dcn)) <= {"data", "fsdp"}
+        assert one.parallelism.num_slices == 2
+
+
+def test_a_long_context_may_be_cut_to_train() -> None:
+    request = Request("training", batch=8, context=131072)
+    found = list(meshes(published(LLAMA), parse_topology("v5p:4x4x4"), request))
+    assert {"fsdp": 8, "sequence": 8} in found
+
+
+def test_what_fits_comes_first_and_the_fastest_of_it_before_the_others() -> None:
+    found = plans(published(LLAMA), parse_topology("v5e:2x4"))
+    fitting = [one for one in found if one.fits]
+    assert 0 < len(fitting) < len(found)
+    assert found[: len(fitting)] == fitting
+    assert fitting == sorted(fitting, key=lambda one: one.seconds)
+    for one in found:
+        assert one.fits == (one.memory.total <= HEADROOM * one.hbm_bytes)
+
+
+def test_the_smallest_slices_of_an_8b_model_are_those_that_hold_it() -> None:
+    """16 GiB of weights and 8 GiB of cache: one v6e chip, and four where a chip has 16 GB or comes in fours."""
+    found = smallest_slices(published(LLAMA))
+    names = {chip: one and one.topology for chip, one in found.items()}
+    assert names == {
+        "v4": "v4:2x2x1",
+        "v5e": "v5e:2x2",
+        "v5p": "v5p:2x2x1",
+        "v6e": "v6e:1x1",
+        "tpu7x": "tpu7x:2x2x1",
+    }
+
+
+def test_no_generation_is_named_for_what_256_chips_do_not_hold() -> None:
+    huge = Request(batch=4096, context=131072)
+    assert smallest_slices(published(LLAMA), huge, (CHIPS["v5e"],)) == {"v5e": None}
+
+
+def test_where_no_generation_serves_the_roomiest_says_by_how_much_and_what_would() -> None:
+    found = why_nothing_serves(published(LLAMA), Request(batch=4096, context=131072))
+    assert found.closest.topology == "tpu7x:4x8x8"
+    assert found.missing_bytes > 0
+    assert found.remedies
+    assert all(remedy.plan.fits for remedy in found.remedies)
+
+
+def test_slices_whose_devices_cannot_share_the_rows_are_passed_over_for_the_roomiest_that_can() -> None:
+    """One row is cut along heads alone, of which there are 8."""
+    spec = published("ttpu_gemma/configs/gemma-3-4b-it.json")
+    found = why_nothing_serves(spec, Request(batch=1, context=2**27))
+    assert (found.closest.topology, dict(found.closest.mesh)) == ("v5p:2x2x2", {"tensor": 8})
+    assert found.missing_bytes > 0
+
+
+def test_the_first_prefill_reads_one_prompt_for_each_group_of_devices(plan: Plan) -> None:
+    (mesh,) = [mesh for mesh in meshes(published(LLAMA), parse_topology("v5e:2x4"), Request()) if mesh.get("data") == 2]
+    _, prefill = Request().workloads(8, mesh)
+    assert prefill.batch == 2
+    assert {one.workload.task for one in plan.programs} == {"decode", "prefill"}
+
+
+def test_when_nothing_fits_it_says_by_how_much_and_what_would() -> None:
+    spec, topology = published(LLAMA), parse_topology("v5e:1x1")
+    found = why_nothing_fits(spec, topology, Request(batch=64))
+    assert found.missing_bytes == round(found.closest.memory.total - HEADROOM * found.closest.hbm_bytes) > 0
+    assert all(remedy.plan.fits for remedy in found.remedies)
+    text = str(found)
+    assert "needs 31.3 GiB on each device of v5e:1x1 at best" in text
+    assert "4 chips (v5e:2x2) would fit" in text
+
+
+def test_each_remedy_alone_makes_it_fit() -> None:
+    spec, topology = published(LLAMA), parse_topology("v5e:2x2")
+    found = why_nothing_fits(spec, topology, Request(batch=256))
+    changes = [remedy.change for remedy in found.remedies]
+    assert "a batch of 128 instead of 256 would fit" in changes
+    assert "a context of 1024 instead of 2048 would fit" in changes
+    with pytest.raises(UnsupportedError, match="a batch of 128 instead of 256 would fit"):
+        best_plan(spec, topology, Request(batch=256))
+
+
+def test_rows_that_no_mesh_can_cut_are_refused_with_what_can_be_done() -> None:
+    with pytest.raises(UnsupportedError, match="a batch that is a multiple of the devices"):
+        plans(published("ttpu_gemma/configs/gemma-3-4b-it.json"), parse_topology("v5e:16x16"), Request(batch=1))
+
+
+def test_an_unknown_purpose_is_refused() -> None:
+    with pytest.raises(RequestError, match="there is only inference and training"):
+        Request("chatting")  # type: ignore[arg-type]
+
+
+def test_an_8b_model_on_8_to_256_chips_is_planned_in_two_seconds() -> None:
+    spec = published(LLAMA)
+    began = time.process_time()
+    for request in (Request(), replace(TRAINING, batch=256)):
+        for name in ("v5e:2x4", "v5e:4x4", "v5e:8x8", "v5e:16x16", "v5p:4x4x4", "v5p:4x8x8"):
+            plans(spec, parse_topology(name), request)
+        smallest_slices(spec, request)
+    assert time.process_time() - began < 2
+
+
+def test_a_saved_plan_is_read_back_as_it_was(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert load_plan(path) == plan
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]  # and nothing half-written beside it
+    written = json.loads(path.read_text())
+    assert written["version"] == 1
+    assert written["mesh"] == {"tensor": 8}
+    assert written["total_bytes"] == plan.memory.total
+
+
+def test_a_plan_for_several_slices_is_read_back_too(tmp_path: Path) -> None:
+    plan = best_plan(published(LLAMA), parse_topology("2*v5e:4x4"), replace(TRAINING, batch=32))
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_a_plan_serves_the_model_that_it_was_made_for(plan: Plan) -> None:
+    plan.check(published(LLAMA))
+    with pytest.raises(PlanError, match="made for a llama with other parameters"):
+        plan.check(published(MIXTRAL))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "is a plan of version 2, but this ttpu reads version 1"),
+        ({"mesh": {"tensor": 4}}, "a mesh of 4 devices and 2 programs for v5e:2x4, which has 8"),
+        ({"mesh": {"rows": 8}}, "are no sizes of data, fsdp, expert, sequence, tensor"),
+        ({"topology": "v9:2x2"}, "'v9' was asked for"),
+        ({"programs": []}, "0 programs"),
+        ({"mesh": {"tensor": True}}, "are no sizes of"),
+        ({"mesh": [["tensor", 8]]}, "are no sizes of"),
+        ({"rules": None}, "the rules None are no table of logical axes"),
+        ({"rules": {"vocab": "tensor"}}, "the rule of 'vocab' is 'tensor', but it has to be a list"),
+        ({"rules": {"vocab": None}}, "the rule of 'vocab' is None, but it has to be a list"),
+        ({"rules": {"vocab": ["tensor", "tensor"]}}, "a list of different mesh axes"),
+        ({"rules": {"words": ["tensor"]}}, "name the logical axis 'words', but there is none of that name"),
+        ({"rules": {"vocab": ["rows"]}}, "name the mesh axis 'rows', but there is none of that name"),
+        ({"dcn": {"rows": 1}}, "are no sizes of"),
+        ({"dcn": {"tensor": 2}}, "joins 2 slices by dcn {'tensor': 2}, but v5e:2x4 is 1"),
+        ({"topology": "2*v5e:2x2"}, "joins 1 slices by dcn {}, but 2[*]v5e:2x2 is 2"),
+        ({"topology": "8*v5e:1x1", "dcn": {"data": 8}}, "lays 8 slices along data, but its mesh has 1 devices there"),
+        ({"programs": [{}]}, "cannot be read as a plan"),
+    ],
+)
+def test_a_damaged_plan_is_refused_in_one_sentence(plan: Plan, change: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message) as refusal:
+        Plan.from_json({**plan.to_json(), **change})
+    assert "ttpu plan CHECKPOINT --save PLAN.json" in str(refusal.value)
+    assert ". " not in str(refusal.value)  # one sentence
+
+
+def test_a_plan_that_lacks_something_says_what(plan: Plan) -> None:
+    value = plan.to_json()
+    del value["rules"], value["dcn"]
+    with pytest.raises(PlanError, match="because it lacks dcn, rules"):
+        Plan.from_json(value)
+
+
+def test_rules_that_cut_less_than_the_usual_ones_are_read_as_they_are(plan: Plan) -> None:
+    read = Plan.from_json({**plan.to_json(), "rules": {"vocab": ["tensor"], "mlp": []}})
+    assert read.strategy.rules == (("vocab", ("tensor",)), ("mlp", ()))
+
+
+def test_a_size_that_is_not_sold_is_planned_with_a_note(plan: Plan) -> None:
+    odd = plans(published(LLAMA), parse_topology("v5e:2x3"), Request(batch=12))[0]
+    assert odd.note == odd.to_json()["note"] == "v5e:2x3 is not a size that v5e comes in"
+    assert plan.note is None
+
+
+def test_a_plan_that_cannot_be_saved_leaves_nothing_behind(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(PlanError, match=r"cannot be written \(No space left on device\)"):
+        plan.save(tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_documented_headroom_is_the_one_that_is_taken() -> None:
+    documented = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
+    assert f"A plan may take {HEADROOM:.0%}".replace("%", " %") in documented
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, plan: Plan) -> None:
+    with pytest.raises(PlanError, match="cannot be read"):
+        load_plan(tmp_path / "missing.json")
+    (tmp_path / "text.json").write_text("not json")
+    with pytest.raises(PlanError, match="is no JSON"):
+        load_plan(tmp_path / "text.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(PlanError, match="has no version"):
+        load_plan(tmp_path / "list.json")
+    with pytest.raises(PlanError, match="cannot be written"):
+        plan.save(tmp_path / "nowhere" / "plan.json")

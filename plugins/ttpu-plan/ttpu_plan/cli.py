@@ -1,0 +1,386 @@
+"""`ttpu plan`: a checkpoint or only its config.json comes in; which TPU slices serve or train it, how to cut it there,
+and what that takes goes out: as a table, JSON, a plan file or a picture. Needs no TPU; with `--verify` a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ttpu_core.cli import options
+from ttpu_core.cli.console import counted, in_bytes, note, print_json, stderr_console, stdout_console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ttpu_core.architecture import Architecture
+    from ttpu_core.sharding.plan import Plan
+    from ttpu_core.sharding.verification import Verification
+    from ttpu_plan.planner import NoFit, Request
+
+GIB = 2**30
+Verified = dict["Plan", "tuple[Verification, ...]"]
+
+NOTHING_FITS = 1
+MOST_CHIPS = 256  # of the slices that are tried where none is named
+NOTE = (
+    "Sizes are of one device at the peak. Memory is predicted from the arrays that the programs hold; times are "
+    "rooflines, good for comparing meshes. Nothing ran on a TPU."
+)
+LEFT = ("slice", "mesh", "bound by")  # columns of words
+VERIFIED_NOTE = "Compiled figures are the TPU compiler's own; its times are a walk through its schedule."
+
+
+class PurposeChoice(StrEnum):
+    """What a plan is for."""
+
+    inference = "inference"
+    training = "training"
+
+
+class QuantizationChoice(StrEnum):
+    """Of the layers' weights."""
+
+    int8 = "int8"
+    int4 = "int4"
+    fp8 = "fp8"
+
+
+def plan(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint's directory, a config.json, or a Hub id org/name."),
+    ],
+    topology: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="TPU slices, as in v5e:2x4 or 2*v5e:4x4. Without it, each generation's."),
+    ] = None,
+    task: Annotated[
+        PurposeChoice, typer.Option(help="Decode steps and prefills, or training steps.")
+    ] = PurposeChoice.inference,
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Rows of a step. Without it 32 to serve, one a device to train.")
+    ] = None,
+    context: Annotated[int, typer.Option(metavar="N", help="Cache slots of each row, or tokens to train on.")] = 2048,
+    quantization: Annotated[QuantizationChoice | None, typer.Option(help="Of the layers' weights, to serve.")] = None,
+    best: Annotated[int, typer.Option(min=1, metavar="N", help="How many plans are shown for a topology.")] = 5,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Compile the first plans of a topology, or the first of each generation."),
+    ] = False,
+    candidates: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="How many plans for a topology --verify compiles, of which the fastest comes first. Each takes 30 to "
+            "40 s for an 8B model on two cores, the first time.",
+        ),
+    ] = 3,
+    save: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="Write the first plan.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw where the memory goes: .html, or .png by matplotlib.")
+    ] = None,
+    patch_pack: options.PatchPacks = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say on which TPU slices a model fits, how to cut it there, and how fast it is going to be.
+
+    Needs a config.json only. If nothing fits, it says by how much, what would, and ends with status 1.
+
+    Examples:
+
+    \b
+      ttpu plan ./llama/config.json
+      ttpu plan ./llama --topology v5e:2x4 --batch 64 --save plan.json
+      ttpu plan ./llama --topology v5p:4x4x4 --task training --verify --picture memory.html
+    """
+    from ttpu_core.registry import default_registry
+    from ttpu_core.sharding.plan import check_plan_file
+    from ttpu_plan.picture import check_picture_file, save_picture
+    from ttpu_plan.planner import Request
+
+    quantized: Any = quantization.value if quantization else None
+    if verify and quantized:
+        raise _cannot_verify(quantized)
+    if picture is not None:
+        check_picture_file(picture)
+    if save is not None:
+        check_plan_file(save)
+    request = Request(task.value, batch, context, quantization=quantized)
+    architecture = default_registry().architecture(_config(checkpoint), patch_pack or None)
+    shown, nothing, without = _plans(architecture, topology, request, max(best, candidates) if verify else best)
+    fitting = [one for one in shown if one.fits]
+    verified = _verified(architecture, fitting if topology is None else fitting[:candidates]) if verify else {}
+    if topology is not None:
+        shown = sorted(shown, key=lambda one: _order(one, verified))  # stable: what is not verified stays in order
+    if verify:
+        fitting = [one for one in shown if one in verified and not _refused(one, verified)]
+    reason = None if fitting else str(nothing) if nothing else _all_refused(shown, verified)
+    if as_json:
+        content = _as_json(checkpoint, architecture, topology, request, shown, without, verified)
+        print_json({**content, "nothing_fits": _nothing_fits(reason, nothing)})
+    else:
+        _print(checkpoint, architecture, request, shown, without, verified)
+    if picture is not None and shown:
+        save_picture([(_name(one), one) for one in shown], picture, _title(architecture.spec.model_type, request))
+        note(f"drew {counted(len(shown), 'plan')} in {picture}")
+    if save is not None and fitting:
+        fitting[0].save(save)
+        note(f"saved the plan for {_name(fitting[0])} as {save}")
+    if reason is not None:
+        note(f"nothing fits: {reason}")
+        raise typer.Exit(NOTHING_FITS)
+
+
+def _cannot_verify(quantized: str) -> Exception:
+    from ttpu_core.errors import UnsupportedError
+
+    return UnsupportedError(
+        f"--verify was asked for with --quantization {quantized}, but only programs of unquantized weights can be "
+        "compiled yet: leave one of the two out."
+    )
+
+
+def _config(name: str) -> Any:
+    """The config alone where `name` is a local path, so that no weights have to lie beside it."""
+    from ttpu_core.checkpoint import open_checkpoint, open_config
+
+    return open_config(name) if Path(name).expanduser().exists() else open_checkpoint(name).config
+
+
+def _plans(
+    architecture: Architecture, topology: str | None, request: Request, best: int
+) -> tuple[list[Plan], NoFit | None, list[str]]:
+    """What is shown, the first to be taken first; why nothing fits if so; and the generations that do not serve."""
+    from ttpu_core.sharding.hardware import parse_topology
+    from ttpu_plan.planner import plans, smallest_slices, why_nothing_fits, why_nothing_serves
+
+    spec = architecture.spec
+    if topology is None:
+        smallest = smallest_slices(spec, request)
+        found = [one for one in smallest.values() if one is not None]
+        without = [chip for chip, one in smallest.items() if one is None]
+        if not found:
+            nothing = why_nothing_serves(spec, request)
+            return [nothing.closest], nothing, without
+        # Fewest chips first, then the most tokens of each.
+        return sorted(found, key=lambda one: (one.slices.num_chips, -one.tokens_per_second)), None, without
+    slices = parse_topology(topology)
+    every = plans(spec, slices, request)
+    fitting = [one for one in every if one.fits]
+    if fitting:
+        return fitting[:best], None, []
+    return every[:best], why_nothing_fits(spec, slices, request, every), []
+
+
+def _verified(architecture: Architecture, wanted: Sequence[Plan]) -> Verified:
+    """Plan → what the compiler says of its programs."""
+    from ttpu_core.errors import UnsupportedError
+    from ttpu_core.registry import default_registry
+
+    backend: Any = default_registry().backend("jax")
+    if not hasattr(backend, "verify_plan"):
+        raise UnsupportedError(
+            f"--verify was asked for, but the backend {backend.name!r} that is installed cannot compile a plan: "
+            '`pip install -U "ttpu-core[jax]"`.'
+        )
+    result: Verified = {}
+    with stderr_console().status("") as status:
+        for one in wanted:
+
+            def progress(task: str, one: Plan = one) -> None:
+                status.update(f"compiling {task} of {one.model_type} for {_name(one)}")
+
+            result[one] = backend.verify_plan(architecture, one, progress=progress)
+    return result
+
+
+def _kernels(architecture: Architecture, shown: Sequence[Plan]) -> dict[str, str]:
+    """Operation → what the first plan runs it by on a TPU, and why; {} where no backend that knows is installed."""
+    from ttpu_core.errors import TTPUError
+    from ttpu_core.registry import default_registry
+
+    try:
+        backend: Any = default_registry().backend("jax")
+    except TTPUError:
+        return {}
+    if not hasattr(backend, "planned_kernels"):
+        return {}
+    cuts_sequence = bool(shown) and dict(shown[0].mesh).get("sequence", 1) > 1
+    return dict(backend.planned_kernels(architecture, cuts_sequence=cuts_sequence))
+
+
+def _refused(one: Plan, verified: Verified) -> bool:
+    return any(program.peak_bytes is None for program in verified.get(one, ()))
+
+
+def _all_refused(shown: Sequence[Plan], verified: Verified) -> str:
+    left = any(one.fits and one not in verified for one in shown)
+    return (
+        "the compiler refuses what was predicted to fit: take "
+        f"{'more of --candidates, or more chips' if left else 'more chips, fewer rows or a shorter context'}."
+    )
+
+
+def _order(one: Plan, verified: Verified) -> tuple[int, float]:
+    """Verified plans by the compiler's times, then the others, then those that it refused."""
+    if one not in verified:
+        return 1, 0.0
+    if _refused(one, verified):
+        return 2, 0.0
+    return 0, one.rank_seconds({program.task: program.seconds for program in verified[one]})
+
+
+def _name(one: Plan) -> str:
+    return f"{one.topology} {one.parallelism}"
+
+
+def _title(model: str, request: Request) -> str:
+    rows = "" if request.batch is None else f"{counted(request.batch, 'row')}, "
+    return f"{model}: {request.purpose}, {rows}{request.context:,} tokens of context"
+
+
+def _as_json(
+    checkpoint: str,
+    architecture: Architecture,
+    topology: str | None,
+    request: Request,
+    shown: Sequence[Plan],
+    without: Sequence[str],
+    verified: Verified,
+) -> dict[str, Any]:
+    from ttpu_core.sharding.hardware import parse_topology
+
+    if topology is not None:
+        batch: int | None = request.rows(parse_topology(topology).num_devices)
+    else:  # where nothing is said, training takes as many rows as each slice has devices
+        batch = request.batch if request.purpose == "training" else request.rows(1)
+    rows = []
+    for one in shown:
+        compiled = {"compiled": [asdict(each) for each in verified[one]]} if one in verified else {}
+        rows.append({**one.to_json(), "parallelism": str(one.parallelism), **compiled})
+    return {
+        "checkpoint": checkpoint,
+        "model_type": architecture.spec.model_type,
+        "num_parameters": architecture.spec.num_parameters,
+        "purpose": request.purpose,
+        "request": {
+            "task": request.purpose,
+            "topology": topology,
+            "batch": batch,
+            "context": request.context,
+            "dtype": request.dtype,
+            "quantization": request.quantization,
+        },
+        "note": NOTE,
+        "patch_packs": list(architecture.patch_packs),
+        "kernels": _kernels(architecture, shown),
+        "plans": rows,
+        "without": list(without),
+    }
+
+
+def _nothing_fits(reason: str | None, nothing: NoFit | None) -> dict[str, Any] | None:
+    """What is known of it: only the reason where a compiler refused what was predicted to fit."""
+    if reason is None:
+        return None
+    return {
+        "reason": reason,
+        "missing_bytes": nothing.missing_bytes if nothing else None,
+        "remedies": [{"change": one.change, "plan": one.plan.to_json()} for one in nothing.remedies] if nothing else [],
+    }
+
+
+def _print(
+    checkpoint: str,
+    architecture: Architecture,
+    request: Request,
+    shown: Sequence[Plan],
+    without: Sequence[str],
+    verified: Verified,
+) -> None:
+    from rich import box
+    from rich.table import Table
+
+    console = stdout_console()
+    if shown:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=_title(checkpoint, request), title_justify="left")
+        rows = [_cells(one) for one in shown]
+        labels = list(dict.fromkeys(label for row in rows for label in row))
+        for label in labels:
+            table.add_column(label, justify="left" if label in LEFT else "right", no_wrap=True)
+        for one, row in zip(shown, rows, strict=True):
+            table.add_row(*(row.get(label, "") for label in labels), style="" if one.fits else "dim")
+        console.print(table)
+    lines = [f"{chip}: not on {MOST_CHIPS} chips" for chip in without]
+    lines += dict.fromkeys(one.note for one in shown if one.note)
+    if lines:
+        console.print("\n".join(lines), end="\n\n")
+    if verified:
+        console.print(_compiled_table(verified))
+    spec = architecture.spec
+    kernels = [f"{operation}: {words}" for operation, words in _kernels(architecture, shown).items()]
+    if architecture.patch_packs:
+        kernels.append(f"patch packs: {', '.join(architecture.patch_packs)}")
+    if kernels:
+        console.print("\n".join(kernels), end="\n\n")
+    words = f"{spec.model_type}, {spec.num_parameters:,} parameters in {request.quantization or request.dtype}. {NOTE}"
+    console.print(f"{words} {VERIFIED_NOTE}" if verified else words)
+
+
+def _cells(one: Plan) -> dict[str, str]:
+    """Column → text of one plan's row, sizes in GiB."""
+    memory, programs = asdict(one.memory), {program.workload.task: program for program in one.programs}
+    others = ("gradients", "optimizer", "activations", "logits") if "train" in programs else ("cache", "activations")
+    cells = {
+        "slice": one.topology,
+        "chips": f"{one.slices.num_chips:,}",
+        "mesh": str(one.parallelism),
+        "GiB": f"{one.memory.total / GIB:.1f} of {one.hbm_bytes / GIB:.1f}",
+        **{name: f"{memory[name] / GIB:.2f}" for name in ("weights", *others, "temporaries")},
+    }
+    for task, label in (("decode", "decode step"), ("prefill", "prefill"), ("train", "step")):
+        if task in programs:
+            cells[label] = _milliseconds(programs[task].time.seconds)
+    cells["tokens/s"] = f"{one.tokens_per_second:,.0f}"
+    cells["bound by"] = one.programs[0].time.bound
+    return cells
+
+
+def _compiled_table(verified: Verified) -> Table:
+    """Prediction and compiler side by side, a program a line."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="compiled", title_justify="left")
+    for label in ("slice", "mesh", "program"):
+        table.add_column(label, no_wrap=True)
+    for label in ("predicted GiB", "GiB", "error", "predicted", "time"):
+        table.add_column(label, justify="right", no_wrap=True)
+    table.add_column("exchanged on each device, and who says so", overflow="fold")
+    for its, compiled in verified.items():
+        for one in compiled:
+            program = its.program(one.task)
+            assert program is not None
+            found = ("", "does not fit", "", "", "", one.refused)
+            if one.peak_bytes is not None:
+                error = program.memory.total / one.peak_bytes - 1
+                sizes = f"{program.memory.total / GIB:.2f}", f"{one.peak_bytes / GIB:.2f}", f"{error:+.1%}"
+                found = (*sizes, _milliseconds(program.time.seconds), _milliseconds(one.seconds), _compiled_words(one))
+            table.add_row(its.topology, str(its.parallelism), one.task, *found)
+    return table
+
+
+def _compiled_words(one: Verification) -> str:
+    exchanged = ", ".join(f"{counted(count, op)} ({in_bytes(size)})" for op, count, size in one.collectives)
+    when = "compiled before" if one.cached else f"compiled in {one.compile_seconds:.0f} s"
+    return f"{exchanged or 'nothing'}; {when} by {one.compiler}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"

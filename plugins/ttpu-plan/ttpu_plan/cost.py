@@ -1,0 +1,242 @@
+"""How long a program takes. In: an architecture, a mesh, the slices under it and a workload; out: seconds by what they
+are spent on. A roofline with the chip's published rates: good for ranking meshes, not for absolute times.
+
+*Overlap.* Reading from memory and computing go on at once. Sums over `tensor` and `expert` stand between two products,
+so that nothing hides them; gathered weights, reduced gradients, and the exchange between slices go on while the layer
+before or after computes. So a layer takes max(compute, memory, what is exchanged in the background) + sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from ttpu_core.sharding.hardware import Topology
+from ttpu_core.sharding.links import Links, links_of
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.sharding.workload import BITS, Workload
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, axes
+from ttpu_plan.memory import layer_cache_shapes, local_tokens, weight_bytes
+from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, shard_model, tiled_bytes
+
+MXU_SHARE = 0.8
+"""Of peak that large products reach in the compiler's own schedules: 70 to 90 % (v5e, v5p, v6e)."""
+
+HBM_SHARE = 0.8
+"""Of peak that reading weights and cache reaches there: Llama-3.1-8B decode on v5e:2x2 and v6e:1x1."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeEstimate:
+    """Seconds of one execution on every device at once. The first four are each resource's own time; `seconds` is less
+    than their sum, because they overlap. `bound` is the resource that takes longest."""
+
+    compute: float
+    hbm: float
+    ici: float
+    dcn: float
+    seconds: float
+
+    @property
+    def bound(self) -> str:
+        """compute, hbm, ici or dcn."""
+        return max(("compute", "hbm", "ici", "dcn"), key=lambda name: getattr(self, name))
+
+
+def estimate_time(
+    spec: ArchitectureSpec,
+    mesh: Mapping[str, int],
+    topology: Topology,
+    workload: Workload,
+    strategy: Strategy = DEFAULT_STRATEGY,
+    dcn: Mapping[str, int] | None = None,
+) -> TimeEstimate:
+    """The time of a program.
+
+    Args:
+        mesh: mesh axis → devices along it, over all slices.
+        dcn: mesh axis → slices along it; None puts them on the axes that talk least.
+
+    Raises:
+        UnsupportedError: a parameter that the mesh cannot divide.
+    """
+    model = shard_model(spec, mesh, strategy)
+    program = _Program(model, topology, workload, links_of(mesh, topology, dcn))
+    parts = [(kind.count, program.layer(kind)) for kind in model.layers]
+    parts += [(1, program.ends())]
+    if workload.task == "train":
+        parts += [(1, program.update())]
+    return TimeEstimate(
+        compute=sum(count * part.compute for count, part in parts),
+        hbm=sum(count * part.hbm for count, part in parts),
+        ici=sum(count * (part.sums + part.background) for count, part in parts),
+        dcn=sum(count * (part.sums_dcn + part.background_dcn) for count, part in parts),
+        seconds=sum(count * part.seconds for count, part in parts),
+    )
+
+
+@dataclass(slots=True)
+class _Part:
+    """Seconds of a part of the program by resource."""
+
+    compute: float = 0.0
+    hbm: float = 0.0
+    sums: float = 0.0  # on the interconnect; between slices
+    sums_dcn: float = 0.0
+    background: float = 0.0  # the same
+    background_dcn: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.hbm, self.background, self.background_dcn) + self.sums + self.sums_dcn
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    model: ModelShards
+    topology: Topology
+    workload: Workload
+    links: Links
+
+    @property
+    def trains(self) -> bool:
+        return self.workload.task == "train"
+
+    @property
+    def forwards(self) -> int:
+        """How often a layer is run forwards: again for its gradient where that is not kept."""
+        return 1 + (self.trains and self.workload.remat)
+
+    @property
+    def products(self) -> int:
+        """Products for each weight: forwards, and two for the gradients of inputs and weights."""
+        return self.forwards + 2 * self.trains
+
+    def layer(self, kind: LayerShards) -> _Part:
+        """One layer, forwards and back."""
+        part = _Part()
+        rows, tokens = local_tokens(self.model, self.workload)
+        item, bits = self.workload.bytes_per_element, BITS[self.workload.dtype]
+        flops = traffic = 0.0
+        for one in kind.parameters:
+            read = float(weight_bytes([one], self.workload, gathered=True))
+            if one.is_matrix:
+                used, active = self._expert_shares(kind, one, rows * tokens)
+                read *= used
+                flops += 2 * active * prod(one.gathered) * rows * tokens
+                ends = (one.gathered[-1] + prod(one.gathered[:-1])) / (one.gathered[0] if one.of_experts else 1)
+                each = kind.layer.mlp.experts_per_token if one.of_experts and isinstance(kind.layer.mlp, MoESpec) else 1
+                traffic += rows * tokens * each * ends * item
+            traffic += read
+            self._gather(part, one, bits)
+        self._sum_experts(part, kind, rows * tokens)
+        for one in kind.parameters:
+            if one.is_matrix and not one.of_experts and one.gathered[-1] < one.parameter.shape[-1]:
+                by = tuple(a for a in one.cut[-1] if a not in self._token_axes())
+                self._sum(part, rows * tokens * prod(one.gathered[:-1]) * item, by)
+        flops += self._attention_flops(kind, rows, tokens)
+        if self.workload.task != "train":
+            shapes = layer_cache_shapes(self.model, kind.layer, self.workload)
+            traffic += sum(tiled_bytes(shape, kept) for shape, kept in shapes)
+        self._exchange_keys(part, kind, rows)
+        part.compute = self.products * flops / (self.topology.chip.bf16_flops * MXU_SHARE)
+        part.hbm = self.products * traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE)
+        return part
+
+    def ends(self) -> _Part:
+        """Looking tokens up, and the logits: of a row's last token, or of all in training."""
+        part = _Part()
+        rows, tokens = local_tokens(self.model, self.workload)
+        item, bits = self.workload.bytes_per_element, BITS[self.workload.dtype]
+        head = self.model.head
+        scored = rows * (tokens if self.trains else 1)
+        # Logits of some tokens at a time are computed again for the gradient (ttpu_jax.model.loss).
+        part.compute = (4 if self.trains else 1) * 2 * prod(head.gathered) * scored
+        part.compute /= self.topology.chip.bf16_flops * MXU_SHARE
+        traffic = weight_bytes([head], self.workload, gathered=True) + scored * head.gathered[0] * 4
+        part.hbm = (3 if self.trains else 1) * traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE)
+        table = self.model.end("embed.embedding")
+        assert table is not None
+        for one in {head.path: head, table.path: table}.values():
+            self._gather(part, one, bits)
+        by = tuple(a for a in table.cut[0] if a not in self._token_axes())
+        self._sum(part, rows * tokens * table.gathered[1] * item, by)
+        return part
+
+    def update(self) -> _Part:
+        """AdamW: float32 weights and moments are read and written, gradients read."""
+        held = [*self.model.ends, *(one for kind in self.model.layers for one in kind.parameters * kind.count)]
+        elements = sum(prod(one.local) for one in held)
+        traffic = elements * (2 * 3 * 4 + self.workload.bytes_per_element)
+        return _Part(hbm=traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE))
+
+    def _token_axes(self) -> set[str]:
+        return {a for axis in (axes.BATCH, axes.SEQUENCE) for a in dict(self.model.strategy.rules).get(axis, ())}
+
+    def _gather(self, part: _Part, one: ParameterShard, bits: int) -> None:
+        """Weights cut along the tokens' axes are gathered each time a layer is run; in training their gradients are
+        scattered back, and summed over the tokens' other axes."""
+        cut = {a for by in one.cut for a in by}
+        tokens = self._token_axes()
+        over = tuple(a for a in self.model.mesh if a in cut and a in tokens)
+        stored = weight_bytes([one], self.workload) if not self.trains else tiled_bytes(one.local, bits)
+        if over:
+            whole = stored * prod(self.model.mesh[a] for a in over)
+            self._in_background(part, "all-gather", whole * self.forwards, over)
+            if self.trains:
+                self._in_background(part, "reduce-scatter", stored, over)
+        if self.trains:
+            others = tuple(a for a in self.model.mesh if a in tokens and a not in cut)
+            self._in_background(part, "all-reduce", stored, others)
+
+    def _sum_experts(self, part: _Part, kind: LayerShards, tokens: int) -> None:
+        """Each device adds what its experts, and its part of each, give to all of its tokens, in float32."""
+        for one in kind.parameters:
+            if one.of_experts and one.path.endswith("down.kernel"):
+                by = tuple(a for a in (*one.cut[0], *one.cut[-1]) if a not in self._token_axes())
+                self._sum(part, tokens * self.model.spec.hidden_size * 4, by)
+
+    def _sum(self, part: _Part, size: float, by: tuple[str, ...]) -> None:
+        """An all-reduce forwards, and one for the gradient of the product's input."""
+        if by:
+            ici, dcn = self.links.seconds("all-reduce", size, by)
+            part.sums += (self.forwards + self.trains) * ici
+            part.sums_dcn += (self.forwards + self.trains) * dcn
+
+    def _in_background(self, part: _Part, op: str, size: float, by: tuple[str, ...]) -> None:
+        if by:
+            ici, dcn = self.links.seconds(op, size, by)
+            part.background += ici
+            part.background_dcn += dcn
+
+    def _exchange_keys(self, part: _Part, kind: LayerShards, rows: int) -> None:
+        """Where the sequence is cut, every device sees all keys and values of its rows, forwards and back."""
+        mixer = kind.layer.mixer
+        by = self.model.axes_of(axes.SEQUENCE, self.workload.tokens)
+        if not by or not isinstance(mixer, AttentionSpec):
+            return
+        heads = mixer.num_kv_heads // self.model.devices(axes.KV_HEADS, mixer.num_kv_heads)
+        size = rows * heads * self.workload.context * (mixer.head_dim + mixer.value_dim)
+        times = self.forwards + 2 * self.trains
+        self._in_background(part, "all-gather", times * size * self.workload.bytes_per_element, by)
+
+    def _attention_flops(self, kind: LayerShards, rows: int, tokens: int) -> float:
+        """Scores and sums of softmax attention; of a causal one over the same tokens, half."""
+        mixer = kind.layer.mixer
+        if not isinstance(mixer, AttentionSpec):
+            return 0.0
+        heads = mixer.num_heads // self.model.devices(axes.KV_HEADS, mixer.num_kv_heads)
+        seen = self.workload.context
+        if self.workload.task != "decode":
+            reach = min(seen, mixer.window or mixer.chunk or seen)
+            seen = reach - reach // 2 if mixer.causal and reach == seen else reach
+        return 2.0 * rows * tokens * heads * seen * (mixer.head_dim + mixer.value_dim)
+
+    def _expert_shares(self, kind: LayerShards, one: ParameterShard, tokens: int) -> tuple[float, float]:
+        """Which share of a parameter is read at most for so many tokens, and which share multiplies each."""
+        if not one.of_experts or not isinstance(kind.layer.mlp, MoESpec):
+            return 1.0, 1.0
+        share = kind.layer.mlp.experts_per_token / kind.layer.mlp.num_experts
+        return min(1.0, tokens * share), share
+
+

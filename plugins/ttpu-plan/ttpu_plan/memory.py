@@ -1,0 +1,327 @@
+"""How much memory a program takes on each device. In: an architecture, a mesh and a workload; out: bytes at the moment
+when most are in use, by what they are for. They are what the TPU compiler reports as `peak_memory_in_bytes`, predicted
+from the arrays that the programs of `ttpu_jax.aot.steps` hold, without compiling anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from math import prod
+
+from ttpu_core.sharding.hardware import Chip
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.sharding.workload import BITS, QUANTIZED_BITS, Workload
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MoESpec, axes
+from ttpu_core.spec.parameters import norm_names
+from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, Shape, shard_model, tiled_bytes
+
+CACHE_AXES = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)
+LOSS_TOKENS = 512
+"""Tokens of a row whose logits exist at once in training (`ttpu_jax.model.loss.TOKENS_AT_ONCE`)."""
+
+PROGRAM_BYTES = 32 * 2**20
+"""What every program keeps beside the arrays counted here: constants, small temporaries, and room between arrays. The
+rest of decode programs, libtpu 0.0.42, is 20 to 110 MiB."""
+
+GATHERED_LAYERS = 3
+"""Layers of one turn of a loop whose weights are gathered at once: libtpu 0.0.42 begins with those that come next."""
+
+STREAMS = 3
+"""Copies of the residual stream that exist at once around a layer: its input, its sub-layer's input, its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes on one device at the program's peak.
+
+    Args:
+        weights: as the program is given them.
+        gradients: of the layers done by then, in the activations' dtype.
+        optimizer: two moments in float32.
+        cache: keys, values and the states of other mixers.
+        activations: what a layer has at once, and in training what is kept of all layers.
+        logits: of the last tokens; in training of one part of the tokens, with the head's gradient.
+        temporaries: weights in another dtype or gathered from other devices, and the program's own.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    cache: int = 0
+    activations: int = 0
+    logits: int = 0
+    temporaries: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(asdict(self).values())
+
+    def parts(self) -> dict[str, int]:
+        """By name, what there is none of left out."""
+        return {name: size for name, size in asdict(self).items() if size}
+
+
+def estimate_memory(
+    spec: ArchitectureSpec,
+    mesh: Mapping[str, int],
+    workload: Workload,
+    strategy: Strategy = DEFAULT_STRATEGY,
+    chip: Chip | None = None,
+) -> MemoryEstimate:
+    """The peak of a program on each device.
+
+    Args:
+        mesh: mesh axis → devices along it.
+        chip: where the program runs, for what only one generation's compiler does.
+
+    Raises:
+        UnsupportedError: a parameter that the mesh cannot divide.
+    """
+    model = shard_model(spec, mesh, strategy)
+    return _training(model, workload) if workload.task == "train" else _inference(model, workload, chip)
+
+
+def cache_bytes(model: ModelShards, workload: Workload) -> int:
+    """Keys, values and states of all layers on one device."""
+    return sum(kind.count * _layer_cache(model, kind.layer, workload) for kind in model.layers)
+
+
+def weight_bytes(
+    shards: Iterable[ParameterShard], workload: Workload, bits: float | None = None, *, gathered: bool = False
+) -> int:
+    """Parameters on one device, tiles filled up; `bits` are those of each element, else the workload says it."""
+    return sum(
+        tiled_bytes(one.gathered if gathered else one.local, bits or _bits(one, workload)) for one in shards
+    )
+
+
+def _bits(one: ParameterShard, workload: Workload) -> float:
+    if one.parameter.dtype is not None:
+        return BITS.get(one.parameter.dtype, 32)
+    if workload.quantization and one.is_matrix and one.path != "head.kernel":
+        return QUANTIZED_BITS[workload.quantization]
+    return BITS[workload.dtype]
+
+
+def _inference(model: ModelShards, workload: Workload, chip: Chip | None) -> MemoryEstimate:
+    """Weights and cache, once, since the updated cache lies where the given one was; on top of them what the largest
+    layer has at once, and logits of one token a row, as the head gives them and as they are searched."""
+    rows, tokens = local_tokens(model, workload)
+    item = workload.bytes_per_element
+    logits = 2 * tiled_bytes((rows, model.head.gathered[0]), 32)
+    activations = max((_working_set(model, kind, workload) for kind in model.layers), default=0)
+    if workload.task == "decode":
+        # Scores of attention without a kernel: float32 logits and their softmax, over all slots.
+        activations += max((_scores(model, kind.layer, workload) for kind in model.layers), default=0)
+    activations += STREAMS * rows * tokens * model.spec.hidden_size * item
+    stored = weight_bytes(model.ends, workload) + sum(
+        kind.count * weight_bytes(kind.parameters, workload) for kind in model.layers
+    )
+    return MemoryEstimate(
+        weights=stored,
+        cache=cache_bytes(model, workload),
+        activations=activations,
+        logits=logits,
+        temporaries=PROGRAM_BYTES + _gathered_for_inference(model, workload) + _relaid(model, workload, chip),
+    )
+
+
+def _gathered_for_inference(model: ModelShards, workload: Workload) -> int:
+    """Weights that are cut along the tokens' axes are gathered, quantized ones as they are stored. In a loop over
+    layers that is a layer's, while those of the next are on their way; unrolled, the compiler (libtpu 0.0.42) gathers
+    those of all layers at once."""
+    layers = []
+    for kind in model.layers:
+        whole = [one for one in kind.parameters if one.local != one.gathered]
+        layers.append((kind.count, weight_bytes(whole, workload, gathered=True)))
+    head = weight_bytes([model.head], workload, gathered=True) if model.head.local != model.head.gathered else 0
+    if workload.layers == "unrolled":
+        return sum(count * size for count, size in layers) + head
+    return max(2 * max((size for _, size in layers), default=0), head)
+
+
+def _relaid(model: ModelShards, workload: Workload, chip: Chip | None) -> int:
+    """Prefill in a loop over layers on tpu7x: the compiler (libtpu 0.0.42) wants the stacked dense kernels in another
+    order of dimensions than they are given, and copies them whole before the loop."""
+    if chip is None or chip.name != "tpu7x" or workload.task != "prefill" or workload.layers != "scan":
+        return 0
+    return sum(
+        kind.count * weight_bytes([one for one in kind.parameters if one.is_matrix and not one.of_experts], workload)
+        for kind in model.layers
+    )
+
+
+def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
+    """float32 weights and moments, in place, and the largest of three moments of the step.
+
+    *The loss*: the layers' weights in the activations' dtype; what is kept of the layers; the head gathered; its
+    gradient in float32 as the product gives it, rounded, and summed over devices, all of it whole, and the sum so far;
+    and the logits of a part of the tokens. *The backward pass of a turn*: the layers' weights and what is
+    kept of them; the layers' gradients; the turn's weights gathered, and all that a layer's gradient needs; that of
+    the largest kernel before it is scattered, in float32 (a mixture's own kernels round theirs), and of its widest
+    product. *The embedding's gradient*, after the layers: all gradients, and that of the table, whole, in float32 and
+    rounded.
+    """
+    item, bits = workload.bytes_per_element, BITS[workload.dtype]
+    rows, tokens = local_tokens(model, workload)
+    stream = STREAMS * rows * tokens * model.spec.hidden_size * item
+    weights = weight_bytes(model.ends, workload, 32)
+    weights += sum(kind.count * weight_bytes(kind.parameters, workload, 32) for kind in model.layers)
+    rounded = sum(kind.count * weight_bytes(kind.parameters, workload, bits) for kind in model.layers)
+    head, table = model.head, model.end("embed.embedding")
+    assert table is not None
+    stored_head = weight_bytes([head], workload, bits)
+    whole_head = weight_bytes([head], workload, bits, gathered=True)
+    whole_table = weight_bytes([table], workload, bits, gathered=True)
+
+    kept, turn = _kept(model, workload), _largest_backward(model, workload)
+    logits = tiled_bytes((rows, min(tokens, LOSS_TOKENS), head.gathered[0]), 32)
+    in_loss = {
+        "gradients": stored_head,
+        "activations": kept + stream,
+        "logits": logits + 32 // bits * whole_head + whole_head,
+        "temporaries": rounded + stored_head + whole_head,
+    }
+    in_turn = {
+        "gradients": rounded + stored_head,
+        "activations": kept + turn.saved + turn.product + stream,
+        "temporaries": rounded + turn.gathered + turn.gradient,
+    }
+    at_table = {
+        "gradients": rounded + 2 * stored_head,
+        "activations": stream,
+        "temporaries": 32 // bits * whole_table + whole_table,
+    }
+    peak = max((in_loss, in_turn, at_table), key=lambda moment: sum(moment.values()))
+    return MemoryEstimate(
+        weights=weights,
+        optimizer=2 * weights,
+        gradients=peak["gradients"],
+        activations=peak["activations"],
+        logits=peak.get("logits", 0),
+        temporaries=peak["temporaries"] + PROGRAM_BYTES,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """Bytes in the backward pass of one turn of a loop over layers, or of one layer where they are unrolled."""
+
+    gathered: int = 0
+    gradient: int = 0  # of the largest kernel
+    saved: int = 0  # of the layer that has most
+    product: int = 0  # the widest, in float32
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.gradient + self.saved + self.product
+
+
+def _kept(model: ModelShards, workload: Workload) -> int:
+    """What stays of the layers until their backward pass: the input of each that is computed again, else all that its
+    gradients need."""
+    rows, tokens = local_tokens(model, workload)
+    stream = rows * tokens * model.spec.hidden_size * workload.bytes_per_element
+    return sum(
+        kind.count * (stream if workload.remat else stream + _saved(model, kind, workload)) for kind in model.layers
+    )
+
+
+def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
+    bits = BITS[workload.dtype]
+    found = [_Backward()]
+    for layers in _turns(model, workload):
+        gathered = gradient = product = saved = 0
+        of_experts: list[int] = []
+        for place, kind in enumerate(layers):
+            of_experts = [tiled_bytes(one.gathered, bits) for one in kind.parameters if one.of_experts]
+            others = [one for one in kind.parameters if not one.of_experts]
+            if place >= len(layers) - GATHERED_LAYERS:
+                gathered += weight_bytes(others, workload, bits, gathered=True) + sum(of_experts)
+            gradient = max(gradient, *of_experts, *(tiled_bytes(one.gathered, 32) for one in others), 0)
+            product = max(product, 0 if of_experts else _working_set(model, kind, workload))
+            saved = max(saved, _saved(model, kind, workload)) if workload.remat else 0
+        # The layer whose gradient is computed first has the kernels of its mixture one after the other.
+        gathered -= sum(of_experts) - max(of_experts, default=0)
+        found.append(_Backward(gathered, gradient, saved, product))
+    return max(found, key=lambda turn: turn.total)
+
+
+def _turns(model: ModelShards, workload: Workload) -> list[list[LayerShards]]:
+    """The layers of one turn of each loop over layers, in which the compiler gathers ahead; unrolled, each layer."""
+    if workload.layers == "unrolled":
+        return [[kind] for kind in model.layers]
+    kinds = {kind.layer: kind for kind in reversed(model.layers)}
+    return [[kinds[layer] for layer in group.unit] for group in layer_groups(model.spec)]
+
+
+@lru_cache(maxsize=256)
+def layer_groups(spec: ArchitectureSpec) -> tuple[LayerGroup, ...]:
+    """`spec.groups()`, which compares many layers, once."""
+    return spec.groups()
+
+
+def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
+    """Rows, and tokens of each, that one device is given."""
+    rows = workload.batch // model.devices(axes.BATCH, workload.batch)
+    return rows, workload.tokens // model.devices(axes.SEQUENCE, workload.tokens)
+
+
+def layer_cache_shapes(model: ModelShards, layer: LayerSpec, workload: Workload) -> Iterable[tuple[Shape, int]]:
+    """Shape on one device and bits of each array that a layer keeps between tokens."""
+    batch, slots, mixer = workload.batch, workload.context, layer.mixer
+    if isinstance(mixer, AttentionSpec):
+        if mixer.kv_from_layer is None:
+            for dim in (mixer.head_dim, mixer.value_dim):
+                shape = (batch, mixer.num_kv_heads, slots, dim)
+                yield model.cut(CACHE_AXES, shape), BITS[workload.dtype]
+        return
+    for state in mixer.state:
+        sizes = (slots if axis == axes.SEQUENCE else size for size, axis in zip(state.shape, state.axes, strict=True))
+        yield model.cut((axes.BATCH, *state.axes), (batch, *sizes)), BITS.get(state.dtype or workload.dtype, 32)
+
+
+def _layer_cache(model: ModelShards, layer: LayerSpec, workload: Workload) -> int:
+    return sum(tiled_bytes(shape, bits) for shape, bits in layer_cache_shapes(model, layer, workload))
+
+
+def _scores(model: ModelShards, layer: LayerSpec, workload: Workload) -> int:
+    if not isinstance(layer.mixer, AttentionSpec):
+        return 0
+    shape = (workload.batch, layer.mixer.num_kv_heads, workload.context, layer.mixer.q_per_kv)
+    return 2 * tiled_bytes(model.cut(CACHE_AXES, shape), 32)
+
+
+def _working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
+    """What the widest product of a layer gives, in float32; of a mixture's experts also the rows given to them, their
+    results and their sum, each of a token's experts having a row."""
+    rows, tokens = local_tokens(model, workload)
+    widest = experts = 0
+    for one in kind.parameters:
+        if one.of_experts and one.is_matrix:
+            assert isinstance(kind.layer.mlp, MoESpec)
+            given = rows * tokens * kind.layer.mlp.experts_per_token
+            inner = prod(one.gathered[1:-1])
+            if not one.path.endswith("down.kernel"):
+                experts = given * (3 * model.spec.hidden_size * workload.bytes_per_element + 4 * inner)
+        elif one.is_matrix:
+            widest = max(widest, 4 * rows * tokens * prod(one.gathered[:-1]))
+    return max(widest, experts)
+
+
+def _saved(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
+    """What a layer's gradient needs: each product's input and result, the widest's in float32 (an MLP's activation is
+    computed in it), and so the input of each norm; of a mixture's experts what `_working_set` counts."""
+    rows, tokens = local_tokens(model, workload)
+    item = workload.bytes_per_element
+    experts = products = widest = 0
+    for one in kind.parameters:
+        if one.of_experts:
+            experts = _working_set(model, kind, workload)
+        elif one.is_matrix:
+            products += item * (one.gathered[-1] + prod(one.gathered[:-1]))
+            widest = max(widest, prod(one.gathered[:-1]))
+    norms = 4 * len(norm_names(kind.layer)) * model.spec.hidden_size
+    return rows * tokens * (products + (4 - item) * widest + norms) + experts

@@ -1,0 +1,277 @@
+"""The planner. In: an architecture, slices and what is to be done there; out: plans, the fastest that fit first; the
+smallest slice of each generation that serves; and what would make a model fit that does not. Nothing is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.sharding.hardware import CHIPS, Chip, Topology, slice_sizes
+from ttpu_core.sharding.links import slice_axes
+from ttpu_core.sharding.plan import HEADROOM, Plan, ProgramEstimate, fingerprint_of
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
+from ttpu_core.sharding.workload import Quantization, Workload
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec
+from ttpu_plan.cost import estimate_time
+from ttpu_plan.memory import estimate_memory
+from ttpu_plan.shards import admissible
+
+Purpose = Literal["inference", "training"]
+Mesh = dict[str, int]
+
+ROWS, CONTEXT = 32, 2048
+"""What is served where nothing else is asked for; training takes one row a device."""
+
+SHORTEST_PART = 512
+"""Tokens of a row that a device must keep for the sequence to be cut: with fewer, exchanging keys costs more than it
+saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a plan is for.
+
+    Args:
+        batch: rows of the decode or training step; None is 32 to serve, and one a device to train.
+        context: slots of each row's cache, and tokens of a prompt or of a row to train on.
+    """
+
+    purpose: Purpose = "inference"
+    batch: int | None = None
+    context: int = CONTEXT
+    dtype: str = "bfloat16"
+    quantization: Quantization | None = None
+    strategy: Strategy = DEFAULT_STRATEGY
+
+    def __post_init__(self) -> None:
+        """Refuse what no workload can be, before anything is enumerated."""
+        if self.purpose not in ("inference", "training"):
+            raise RequestError(
+                f"a plan for {self.purpose!r} was asked for, but there is only inference and training: write one of "
+                "them."
+            )
+        self.workloads(1, {})
+
+    def rows(self, num_devices: int) -> int:
+        """Of the decode or training step."""
+        return self.batch if self.batch is not None else ROWS if self.purpose == "inference" else num_devices
+
+    def workloads(self, num_devices: int, mesh: Mapping[str, int]) -> tuple[Workload, ...]:
+        """The programs: decode and prefill, each group of devices reading a prompt of its own; or a training step."""
+        rows = self.rows(num_devices)
+        if self.purpose == "training":
+            return (
+                Workload("train", rows, self.context, self.dtype, layers="scan", quantization=self.quantization),
+            )
+        decode = Workload("decode", rows, self.context, self.dtype, quantization=self.quantization)
+        groups = prod(mesh.get(axis, 1) for axis in dict(self.strategy.rules).get("batch", ()))
+        return decode, replace(decode, task="prefill", batch=min(rows, groups))
+
+
+SERVING = Request()
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change that makes a model fit, and the plan that then does."""
+
+    change: str
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class NoFit:
+    """Why no mesh of some slices holds a model. `closest` is the plan that takes least memory."""
+
+    closest: Plan
+    remedies: tuple[Remedy, ...]
+
+    @property
+    def missing_bytes(self) -> int:
+        """On each device, of what a plan may take."""
+        return round(self.closest.memory.total - HEADROOM * self.closest.hbm_bytes)
+
+    def __str__(self) -> str:
+        plan, gib = self.closest, 2.0**30
+        needed, there = plan.memory.total / gib, HEADROOM * plan.hbm_bytes / gib
+        text = f"{plan.model_type} needs {needed:.1f} GiB on each device of {plan.topology} at best "
+        text += f"({plan.parallelism}), where a plan may take {there:.1f} GiB"
+        ways = "; ".join(one.change for one in self.remedies)
+        return f"{text}: {ways or 'no smaller batch, context or weights make it fit, so take another chip'}."
+
+
+def plans(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING) -> list[Plan]:
+    """Every plan for some slices: those that fit first, the fastest before the others; then the smallest that do not.
+
+    Raises:
+        UnsupportedError: no mesh divides the model at all.
+    """
+    fingerprint = fingerprint_of(spec)
+    found = [_plan(spec, fingerprint, topology, mesh, request) for mesh in meshes(spec, topology, request)]
+    if not found:
+        raise UnsupportedError(
+            f"a plan of {spec.model_type} for {topology.name} was asked for, but no mesh of its {topology.num_devices} "
+            f"devices divides the model and {request.rows(topology.num_devices)} rows: take another slice, or a batch "
+            "that is a multiple of the devices."
+        )
+    return sorted(found, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.memory.total))
+
+
+def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iterator[Mesh]:
+    """The meshes that a slice's devices and the model's sizes allow: axes whose product is the devices.
+
+    Rows are cut evenly; experts are whole; heads are padded, but there is at least one for each device of `tensor`; a
+    device keeps at least 512 tokens of a cut sequence. Weights that no device has whole are for training: to serve,
+    gathering them for every token would take longer than to read them.
+    """
+    devices = topology.num_devices
+    trains = request.purpose == "training"
+    rows = request.rows(devices)
+    heads = max((_heads(layer.mixer) for layer in spec.layers), default=1)
+    experts = [layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
+    most_sequence = max(1, request.context // SHORTEST_PART) if trains else 1
+    allowed = {
+        "data": [n for n in _divisors(devices) if rows % n == 0],
+        "fsdp": [n for n in _divisors(devices) if rows % n == 0] if trains else [1],
+        "expert": [n for n in _divisors(devices) if experts and all(count % n == 0 for count in experts)] or [1],
+        "sequence": [n for n in _divisors(devices) if n <= most_sequence and request.context % n == 0],
+        "tensor": [n for n in _divisors(topology.devices_per_slice) if n <= heads],
+    }
+    for sizes in _products(devices, [allowed[axis] for axis in MESH_AXES]):
+        mesh = {axis: size for axis, size in zip(MESH_AXES, sizes, strict=True) if size > 1}
+        rows_cut = mesh.get("data", 1) * mesh.get("fsdp", 1)
+        if rows % rows_cut == 0 and _crosses_well(mesh, topology) and admissible(spec, mesh, request.strategy):
+            yield mesh
+
+
+def smallest_slices(
+    spec: ArchitectureSpec, request: Request = SERVING, chips: tuple[Chip, ...] = tuple(CHIPS.values())
+) -> dict[str, Plan | None]:
+    """Chip → the fastest plan for the smallest slice that holds the model; None where 256 chips do not."""
+    return {chip.name: _smallest(spec, chip, request) for chip in chips}
+
+
+def best_plan(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING) -> Plan:
+    """The fastest plan that fits.
+
+    Raises:
+        UnsupportedError: none does; the message says by how much, and what would.
+    """
+    found = plans(spec, topology, request)
+    if not found[0].fits:
+        raise UnsupportedError(str(why_nothing_fits(spec, topology, request, found)))
+    return found[0]
+
+
+def why_nothing_fits(
+    spec: ArchitectureSpec, topology: Topology, request: Request, found: list[Plan] | None = None
+) -> NoFit:
+    """By how much a model does not fit, and which single changes would make it: fewer rows, a shorter context,
+    quantized weights, more chips."""
+    closest = min(found or plans(spec, topology, request), key=lambda plan: plan.memory.total)
+    remedies: list[Remedy] = []
+    rows = request.rows(topology.num_devices)
+    for batch in _halves(rows):
+        if plan := _fitting(spec, topology, replace(request, batch=batch)):
+            remedies.append(Remedy(f"a batch of {batch} instead of {rows} would fit", plan))
+            break
+    for context in _halves(request.context):
+        if plan := _fitting(spec, topology, replace(request, context=context)):
+            remedies.append(Remedy(f"a context of {context} instead of {request.context} would fit", plan))
+            break
+    names: tuple[Quantization, ...] = ("int8", "int4")
+    for name in names if request.purpose == "inference" and request.quantization is None else ():
+        if plan := _fitting(spec, topology, replace(request, quantization=name)):
+            remedies.append(Remedy(f"{name} weights would fit", plan))
+            break
+    if plan := _smallest(spec, topology.chip, request, topology.num_chips):
+        remedies.append(Remedy(f"{plan.slices.num_chips} chips ({plan.topology}) would fit", plan))
+    return NoFit(closest, tuple(remedies))
+
+
+def why_nothing_serves(
+    spec: ArchitectureSpec, request: Request, chips: tuple[Chip, ...] = tuple(CHIPS.values())
+) -> NoFit:
+    """Why no slice of any generation holds a model, told of the one with the most memory among those whose devices can
+    share the model and the rows.
+
+    Raises:
+        UnsupportedError: there is none of those either.
+    """
+    slices = [Topology(chip, size) for chip in chips for size in slice_sizes(chip)]
+    slices.sort(key=lambda one: one.num_devices * one.chip.hbm_bytes)
+    while True:
+        topology = slices.pop()
+        try:
+            return why_nothing_fits(spec, topology, request)
+        except UnsupportedError:
+            if not slices:
+                raise
+
+
+def _plan(spec: ArchitectureSpec, fingerprint: str, topology: Topology, mesh: Mesh, request: Request) -> Plan:
+    dcn, strategy = slice_axes(mesh, topology.slices), request.strategy
+    programs = tuple(
+        ProgramEstimate(
+            workload,
+            estimate_memory(spec, mesh, workload, strategy, topology.chip),
+            estimate_time(spec, mesh, topology, workload, strategy, dcn),
+        )
+        for workload in request.workloads(topology.num_devices, mesh)
+    )
+    return Plan(
+        spec.model_type, fingerprint, topology.name, tuple(mesh.items()), tuple(dcn.items()), strategy, programs
+    )
+
+
+def _smallest(spec: ArchitectureSpec, chip: Chip, request: Request, beyond: int = 0) -> Plan | None:
+    for size in slice_sizes(chip):
+        topology = Topology(chip, size)
+        if topology.num_chips > beyond and (plan := _fitting(spec, topology, request)):
+            return plan
+    return None
+
+
+def _fitting(spec: ArchitectureSpec, topology: Topology, request: Request) -> Plan | None:
+    try:
+        best = plans(spec, topology, request)[0]
+    except UnsupportedError:
+        return None
+    return best if best.fits else None
+
+
+def _crosses_well(mesh: Mesh, topology: Topology) -> bool:
+    """Whether slices lie along axes that talk little: what is gathered or summed for each layer stays in a slice."""
+    along = slice_axes(mesh, topology.slices)
+    return prod(along.values()) == topology.slices and not set(along) & {"expert", "sequence", "tensor"}
+
+
+def _heads(mixer: object) -> int:
+    if isinstance(mixer, AttentionSpec):
+        return mixer.num_heads
+    options = dict(getattr(mixer, "options", ()))
+    return int(options.get("num_heads") or 2**10)  # another mixer's own axes have the last word
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _halves(number: int) -> Iterator[int]:
+    while number > 1:
+        number //= 2
+        yield number
+
+
+def _products(total: int, choices: list[list[int]]) -> Iterator[tuple[int, ...]]:
+    """One number of each list, whose product is `total`."""
+    if len(choices) == 1:
+        if total in choices[0]:
+            yield (total,)
+        return
+    for size in choices[0]:
+        if total % size == 0:
+            yield from ((size, *rest) for rest in _products(total // size, choices[1:]))

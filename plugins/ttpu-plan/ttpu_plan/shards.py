@@ -1,0 +1,187 @@
+"""What each device holds of a model. In: an architecture, a mesh and a strategy; out: for each kind of layer, and both
+ends of the model, every parameter's shape on one device, at rest and where it is multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from ttpu_core.errors import UnsupportedError
+from ttpu_core.sharding.padding import pad_architecture
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.spec import ArchitectureSpec, LayerSpec, Parameter, axes
+
+Shape = tuple[int, ...]
+MeshItems = tuple[tuple[str, int], ...]
+_PADDED = (axes.VOCAB, axes.KV_HEADS, axes.Q_HEADS, axes.MLP)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShard:
+    """One parameter on one device."""
+
+    path: str  # within its layer, or within the model
+    parameter: Parameter
+    local: Shape  # what a device holds
+    gathered: Shape  # what it multiplies with: whole along the mesh axes that cut its tokens too
+    cut: tuple[tuple[str, ...], ...]  # the mesh axes that cut each dimension at rest
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is multiplied by every token, and may be quantized: a kernel, and no table of embeddings."""
+        return self.path.endswith("kernel")
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether a token is multiplied by some experts' part of it only."""
+        return ".experts." in self.path
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShards:
+    """A kind of layer, and how many layers are of it."""
+
+    layer: LayerSpec
+    count: int
+    parameters: tuple[ParameterShard, ...]
+
+
+@dataclass(frozen=True)
+class ModelShards:
+    """A model on one device of a mesh, with the sizes that the mesh needs (see `ttpu_core.sharding.padding`)."""
+
+    spec: ArchitectureSpec
+    mesh: Mapping[str, int]
+    strategy: Strategy
+    ends: tuple[ParameterShard, ...]  # embedding, final norm and head
+    layers: tuple[LayerShards, ...]
+
+    def devices(self, axis: str, size: int) -> int:
+        """How many devices share a dimension of an activation: all of its mesh axes', or 1 where they do not divide
+        it."""
+        return _devices(self.strategy, tuple(self.mesh.items()), axis, size)
+
+    def axes_of(self, axis: str, size: int) -> tuple[str, ...]:
+        """The mesh axes that cut a dimension of an activation."""
+        if self.devices(axis, size) == 1:
+            return ()
+        return tuple(a for a in dict(self.strategy.rules).get(axis, ()) if self.mesh.get(a, 1) > 1)
+
+    def cut(self, logical: tuple[str | None, ...], shape: Shape) -> Shape:
+        """An activation's or a cache's shape on one device; a dimension that does not divide is whole there."""
+        sizes = zip(logical, shape, strict=True)
+        kept = tuple(axis if self.devices(axis or "", size) > 1 else None for axis, size in sizes)
+        return _cut(self.strategy.mesh_axes(kept, shape, self.mesh, "an activation"), shape, self.mesh)
+
+    def end(self, path: str) -> ParameterShard | None:
+        """A parameter of the model's ends."""
+        return next((one for one in self.ends if one.path == path), None)
+
+    @property
+    def head(self) -> ParameterShard:
+        """The table that gives logits: the embedding's, where it is tied."""
+        found = self.end("head.kernel") or self.end("embed.embedding")
+        assert found is not None
+        return found
+
+
+def shard_model(
+    spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy = DEFAULT_STRATEGY
+) -> ModelShards:
+    """What one device of a mesh holds.
+
+    Raises:
+        UnsupportedError: a parameter that the mesh cannot divide, even padded.
+    """
+    return _shard_model(spec, tuple((axis, size) for axis, size in mesh.items() if size > 1), strategy)
+
+
+def admissible(spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy = DEFAULT_STRATEGY) -> bool:
+    """Whether the model can be cut so."""
+    try:
+        shard_model(spec, mesh, strategy)
+    except UnsupportedError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=8192)
+def tiled_bytes(shape: Shape, bits: float) -> int:
+    """Bytes of an array on a TPU, where the two minor dimensions come in tiles of 8 × 128.
+
+    The compiler chooses the order of dimensions that wastes least, and takes tiles of 4, 2 or 1 rows (at least one
+    32-bit word deep) for fewer; read off the layouts of libtpu 0.0.42: bfloat16 [32, 8, 2048, 64] takes no padding,
+    [1, 4096] takes twice its size, [4096] none.
+    """
+    if len(shape) < 2:
+        return int(_up(prod(shape), 128) * bits / 8)
+    least = max(1, round(32 / max(bits, 4)))
+    total, sizes = prod(shape), sorted(set(shape))
+    padded = []
+    for minor in sizes:
+        for second in sizes if sum(size == minor for size in shape) > 1 else (s for s in sizes if s != minor):
+            rows = min(8, max(least, 1 << (second - 1).bit_length()))
+            padded.append(total // minor // second * _up(minor, 128) * _up(second, rows))
+    return int(min(padded) * bits / 8)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _cut(cut: tuple[tuple[str, ...], ...], shape: Shape, mesh: Mapping[str, int]) -> Shape:
+    return tuple(size // prod(mesh[a] for a in by) for size, by in zip(shape, cut, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _devices(strategy: Strategy, mesh: MeshItems, axis: str, size: int) -> int:
+    sizes = dict(mesh)
+    devices = prod(sizes.get(a, 1) for a in dict(strategy.rules).get(axis, ()))
+    return devices if size % devices == 0 else 1
+
+
+@lru_cache(maxsize=2048)
+def _shard_model(spec: ArchitectureSpec, mesh: MeshItems, strategy: Strategy) -> ModelShards:
+    sizes, rules = dict(mesh), dict(strategy.rules)
+    # Padding depends on these axes alone, so that few different padded models are made.
+    padding = {a for axis in _PADDED for a in rules.get(axis, ())}
+    padded, _ = pad_architecture(spec, {axis: size for axis, size in mesh if axis in padding}, strategy)
+    tokens_cut = {a for axis in (axes.BATCH, axes.SEQUENCE) for a in rules.get(axis, ())}
+
+    def shards(named: Mapping[str, Parameter]) -> Iterator[ParameterShard]:
+        for path, parameter in named.items():
+            cut = strategy.mesh_axes(parameter.axes, parameter.shape, sizes, path)
+            kept = tuple(tuple(a for a in by if a not in tokens_cut) for by in cut)
+            local, gathered = (_cut(by, parameter.shape, sizes) for by in (cut, kept))
+            yield ParameterShard(path, parameter, local, gathered, cut)
+
+    ends, kinds = _kinds(padded)
+    return ModelShards(
+        padded,
+        sizes,
+        strategy,
+        tuple(shards(ends)),
+        tuple(LayerShards(layer, count, tuple(shards(named))) for layer, count, named in kinds),
+    )
+
+
+@lru_cache(maxsize=256)
+def _kinds(
+    spec: ArchitectureSpec,
+) -> tuple[Mapping[str, Parameter], tuple[tuple[LayerSpec, int, Mapping[str, Parameter]], ...]]:
+    """The parameters of the model's ends, and different layers with their number and parameters."""
+    ends: dict[str, Parameter] = {}
+    layers: list[dict[str, Parameter]] = [{} for _ in spec.layers]
+    for path, parameter in spec.parameters.items():
+        if path.startswith("layers."):
+            _, index, rest = path.split(".", 2)
+            layers[int(index)][rest] = parameter
+        else:
+            ends[path] = parameter
+    counts: dict[tuple[LayerSpec, tuple[tuple[str, Parameter], ...]], int] = {}
+    for layer, named in zip(spec.layers, layers, strict=True):
+        key = layer, tuple(named.items())
+        counts[key] = counts.get(key, 0) + 1
+    return ends, tuple((layer, count, dict(named)) for (layer, named), count in counts.items())

@@ -1,0 +1,65 @@
+"""A server in a thread of this process, over a socket, as clients of any kind meet it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+
+from ttpu_serve.api.async_engine import AsyncEngine
+from ttpu_serve.server import ServerSettings, create_app
+from ttpu_serve.server.run import LAST_WORDS_SECONDS, Server
+
+
+@dataclass
+class Running:
+    """A server that runs."""
+
+    url: str
+    core: Any
+    engine: AsyncEngine
+    server: uvicorn.Server
+    thread: threading.Thread
+
+    def client(self, key: str = "none", **options: Any) -> Any:
+        """The official client of OpenAI's API; it does not try again, so that errors show."""
+        from openai import OpenAI
+
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
+
+    def http(self, **options: Any) -> httpx.Client:
+        """A plain client."""
+        return httpx.Client(base_url=self.url, timeout=30, **options)
+
+    def stop(self) -> None:
+        """As by SIGTERM: drain, then leave."""
+        self.server.handle_exit(signal.SIGTERM, None)
+
+
+@contextmanager
+def running(core: Any, settings: ServerSettings | None = None) -> Iterator[Running]:
+    """Serve a core on a free port of this machine."""
+    settings = settings or ServerSettings()
+    engine = AsyncEngine(core)
+    app = create_app(engine, settings)
+    config = uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=LAST_WORDS_SECONDS)
+    server = Server(config, lambda: None, lambda: engine.drain(settings.drain_timeout))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not server.started and thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Running(f"http://127.0.0.1:{port}", core, engine, server, thread)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not leave"

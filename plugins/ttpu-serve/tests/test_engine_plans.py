@@ -1,0 +1,69 @@
+"""A plan that `ttpu plan --save` wrote says how the engine cuts a model, as far as the engine cuts it so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from ttpu import LLM, SamplingParams
+from ttpu_core.checkpoint import open_config
+from ttpu_core.errors import UnsupportedError
+from ttpu_core.registry import default_registry
+from ttpu_core.sharding.hardware import parse_topology
+from ttpu_plan.planner import Request, best_plan
+
+pytestmark = pytest.mark.slow  # together they take long; the lane of the newest jax does without
+
+SMALL: dict[str, Any] = {
+    "max_model_len": 32,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 8,
+    "sequence_buckets": (2,),
+    "token_buckets": (8,),
+    "page_size": 4,
+    "num_pages": 20,
+    "sampling_level": "greedy",
+    "prompt_logprobs": False,
+    "progress": None,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plans") / "llama"
+    return tiny.llama_checkpoint(
+        folder, num_attention_heads=8, num_key_value_heads=4, head_dim=8, num_hidden_layers=1
+    )
+
+
+def plan(checkpoint: Path, topology: str, batch: int, file: Path) -> Path:
+    """What `ttpu plan --topology … --batch … --save` writes."""
+    spec = default_registry().architecture(open_config(checkpoint)).spec
+    best_plan(spec, parse_topology(topology), Request("inference", batch, 32, dtype="float32")).save(file)
+    return file
+
+
+def answer(llm: LLM) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    return list(llm.generate("hello", params)[0].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(("topology", "devices"), [("v5e:2x4", 8), ("v5e:2x2", 4)])
+def test_a_plan_that_cuts_weights_alone_is_served_with_the_same_tokens(
+    checkpoint: Path, tmp_path: Path, topology: str, devices: int
+) -> None:
+    file = plan(checkpoint, topology, 1, tmp_path / "plan.json")
+    with LLM(str(checkpoint), **SMALL) as llm:
+        alone = answer(llm)
+    with LLM(str(checkpoint), **SMALL, plan=str(file)) as llm:
+        assert dict(llm.engine.runner.runtime.placement.mesh.shape) == {"tensor": devices}
+        assert answer(llm) == alone
+
+
+def test_a_plan_that_cuts_the_batch_is_refused_in_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
+    file = plan(checkpoint, "v5e:2x4", 32, tmp_path / "plan.json")
+    with pytest.raises(UnsupportedError, match=r"serve over data=8, .* cut requests over data,.*`ttpu plan --batch 1`"):
+        LLM(str(checkpoint), **SMALL, plan=str(file))

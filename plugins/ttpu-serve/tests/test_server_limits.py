@@ -1,0 +1,340 @@
+"""What a server does with those who have no key, ask too much, read too slowly, leave early, or come at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import typer
+from fake_core import FakeCore, tokenizer
+from serving import Running, running
+from typer.testing import CliRunner
+
+from ttpu_core.errors import RequestError
+from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_serve.api.async_engine import AsyncEngine
+from ttpu_serve.cli.serve import serve
+from ttpu_serve.server import ServerSettings, create_app
+from ttpu_serve.server.events import EventStream
+from ttpu_serve.server.run import Place
+
+openai = pytest.importorskip("openai")
+
+command = typer.Typer()
+command.command()(serve)
+HELLO: Any = {"model": "fake", "messages": [{"role": "user", "content": "say: hello"}]}
+ENDLESS: Any = {"model": "fake", "prompt": "say: on and on", "max_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def until(true: Callable[[], Any], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.005)
+
+
+def test_a_key_is_needed_where_one_is_set(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer), ServerSettings(api_keys=("one", "two"))) as server:
+        for key in ("one", "two"):
+            assert server.client(key).models.list().data
+        for key in ("three", "on", "onee"):
+            with pytest.raises(openai.AuthenticationError) as refusal:
+                server.client(key).chat.completions.create(**HELLO)
+            assert refusal.value.code == "invalid_api_key"
+        http = server.http()
+        assert http.post("/v1/chat/completions", json=HELLO).headers["www-authenticate"] == "Bearer"
+        for header in ("one", "Basic one", "Bearer"):
+            assert http.get("/v1/models", headers={"authorization": header}).status_code == 401
+        for path in ("/tokenize", "/v1/embeddings", "/v1/nothing"):
+            assert http.post(path, json={}).status_code == 401, path
+        for path in ("/health", "/metrics", "/", "/stats", "/openapi.json"):
+            assert http.get(path).status_code == 200, path
+        assert http.get("/openapi.json").json()["security"] == [{"key": []}]
+
+
+@pytest.mark.parametrize("key", ["", " ", "schlüssel"])
+def test_a_key_that_no_header_can_carry_is_refused_at_once(key: str) -> None:
+    with pytest.raises(RequestError):
+        ServerSettings(api_keys=(key,))
+
+
+def test_no_more_requests_at_once_than_allowed(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer, seconds=0.01), ServerSettings(max_concurrent=2)) as server:
+        client = server.client()
+        first = [client.completions.create(stream=True, **body(200)) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(**body(1))
+        assert server.http().get("/health").status_code == 200, "watching is always possible"
+        for stream in first:
+            stream.close()
+        until(lambda: not server.core.answers)
+        assert client.completions.create(**body(1)).choices
+
+
+def body(tokens: int) -> Any:
+    extra = {"ignore_eos": True}
+    return {"model": "fake", "prompt": "say: on and on", "max_tokens": tokens, "extra_body": extra}
+
+
+def test_a_client_that_leaves_a_stream_aborts_its_request(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer, seconds=0.005, max_model_len=5000)) as server:
+        stream = server.client().completions.create(stream=True, **body(4000))
+        next(iter(stream))
+        assert server.core.answers
+        stream.close()
+        until(lambda: not server.core.answers)
+        assert len(server.core.aborted) == 1
+        until(lambda: 'reason="abort"' in server.http().get("/metrics").text)
+
+
+def test_a_client_that_leaves_before_its_answer_aborts_all_of_its_request(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer, seconds=0.005, max_model_len=5000)) as server:
+        asked = ENDLESS | {"prompt": ["say: a", "say: b", "say: c"]}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=asked, timeout=0.3)
+        until(lambda: not server.core.answers)
+        assert len(set(server.core.aborted)) == 3
+
+
+def test_a_client_that_leaves_before_its_stream_begins_leaves_nothing_behind() -> None:
+    ended: list[str] = []
+
+    async def values() -> AsyncGenerator[dict[str, Any], None]:
+        yield {}
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def stuck(_: Any) -> None:
+        await asyncio.sleep(60)
+
+    response = EventStream(values(), None, lambda: ended.append("answers"))
+    asyncio.run(asyncio.wait_for(response({"type": "http"}, gone, stuck), 5))
+    assert ended == ["answers"]
+
+
+def test_a_request_that_takes_too_long_is_ended(bytes_tokenizer: Any) -> None:
+    settings = ServerSettings(request_timeout=0.15)
+    with running(FakeCore(bytes_tokenizer, seconds=0.01, max_model_len=5000), settings) as server:
+        response = server.http().post("/v1/completions", json=ENDLESS)
+        assert response.status_code == 408 and response.json()["error"]["code"] == "request_timeout"
+        text = ""
+        with pytest.raises(openai.APIError, match=r"0\.15 s"):
+            for chunk in server.client().completions.create(stream=True, **body(4000)):
+                text += chunk.choices[0].text
+        assert text.startswith("on and"), "what was said until then was sent"
+        until(lambda: not server.core.answers)
+
+
+def test_a_reader_that_stops_reading_loses_its_place(bytes_tokenizer: Any) -> None:
+    core = FakeCore(bytes_tokenizer, max_model_len=100_000)
+    asked = ENDLESS | {"max_tokens": 90_000, "stream": True, "logprobs": 5}
+    settings = ServerSettings(write_timeout=0.3, request_timeout=None)
+    with running(core, settings) as server, stalled_reader(server, asked):
+        until(lambda: core.answers)
+        until(lambda: not core.answers, 30)
+        assert server.http().post("/v1/completions", json=ENDLESS | {"max_tokens": 3}).status_code == 200
+
+
+def stalled_reader(server: Running, asked: Any) -> socket.socket:
+    """A client that sends a request and reads nothing, with little room for what it does not read."""
+    host, port = server.url.removeprefix("http://").split(":")
+    reader = socket.socket()
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    reader.connect((host, int(port)))
+    content = json.dumps(asked).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
+    reader.sendall(head.encode() + b"\r\n\r\n" + content)
+    return reader
+
+
+def test_a_server_that_is_told_to_leave_finishes_what_it_has(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer, seconds=0.01), ServerSettings(drain_timeout=20)) as server:
+        stream = iter(server.client().completions.create(stream=True, **body(60)))
+        text = next(stream).choices[0].text
+        server.stop()
+        for chunk in stream:
+            text += chunk.choices[0].text
+        assert len(text) == 60 and chunk.choices[0].finish_reason == "length"
+        server.thread.join(10)
+        assert not server.thread.is_alive() and server.core.closed
+        with pytest.raises(httpx.ConnectError):
+            server.http().get("/health")
+
+
+def test_a_server_does_not_wait_for_ever(bytes_tokenizer: Any) -> None:
+    core = FakeCore(bytes_tokenizer, seconds=0.01, max_model_len=50_000)
+    with running(core, ServerSettings(drain_timeout=1)) as server:
+        stream = iter(server.client().completions.create(stream=True, **body(40_000)))
+        next(stream)
+        began = time.monotonic()
+        server.stop()
+        server.thread.join(10)
+        assert time.monotonic() - began < 5 and core.closed
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            for _ in stream:
+                pass
+
+
+def test_an_engine_that_drains_takes_nothing_new(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer, seconds=0.01)) as server:
+        stream = iter(server.client().completions.create(stream=True, **body(30)))
+        next(stream)
+        drained: list[bool] = []
+        thread = threading.Thread(target=lambda: drained.append(asyncio.run(server.engine.drain(10))))
+        thread.start()
+        until(lambda: not server.engine.accepting)
+        response = server.http().post("/v1/chat/completions", json=HELLO)
+        assert response.status_code == 503 and response.json()["error"]["code"] == "shutting_down"
+        assert server.http().get("/health").status_code == 503, "a balancer sends nothing here any more"
+        assert sum(1 for _ in stream) >= 1
+        thread.join(10)
+        assert drained == [True]
+
+
+def test_administration_only_where_it_is_enabled(bytes_tokenizer: Any, tmp_path: Path) -> None:
+    with running(FakeCore(bytes_tokenizer), ServerSettings(enable_admin=True)) as server:
+        http = server.http()
+        assert http.post("/sleep").status_code == 200 and http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert http.post("/v1/chat/completions", json=HELLO).status_code == 400
+        assert http.post("/wake_up").status_code == 200 and http.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert http.post("/v1/chat/completions", json=HELLO).status_code == 200
+        assert http.post("/reset_prefix_cache").status_code == 200
+        load = {"lora_name": "poet", "lora_path": str(tmp_path)}
+        assert http.post("/v1/load_lora_adapter", json=load | {"lora_path": "/nowhere"}).status_code == 400
+        too_long = load | {"lora_path": "/" + "a" * 5000}
+        assert http.post("/v1/load_lora_adapter", json=too_long).status_code == 400
+        assert http.post("/v1/load_lora_adapter", json=load | {"lora_name": "fake"}).status_code == 400
+        assert http.post("/v1/load_lora_adapter", json=load).status_code == 200
+        assert http.post("/v1/chat/completions", json=HELLO | {"model": "poet"}).status_code == 200
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).status_code == 200
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).status_code == 404
+
+
+def test_other_sites_may_call_only_where_they_are_named(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer), ServerSettings(allowed_origins=("https://mine.example",))) as server:
+        for origin, allowed in (("https://mine.example", "https://mine.example"), ("https://other.example", None)):
+            headers = {"origin": origin, "access-control-request-method": "POST"}
+            response = server.http().options("/v1/chat/completions", headers=headers)
+            assert response.headers.get("access-control-allow-origin") == allowed
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_body_bytes", 0), ("max_concurrent", -1), ("request_timeout", 0.0)])
+def test_settings_out_of_range_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=name):
+        ServerSettings(**{name: value})
+
+
+def test_a_priority_and_a_salt_are_passed_on(bytes_tokenizer: Any) -> None:
+    core = FakeCore(bytes_tokenizer)
+    seen: list[Any] = []
+    add = core.add
+
+    def noting(
+        name: str, prompt: Any, params: SamplingParams, *, priority: int = 0, cache_salt: str = "", **options: Any
+    ) -> None:
+        seen.append((priority, cache_salt))
+        add(name, prompt, params, **options)
+
+    core.add = noting  # type: ignore[method-assign]
+    with running(core, ServerSettings(allow_priority=True)) as server:
+        server.client().chat.completions.create(extra_body={"priority": -3, "cache_salt": "mine"}, **HELLO)
+        asked = {"model": "fake", "prompt": "hello", "cache_salt": "yours"}
+        assert server.http().post("/v1/completions", json=asked).status_code == 200
+        assert server.http().post("/v1/chat/completions", json=HELLO | {"cache_salt": ""}).status_code == 400
+    assert seen == [(-3, "mine"), (0, "yours")]
+
+
+def test_no_client_goes_before_others_unless_it_may(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer)) as server:
+        response = server.http().post("/v1/chat/completions", json=HELLO | {"priority": -3})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "priority"
+        assert server.http().post("/v1/chat/completions", json=HELLO | {"priority": 0}).status_code == 200
+
+
+def test_a_server_that_leaves_says_so_until_its_answers_have_ended(bytes_tokenizer: Any) -> None:
+    core = FakeCore(bytes_tokenizer, seconds=0.01, max_model_len=50_000)
+    with running(core, ServerSettings(drain_timeout=1)) as server:
+        stream = iter(server.client().completions.create(stream=True, **body(40_000)))
+        next(stream)
+        server.stop()
+        until(lambda: not server.engine.accepting)
+        assert server.http().get("/health").status_code == 503, "a balancer sends nothing here any more"
+        with pytest.raises(openai.APIError, match="shuts down"):
+            for _ in stream:
+                pass
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "https://mine.example", "sec-fetch-site": "cross-site"}, 200),
+    ],
+)
+def test_other_sites_pages_administrate_nothing(bytes_tokenizer: Any, headers: Any, status: int) -> None:
+    settings = ServerSettings(enable_admin=True, allowed_origins=("https://mine.example",))
+    with running(FakeCore(bytes_tokenizer), settings) as server:
+        assert server.http().post("/reset_prefix_cache", headers=headers).status_code == status
+        assert server.http().post("/v1/chat/completions", json=HELLO, headers=headers).status_code == 200
+
+
+def test_what_is_open_to_everybody_holds_no_bodies(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer), ServerSettings(max_body_bytes=100)) as server:
+        http = server.http()
+        assert http.request("GET", "/health", content=b"x" * 5000).status_code == 200
+        assert http.get("/health").status_code == 200
+
+
+def test_the_time_that_reading_a_prompt_takes_counts(bytes_tokenizer: Any) -> None:
+    core = FakeCore(bytes_tokenizer)
+    with running(core, ServerSettings(request_timeout=0.1)) as server:
+        tokens = server.server.config.app.state.service.tokens
+        read = tokens.encode_now
+
+        def slowly(*arguments: Any) -> list[int]:
+            time.sleep(0.3)
+            return list(read(*arguments))
+
+        tokens.encode_now = slowly
+        core.seconds = 0.05
+        assert server.http().post("/v1/completions", json=ENDLESS).status_code == 408
+
+
+def test_an_adapter_with_the_models_name_is_refused_at_once(bytes_tokenizer: Any) -> None:
+    with pytest.raises(RequestError, match="adapter 'fake'"):
+        create_app(AsyncEngine(FakeCore(bytes_tokenizer, adapters={"fake": 1})))
+
+
+def test_certificates_are_read_before_a_model_is(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="ssl-certfile"):
+        Place(port=0, private_key="key.pem").bind()
+    (tmp_path / "cert.pem").write_text("none")
+    for name in ("cert.pem", "nothing.pem"):
+        with pytest.raises(RequestError, match="certificate"):
+            Place(port=0, certificate=str(tmp_path / name)).bind()
+
+
+def test_a_key_that_was_meant_to_be_set_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTPU_API_KEY", "")
+    result = CliRunner().invoke(command, ["nowhere"])
+    assert isinstance(result.exception, RequestError) and "TTPU_API_KEY" in str(result.exception)

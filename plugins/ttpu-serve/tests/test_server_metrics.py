@@ -1,0 +1,109 @@
+"""What /metrics says: names and kinds that dashboards rely on, and numbers that are right."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_core import FakeCore, tokenizer
+from prometheus_client.parser import text_string_to_metric_families
+from serving import running
+
+from ttpu_serve.api.outputs import OutputDelta
+from ttpu_serve.execution.stats import EngineStats
+from ttpu_serve.server.metrics import WINDOW_SECONDS, EngineCollector, Metrics
+
+NAMES = {
+    "requests_waiting": "gauge",
+    "requests_running": "gauge",
+    "kv_cache_usage": "gauge",
+    "kv_cache_pages_in_use": "gauge",
+    "asleep": "gauge",
+    "mfu": "gauge",
+    "mbu": "gauge",
+    "prefix_cache_queries": "counter",
+    "prefix_cache_hits": "counter",
+    "preemptions": "counter",
+    "draft_tokens": "counter",
+    "accepted_tokens": "counter",
+    "accepted_tokens_at": "counter",
+    "recompiles": "counter",
+    "prompt_tokens": "counter",
+    "generation_tokens": "counter",
+    "requests_finished": "counter",
+    "http_requests": "counter",
+    "time_to_first_token_seconds": "histogram",
+    "time_per_output_token_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram",
+    "request_prompt_tokens": "histogram",
+    "request_generation_tokens": "histogram",
+}
+
+
+LABELS = ("reason", "path", "status", "place", "group", "le")
+
+
+def samples(text: str) -> dict[str, Any]:
+    """Values by name and those labels that tell samples apart, and the kinds of all metrics."""
+    found: dict[str, Any] = {"kinds": {}}
+    for family in text_string_to_metric_families(text):
+        found["kinds"][family.name] = family.type
+        for sample in family.samples:
+            labels = [f"{key}={sample.labels[key]}" for key in LABELS if key in sample.labels]
+            found[",".join([sample.name, *labels])] = sample.value
+    return found
+
+
+def test_all_of_them_are_there_and_right(tmp_path: Any) -> None:
+    core = FakeCore(tokenizer(tmp_path))
+    core.counts = replace(
+        core.counts, kv_usage=0.25, pages_in_use={"full": 3}, drafted=10, accepted=7, accepted_at=(5, 2), preemptions=2,
+        recompiles=1, prefix_queries=50, prefix_hits=20, peak_flops=1e12, peak_bytes=1e12,
+    )  # fmt: skip
+    with running(core) as server:
+        asked = {"model": "fake", "messages": [{"role": "user", "content": "say: four"}], "n": 2}
+        server.http().post("/v1/chat/completions", json=asked)
+        server.http().post("/v1/nothing")
+        found = samples(server.http().get("/metrics").text)
+    assert {name.removeprefix("ttpu:"): kind for name, kind in found["kinds"].items()}.items() >= NAMES.items()
+    assert all(name.startswith("ttpu:") for name in found["kinds"])
+    assert found["ttpu:kv_cache_usage"] == 0.25 and found["ttpu:kv_cache_pages_in_use,group=full"] == 3
+    assert found["ttpu:accepted_tokens_at_total,place=1"] == 2 and found["ttpu:recompiles_total"] == 1
+    assert found["ttpu:requests_finished_total,reason=stop"] == 2
+    assert found["ttpu:time_to_first_token_seconds_count"] == found["ttpu:e2e_request_latency_seconds_count"] == 2
+    assert found["ttpu:request_generation_tokens_sum"] == 10, "four letters and the end, twice"
+    assert found["ttpu:http_requests_total,path=/v1/chat/completions,status=200"] == 1
+    assert found["ttpu:http_requests_total,path=other,status=404"] == 1, "labels do not grow with what clients invent"
+
+
+def test_an_answers_times() -> None:
+    metrics = Metrics("m")
+    arrival = time.monotonic() - 3.0
+    watch = metrics.watch(arrival, 2)
+    watch.see(OutputDelta("r", 0, "a", [1], None, None, num_output_tokens=1))
+    watch.see(OutputDelta("r", 0, "b", [2, 3], None, "stop", num_prompt_tokens=4, num_output_tokens=3))
+    watch.end("abort")
+    watch.end("abort")
+    found = samples(metrics.text().decode())
+    assert found["ttpu:time_to_first_token_seconds_sum"] == pytest.approx(3.0, abs=0.2)
+    assert found["ttpu:time_to_first_token_seconds_bucket,le=2.5"] == 0
+    assert found["ttpu:time_per_output_token_seconds_count"] == 1
+    assert found["ttpu:requests_finished_total,reason=stop"] == found["ttpu:requests_finished_total,reason=abort"] == 1
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    collector = EngineCollector({"model_name": "m"})
+    stats = EngineStats(peak_flops=100.0, peak_bytes=1000.0)
+    for second in range(60):
+        work = 0.0 if second < 40 else 50.0 * (second - 40)
+        collector.update(replace(stats, model_flops=work, hbm_bytes=work), now=float(second))
+    assert collector.utilization == {"mfu": pytest.approx(0.5), "mbu": pytest.approx(0.05)}
+    assert 40 + WINDOW_SECONDS < 60
+
+
+def test_unknown_hardware_has_no_utilization() -> None:
+    collector = EngineCollector({"model_name": "m"})
+    collector.update(EngineStats(), now=0.0)
+    assert collector.utilization == {} and "ttpu:mfu" not in {metric.name for metric in collector.collect()}

@@ -1,0 +1,1 @@
+"""The serving engine, its OpenAI-compatible server and its benchmark. It drives a model runner and imports no framework."""

@@ -1,0 +1,1 @@
+"""LoRA adapters that requests choose."""

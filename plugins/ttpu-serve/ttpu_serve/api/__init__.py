@@ -1,0 +1,1 @@
+"""The engine's public names: `LLM`, `AsyncEngine`, their settings and results."""

@@ -1,0 +1,135 @@
+"""How an engine is built. In: what a caller sets; out: a checked `EngineConfig` whose open choices are filled in for a
+model and a platform."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ttpu_core.errors import RequestError
+from ttpu_core.generation.sampling_params import MAX_LOGPROBS
+from ttpu_core.spec import ArchitectureSpec
+
+KV_CACHE_DTYPES = {
+    "auto": None,
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "fp8": "float8_e4m3fn",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "int8": "int8",
+}
+SAMPLING_LEVELS = ("greedy", "draw", "all")
+PAGE_SIZES = {"cpu": 32, "tpu": 128}
+"""Tokens per page by platform: what attention reads fastest."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits and choices of one engine; None leaves a choice to the engine.
+
+    max_model_len: the most tokens of one sequence; None is the model's context.
+    max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.
+    page_size: tokens per page of the KV cache. num_pages: pages of the largest group, in place of what fits.
+    kv_cache_memory: bytes of each device for pages, in place of what is free after weights and programs.
+    kv_cache_dtype: auto (as the model computes), float32, bfloat16, float16, fp8, int8.
+    max_waiting: requests that may wait for a place before new ones are refused.
+    sequence_buckets, token_buckets: sizes of compiled steps, in place of the usual ones.
+    speculative: "ngram", "ngram:4", a checkpoint's path, or a mapping (`ttpu_serve.speculative`).
+    adapters: name → directory of a LoRA adapter in PEFT's format.
+    strict_compile: a program that was not compiled ahead is an error while serving, not a delay.
+    sampling_level: what sampler programs are compiled for: "greedy", "draw" (temperature, top-k, top-p, min-p), or
+    "all" (rules for tokens, penalties and log-probabilities too); requests that need more are refused.
+    penalties: serve presence, frequency and repetition penalties, which cost five bytes per request slot and token of
+    the vocabulary. prompt_logprobs: serve log-probabilities of prompts.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    kv_cache_memory: int | None = None
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    max_waiting: int | None = None
+    sequence_buckets: tuple[int, ...] | None = None
+    token_buckets: tuple[int, ...] | None = None
+    speculative: Any = None
+    adapters: Mapping[str, str] | None = None
+    max_adapters: int | None = None
+    max_lora_rank: int | None = None
+    max_logprobs: int = MAX_LOGPROBS
+    strict_compile: bool = False
+    sampling_level: str = "all"
+    penalties: bool = True
+    prompt_logprobs: bool = True
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages",
+                     "kv_cache_memory", "max_waiting", "max_adapters", "max_lora_rank", "max_logprobs"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise RequestError(f"{name} is {value!r}, but a whole number, 1 or more, is needed: correct it.")
+        for name in ("sequence_buckets", "token_buckets"):
+            value = getattr(self, name)
+            if value is not None:
+                if not value or not all(isinstance(size, int) and size >= 1 for size in value):
+                    raise RequestError(f"{name} is {value!r}, but sizes of 1 or more are needed: correct it.")
+                object.__setattr__(self, name, tuple(sorted(value)))
+        if self.sampling_level not in SAMPLING_LEVELS:
+            raise RequestError(
+                f"sampling_level is {self.sampling_level!r}, but {', '.join(SAMPLING_LEVELS)} are known: use one of "
+                "them."
+            )
+        if self.sampling_level != "all":
+            object.__setattr__(self, "penalties", False)
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise RequestError(
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}, but {', '.join(KV_CACHE_DTYPES)} are known: use one of "
+                "them."
+            )
+
+    def filled(self, spec: ArchitectureSpec, platform: str) -> EngineConfig:
+        """With every choice made that does not depend on free memory.
+
+        Raises:
+            RequestError: more tokens per sequence than the model's context holds.
+        """
+        if self.max_model_len is not None and self.max_model_len > spec.context:
+            raise RequestError(
+                f"max_model_len is {self.max_model_len:,}, but this model's context holds {spec.context:,}: lower it."
+            )
+        on_cpu = platform == "cpu"
+        length = self.max_model_len or spec.context
+        sequences = self.max_num_seqs or (64 if on_cpu else 256)
+        tokens = self.max_num_batched_tokens or max(512 if on_cpu else 2048, sequences)
+        if not self.enable_chunked_prefill and tokens < length:
+            raise RequestError(
+                f"enable_chunked_prefill is off and max_num_batched_tokens is {tokens:,}, but a prompt may have "
+                f"{length:,}: raise max_num_batched_tokens, lower max_model_len, or leave chunked prefill on."
+            )
+        for name, most in (("sequence_buckets", sequences), ("token_buckets", tokens)):
+            if max(getattr(self, name) or (0,)) > most:
+                raise RequestError(
+                    f"{name} has {max(getattr(self, name))}, but no step is larger than {most}: leave it out, or raise "
+                    f"{'max_num_seqs' if name == 'sequence_buckets' else 'max_num_batched_tokens'}."
+                )
+        if tokens < sequences:
+            raise RequestError(
+                f"max_num_batched_tokens is {tokens}, but max_num_seqs is {sequences} and each running request takes "
+                "one token per step: raise the first or lower the second."
+            )
+        return replace(
+            self,
+            max_model_len=length,
+            max_num_seqs=sequences,
+            max_num_batched_tokens=tokens,
+            page_size=self.page_size or PAGE_SIZES.get(platform, 16),
+        )
+
+
+NAMES = tuple(field.name for field in fields(EngineConfig))

@@ -1,0 +1,109 @@
+"""From a checkpoint's name to an engine. In: what a caller of `LLM`, or of `ttpu serve`, passes; out: an
+`EngineCore`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from inspect import signature
+from typing import Any
+
+from ttpu_core.auto import AutoModelForTPU
+from ttpu_core.errors import RequestError
+from ttpu_core.registry import default_registry
+from ttpu_jax.causal_lm import JaxCausalLM
+from ttpu_jax.runner.build import build_engine
+from ttpu_jax.runner.compilation_cache import keep_compiled
+from ttpu_serve.api.engine_config import NAMES, EngineConfig
+from ttpu_serve.execution.engine_core import EngineCore
+
+ALIASES = {
+    "speculative_config": "speculative",
+    "gpu_memory_utilization": None,
+    "swap_space": None,
+    "enforce_eager": None,
+}
+"""Names that vLLM's callers know: what they are here, None for what has no meaning on these devices."""
+
+NOT_FOR_CALLERS = {
+    "path_or_id", "backend", "options", "self", "architecture", "checkpoint", "task", "enable_paged_attention", "more",
+    "progress",
+}  # fmt: skip
+"""Of what loading takes: what has an argument of its own, or is said by using an engine."""
+
+
+def open_engine(model: Any, *, progress: Any = True, served_name: str = "", **options: Any) -> EngineCore:
+    """An engine over a checkpoint's directory or Hub id, or over a loaded model.
+
+    `options` are those of `AutoModelForTPU.from_pretrained` and of `EngineConfig`; `progress` is a function, True for
+    bars on a terminal, or None.
+
+    Raises:
+        TTPUError: something of it does not do, and why.
+    """
+    engine_options, load_options = split_options(options)
+    config = EngineConfig(**engine_options)
+    keep_compiled()  # before the first program of loading
+    with _reported(progress) as report:
+        if isinstance(model, JaxCausalLM):
+            given = {name: value for name, value in load_options.items() if value not in (None, "auto")}
+            if given:
+                raise RequestError(
+                    f"a loaded model was given with {', '.join(given)}, but these say how to load one: leave them "
+                    "out, or pass the checkpoint's directory."
+                )
+            loaded = model
+        else:
+            loaded = AutoModelForTPU.from_pretrained(model, backend="jax", progress=report, **load_options)
+        return build_engine(loaded, config, report, name=served_name)
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of the engine, and those of loading.
+
+    Raises:
+        RequestError: a name that nobody knows, or that vLLM knows and that means nothing here.
+    """
+    loaders = AutoModelForTPU.from_pretrained, default_registry().backend("jax").load
+    known = {name for loader in loaders for name in signature(loader).parameters} - NOT_FOR_CALLERS
+    engine: dict[str, Any] = {}
+    load: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in ALIASES:
+            own = ALIASES[name]
+            if own is None:
+                raise RequestError(
+                    f"{name} was given, but this engine measures the memory that is free and always compiles: leave it "
+                    "out, or set kv_cache_memory (bytes)."
+                )
+            if own in options:
+                raise RequestError(f"{name} and {own} were both given, two names of one setting: pass one of them.")
+            engine[own] = value
+        elif name in NAMES:
+            engine[name] = value
+        elif name in known:
+            load[name] = value
+        else:
+            close = get_close_matches(name, (*NAMES, *known, *ALIASES), n=1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            raise RequestError(
+                f"{name} was given, but neither loading nor the engine has a setting of that name{meant}: leave it "
+                f"out, or correct it. The engine has {', '.join(sorted(NAMES))}; "
+                f"loading has {', '.join(sorted(known))}."
+            )
+    return engine, load
+
+
+@contextmanager
+def _reported(progress: Any) -> Iterator[Any]:
+    if progress is not True:
+        yield progress or None
+        return
+    from ttpu_core.cli.console import LoadProgress
+
+    bars = LoadProgress(quiet=False)
+    try:
+        yield bars
+    finally:
+        bars.close()

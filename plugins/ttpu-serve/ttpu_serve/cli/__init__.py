@@ -1,0 +1,1 @@
+"""The commands `ttpu serve`, `ttpu bench` and `ttpu compile`."""

@@ -1,0 +1,255 @@
+"""`ttpu bench serve`: a server's address and a workload come in; what its clients would have waited for goes out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ttpu_core.cli.console import print_json
+from ttpu_core.errors import RequestError
+from ttpu_serve.cli import bench_options
+from ttpu_serve.cli.bench_options import RESULTS, SENDING, SERVER, WORKLOAD
+
+if TYPE_CHECKING:
+    from ttpu_serve.bench.client import Client, Timeline
+    from ttpu_serve.bench.workload import Prompt
+
+NOTHING_ANSWERED = 1
+
+
+class EndpointChoice(StrEnum):
+    """What is asked of a server."""
+
+    completions = "completions"
+    chat = "chat"
+
+
+def serve(
+    url: Annotated[
+        str, typer.Option(metavar="URL", help="The server, with or without /v1.", rich_help_panel=SERVER)
+    ] = "http://localhost:8000",
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Without it, the first that it lists.", rich_help_panel=SERVER)
+    ] = None,
+    endpoint: Annotated[EndpointChoice, typer.Option(help="Which is asked.", rich_help_panel=SERVER)] = (
+        EndpointChoice.completions
+    ),
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="Sent as a bearer token.", rich_help_panel=SERVER),
+    ] = None,
+    extra_body: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Fields for every request, as in '{\"top_k\": 5}'.", rich_help_panel=SERVER),
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0: greedy.", rich_help_panel=SERVER)] = 0.0,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Answers of full length; a field that TTPU and vLLM know.", rich_help_panel=SERVER
+        ),
+    ] = False,
+    timeout: Annotated[
+        float,
+        typer.Option(min=0.001, metavar="S", help="Silence after which a request has failed.", rich_help_panel=SERVER),
+    ] = 600.0,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Requests; 100, or all of a dataset.", rich_help_panel=WORKLOAD),
+    ] = None,
+    input_tokens: bench_options.InputTokens = "128",
+    output_tokens: bench_options.OutputTokens = "128",
+    prefix_tokens: bench_options.PrefixTokens = 0,
+    dataset: bench_options.Dataset = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|ID",
+            help="Counts and makes tokens of random texts; without it and --vocab-size, a prompt is so many words.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Send random token ids below N, not texts.", rich_help_panel=WORKLOAD),
+    ] = None,
+    seed: bench_options.Seed = 0,
+    request_rate: Annotated[
+        float, typer.Option(metavar="R", help="Requests per second; inf: all at once.", rich_help_panel=SENDING)
+    ] = math.inf,
+    burstiness: Annotated[
+        float,
+        typer.Option(metavar="X", help="1: Poisson arrivals; less: bursts; more: steadier.", rich_help_panel=SENDING),
+    ] = 1.0,
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="The most under way at once; others are held back.", rich_help_panel=SENDING
+        ),
+    ] = None,
+    warmup: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Requests off the clock, before.", rich_help_panel=SENDING)
+    ] = 1,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST", help="Goodput: answers within ttft:200,tpot:50,e2e:5000 (ms).", rich_help_panel=RESULTS
+        ),
+    ] = None,
+    percentiles: bench_options.Percentiles = "50,90,99",
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw latencies over time and percentiles: .png, .svg.", rich_help_panel=RESULTS
+        ),
+    ] = None,
+    as_json: bench_options.AsJson = False,
+    output: bench_options.Output = None,
+) -> None:
+    """Send requests to any OpenAI-compatible server and measure what comes back.
+
+    Latencies count from the moment a request is sent. Status 1 if no request was answered.
+
+    Examples:
+
+    \b
+      ttpu bench serve --url http://localhost:8000 --num-prompts 200 --request-rate 10
+      ttpu bench serve --input-tokens 16-256 --output-tokens 16-128 --ignore-eos --max-concurrency 64
+      ttpu bench serve --dataset sharegpt.json --endpoint chat --slo ttft:200,tpot:50 --plot latency.svg
+    """
+    from ttpu_serve.bench.client import Client
+    from ttpu_serve.bench.machine import machine
+    from ttpu_serve.bench.picture import check_picture, save_picture
+    from ttpu_serve.bench.report import as_json as plain
+    from ttpu_serve.bench.report import as_rows, print_serve
+    from ttpu_serve.bench.summary import parse_objectives, summarize
+    from ttpu_serve.bench.workload import arrivals
+
+    objectives, points = parse_objectives(slo), bench_options.percentiles(percentiles)
+    bench_options.positive("--request-rate", request_rate, "requests per second, or inf")
+    bench_options.positive("--burstiness", burstiness, "a number above 0")
+    if plot is not None:
+        check_picture(plot)
+    bench_options.check_output(output)
+    extra = _extra(extra_body)
+
+    def drawn(number: int | None, seed: int) -> list[Prompt]:
+        return bench_options.prompts(
+            number,
+            input_tokens,
+            output_tokens,
+            prefix_tokens,
+            dataset,
+            seed,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+        )
+
+    prompts = drawn(num_prompts, seed)
+    first: list[Prompt] = []
+    if warmup:  # of a dataset so many that some are others
+        first = _others(drawn(warmup + (0 if dataset is None else len(prompts)), seed + 1), prompts, warmup)
+    client = Client(
+        url,
+        endpoint=endpoint.value,
+        model=model,
+        api_key=api_key,
+        extra={"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **extra},
+        timeout=timeout,
+    )
+    moments = arrivals(len(prompts), request_rate, burstiness=burstiness, seed=seed)
+    timelines = asyncio.run(_send(client, prompts, moments, max_concurrency, first))
+    summary = summarize(timelines, objectives=objectives, percentiles=points)
+    settings = {
+        "url": client.url,
+        "model": client.model,
+        "endpoint": endpoint.value,
+        "request_rate": None if math.isinf(request_rate) else request_rate,
+        "burstiness": burstiness,
+        "max_concurrency": max_concurrency,
+        "dataset": None if dataset is None else str(dataset),
+        "input_tokens": input_tokens,
+        "output_tokens": output_tokens,
+        "prefix_tokens": prefix_tokens,
+        "ignore_eos": ignore_eos,
+        "temperature": temperature,
+        "seed": seed,
+    }
+    document = {"benchmark": "serve", "settings": settings, "machine": machine(), "results": plain(summary)}
+    title = f"{client.model} at {client.url}, {_sending(request_rate, max_concurrency)}"
+    if output is not None:
+        bench_options.write(output, {**document, "requests": as_rows(timelines)})
+    if plot is not None:
+        save_picture(timelines, plot, title)
+    if as_json:
+        print_json(document)
+    else:
+        print_serve(summary, title)
+    if not summary.completed:
+        raise typer.Exit(NOTHING_ANSWERED)
+
+
+async def _send(
+    client: Client, prompts: list[Prompt], moments: Any, max_concurrency: int | None, first: list[Prompt]
+) -> list[Timeline]:
+    """Find the model, warm the server up with the `first` prompts, and send the others, with progress on stderr where
+    that is a terminal."""
+    from ttpu_serve.bench.load import send_all
+
+    async with client:
+        await client.find_model()
+        if first:
+            for line in await send_all(client, first, [0.0] * len(first)):
+                if line.error is not None:
+                    raise RequestError(
+                        f"a first request was sent to {client.url}, but it failed ({line.error}): correct what it "
+                        "names, or pass --warmup 0 to measure all the same."
+                    )
+        with bench_options.Bar("requests", len(prompts)) as advance:
+            return await send_all(
+                client,
+                prompts,
+                moments,
+                max_concurrency=max_concurrency,
+                on_done=lambda line: advance(line.error is not None),
+            )
+
+
+def _extra(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError(f"--extra-body {text!r} was given, but a JSON object is needed: correct it.")
+    if value.get("n") not in (None, 1):
+        raise RequestError(
+            f"--extra-body asks for n={json.dumps(value['n'])} answers, but one answer to each request is measured: "
+            "leave n out, and send more requests."
+        )
+    return value
+
+
+def _others(drawn: list[Prompt], measured: list[Prompt], number: int) -> list[Prompt]:
+    """`number` prompts to warm up with that are not measured, since a server's prefix cache would remember those;
+    where a dataset has no others, some of it all the same."""
+
+    def key(prompt: Prompt) -> Any:
+        return json.dumps(prompt.content) if prompt.is_chat else prompt.content
+
+    known = {key(prompt) for prompt in measured}
+    others = [prompt for prompt in drawn if key(prompt) not in known]
+    return ((others or measured) * number)[:number]
+
+
+def _sending(rate: float, concurrency: int | None) -> str:
+    how = "all at once" if math.isinf(rate) else f"{rate:g} requests per second"
+    return how + (f", at most {concurrency:,} under way" if concurrency else "")

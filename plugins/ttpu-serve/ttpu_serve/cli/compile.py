@@ -1,0 +1,355 @@
+"""`ttpu compile`: a checkpoint comes in, or only its config.json, and TPU slices that need not be there; the programs
+with which `ttpu serve` answers go into a cache, and what they take is printed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ttpu_core.cli import options
+from ttpu_core.cli.console import LoadProgress, counted, in_bytes, print_json, stdout_console
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_serve.cli import engine_options
+
+if TYPE_CHECKING:
+    from ttpu_core.architecture import Architecture
+    from ttpu_jax.runner.ahead import Ahead
+    from ttpu_serve.execution.engine_core import EngineCore
+
+NOTE = (
+    "Figures of the TPU compiler (libtpu) for slices that were not there: nothing ran on a TPU. Bytes are of one "
+    "device. Times are a walk through the compiler's own schedule, good for comparing programs; where they begin with "
+    "≥, kernels of attention count as no time, or loops over pages as one turn."
+)
+
+
+def compile_programs(
+    checkpoint: options.CheckpointPath = None,
+    topology: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A TPU slice that need not be there, as in v5e:2x4; repeat for more. Else these devices.",
+        ),
+    ] = None,
+    max_model_len: engine_options.MaxModelLen = None,
+    max_num_seqs: engine_options.MaxNumSeqs = None,
+    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
+    kv_cache_dtype: engine_options.KvCacheDtype = "auto",
+    kv_cache_memory: engine_options.KvCacheMemory = None,
+    page_size: engine_options.PageSize = None,
+    no_prefix_caching: engine_options.NoPrefixCaching = False,
+    no_chunked_prefill: engine_options.NoChunkedPrefill = False,
+    speculative: engine_options.Speculative = None,
+    enable_lora: engine_options.EnableLora = None,
+    max_adapters: engine_options.MaxAdapters = None,
+    max_lora_rank: engine_options.MaxLoraRank = None,
+    weights_dir: options.WeightsDir = None,
+    dtype: options.Dtype = "auto",
+    parallelism_strategy: options.ParallelismStrategy = None,
+    plan: options.PlanFile = None,
+    attn_implementation: options.AttnImplementation = "auto",
+    patch_pack: options.PatchPacks = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Compile what ttpu serve needs, and keep it, so that the server starts sooner.
+
+    Give it the options that ttpu serve gets. Without --topology the weights are
+    loaded and programs are compiled for the devices of this machine. With it no
+    TPU and no weights are needed: config.json says it all, and a program that does
+    not fit is refused. Programs are kept under ~/.cache/ttpu/programs, or where
+    TTPU_COMPILE_CACHE says; bring that folder to the machine with the TPU. It must
+    have the same versions of jax and libtpu, or compiles anew.
+
+    Examples:
+
+    \b
+      ttpu compile ./llama
+      ttpu compile ./llama/config.json --topology v5e:2x4
+      ttpu compile ./llama --topology v5e:2x4 --topology v6e:2x4 --max-model-len 8192 --json
+      ttpu compile ./llama --topology v6e:2x4 --kv-cache-dtype int8 --speculative ngram:4
+    """
+    from ttpu_core.cli.session import checkpoint_name
+
+    name = checkpoint_name(checkpoint, weights_dir)
+    arguments = engine_options.engine_arguments(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_memory=kv_cache_memory,
+        page_size=page_size,
+        no_prefix_caching=no_prefix_caching,
+        no_chunked_prefill=no_chunked_prefill,
+        speculative=speculative,
+        enable_lora=enable_lora,
+        max_adapters=max_adapters,
+        max_lora_rank=max_lora_rank,
+        dtype=dtype,
+        parallelism_strategy=parallelism_strategy,
+        plan=plan,
+        attn_implementation=attn_implementation,
+        patch_pack=patch_pack,
+    )
+    folder = _folder(ahead=bool(topology))
+    if topology:
+        found = [_ahead(name, one, arguments, quiet) for one in topology]
+        if as_json:
+            slices = [_as_json(one) for one in found]
+            print_json({"checkpoint": name, "note": NOTE, "kept_in": folder, "slices": slices})
+        else:
+            for one in found:
+                _print_ahead(name, one, arguments, folder)
+        return
+    with CacheCounts() as counts, LoadProgress(quiet=quiet) as progress:
+        from ttpu_serve.api.open_engine import open_engine
+
+        core = open_engine(name, progress=progress, **arguments)
+    rows = _rows_here(core)
+    core.close()
+    if as_json:
+        print_json({"checkpoint": name, "kept_in": folder, "from_cache": counts.hits, "programs": rows})
+    else:
+        _print_here(name, rows, counts, folder)
+
+
+class CacheCounts:
+    """Counts, while it is entered, programs that JAX's cache had (`hits`) and those that it was given (`written`)."""
+
+    def __init__(self) -> None:
+        self.hits = self.written = 0
+        self._on = False
+
+    def __enter__(self) -> CacheCounts:
+        import jax
+
+        self._on = True
+        jax.monitoring.register_event_listener(self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._on = False  # listeners cannot be taken back one by one
+
+    def _heard(self, event: str, **_: Any) -> None:
+        self.hits += self._on and event == "/jax/compilation_cache/cache_hits"
+        self.written += self._on and event == "/jax/compilation_cache/cache_misses"
+
+
+def _folder(*, ahead: bool) -> str:
+    """Where programs are kept.
+
+    Raises:
+        RequestError: nowhere.
+    """
+    from ttpu_jax.runner.compilation_cache import VARIABLE, keep_compiled, programs_folder
+
+    folder = programs_folder("executables") if ahead else keep_compiled()
+    if folder is None:
+        raise RequestError(
+            f"`ttpu compile` keeps programs for later, but there is no folder for them: let {VARIABLE} name one that "
+            "only you may write to, and leave JAX's cache on."
+        )
+    return str(folder)
+
+
+# -- slices that are not there --
+
+
+def _ahead(name: str, topology: str, arguments: Mapping[str, Any], quiet: bool) -> Ahead:
+    from ttpu_core.sharding.hardware import parse_topology
+    from ttpu_jax.aot.topology import tpu_topology
+    from ttpu_jax.runner.ahead import compile_ahead
+    from ttpu_jax.runner.page_count import remember_pages
+    from ttpu_serve.api.engine_config import EngineConfig
+    from ttpu_serve.api.open_engine import split_options
+
+    hosts = parse_topology(topology).num_hosts
+    if hosts > 1:
+        raise UnsupportedError(
+            f"programs for {topology} were asked for, which is {hosts} machines, but the engine serves from one: take "
+            "a slice that one machine holds, as in v5e:2x4."
+        )
+    devices = tpu_topology(topology).devices  # says what to install, or that there is no such slice, before all else
+    engine, load = split_options(arguments)
+    architecture, dtype = _described(name, load.get("patch_packs"), load["dtype"])
+    parallelism = _parallelism(architecture, devices, load, dtype)
+    with LoadProgress(quiet=quiet) as progress:
+        found = compile_ahead(
+            architecture,
+            topology,
+            EngineConfig(**engine),
+            dtype=dtype,
+            mesh=dict(parallelism.mesh) or None,
+            strategy=parallelism.strategy,
+            attn_implementation=load.get("attn_implementation", "auto"),
+            progress=lambda _, done, total: progress("compile", done, total),
+            store=True,
+        )
+    if found.config.kv_cache_memory is None and found.num_pages:
+        remember_pages(found.num_pages, found.runner, found.page_bytes)
+    return found
+
+
+def _described(name: str, patch_packs: Sequence[str] | None, dtype: str) -> tuple[Architecture, str]:
+    """The architecture and the dtype that a checkpoint's loading would find, as far as it is there: a config.json alone
+    does not show a head of its own behind a tied one."""
+    from ttpu_core.checkpoint import Checkpoint, open_checkpoint, open_config
+    from ttpu_core.checkpoint.tied_head import described
+    from ttpu_core.errors import CheckpointError
+    from ttpu_core.registry import default_registry
+
+    path, registry = Path(name).expanduser(), default_registry()
+    if path.exists() and not _has_weights(path):
+        config = open_config(name)
+        written = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        return registry.architecture(config, patch_packs), written if dtype == "auto" else dtype
+    checkpoint: Checkpoint = open_checkpoint(name)
+    try:
+        checkpoint, architecture = described(registry, checkpoint, patch_packs)
+        stored = checkpoint.dtype
+    except CheckpointError:  # some of its files are still to come
+        architecture, stored = registry.architecture(checkpoint.config, patch_packs), "bfloat16"
+    return architecture, stored if dtype == "auto" else dtype
+
+
+def _has_weights(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("*.safetensors"))
+
+
+def _parallelism(architecture: Architecture, devices: Sequence[Any], load: Mapping[str, Any], dtype: str) -> Any:
+    """As loading the checkpoint there would resolve it, but that nothing said means all devices."""
+    from ttpu_core.sharding.parallelism import AUTO, Parallelism, resolve_parallelism
+    from ttpu_core.sharding.request import plan_for, the_one_given
+    from ttpu_jax.parallel import planned
+    from ttpu_plan.planner import Request
+
+    asked, plan = load.get("parallelism_strategy"), load.get("plan")
+    the_one_given(None, parallelism_strategy=asked, plan=plan)
+    if plan is not None:
+        read = plan_for(plan, architecture.spec, dtype=dtype, quantization=None, rules=None, backend="JAX")
+        return read.parallelism
+    if asked is None:
+        return Parallelism((("tensor", len(devices)),))
+    if asked.strip().lower() == AUTO:
+        return planned(architecture.spec, list(devices), Request(dtype=dtype))
+    return resolve_parallelism(asked, len(devices))
+
+
+def _as_json(found: Ahead) -> dict[str, Any]:
+    return {
+        "topology": found.topology.name,
+        "mesh": dict(found.mesh),
+        "num_pages": list(found.num_pages),
+        "page_size": found.config.page_size,
+        "weight_bytes": found.weight_bytes,
+        "page_bytes": list(found.page_bytes),
+        "hbm_bytes": found.topology.chip.hbm_bytes,
+        "programs": [
+            {
+                "name": one.name,
+                **asdict(one.figures),
+                "cache_bytes": one.cache_bytes,
+                "cache_in_place": one.cache_in_place if one.cache_bytes else None,
+                "compiled_before": one.compiled is None,
+            }
+            for one in found.programs
+        ],
+    }
+
+
+def _print_ahead(name: str, found: Ahead, arguments: Mapping[str, Any], folder: str) -> None:
+    from rich import box
+    from rich.table import Table
+
+    hbm = found.topology.chip.hbm_bytes
+    mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=f"{name} on {found.topology.name}, {mesh}: {in_bytes(hbm)} per device",
+        title_justify="left",
+    )
+    table.add_column("program", no_wrap=True)
+    for column in ("peak", "pages in place", "kernels"):
+        table.add_column(column, justify="right")
+    table.add_column("collectives")
+    for column in ("predicted", "compiled in"):
+        table.add_column(column, justify="right")
+    for one in found.programs:
+        figures = one.figures
+        table.add_row(
+            one.name,
+            in_bytes(figures.peak_bytes),
+            ("yes" if one.cache_in_place else "no") if one.cache_bytes else "–",
+            f"{figures.kernels:,}",
+            "; ".join(f"{count:,} {op}, {in_bytes(size)}" for op, count, size in figures.collectives) or "none",
+            f"{'' if figures.counts_all else '≥ '}{figures.seconds * 1e3:.2f} ms",
+            f"{figures.compile_seconds:.1f} s" if one.compiled else "before",
+        )
+    console = stdout_console()
+    console.print(table)
+    for line in (_pages(found), f"Programs are kept in {folder}.", f"Serve with: {_command(name, found, arguments)}"):
+        console.print(line, soft_wrap=True)
+    console.print(NOTE)
+
+
+def _pages(found: Ahead) -> str:
+    """What fits beside the weights, in words."""
+    if not found.num_pages:
+        return f"Weights take {in_bytes(found.weight_bytes)} per device; there are no pages."
+    size, groups = found.config.page_size or 1, found.runner.layout.groups
+    parts = [
+        f"{counted(pages, 'page')} of {size} tokens ({group.name}: {pages * size:,} tokens, "
+        f"{in_bytes(pages * each)})"
+        for group, pages, each in zip(groups, found.num_pages, found.page_bytes, strict=True)
+    ]
+    return f"Weights take {in_bytes(found.weight_bytes)} per device; beside them fit {' and '.join(parts)}."
+
+
+def _command(name: str, found: Ahead, arguments: Mapping[str, Any]) -> str:
+    """What serves with these programs."""
+    given = {"parallelism_strategy": ",".join(f"{axis}={size}" for axis, size in found.mesh.items()), **arguments}
+    if "plan" in given:
+        del given["parallelism_strategy"]
+    return " ".join(["ttpu serve", shlex.quote(name), *engine_options.words(given)])
+
+
+# -- these devices --
+
+
+def _rows_here(core: EngineCore) -> list[dict[str, Any]]:
+    from ttpu_jax.runner.ahead import name_of
+
+    pool = core.runner.pool
+    rows: list[dict[str, Any]] = []
+    for key in (program.key for program in core.runner.programs()):  # the pool's are in the order of completion
+        memory = pool.executable(key).memory_analysis()
+        peak = getattr(memory, "peak_memory_in_bytes", None)
+        rows.append({"name": name_of(key), "peak_bytes": peak, "seconds": pool.seconds[key]})
+    return rows
+
+
+def _print_here(name: str, rows: Sequence[Mapping[str, Any]], counts: CacheCounts, folder: str) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=name, title_justify="left")
+    table.add_column("program")
+    table.add_column("peak", justify="right")
+    table.add_column("took", justify="right")
+    for row in rows:
+        peak = "–" if row["peak_bytes"] is None else in_bytes(row["peak_bytes"])
+        table.add_row(row["name"], peak, f"{row['seconds']:.2f} s")
+    console = stdout_console()
+    console.print(table)
+    console.print(
+        f"{counted(len(rows), 'program')}; {counted(counts.hits, 'program')} came from the cache and "
+        f"{counts.written:,} went into it, those of loading included: {folder}",
+        soft_wrap=True,
+    )

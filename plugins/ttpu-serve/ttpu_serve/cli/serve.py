@@ -1,0 +1,281 @@
+"""`ttpu serve`: a checkpoint comes in; an OpenAI-compatible server goes up, with a page to chat and to watch it, and
+stays until it is told to leave."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ttpu_core.cli import options
+from ttpu_core.cli.console import LoadProgress, note
+from ttpu_core.errors import RequestError
+from ttpu_serve.cli import engine_options
+from ttpu_serve.cli.engine_options import ENGINE
+
+SERVER, LIMITS = "Server", "Limits"
+KEY_VARIABLE = "TTPU_API_KEY"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class GenerationConfigChoice(StrEnum):
+    """Where sampling's defaults come from."""
+
+    auto = "auto"
+    none = "none"
+
+
+class LogLevel(StrEnum):
+    """What is logged."""
+
+    error = "error"
+    warning = "warning"
+    info = "info"
+    debug = "debug"
+
+
+def serve(
+    checkpoint: options.CheckpointPath = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0: everywhere.", rich_help_panel=SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="N", help="0: any that is free.", rich_help_panel=SERVER)
+    ] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar=KEY_VARIABLE,
+            help="Ask clients for this key; repeat for more. Better in the variable, which `ps` does not show.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="What clients call the model; repeat for more. Else as CHECKPOINT.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A Jinja template, instead of the checkpoint's.", rich_help_panel=SERVER),
+    ] = None,
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How the model writes tool calls: hermes (also Qwen), llama3_json, mistral, or auto: by the template.",
+            rich_help_panel=SERVER,
+        ),
+    ] = "auto",
+    generation_config: Annotated[
+        GenerationConfigChoice,
+        typer.Option(help="Sampling's defaults: auto takes the checkpoint's.", rich_help_panel=SERVER),
+    ] = GenerationConfigChoice.auto,
+    enable_admin: Annotated[
+        bool,
+        typer.Option(
+            "--enable-admin", help="Sleep, wake up and load adapters over HTTP. Set a key.", rich_help_panel=SERVER
+        ),
+    ] = False,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="A site whose pages may call this server; * for all; repeat for more.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    no_page: Annotated[bool, typer.Option("--no-page", help="No page at /.", rich_help_panel=SERVER)] = False,
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Serve https.", rich_help_panel=SERVER)
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The certificate's key.", rich_help_panel=SERVER)
+    ] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="Of the server.", rich_help_panel=SERVER)] = LogLevel.warning,
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="A line for each request.", rich_help_panel=SERVER)
+    ] = False,
+    max_model_len: engine_options.MaxModelLen = None,
+    max_num_seqs: engine_options.MaxNumSeqs = None,
+    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
+    kv_cache_dtype: engine_options.KvCacheDtype = "auto",
+    kv_cache_memory: engine_options.KvCacheMemory = None,
+    page_size: engine_options.PageSize = None,
+    no_prefix_caching: engine_options.NoPrefixCaching = False,
+    no_chunked_prefill: engine_options.NoChunkedPrefill = False,
+    speculative: engine_options.Speculative = None,
+    enable_lora: engine_options.EnableLora = None,
+    max_adapters: engine_options.MaxAdapters = None,
+    max_lora_rank: engine_options.MaxLoraRank = None,
+    strict_compile: Annotated[
+        bool,
+        typer.Option("--strict-compile", help="A program that is missing is an error.", rich_help_panel=ENGINE),
+    ] = False,
+    max_concurrent: Annotated[
+        int, typer.Option(min=1, metavar="N", help="HTTP requests at once; more get 429.", rich_help_panel=LIMITS)
+    ] = 1024,
+    max_waiting: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Answers that wait for a place; more get 429.", rich_help_panel=LIMITS),
+    ] = None,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of a prompt; longer get 400.", rich_help_panel=LIMITS)
+    ] = None,
+    max_choices: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Answers of one request.", rich_help_panel=LIMITS)
+    ] = 128,
+    max_body_mib: Annotated[
+        float, typer.Option(metavar="MIB", help="Of a request's body; larger get 413.", rich_help_panel=LIMITS)
+    ] = 8.0,
+    allow_priority: Annotated[
+        bool,
+        typer.Option("--allow-priority", help="Let clients say which request comes first.", rich_help_panel=LIMITS),
+    ] = False,
+    request_timeout: Annotated[
+        float, typer.Option(metavar="S", help="Seconds that a request may run; 0: any.", rich_help_panel=LIMITS)
+    ] = 600.0,
+    drain_timeout: Annotated[
+        float, typer.Option(metavar="S", help="Seconds that leaving waits for answers.", rich_help_panel=LIMITS)
+    ] = 30.0,
+    weights_dir: options.WeightsDir = None,
+    dtype: options.Dtype = "auto",
+    parallelism_strategy: options.ParallelismStrategy = None,
+    plan: options.PlanFile = None,
+    attn_implementation: options.AttnImplementation = "auto",
+    patch_pack: options.PatchPacks = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Serve a checkpoint to clients of OpenAI's API, with a page to chat at /.
+
+    Prints its URL when it is ready. Ctrl-C or SIGTERM lets running answers end
+    first, a second Ctrl-C does not.
+
+    Examples:
+
+    \b
+      ttpu serve ./llama-instruct
+      ttpu serve ./llama-instruct --host 0.0.0.0 --port 80 --max-model-len 8192
+      ttpu serve ./llama --parallelism-strategy tensor=8 --kv-cache-dtype int8
+      ttpu serve ./llama --speculative ngram:4 --enable-lora poet=./poet-lora
+      TTPU_API_KEY=secret ttpu serve ./llama --served-model-name gpt-4
+
+    \b
+      from openai import OpenAI
+      client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="secret")
+    """
+    from ttpu_core.cli.session import checkpoint_name
+    from ttpu_core.processes import is_one_of_several
+    from ttpu_serve.server.run import Place, run
+    from ttpu_serve.server.settings import MIB, ServerSettings
+    from ttpu_serve.server.template import read_template
+
+    _check_keys(api_key, host, enable_admin)
+    name = checkpoint_name(checkpoint, weights_dir)
+    if is_one_of_several():
+        raise RequestError(
+            "`ttpu serve` was launched as several processes, but it runs in one: start it without launch."
+        )
+    settings = ServerSettings(
+        model_names=tuple(served_model_name or ()),
+        api_keys=tuple(api_key or ()),
+        chat_template=None if chat_template is None else read_template(chat_template),
+        tool_call_parser=tool_call_parser,
+        default_sampling=_sampling_of(name) if generation_config is GenerationConfigChoice.auto else {},
+        max_body_bytes=int(max_body_mib * MIB),
+        max_prompt_tokens=max_prompt_tokens,
+        max_choices=max_choices,
+        max_concurrent=max_concurrent,
+        allow_priority=allow_priority,
+        request_timeout=request_timeout or None,
+        drain_timeout=drain_timeout or 0.001,
+        enable_admin=enable_admin,
+        allowed_origins=tuple(allowed_origin or ()),
+        page=not no_page,
+    )
+    place = Place(host, port, *(None if file is None else str(file) for file in (ssl_certfile, ssl_keyfile)))
+    engine = engine_options.engine_arguments(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_memory=kv_cache_memory,
+        page_size=page_size,
+        no_prefix_caching=no_prefix_caching,
+        no_chunked_prefill=no_chunked_prefill,
+        speculative=speculative,
+        enable_lora=enable_lora,
+        max_adapters=max_adapters,
+        max_lora_rank=max_lora_rank,
+        dtype=dtype,
+        parallelism_strategy=parallelism_strategy,
+        plan=plan,
+        attn_implementation=attn_implementation,
+        patch_pack=patch_pack,
+    )
+    engine |= {"max_waiting": max_waiting, "strict_compile": strict_compile}
+    bound = place.bind()
+    app = _app(name, settings, engine, quiet)
+
+    def ready(url: str) -> None:
+        print(
+            f"serving {app.state.service.names[0]} at {url} (OpenAI API: {url}/v1, metrics: {url}/metrics)", flush=True
+        )
+
+    run(app, settings, place, bound, ready=ready, log_level=log_level.value, access_log=access_log)
+
+
+def _check_keys(keys: list[str] | None, host: str, enable_admin: bool) -> None:
+    """That a server which was to have a key has one; a server that others reach without one is pointed out."""
+    if keys:
+        return
+    if KEY_VARIABLE in os.environ:
+        raise RequestError(
+            f"the variable {KEY_VARIABLE} is set, but holds no key: put one into it, or unset it to serve without."
+        )
+    if host not in LOOPBACK:
+        note(f"warning: everybody who reaches {host} may ask, for there is no API key: set {KEY_VARIABLE}.")
+    if enable_admin:
+        note(f"warning: everybody who may ask may administer, for there is no API key: set {KEY_VARIABLE}.")
+
+
+def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool) -> Any:
+    """The application, once the model is loaded and its programs are compiled."""
+    from ttpu_serve.api.async_engine import AsyncEngine
+    from ttpu_serve.api.open_engine import open_engine
+    from ttpu_serve.server.app import create_app
+    from ttpu_serve.server.tool_calls import format_of
+
+    format_of(settings.tool_call_parser, None)  # a wrong name is refused before a model is loaded
+    served = "" if Path(name).expanduser().exists() else name
+    with LoadProgress(quiet=quiet) as progress:
+        core = open_engine(name, progress=progress, served_name=served, **options_)
+    app = create_app(AsyncEngine(core), settings)
+    if not quiet:
+        stats = core.stats()
+        note(
+            f"{stats.programs} programs compiled in {stats.compile_seconds:.1f} s; "
+            f"sequences of up to {core.max_model_len:,} tokens"
+        )
+        if app.state.service.chat.text is None:
+            note("warning: the checkpoint has no chat template, so that only /v1/completions is served.")
+    return app
+
+
+def _sampling_of(name: str) -> dict[str, Any]:
+    """What the checkpoint's generation config says of sampling, where it samples at all."""
+    from ttpu_core.checkpoint import open_checkpoint
+
+    config = open_checkpoint(name).generation_config
+    if config.get("do_sample") is False:
+        return {}
+    return {key: config[key] for key in SAMPLED if config.get(key) is not None}

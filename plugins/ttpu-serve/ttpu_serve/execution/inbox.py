@@ -1,0 +1,57 @@
+"""Who waits for what. In: the deltas of an engine's steps; out: to each caller those of its own requests, however many
+callers take turns at stepping one engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ttpu_core.errors import RequestError
+from ttpu_serve.api.outputs import OutputDelta
+
+if TYPE_CHECKING:
+    from ttpu_serve.execution.engine_core import EngineCore
+
+
+class Inbox:
+    """The deltas of some requests; made by `EngineCore.inbox`, and open until `close`, which aborts what is left."""
+
+    def __init__(self, engine: EngineCore, request_ids: Iterable[str]) -> None:
+        self._engine, self._ids = engine, tuple(request_ids)
+        self._deltas: deque[OutputDelta] = deque()
+        for request_id in self._ids:
+            engine.inboxes[request_id] = self
+
+    def put(self, delta: OutputDelta) -> None:
+        """Keep a delta until it is taken."""
+        self._deltas.append(delta)
+
+    def take(self) -> list[OutputDelta]:
+        """What has come since the last call; runs a step of the engine where nothing has.
+
+        Raises:
+            RequestError: the engine sleeps or is closed, so that nothing would ever come.
+        """
+        engine = self._engine
+        if not self._deltas:
+            if engine.asleep or engine.closed:
+                why = "is closed: open another one" if engine.closed else "is asleep: call wake_up() first"
+                raise RequestError(f"answers were waited for, but the engine {why}.")
+            for delta in engine.step():
+                engine.hold(delta)  # of callers without an inbox
+        taken = list(self._deltas)
+        self._deltas.clear()
+        return taken
+
+    def close(self) -> None:
+        """Take no more, and abort the requests that are not finished."""
+        for request_id in self._ids:
+            if self._engine.inboxes.pop(request_id, None) is not None:
+                self._engine.abort(request_id)
+
+    def __enter__(self) -> Inbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,207 @@
+"""From what a caller asks to requests that can be scheduled. In: prompts and parameters; out: one `Answer` per answer,
+each with its `Request`, or one clear refusal."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ttpu_core.errors import RequestError
+from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_jax.runner.runner import Runner
+from ttpu_jax.runner.sampler import level_of
+from ttpu_serve.execution.logit_rules import Rules
+from ttpu_serve.execution.sequence_output import Answer
+from ttpu_serve.guided.guides import GuideFactory, GuideState
+from ttpu_serve.scheduling.request import Request
+
+if TYPE_CHECKING:
+    from ttpu_jax.runner.lora import Adapters
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}, which may hold a "cache_salt" too."""
+MOST_ANSWERS = 16_384
+MOST_PRIORITY = 2**31
+
+
+class Intake:
+    """Reads requests for one engine."""
+
+    def __init__(self, runner: Runner, tokenizer: Any, stop_ids: frozenset[int], lora: Adapters | None) -> None:
+        assert runner.config.max_model_len is not None
+        self.runner, self.tokenizer, self.stop_ids, self.lora = runner, tokenizer, stop_ids, lora
+        self.max_model_len = runner.config.max_model_len
+        self.vocab_size = runner.spec.vocab_size
+        self.guides = GuideFactory(tokenizer, self.vocab_size, runner.vocab, stop_ids)
+        self._texts: dict[int, str] = {}
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """A prompt's tokens: tokenized as the checkpoint says, or as they are.
+
+        Raises:
+            RequestError: text without a tokenizer, an empty prompt, or something that is no token of the vocabulary.
+        """
+        if isinstance(prompt, Mapping):
+            given = [prompt[name] for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
+            if not given:
+                raise RequestError(
+                    "a prompt was given as a mapping without prompt or prompt_token_ids: pass one of them."
+                )
+            prompt = given[0]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("a prompt was given as text, but the checkpoint has no tokenizer: pass token ids.")
+            ids = [int(token) for token in self.tokenizer.encode(prompt)]
+        else:
+            ids = [self._token(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+        if not ids:
+            raise RequestError("the prompt has no tokens: pass at least one.")
+        return ids
+
+    def _token(self, token: Any) -> int:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < self.vocab_size:
+            raise RequestError(
+                f"the prompt holds {token!r} as a token id, but this model's are whole numbers from 0 to "
+                f"{self.vocab_size - 1}: correct it."
+            )
+        return int(token)
+
+    def answers(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        adapter: str | None = None,
+        pooling: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[Answer]:
+        """One per answer that is asked for, checked.
+
+        Raises:
+            RequestError: a prompt or value that cannot be served.
+        """
+        ids = self.token_ids(prompt)
+        if isinstance(prompt, Mapping):
+            cache_salt = cache_salt or prompt.get("cache_salt")
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= MOST_PRIORITY:
+            raise RequestError(
+                f"priority is {str(priority)[:40]}, but a whole number below 2**31 is needed: correct it."
+            )
+        self._check(ids, params, pooling)
+        if adapter is not None and (self.lora is None or adapter not in self.lora.names):
+            known = ", ".join(self.lora.names if self.lora else ()) or "none"
+            raise RequestError(f"the adapter {adapter!r} was asked for, but those loaded are: {known}.")
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbelow(2**32))
+        salt = self._salt(ids, adapter, cache_salt)
+        count = params.n if pooling is None else 1
+        made = []
+        for index in range(count):
+            own = params.answer(index) if count > 1 else params
+            if index and own.prompt_logprobs is not None:
+                own = replace(own, prompt_logprobs=None)  # those of the first answer are those of all
+            # A character that no caller's id has a reason to hold keeps the names of several answers apart.
+            name = request_id if count == 1 else f"{request_id}\0{index}"
+            made.append(self._answer(name, request_id, index, ids, own, priority, adapter, pooling, salt))
+        return made
+
+    def _answer(
+        self,
+        name: str,
+        request_id: str,
+        index: int,
+        ids: list[int],
+        params: SamplingParams,
+        priority: int,
+        adapter: str | None,
+        pooling: Any,
+        salt: bytes,
+    ) -> Answer:
+        room = self.max_model_len - len(ids)
+        request = Request(
+            name,
+            ids,
+            params,
+            priority=priority,
+            adapter=self.lora.names[adapter] if self.lora and adapter else 0,
+            salt=salt,
+            pooling=pooling,
+            stop_ids=frozenset() if params.ignore_eos else self.stop_ids,
+            max_output=1 if pooling else min(params.max_tokens or room, room),
+        )
+        if params.prompt_logprobs is not None or pooling == "mean":
+            request.findable = False  # every token of it has to pass
+        answer = Answer(request, request_id, index, self.tokenizer, self._text_of)
+        rules = Rules.for_request(request, self.vocab_size, self.runner.vocab)
+        if rules.mask is not None or rules.early is not None or rules.always is not None:
+            answer.rules = rules
+        if params.guided is not None:
+            stops = request.stop_ids | {*params.stop_token_ids}
+            guide = self.guides.compile(params.guided)
+            answer.guide = GuideState(guide, allowed=rules.mask, min_tokens=params.min_tokens, stop_ids=stops)
+        if params.prompt_logprobs is not None:
+            answer.prompt_logprobs = [None]
+        return answer
+
+    def _salt(self, ids: list[int], adapter: str | None, cache_salt: str | None) -> bytes:
+        """What sets a prompt's pages apart from those of equal tokens: what its owner chose, its adapter, and its
+        length where that matters."""
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise RequestError(f"cache_salt is {cache_salt!r}, but a text is needed: correct it, or leave it out.")
+        chosen = blake2b(cache_salt.encode("utf-8", "surrogatepass")).digest() if cache_salt else b""
+        of_adapter = self.lora.salt(adapter) if self.lora and adapter else b""
+        return chosen + of_adapter + self.runner.length_salt(len(ids))
+
+    def _text_of(self, token: int) -> str | None:
+        """One token as text, as log-probabilities show it."""
+        if self.tokenizer is None:
+            return None
+        if token not in self._texts:
+            self._texts[token] = str(self.tokenizer.decode([token]))
+        return self._texts[token]
+
+    def _check(self, ids: list[int], params: SamplingParams, pooling: str | None) -> None:
+        if pooling not in (None, "last", "mean"):
+            raise RequestError(f"pooling is {pooling!r}, but last and mean are known: use one of them.")
+        if params.n > MOST_ANSWERS:
+            raise RequestError(f"n is {params.n:,}, but one request may have {MOST_ANSWERS:,} answers: lower it.")
+        room = self.max_model_len - len(ids)
+        if room < (0 if pooling else 1):
+            raise RequestError(
+                f"the prompt has {len(ids):,} tokens, but this engine's sequences have at most {self.max_model_len:,}, "
+                "answer included: shorten the prompt.",
+                code="context_length_exceeded",
+            )
+        if params.min_tokens > room:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}, but after the prompt's {len(ids):,} tokens only {room:,} fit into "
+                f"the {self.max_model_len:,} of this engine's sequences: lower it, or shorten the prompt."
+            )
+        config = self.runner.config
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > self.runner.max_logprobs:
+                raise RequestError(
+                    f"{name} is {value}, but this engine reports at most {self.runner.max_logprobs}: lower it, or "
+                    "raise max_logprobs where the engine is built."
+                )
+        if params.prompt_logprobs is not None and not config.prompt_logprobs:
+            raise RequestError("prompt_logprobs was asked for, but this engine was built without: leave it out.")
+        if params.has_penalties and not config.penalties:
+            raise RequestError("penalties were asked for, but this engine was built without: leave them out.")
+        if level_of(params) > self.runner.highest_level:
+            raise RequestError(
+                f"the request needs the sampling level {level_of(params).name.lower()!r}, but this engine was built "
+                f"with sampling_level={config.sampling_level!r}: ask for less, or raise it where the engine is built."
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError(
+                "stop strings were given, but the checkpoint has no tokenizer: use stop_token_ids instead."
+            )

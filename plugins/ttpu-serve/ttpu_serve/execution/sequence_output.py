@@ -1,0 +1,155 @@
+"""One answer while it grows. In: sampled tokens; out: which of them count, why it ends, and what is new for the caller:
+text that is certain, tokens, log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ttpu_core.generation.detokenizer import TextStream
+from ttpu_serve.api.outputs import ErrorKind, Logprob, OutputDelta
+from ttpu_serve.scheduling.request import Request
+
+TokenLogprobs = dict[int, Logprob]
+
+
+class Answer:
+    """Text, log-probabilities and end of one request.
+
+    `request_id` and `index` are those of the caller's request, whose answer number `index` this is."""
+
+    def __init__(
+        self, request: Request, request_id: str, index: int, tokenizer: Any, text_of: Callable[[int], str | None]
+    ) -> None:
+        self.request, self.request_id, self.index = request, request_id, index
+        self._text_of = text_of
+        params = request.params
+        self.text: TextStream | None = None
+        if params.detokenize and tokenizer is not None and request.pooling is None:
+            skip = params.skip_special_tokens
+            self.text = TextStream(tokenizer, request.prompt, params.stop, skip_special_tokens=skip)
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.error_kind: ErrorKind = "engine"
+        self.rules: Any = None  # ttpu_serve.execution.logit_rules.Rules, where the request has some
+        self.guide: Any = None  # ttpu_serve.guided.guides.GuideState, where it is guided
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.embedding: np.ndarray | None = None
+        self.pooled: np.ndarray | None = None  # the sum of the prompt's tokens so far
+        self._began = False
+        self._new_text = ""
+        self._new_tokens: list[int] = []
+        self._new_logprobs: list[TokenLogprobs] = []
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> int:
+        """Go on by tokens that were sampled; how many of them count, those after an end do not.
+
+        `finish_reason` is set where the answer ended."""
+        params, generated = self.request.params, len(self.request.output)
+        for number, token in enumerate(tokens):
+            generated += 1
+            self._new_tokens.append(token)
+            if logprobs is not None:
+                self._new_logprobs.append(logprobs[number])
+            if token in self.request.stop_ids or token in params.stop_token_ids:
+                self.stop_reason = token if token in params.stop_token_ids else None
+                self._end("stop")
+                return number + 1
+            if self.text is not None:
+                self.text.armed = generated >= params.min_tokens
+                self._new_text += self.text.push(token)
+                if self.text.stopped_by is not None:
+                    self.stop_reason = self.text.stopped_by
+                    if params.include_stop_str_in_output:
+                        self._new_text += self.text.stopped_by
+                    self._end("stop")
+                    return number + 1
+            if self.guide is not None and self._guide_ends(token):
+                return number + 1
+            if generated >= self.request.max_output:
+                self._end("length")
+                return number + 1
+        return len(tokens)
+
+    def fail(self, sentence: str, kind: ErrorKind = "engine") -> None:
+        """End it by an error, which is the engine's fault or the request's."""
+        self.error, self.error_kind = sentence, kind
+        self._end("error")
+
+    def end(self, reason: str) -> None:
+        """End it from outside."""
+        self._end(reason)
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether something is asked about the prompt's tokens: log-probabilities, or an embedding."""
+        return self.request.pooling is not None or self.request.params.prompt_logprobs is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish_reason is not None
+
+    def delta(self) -> OutputDelta | None:
+        """What is new since the last call; None where nothing is."""
+        if not (self._new_tokens or self._new_text or self.finished):
+            return None
+        request, first = self.request, not self._began
+        self._began = True
+        delta = OutputDelta(
+            self.request_id,
+            self.index,
+            self._new_text,
+            self._new_tokens,
+            self._new_logprobs if request.params.logprobs is not None else None,
+            self.finish_reason,
+            self.stop_reason,
+            num_prompt_tokens=len(request.prompt),
+            num_cached_tokens=request.cached,
+            num_output_tokens=len(request.output),
+            prompt_logprobs=self.prompt_logprobs if first else None,
+            embedding=self.embedding,
+            error=self.error,
+            error_kind=self.error_kind,
+        )
+        self._new_text, self._new_tokens, self._new_logprobs = "", [], []
+        return delta
+
+    def logprobs_of(
+        self, token: int, logprob: float, top_tokens: np.ndarray, top_logprobs: np.ndarray, count: int
+    ) -> TokenLogprobs:
+        """The chosen token's log-probability and those of the `count` likeliest."""
+        top = top_tokens.tolist()
+        rank = top.index(token) + 1 if token in top else None
+        found: TokenLogprobs = {token: Logprob(logprob, rank, self._text_of(token))}
+        for place, (other, value) in enumerate(zip(top[:count], top_logprobs.tolist(), strict=False)):
+            found.setdefault(other, Logprob(value, place + 1, self._text_of(other)))
+        return found
+
+    def add_prompt_logprobs(self, start: int, targets: Sequence[int], values: Mapping[str, np.ndarray]) -> None:
+        """Note those of prompt tokens `start` and on; the first prompt token has none."""
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = [None]
+        count = self.request.params.prompt_logprobs or 0
+        del self.prompt_logprobs[start:]  # a preempted prompt is read again
+        for row, token in enumerate(targets):
+            tops = values["top_tokens"][row], values["top_logprobs"][row]
+            self.prompt_logprobs.append(self.logprobs_of(token, float(values["logprob"][row]), *tops, count))
+
+    def _guide_ends(self, token: int) -> bool:
+        if self.guide.advance([token]) == 0:
+            reason = self.guide.error or "the answer left its grammar, which is an error of this engine: report it."
+            self.fail(reason, self.guide.fault)
+            return True
+        if self.guide.finished:
+            self._end("stop")
+            return True
+        return False
+
+    def _end(self, reason: str) -> None:
+        if self.text is not None and not self.text.stopped:
+            self._new_text += self.text.finish()
+        self.finish_reason = reason

@@ -1,0 +1,144 @@
+"""From what a request asks its answer to match to llguidance's grammar. In: `GuidedDecoding`; out: the text of a
+grammar, or a sentence about what is wrong with the request's."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ttpu_core.errors import RequestError
+from ttpu_core.generation.sampling_params import GuidedDecoding
+
+# llguidance would otherwise allow, where the text is forced, only the tokens that the tokenizer itself would choose.
+# Every token that keeps to the grammar is allowed here, so that a mask depends on the text so far and nothing else.
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+# A model that likes none of the words that may follow can go on with blanks for ever; a schema's own x-guidance wins.
+_BLANKS = {"whitespace_pattern": r"[ \t\r\n]{1,128}"}
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # as llama.cpp and xgrammar write grammars
+_ATTRIBUTE = re.compile(r"^\s*[\w-]+\s*\[[^\]\n]*\b(temperature|stop)\s*=", re.MULTILINE)
+
+
+def kind_of(guided: GuidedDecoding) -> str:
+    """Which of json, regex, choice and grammar it is."""
+    return next(name for name in ("json", "regex", "choice", "grammar") if getattr(guided, name) not in (None, False))
+
+
+def content_of(guided: GuidedDecoding) -> str:
+    """All that the grammar depends on, as one text: equal for equal guides.
+
+    Raises RequestError for a schema that is not JSON."""
+    kind = kind_of(guided)
+    try:
+        return f"{kind} {json.dumps(_schema(guided) if kind == 'json' else getattr(guided, kind))}"
+    except (TypeError, ValueError) as error:
+        raise refusal(guided, f"it is not JSON: {error}") from error
+    except RecursionError as error:
+        raise refusal(guided, "it is nested too deeply") from error
+
+
+def grammar_of(guided: GuidedDecoding) -> str:
+    """A grammar for llguidance, whose start is what the whole answer must match; not yet checked.
+
+    Raises RequestError for a schema or grammar that is not even JSON where it has to be, and for parts of a grammar
+    that would be ignored.
+    """
+    kind = kind_of(guided)
+    if kind == "json":
+        return _lark_of_schema(_schema(guided))
+    if kind == "regex":
+        return _lark_of_regex(guided.regex or "")
+    if kind == "choice":
+        return _lark_of_regex("|".join(map(_literal, guided.choice or ())))
+    return _grammar(guided.grammar or "")
+
+
+def refusal(guided: GuidedDecoding, reason: str) -> RequestError:
+    """What to tell about a grammar that llguidance refuses for `reason`."""
+    kind = kind_of(guided)
+    subject = {"json": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}[kind]
+    advice = {
+        "json": "correct it, or use only what llguidance's JSON schema supports",
+        "regex": "correct it, or use only what Rust's regex crate supports",
+        "choice": "correct it",
+        "grammar": "correct it, or see llguidance's Lark syntax",
+    }[kind]
+    return RequestError(f"guided decoding cannot follow this {subject} ({summary(reason)}): {advice}.")
+
+
+def summary(message: str) -> str:
+    """llguidance's report, which may print its whole state, in one line."""
+    lines = message.split("<state>")[0].splitlines()
+    nested = [line.strip() for line in lines if line.startswith("error: ")]  # of the regex crate, below a picture
+    first = next((line.strip() for line in lines if line.strip()), "no reason given")
+    place = re.match(r"(at )?(\d+\(\d+\)): ", first)
+    text = nested[-1].removeprefix("error: ") if nested else first[place.end() :] if place else first
+    text = text.removeprefix("failed to compile JSON schema: ").rstrip(".:")
+    return text if len(text) <= 200 else text[:200] + "…"
+
+
+def _schema(guided: GuidedDecoding) -> Any:
+    schema: Any = guided.json
+    if schema is True:
+        return {"type": "object"}
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+    if not isinstance(schema, dict | bool):
+        schema = dict(schema) if hasattr(schema, "keys") else schema
+    if not isinstance(schema, dict | bool):
+        raise refusal(guided, f"it is a {type(schema).__name__}, not an object")
+    return schema
+
+
+def _lark_of_schema(schema: Any) -> str:
+    if isinstance(schema, dict):
+        own = schema.get("x-guidance", {})
+        if isinstance(own, dict) and "whitespace_flexible" not in own:
+            schema = {**schema, "x-guidance": {**_BLANKS, **own}}
+    return f"start: %json {json.dumps(schema)}{_OPTIONS}"
+
+
+def _lark_of_regex(regex: str) -> str:
+    from llguidance import regex_to_lark
+
+    # `//` would begin a comment
+    return f"start: /{regex_to_lark(regex) or '()'}/{_OPTIONS}"
+
+
+def _literal(text: str) -> str:
+    return "".join(rf"\x{{{ord(letter):x}}}" for letter in text)
+
+
+def _grammar(text: str) -> str:
+    if text.lstrip().startswith("{"):
+        return _grammar_list(text)
+    if _GBNF.search(text):
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            text = any_to_lark(text)
+        except Exception as error:  # a hand-written parser, which raises all kinds
+            raise refusal(GuidedDecoding(grammar=text), f"it cannot be read as GBNF: {error}") from error
+    ignored = _ATTRIBUTE.search(text)
+    if ignored is not None:
+        raise refusal(
+            GuidedDecoding(grammar=text), f"{ignored[1]}= needs an engine that changes what it has sampled, or how"
+        )
+    return text + _OPTIONS
+
+
+def _grammar_list(text: str) -> str:
+    """llguidance's own form, {"grammars": [{"lark_grammar": …} or {"json_schema": …}, …]}."""
+    guided = GuidedDecoding(grammar=text)
+    try:
+        grammars = json.loads(text)
+        first = grammars["grammars"][0]
+    except (ValueError, RecursionError) as error:
+        raise refusal(guided, f"it is not JSON: {error}") from error
+    except (KeyError, IndexError, TypeError) as error:
+        raise refusal(guided, 'it starts with a brace, but is no {"grammars": […]}') from error
+    if first.get("lark_grammar"):
+        first["lark_grammar"] = _grammar(first["lark_grammar"])
+    elif "json_schema" in first:
+        first["lark_grammar"] = _lark_of_schema(first.pop("json_schema"))
+    return json.dumps(grammars)

@@ -1,0 +1,303 @@
+"""Answers that match a schema, a regular expression, a choice or a grammar. In: a tokenizer and what a request asks
+for; out, token by token, bit masks of the tokens that may come next.
+
+A mask holds every token that leaves the answer on the way to a match, whichever way the tokenizer itself would have
+cut the text, so that it depends on the answer's text alone. The model's end-of-sequence tokens are in it where the
+answer is a match as it stands, and alone in it where nothing can follow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from ttpu_core.errors import MissingDependencyError, RequestError
+from ttpu_core.generation.sampling_params import GuidedDecoding
+from ttpu_serve.api.outputs import ErrorKind
+from ttpu_serve.execution.logit_rules import mask_of, mask_words
+from ttpu_serve.guided.grammar import content_of, grammar_of, refusal, summary
+from ttpu_serve.guided.token_bytes import token_bytes
+
+CACHED_GRAMMARS = 256
+"""Compiled grammars that are kept, the least recently used dropped first; a large schema's takes a few MB."""
+
+
+class GuideFactory:
+    """Compiles guides for one tokenizer and model. All its methods may be called from several threads at once.
+
+    vocab_size: token ids that the model knows; rows: of its logits, `vocab_size` or more, the rest being padding that
+    is never allowed. stop_ids: the model's end-of-sequence tokens.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, rows: int, stop_ids: Collection[int] = ()) -> None:
+        self.vocab_size = vocab_size
+        self.words = mask_words(rows)
+        self.stop_ids = frozenset(token for token in stop_ids if 0 <= token < vocab_size)
+        # Without an end of sequence there is nothing to force: what is sampled behind a finished answer is dropped.
+        self.stop_mask = mask_of(self.stop_ids or range(vocab_size), rows)
+        self._tokenizer = tokenizer
+        self._vocabulary: Any = None
+        self._vocabulary_lock = threading.Lock()
+        self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
+        self._compiled_lock = threading.Lock()
+
+    def compile(self, guided: GuidedDecoding) -> Guide:
+        """A guide at the start of an answer. Takes microseconds for a grammar seen lately; a large new one, a second.
+
+        Raises:
+            RequestError: a schema, regular expression or grammar that is malformed, unsupported, too large, or that no
+                text of this tokenizer matches; or a tokenizer whose tokens' bytes are not known.
+            MissingDependencyError: llguidance is not installed.
+        """
+        key = hashlib.blake2b(content_of(guided).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        with self._compiled_lock:
+            compiled = self._compiled.setdefault(key, _Compiled())
+            self._compiled.move_to_end(key)
+            while len(self._compiled) > CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        with compiled.lock:  # whoever asks for the same grammar meanwhile waits here, others do not
+            if compiled.matcher is None and compiled.error is None:
+                try:
+                    compiled.matcher = self._matcher(guided)
+                except RequestError as error:
+                    compiled.error = str(error)
+            if compiled.error is not None:
+                raise RequestError(compiled.error)
+            return Guide(self, compiled.matcher)
+
+    def _matcher(self, guided: GuidedDecoding) -> Any:
+        vocabulary = self._llguidance()
+        from llguidance import LLMatcher
+
+        try:
+            matcher = LLMatcher(vocabulary, grammar_of(guided), log_level=0)
+        except UnicodeEncodeError as error:
+            raise refusal(guided, f"it holds half a character, {error.object[error.start]!r}") from error
+        if matcher.is_error():
+            raise refusal(guided, matcher.get_error())
+        trial = matcher.deep_copy()
+        trial.compute_bitmask()
+        if trial.is_error():
+            raise refusal(guided, f"no text that this tokenizer can write matches it, {summary(trial.get_error())}")
+        return matcher
+
+    def _llguidance(self) -> Any:
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                try:
+                    from llguidance import LLTokenizer
+                except ImportError as error:
+                    raise MissingDependencyError(
+                        "guided decoding was asked for, but llguidance is not installed: pip install llguidance."
+                    ) from error
+                self._vocabulary = LLTokenizer(cast("Any", _Vocabulary(self)), eos_token=self._ends())
+            return self._vocabulary
+
+    def _ends(self) -> list[int]:
+        """llguidance must have one: a model without any gets one behind the mask, which is cut off."""
+        return sorted(self.stop_ids) or [32 * self.words]
+
+    def _tokens(self) -> tuple[list[bytes], tuple[int, ...]]:
+        written = token_bytes(self._tokenizer, self.vocab_size)
+        size = 32 * (self.words if self.stop_ids else self.words + 1)
+        tokens = written.tokens + [b""] * (size - self.vocab_size)
+        return tokens, written.special
+
+
+class _Compiled:
+    """A grammar's matcher at its start, or why there is none."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.matcher: Any = None
+        self.error: str | None = None
+
+
+class _Vocabulary:
+    """What llguidance wants of a tokenizer that is not its own."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, factory: GuideFactory) -> None:
+        self.tokens, self.special_token_ids = factory._tokens()
+        self.eos_token_id = factory._ends()[0]
+
+    def __call__(self, text: str) -> list[int]:
+        """Only asked where tokens are forced, which the grammars switch off."""
+        raise NotImplementedError
+
+
+class Guide:
+    """Where one answer stands in its grammar. For one thread at a time.
+
+    error: why the answer cannot go on, where its grammar has run into a limit or into text that no token can write;
+    then only the end is allowed, and the answer is no match.
+    """
+
+    def __init__(self, factory: GuideFactory, start: Any) -> None:
+        self.factory = factory
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._tokens: list[int] = []
+        self._ends = 0  # how many of the last of them are ends of sequence, which the matcher is not told of
+        self._buffer = np.zeros(factory.words if factory.stop_ids else factory.words + 1, np.uint32)
+        self.error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing can follow but the end of the sequence, or it is there already."""
+        return self._ends > 0 or self._matcher.is_stopped()
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Set `mask`, uint32 [words], to the tokens that may come next: bit i % 32 of word i // 32 is token i's."""
+        if self.finished:
+            mask[:] = self.factory.stop_mask
+            return
+        self._matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
+        if self._matcher.is_error():  # llguidance has allowed the end of the sequence
+            self.error = self._reason()
+        mask[:] = self._buffer[: self.factory.words]
+
+    def accept(self, token: int) -> bool:
+        """Whether `token` may come next; if so, it has."""
+        if token in self.factory.stop_ids:
+            if not (self._ends or self._matcher.is_accepting() or self._names(token)):
+                return False
+            self._ends += 1
+        elif self._ends or not 0 <= token < self.factory.vocab_size:
+            return False
+        elif self._matcher.try_consume_tokens([token]) != 1:
+            if self._matcher.is_error():
+                self.error = self._reason()
+            return False
+        self._tokens.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` accepted tokens."""
+        if count == 0 and self.error is None:
+            return
+        del self._tokens[len(self._tokens) - count :]
+        ends = min(count, self._ends)
+        self._ends -= ends
+        if self.error is not None or self._matcher.is_error():  # such a matcher never leaves that state
+            self.error = None
+            self._matcher = self._start.deep_copy()
+            self._matcher.try_consume_tokens(self._tokens)
+        elif count > ends:
+            self._matcher.rollback(count - ends)
+
+    def legal_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens` may come next, one after the other; none after an end of sequence."""
+        count = 0
+        for token in tokens:
+            if self._ends or not self.accept(token):
+                break
+            count += 1
+        self.rollback(count)
+        return count
+
+    def _names(self, token: int) -> bool:
+        """Whether the grammar itself holds this end of sequence here, as in `start: "a" <|eot_id|>`."""
+        if self._matcher.is_stopped():
+            return False
+        word = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[token // 32]
+        return bool(word >> np.uint32(token % 32) & 1) and not self._matcher.is_error()
+
+    def _reason(self) -> str:
+        return f"the answer cannot go on as its guide wants: {summary(self._matcher.get_error())}."
+
+
+class GuideState:
+    """What the engine asks about one guided request: masks for the positions of a step, then which tokens it took.
+
+    Also heeds what else the request says about stop tokens and allowed ones, since rules that are each right can
+    together forbid everything: an end that the grammar forces comes even before `min_tokens`.
+
+    allowed: `Rules.mask`. stop_ids: tokens that end this request, not before `min_tokens` tokens were generated.
+    """
+
+    def __init__(
+        self,
+        guide: Guide,
+        *,
+        allowed: np.ndarray | None = None,
+        min_tokens: int = 0,
+        stop_ids: Collection[int] = (),
+    ) -> None:
+        self.guide = guide
+        self._allowed = allowed
+        self._min_tokens = min_tokens
+        self._words, self._end = guide.factory.words, guide.factory.stop_mask
+        self._not_stop = ~mask_of(stop_ids, 32 * self._words)
+        self._generated = 0
+        self.error: str | None = None
+        self.fault: ErrorKind = "request"  # whose the error is
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is whole: the request is to be ended, even one that ignores the end of sequence."""
+        return self.guide.finished
+
+    def legal_prefix(self, drafts: Sequence[int]) -> int:
+        """How many of the draft tokens are worth verifying."""
+        return self.guide.legal_prefix(drafts)
+
+    def masks(self, drafts: Sequence[int] = ()) -> list[np.ndarray]:
+        """Masks uint32 [words] for positions 0 to len(drafts): what may come after the first i drafts.
+
+        Position i only counts if drafts[:i] were all accepted; behind an illegal draft, which never is, stands the mask
+        of the position before it. The guide itself stays where it is. `error` is to be looked at afterwards.
+        """
+        masks = [self._mask(0)]
+        taken = 0
+        for draft in drafts:
+            if taken == len(masks) - 1 and not self.finished and self.guide.accept(draft):
+                taken += 1
+                masks.append(self._mask(taken))
+            else:
+                masks.append(masks[-1])
+        if taken:
+            self.guide.rollback(taken)
+        return masks
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Go on by the tokens that were sampled; how many of them belong to the answer: those past its end do not."""
+        for count, token in enumerate(tokens):
+            if self.finished:
+                return count
+            if not self.guide.accept(token):
+                self.error = self.guide.error
+                if self.error is None:
+                    self.error = f"token {token} was sampled, but the request's guide forbids it: report it."
+                    self.fault = "engine"
+                return count
+            self._generated += 1
+        return len(tokens)
+
+    def _mask(self, ahead: int) -> np.ndarray:
+        mask = np.empty(self._words, np.uint32)
+        self.guide.fill(mask)
+        if self.finished:
+            if ahead == 0:
+                self.error = self.guide.error
+            return mask
+        if self._allowed is not None:
+            both = mask & self._allowed
+            if not both.any():
+                both = mask & self._end
+            if not both.any():
+                if ahead == 0:
+                    self.error = "allowed_token_ids holds none of the tokens that the request's guide allows next."
+                both = self._allowed
+            mask = both
+        if self._generated + ahead < self._min_tokens:
+            longer = mask & self._not_stop
+            mask = longer if longer.any() else mask
+        return mask

@@ -1,0 +1,144 @@
+"""The forms in which OpenAI's API reports tokens. In: the engine's log-probabilities and counts; out: plain values for
+JSON."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ttpu_serve.api.outputs import Logprob, OutputDelta
+from ttpu_serve.server.tokens import Tokens
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have: what OpenAI's API and vLLM report."""
+
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass
+class Usage:
+    """Tokens of all prompts and answers of one request."""
+
+    prompt: int = 0
+    cached: int = 0
+    answer: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.answer,
+            "total_tokens": self.prompt + self.answer,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+def said(delta: OutputDelta, tokens: Tokens) -> OutputDelta:
+    """A delta without the token that ended its answer, which is no part of what OpenAI's API reports."""
+    ended = delta.finish_reason == "stop" and delta.stop_reason is None and delta.token_ids
+    if not ended or not tokens.ends(delta.token_ids[-1]):
+        return delta
+    logprobs = None if delta.logprobs is None else delta.logprobs[:-1]
+    return replace(delta, token_ids=delta.token_ids[:-1], logprobs=logprobs)
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can write."""
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
+
+
+def likeliest(token: TokenLogprobs, count: int) -> list[tuple[int, Logprob]]:
+    """The `count` likeliest of what is reported beside a token, which may not be among them."""
+    return sorted(token.items(), key=lambda item: -finite(item[1].logprob))[:count]
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprobs] | None, count: int, tokens: Tokens) -> dict[str, Any] | None:
+    """`choices[].logprobs` of a chat; of each token itself and `count` alternatives."""
+    if logprobs is None:
+        return None
+
+    def entry(token: int, logprob: Logprob) -> dict[str, Any]:
+        written = tokens.bytes_of(token)
+        return {
+            "token": written.decode(errors="replace"),
+            "logprob": finite(logprob.logprob),
+            "bytes": list(written),
+        }
+
+    content = []
+    for one in logprobs:
+        chosen, logprob = next(iter(one.items()))
+        content.append({**entry(chosen, logprob), "top_logprobs": [entry(*item) for item in likeliest(one, count)]})
+    return {"content": content, "refusal": None}
+
+
+def _utf8() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+
+@dataclass
+class CompletionLogprobs:
+    """`choices[].logprobs` of a plain completion, whose offsets go on from one piece of a stream to the next.
+    `specials`: whether special tokens are part of the answer's text."""
+
+    tokens: Tokens
+    count: int
+    specials: bool = False
+    offset: int = 0
+    _decoder: codecs.IncrementalDecoder = field(default_factory=_utf8)
+
+    def of(
+        self, logprobs: Sequence[TokenLogprobs | None], ids: Sequence[int], *, echoed: str | None = None
+    ) -> dict[str, Any]:
+        """Of these tokens, after those of last time; `echoed`: the prompt's text, where they are the prompt's."""
+        told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, one in zip(ids, logprobs, strict=False):
+            text = self.tokens.text_of(token)
+            told["tokens"].append(text)
+            told["text_offset"].append(self.offset)
+            told["token_logprobs"].append(None if one is None else finite(one[token].logprob))
+            top = None if one is None else {self.tokens.text_of(i): finite(lp.logprob) for i, lp in self._top(one)}
+            told["top_logprobs"].append(top)
+            self.offset += self._characters(token, text, echoed)
+        if echoed is not None:
+            self.offset, self._decoder = len(echoed), _utf8()
+        return told
+
+    def _characters(self, token: int, text: str, echoed: str | None) -> int:
+        """How many characters a token adds to the text: none while its last one is not whole."""
+        if self.tokens.ends(token):
+            shown = self.specials if echoed is None else echoed.startswith(text, self.offset)
+            return len(text) if shown else 0
+        added = self._decoder.decode(self.tokens.bytes_of(token))
+        # Some tokenizers put a space before the first word, which the text that was sent does not have.
+        invented = echoed is not None and self.offset == 0 and added.startswith(" ") and not echoed.startswith(" ")
+        return len(added) - invented
+
+    def _top(self, one: TokenLogprobs) -> list[tuple[int, Logprob]]:
+        """The likeliest, and the token itself where it is none of them, as OpenAI documents."""
+        top = likeliest(one, self.count)
+        chosen = next(iter(one.items()))
+        return top if not self.count or any(token == chosen[0] for token, _ in top) else [*top, chosen]
+
+
+def joined(told: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    """Pieces of `CompletionLogprobs.of` as one."""
+    return {key: [value for piece in told for value in piece[key]] for key in told[0]}
+
+
+def prompt_logprobs(delta: OutputDelta, tokens: Tokens) -> list[dict[str, Any] | None] | None:
+    """vLLM's `prompt_logprobs`: for each prompt token but the first, id → log-probability, rank and text."""
+    if delta.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if one is None
+        else {
+            str(token): {"logprob": finite(lp.logprob), "rank": lp.rank, "decoded_token": tokens.text_of(token)}
+            for token, lp in one.items()
+        }
+        for one in delta.prompt_logprobs
+    ]

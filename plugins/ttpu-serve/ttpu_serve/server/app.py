@@ -1,0 +1,106 @@
+"""The FastAPI application. In: an engine that runs, or is to be started with the server, and settings; out: an ASGI
+application that any server may run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from pydantic import BaseModel
+
+from ttpu_serve.api.async_engine import AsyncEngine
+from ttpu_serve.server import chat, completions, endpoints, errors, page
+from ttpu_serve.server.events import ClientGoneError
+from ttpu_serve.server.gate import Gate
+from ttpu_serve.server.service import Service
+from ttpu_serve.server.settings import ServerSettings
+
+
+class ErrorDetail(BaseModel):
+    """Why a request was refused; `param` names a field of the body."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
+    """An application that serves `engine`; when it shuts down, it drains the engine and closes it.
+
+    Raises:
+        RequestError: settings that contradict the model.
+    """
+    settings = settings or ServerSettings()
+    service = Service(engine, settings)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if not engine.alive:
+            engine.start()
+        try:
+            yield
+        finally:
+            await engine.shutdown(settings.drain_timeout)
+            service.close()
+
+    app = FastAPI(
+        title="TTPU",
+        version=version("ttpu-jax"),
+        description="An OpenAI-compatible server of one model.",
+        lifespan=lifespan,
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+    )
+    app.state.service = service
+    errors.install(app)
+
+    async def left(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)
+
+    app.add_exception_handler(ClientGoneError, left)
+    for router in (chat.router, completions.router, endpoints.embeddings, endpoints.models, endpoints.tokens):
+        app.include_router(router(service))
+    app.include_router(endpoints.watching(service))
+    if settings.enable_admin:
+        app.include_router(endpoints.admin(service))
+    if settings.page:
+        app.include_router(page.router())
+    app.add_middleware(Gate, settings=settings, metrics=service.metrics)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    app.openapi = lambda: _openapi(app, bool(settings.api_keys))  # type: ignore[method-assign]
+    return app
+
+
+def _openapi(app: FastAPI, with_key: bool) -> dict[str, Any]:
+    """FastAPI's own document without the status 422, which nothing here has, and with the key."""
+    if app.openapi_schema is None:
+        schema = FastAPI.openapi(app)
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema["components"]["schemas"].pop(name, None)
+        if with_key:
+            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{"key": []}]
+        app.openapi_schema = schema
+    return app.openapi_schema

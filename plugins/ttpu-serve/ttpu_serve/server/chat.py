@@ -1,0 +1,261 @@
+"""/v1/chat/completions. In: a conversation; out: answers as OpenAI writes them, whole or as a stream of chunks, with
+the tool calls that the model wrote."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
+from ttpu_serve.api.outputs import OutputDelta
+from ttpu_serve.server import forced_calls, sampling, tool_calls
+from ttpu_serve.server.answers import TokenLogprobs, chat_logprobs, prompt_logprobs, said
+from ttpu_serve.server.body import UniqueKeys
+from ttpu_serve.server.chat_protocol import ChatRequest, Tool, ToolChoice
+from ttpu_serve.server.errors import ApiError, JSONResponse
+from ttpu_serve.server.events import EventStream, until_gone
+from ttpu_serve.server.service import Answers, Service
+from ttpu_serve.server.tool_calls import Call, Parser, Said
+
+
+def router(service: Service) -> APIRouter:
+    """The endpoint."""
+    routes = APIRouter(route_class=UniqueKeys)
+
+    @routes.post("/v1/chat/completions", tags=["OpenAI"])
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        chat = Chat(service, body)
+        answers = await until_gone(request, chat.submit())
+        if body.stream:
+            return EventStream(chat.chunks(answers), service.settings.write_timeout, answers.close)
+        try:
+            return JSONResponse(await until_gone(request, chat.whole(answers)))
+        finally:
+            answers.close()
+
+    return routes
+
+
+@dataclass
+class _Turn:
+    """One answer while it grows. `named`: the tool whose arguments the whole text is. `most`: calls that are told of,
+    where there is a limit."""
+
+    parser: Parser | None
+    named: Call | None
+    most: int | None = None
+    began: bool = False
+    calls: int = 0
+    text: str = ""
+    made: list[Call] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    ids: list[int] = field(default_factory=list)
+    delta: OutputDelta | None = None
+
+    def read(self, delta: OutputDelta) -> Said:
+        """What is new in it."""
+        self.delta = delta
+        self.ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = self.logprobs if self.logprobs is not None else []
+            self.logprobs += delta.logprobs
+        if self.parser is None:
+            return Said(delta.text)
+        new = self.parser.push(delta.text)
+        if delta.finish_reason is not None:
+            end = self.parser.finish()
+            new = Said(new.content + end.content, new.calls + end.calls)
+        if self.most is not None:
+            new = Said(new.content, new.calls[: max(0, self.most - self.calls)])
+        return new
+
+    def ended_by(self, reason: str) -> str:
+        """OpenAI's finish_reason; a call that was asked for by name ends with stop, as there."""
+        return "tool_calls" if self.calls and self.named is None and reason == "stop" else reason
+
+
+class Chat:
+    """One request."""
+
+    def __init__(self, service: Service, request: ChatRequest) -> None:
+        self._service, self._request = service, request
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._tools: Sequence[Tool] = request.tools or ()
+        self._choice = request.tool_choice or ("auto" if self._tools else "none")
+        self._top = request.top_logprobs or 0
+
+    async def submit(self) -> Answers:
+        """Check it all, and have the engine begin."""
+        service, request = self._service, self._request
+        adapter = service.adapter_of(request.model)
+        service.check_choices(1, request.answers)
+        self._check_tools()
+        params = sampling.of_chat(request, service.settings.default_sampling, self._guide())
+        params = self._with_markers(params)
+        ids = await service.chat.encode(request, tools=self._choice != "none", most=service.most_prompt_tokens)
+        service.check_length(ids, "messages")
+        return await service.submit([ids], params, request, adapter=adapter)
+
+    async def whole(self, answers: Answers) -> dict[str, Any]:
+        """The whole answer."""
+        turns = [self._turn() for _ in range(self._request.answers)]
+        first: OutputDelta | None = None
+        async with aclosing(answers.deltas()) as deltas:
+            async for number, delta in deltas:
+                first = first or delta
+                turn = turns[number]
+                new = turn.read(said(delta, self._service.tokens))
+                turn.text += new.content
+                turn.made += new.calls
+                turn.calls += len(new.calls)
+        told = self._envelope("chat.completion")
+        told["choices"] = [self._message(number, turn) for number, turn in enumerate(turns)]
+        told["usage"] = answers.usage.as_json()
+        if first is not None and first.prompt_logprobs is not None:
+            told["prompt_logprobs"] = prompt_logprobs(first, self._service.tokens)
+        return told
+
+    async def chunks(self, answers: Answers) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer's chunks as they come."""
+        turns = [self._turn() for _ in range(self._request.answers)]
+        counted = {"usage": None} if self._request.includes_usage else {}
+        of_prompt: dict[str, Any] = {}
+        told = False
+        async with aclosing(answers.deltas()) as deltas:
+            async for number, delta in deltas:
+                if not told and delta.prompt_logprobs is not None:
+                    told, of_prompt = True, {"prompt_logprobs": prompt_logprobs(delta, self._service.tokens)}
+                spoken = said(delta, self._service.tokens)
+                for choice in self._pieces(number, turns[number], spoken):
+                    yield {**self._envelope("chat.completion.chunk"), "choices": [choice], **counted, **of_prompt}
+                    of_prompt = {}
+        if self._request.includes_usage:
+            usage = answers.usage.as_json()
+            yield {**self._envelope("chat.completion.chunk"), "choices": [], "usage": usage}
+
+    def _pieces(self, number: int, turn: _Turn, delta: OutputDelta) -> list[dict[str, Any]]:
+        """A delta as choices of chunks: the role first, then content, calls, and the end."""
+        pieces: list[dict[str, Any]] = []
+
+        def piece(delta_json: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> None:
+            pieces.append({"index": number, "delta": delta_json, "logprobs": logprobs, "finish_reason": reason})
+
+        new = turn.read(delta)
+        if not turn.began:
+            turn.began = True
+            piece({"role": "assistant", "content": "" if turn.named is None else None})
+            if turn.named is not None:
+                piece({"tool_calls": [self._call(turn.named, 0, "")]})
+                turn.calls = 1
+        logprobs = chat_logprobs(delta.logprobs, self._top, self._service.tokens) if delta.logprobs else None
+        if turn.named is not None:
+            if new.content or logprobs:
+                piece({"tool_calls": [{"index": 0, "function": {"arguments": new.content}}]}, logprobs=logprobs)
+        elif new.content or logprobs:
+            piece({"content": new.content}, logprobs=logprobs)
+        for call in new.calls:
+            piece({"tool_calls": [self._call(call, turn.calls)]})
+            turn.calls += 1
+        if delta.finish_reason is not None:
+            piece({}, turn.ended_by(delta.finish_reason))
+            if delta.stop_reason is not None:
+                pieces[-1]["stop_reason"] = delta.stop_reason
+        if self._request.return_token_ids and pieces:
+            pieces[0]["token_ids"], turn.ids = turn.ids, []
+        return pieces
+
+    def _message(self, number: int, turn: _Turn) -> dict[str, Any]:
+        """A whole answer as a choice."""
+        message: dict[str, Any] = {"role": "assistant", "content": turn.text, "refusal": None}
+        if turn.named is not None:
+            turn.calls = 1
+            calls = [Call(turn.named.name, turn.text, turn.named.id)]
+        else:
+            calls = turn.made
+        if calls:
+            message["content"] = turn.text if turn.named is None and turn.text else None
+            message["tool_calls"] = [
+                {key: value for key, value in self._call(call, place).items() if key != "index"}
+                for place, call in enumerate(calls)
+            ]
+        reason = turn.ended_by((turn.delta.finish_reason if turn.delta else None) or "stop")
+        told = {
+            "index": number,
+            "message": message,
+            "logprobs": chat_logprobs(turn.logprobs, self._top, self._service.tokens),
+            "finish_reason": reason,
+        }
+        if turn.delta is not None and turn.delta.stop_reason is not None:
+            told["stop_reason"] = turn.delta.stop_reason
+        if self._request.return_token_ids:
+            told["token_ids"] = turn.ids
+        return told
+
+    @staticmethod
+    def _call(call: Call, place: int, arguments: str | None = None) -> dict[str, Any]:
+        given = call.arguments if arguments is None else arguments
+        return {"index": place, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": given}}
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._request.model,
+            "system_fingerprint": None,
+        }
+
+    def _turn(self) -> _Turn:
+        format_ = self._service.tool_format
+        new_id = tool_calls.short_id if format_ == tool_calls.MISTRAL else (lambda: Call("", "").id)
+        if isinstance(self._choice, ToolChoice):
+            return _Turn(None, Call(self._choice.function.name, "", new_id()))
+        if self._choice == "required":
+            return _Turn(tool_calls.Forced(new_id), None)
+        if self._choice == "auto" and format_ is not None:
+            return _Turn(tool_calls.parser(format_), None, 1 if self._request.parallel_tool_calls is False else None)
+        return _Turn(None, None)
+
+    def _check_tools(self) -> None:
+        """That the model is told of tools, and its calls are understood."""
+        if self._choice == "none" or not self._tools:
+            return
+        if not self._service.chat.knows_tools:
+            raise ApiError(
+                "tools were given, but the model's chat template does not tell it of tools: use a model that was "
+                "trained to call them, or start the server with a --chat-template that does.",
+                param="tools",
+            )
+        if self._choice == "auto" and self._service.tool_format is None:
+            raise ApiError(
+                "tools were given, but the chat template does not show how its model calls them: start the server with "
+                "--tool-call-parser, or pass tool_choice 'required' or the name of one.",
+                param="tools",
+            )
+
+    def _guide(self) -> GuidedDecoding | None:
+        """What the answer must match where a tool must be called."""
+        if isinstance(self._choice, ToolChoice):
+            name = self._choice.function.name
+            return forced_calls.forced_arguments(next(tool for tool in self._tools if tool.function.name == name))
+        if self._choice == "required":
+            most = 1 if self._request.parallel_tool_calls is False else None
+            return forced_calls.forced_calls(self._tools, most=most)
+        return None
+
+    def _with_markers(self, params: SamplingParams) -> SamplingParams:
+        """Parameters under which the text that begins a call is part of the answer, though it be a special token."""
+        format_ = self._service.tool_format
+        if self._choice != "auto" or format_ is None or self._request.skip_special_tokens is not None:
+            return params
+        if self._service.tokens.is_special(tool_calls.MARKERS[format_]):
+            return replace(params, skip_special_tokens=False)
+        return params

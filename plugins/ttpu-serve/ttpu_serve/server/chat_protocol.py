@@ -1,0 +1,218 @@
+"""What chat requests may say: messages, tools and the fields of `Generation`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+
+from ttpu_core.generation.sampling_params import MAX_LOGPROBS
+from ttpu_serve.server.errors import ApiError
+from ttpu_serve.server.protocol import Body, FreeJson, Generation, at_most
+
+MAX_MESSAGES = 8192
+MAX_PARTS = 8192
+MAX_CALLS = 512
+MAX_TOOLS = 512
+
+CONTENT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+        {"type": "null"},
+    ]
+}
+
+
+def read_content(value: Any) -> str | None:
+    """A message's content as one text: parts of text are joined, other parts refused."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("it must be a text, or a list of parts")
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"it has {len(value):,} parts, but at most {MAX_PARTS:,} are allowed")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "refusal"):
+            raise ValueError(f"it has a part of type {kind!r}, but this model reads text alone")
+        if not isinstance(part.get(kind), str):
+            raise ValueError(f"it has a part without {kind!r}")
+        if others := sorted(set(part) - {"type", kind}):
+            raise ValueError(f"it has a part with {others[0]!r}, which this server does not know: leave it out")
+        texts.append(part[kind])
+    return "".join(texts)
+
+
+Content = Annotated[str | None, PlainValidator(read_content), WithJsonSchema(CONTENT_SCHEMA)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class CalledFunction(Body):
+    """What the model called; `arguments` is JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(Body):
+    """A tool call of an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    """A turn. Those of role tool say which call they answer."""
+
+    neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+        "function_call": ((), "it is OpenAI's old form of tool_calls: use those"),
+        "audio": ((), "this server hears and speaks no audio: leave it out"),
+        "refusal": ((), "refusals are not told apart from answers here: pass it as content"),
+        "annotations": (([],), "answers have none here: leave it out"),
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
+    name: str | None = None
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True), at_most(MAX_CALLS)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls is not None):
+            raise ValueError(f"a message of role {self.role} needs content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} has tool_calls, which only assistant messages may")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of role tool needs the tool_call_id that it answers")
+        return self
+
+
+class Function(Body):
+    """A function that the model may call; `parameters` is a JSON schema of an object."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: FreeJson | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Body):
+    """The name of a tool."""
+
+    name: FunctionName
+
+
+class ToolChoice(Body):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
+Tools = Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)]
+
+
+class Conversation(Body):
+    """What a chat template turns into a prompt."""
+
+    messages: Messages
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: FreeJson | None = None
+
+
+class ChatRequest(Generation, Conversation):
+    """The body of /v1/chat/completions."""
+
+    neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+        **Generation.neutral,
+        "functions": (([],), "it is OpenAI's old form of tools: use those"),
+        "function_call": (("none", "auto"), "it is OpenAI's old form of tool_choice: use that"),
+        "modalities": ((["text"],), "this server speaks text alone: leave it out"),
+        "audio": ((), "this server speaks no audio: leave it out"),
+        "prediction": ((), "predicted outputs are not used here: leave it out"),
+        "reasoning_effort": (("none",), "models are not told how long to think here: use chat_template_kwargs"),
+        "verbosity": (("medium",), "models are not told how much to say here: say it in a message"),
+        "web_search_options": ((), "this server searches nothing: leave it out"),
+    }
+
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(
+                "the field 'top_logprobs' was given without logprobs=true: set that, or leave it out.",
+                param="top_logprobs",
+            )
+        if self.max_tokens == 0:
+            raise ApiError("max_tokens is 0, but an answer has 1 token or more: raise it.", param="max_tokens")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ApiError(
+                "max_tokens and max_completion_tokens were both given, but they mean the same: pass one of them.",
+                param="max_tokens",
+            )
+        self._check_tools()
+        return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ApiError("two tools have the same name: rename one of them.", param="tools")
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise ApiError(
+                "a tool must be called by 'tool_choice', but no tools were given: pass some, or leave it out.",
+                param="tool_choice",
+            )
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
+        if chosen is not None and chosen not in names:
+            raise ApiError(
+                f"tool_choice names {chosen!r}, but the tools are {', '.join(names)}: name one of those.",
+                param="tool_choice",
+            )
+
+
+class TokenizeRequest(Body):
+    """The body of /tokenize: a prompt, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: FreeJson | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError("a prompt or messages are needed, and not both: pass one of them.", param="prompt")
+        return self

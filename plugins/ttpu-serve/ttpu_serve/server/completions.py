@@ -1,0 +1,153 @@
+"""/v1/completions. In: prompts; out: what follows each of them, whole or as a stream of chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ttpu_serve.api.outputs import OutputDelta
+from ttpu_serve.server import sampling
+from ttpu_serve.server.answers import CompletionLogprobs, joined, prompt_logprobs, said
+from ttpu_serve.server.body import UniqueKeys
+from ttpu_serve.server.errors import ApiError, JSONResponse
+from ttpu_serve.server.events import EventStream, until_gone
+from ttpu_serve.server.protocol import CompletionRequest
+from ttpu_serve.server.service import Answers, Service
+
+_NEWS = ("text", "logprobs", "finish_reason", "token_ids", "prompt_logprobs")
+
+
+def router(service: Service) -> APIRouter:
+    """The endpoint."""
+    routes = APIRouter(route_class=UniqueKeys)
+
+    @routes.post("/v1/completions", tags=["OpenAI"])
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Go on from prompts."""
+        completion = Completion(service, body)
+        answers = await until_gone(request, completion.submit())
+        if body.stream:
+            return EventStream(completion.chunks(answers), service.settings.write_timeout, answers.close)
+        try:
+            return JSONResponse(await until_gone(request, completion.whole(answers)))
+        finally:
+            answers.close()
+
+    return routes
+
+
+class Completion:
+    """One request."""
+
+    def __init__(self, service: Service, request: CompletionRequest) -> None:
+        self._service, self._request = service, request
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._prompts: list[list[int]] = []
+        self._texts: list[str] = []
+        count = request.logprobs or 0
+        number = len(request.prompt) * request.answers
+        specials = request.skip_special_tokens is False
+        self._logprobs = [CompletionLogprobs(service.tokens, count, specials) for _ in range(number)]
+        self._began = [False] * number
+
+    async def submit(self) -> Answers:
+        """Check it all, and have the engine begin."""
+        service, request = self._service, self._request
+        adapter = service.adapter_of(request.model)
+        service.check_choices(len(request.prompt), request.answers)
+        if request.max_tokens == 0 and not request.echo:
+            raise ApiError("max_tokens is 0, but without echo nothing would be said: raise it.", param="max_tokens")
+        params = sampling.of_completion(request, service.settings.default_sampling)
+        special = request.add_special_tokens is not False
+        for prompt in request.prompt:
+            self._prompts.append(await service.ids_of(prompt, special=special, param="prompt"))
+            if request.echo:
+                text = prompt if isinstance(prompt, str) else await service.tokens.decode(prompt)
+                self._texts.append(text)
+        return await service.submit(self._prompts, params, request, adapter=adapter)
+
+    async def whole(self, answers: Answers) -> dict[str, Any]:
+        """The whole answer."""
+        pieces: list[list[dict[str, Any]]] = [[] for _ in self._logprobs]
+        async with aclosing(answers.deltas()) as deltas:
+            async for number, delta in deltas:
+                pieces[number].append(self._piece(number, delta))
+        told = self._envelope()
+        told["choices"] = [_joined(parts) for parts in pieces]
+        told["usage"] = self._usage(answers)
+        return told
+
+    async def chunks(self, answers: Answers) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer's chunks as they come."""
+        counted = {"usage": None} if self._request.includes_usage else {}
+        async with aclosing(answers.deltas()) as deltas:
+            async for number, delta in deltas:
+                piece = self._piece(number, delta)
+                # text may be held back, but ids and the prompt's values come once
+                if any(piece.get(name) for name in _NEWS):
+                    yield {**self._envelope(), "choices": [piece], **counted}
+        if self._request.includes_usage:
+            yield {**self._envelope(), "choices": [], "usage": self._usage(answers)}
+
+    def _piece(self, number: int, delta: OutputDelta) -> dict[str, Any]:
+        """A delta as a choice; the first of an answer holds the prompt where it is to be echoed."""
+        request = self._request
+        delta = said(delta, self._service.tokens)
+        text, ids = delta.text, delta.token_ids
+        told: list[dict[str, Any]] = []
+        piece: dict[str, Any] = {"index": number, "text": text, "logprobs": None}
+        if request.max_tokens == 0:
+            text, ids = "", []
+        if not self._began[number]:
+            self._began[number] = True
+            prompt = number // request.answers
+            if request.echo:
+                text = self._texts[prompt] + text
+                if request.logprobs is not None and delta.prompt_logprobs is not None:
+                    ids_of_prompt = self._prompts[prompt]
+                    told.append(
+                        self._logprobs[number].of(delta.prompt_logprobs, ids_of_prompt, echoed=self._texts[prompt])
+                    )
+            if request.prompt_logprobs is not None:
+                piece["prompt_logprobs"] = prompt_logprobs(delta, self._service.tokens)
+        if request.logprobs is not None and ids:
+            told.append(self._logprobs[number].of(delta.logprobs or [], ids))
+        if request.return_token_ids:
+            piece["token_ids"] = ids
+        piece["text"] = text
+        piece["logprobs"] = joined(told) if told else None
+        piece["finish_reason"] = delta.finish_reason
+        if delta.stop_reason is not None:
+            piece["stop_reason"] = delta.stop_reason
+        return piece
+
+    def _usage(self, answers: Answers) -> dict[str, Any]:
+        if self._request.max_tokens == 0:
+            answers.usage.answer = 0
+        return answers.usage.as_json()
+
+    def _envelope(self) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._request.model,
+            "system_fingerprint": None,
+        }
+
+
+def _joined(pieces: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pieces of one answer as one choice."""
+    told = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
+    whole = {**pieces[0], **pieces[-1]}
+    whole["text"] = "".join(piece["text"] for piece in pieces)
+    whole["logprobs"] = joined(told) if told else None
+    if "token_ids" in whole:
+        whole["token_ids"] = [token for piece in pieces for token in piece["token_ids"]]
+    return whole

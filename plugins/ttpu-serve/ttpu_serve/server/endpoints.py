@@ -1,0 +1,238 @@
+"""The smaller endpoints: models, embeddings, tokens, health, metrics, and what an administrator may do."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
+
+from ttpu_serve.server.body import UniqueKeys
+from ttpu_serve.server.chat_protocol import TokenizeRequest
+from ttpu_serve.server.errors import ApiError, JSONResponse
+from ttpu_serve.server.events import until_gone
+from ttpu_serve.server.protocol import Body, DetokenizeRequest, EmbeddingRequest
+from ttpu_serve.server.service import Service
+
+RECENT_SECONDS = 60.0
+
+
+class LoadAdapter(Body):
+    """A LoRA adapter in PEFT's format, on the server's disk."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = Field(max_length=4096)
+
+
+class UnloadAdapter(Body):
+    """An adapter that was loaded."""
+
+    lora_name: str
+
+
+def models(service: Service) -> APIRouter:
+    """/v1/models."""
+    routes = APIRouter(tags=["OpenAI"])
+
+    def card(name: str) -> dict[str, Any]:
+        parent = service.names[0] if name in service.adapters else None
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "ttpu",
+            "root": name if parent is None else parent,
+            "parent": parent,
+            "max_model_len": service.max_model_len,
+        }
+
+    @routes.get("/v1/models")
+    async def list_models() -> Response:
+        """What this server has: the model under each of its names, and its adapters."""
+        names = [*service.names, *service.adapters]
+        return JSONResponse({"object": "list", "data": [card(name) for name in names]})
+
+    @routes.get("/v1/models/{model:path}")
+    async def retrieve_model(model: str) -> Response:
+        """One of them."""
+        service.adapter_of(model)
+        return JSONResponse(card(model))
+
+    return routes
+
+
+def embeddings(service: Service) -> APIRouter:
+    """/v1/embeddings."""
+    routes = APIRouter(tags=["OpenAI"], route_class=UniqueKeys)
+
+    @routes.post("/v1/embeddings")
+    async def embed(body: EmbeddingRequest, request: Request) -> Response:
+        """Vectors of length one, from the hidden state of each input's last token, or the mean of all."""
+        return JSONResponse(await until_gone(request, _embed(service, body)))
+
+    return routes
+
+
+async def _embed(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
+    adapter = service.adapter_of(body.model)
+    service.check_inputs(len(body.input))
+    if body.dimensions is not None:
+        raise ApiError(
+            "the field 'dimensions' was given, but this model's embeddings are not made to be cut: leave it out.",
+            param="dimensions",
+            code="unsupported_field",
+        )
+    special = body.add_special_tokens is not False
+    prompts = [await service.ids_of(one, special=special, param="input") for one in body.input]
+    answers = await service.embed(prompts, body.pooling or "last", adapter=adapter)
+    found: dict[int, np.ndarray] = {}
+    async with aclosing(answers.deltas()) as deltas:
+        async for number, delta in deltas:
+            if delta.embedding is not None:
+                found[number] = delta.embedding
+    data = []
+    for number in range(len(prompts)):
+        vector = np.ascontiguousarray(found[number], "<f4")
+        as_base64 = body.encoding_format == "base64"
+        value: Any = base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
+        data.append({"object": "embedding", "index": number, "embedding": value})
+    count = answers.usage.prompt
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return {"object": "list", "data": data, "model": body.model, "usage": usage}
+
+
+def tokens(service: Service) -> APIRouter:
+    """/tokenize and /detokenize."""
+    routes = APIRouter(tags=["Tokens"], route_class=UniqueKeys)
+
+    @routes.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The ids of a prompt, or of a conversation as the chat template writes it."""
+        service.adapter_of(body.model)
+        if body.prompt is not None:
+            ids = await service.tokens.encode(body.prompt, special=body.add_special_tokens is not False)
+        else:
+            ids = await service.chat.encode(body)
+        pieces = await service.tokens.pieces(ids) if body.return_token_strs else None
+        told = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": pieces}
+        return JSONResponse(told)
+
+    @routes.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of ids."""
+        service.adapter_of(body.model)
+        return JSONResponse({"prompt": await service.tokens.decode(body.tokens)})
+
+    return routes
+
+
+def watching(service: Service) -> APIRouter:
+    """/health, /version, /metrics, and /stats for the page."""
+    routes = APIRouter(tags=["Watching"])
+
+    async def refresh() -> Any:
+        stats = await service.engine.stats()
+        service.metrics.of_engine.update(stats)
+        return stats
+
+    @routes.head("/health", include_in_schema=False)
+    @routes.get("/health")
+    async def health() -> Response:
+        """Status 200 while requests are taken, 503 otherwise."""
+        service.engine.check_accepting()
+        return JSONResponse({"status": "ok"})
+
+    @routes.get("/version")
+    async def show_version() -> Response:
+        """This software's version."""
+        return JSONResponse({"version": version("ttpu-jax")})
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        """In Prometheus' text format."""
+        await refresh()
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @routes.get("/stats")
+    async def stats() -> Response:
+        """The engine's counters, and what follows from them, as JSON."""
+        found = asdict(await refresh())
+        now = time.monotonic()
+        recent = sorted(seconds for then, seconds in service.metrics.recent if then > now - RECENT_SECONDS)
+        told = {
+            "model": service.names[0],
+            "adapters": list(service.adapters),
+            "max_model_len": service.max_model_len,
+            "chat": service.chat.text is not None,
+            "needs_key": bool(service.settings.api_keys),
+            "time": now,
+            "ttft_p50": recent[len(recent) // 2] if recent else None,
+            "tokens_per_second": service.metrics.of_engine.rate("output_tokens"),
+            "engine": found,
+            **service.metrics.of_engine.utilization,
+        }
+        return JSONResponse(told)
+
+    return routes
+
+
+def admin(service: Service) -> APIRouter:
+    """What `--enable-admin` adds: sleep, wake up, the prefix cache, adapters."""
+    routes = APIRouter(tags=["Administration"], route_class=UniqueKeys)
+    engine = service.engine
+
+    async def done(work: Callable[[], Any]) -> Response:
+        await engine.call(work)
+        return JSONResponse({"status": "ok"})
+
+    @routes.post("/sleep")
+    async def sleep() -> Response:
+        """Move the weights off the devices and drop the KV cache; requests are kept, and go on after /wake_up."""
+        return await done(engine.core.sleep)
+
+    @routes.post("/wake_up")
+    async def wake_up() -> Response:
+        """Bring them back."""
+        return await done(engine.core.wake_up)
+
+    @routes.get("/is_sleeping")
+    async def is_sleeping() -> Response:
+        """Whether they are away."""
+        return JSONResponse({"is_sleeping": bool((await engine.stats()).asleep)})
+
+    @routes.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        """Forget all cached prefixes."""
+        return await done(engine.core.reset_prefix_cache)
+
+    @routes.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(body: LoadAdapter) -> Response:
+        """Serve an adapter as a model of that name."""
+        if body.lora_name in service.names:
+            raise ApiError(f"{body.lora_name!r} is the model's own name: choose another.", param="lora_name")
+        # Files are read beside the engine's steps, not between two of them.
+        return await done(await asyncio.to_thread(engine.core.prepare_adapter, body.lora_name, body.lora_path))
+
+    @routes.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(body: UnloadAdapter) -> Response:
+        """Serve it no more."""
+        if body.lora_name not in service.adapters:
+            raise ApiError(
+                f"the adapter {body.lora_name!r} was to be unloaded, but there are "
+                f"{', '.join(service.adapters) or 'none'}: name one of those.",
+                status=404,
+                param="lora_name",
+                code="model_not_found",
+            )
+        return await done(lambda: engine.core.unload_adapter(body.lora_name))
+
+    return routes

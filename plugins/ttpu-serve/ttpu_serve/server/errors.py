@@ -1,0 +1,179 @@
+"""Refusals in the form that OpenAI's API gives them. In: any exception of a request; out: a status and the body
+`{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from ttpu_core.errors import RequestError, TTPUError
+from ttpu_serve.api.output_queue import EngineClosingError, EngineDeadError, RequestFailedError, RequestTimeoutError
+from ttpu_serve.execution.errors import QueueFullError
+
+LOG = logging.getLogger(__name__)
+INVALID = "invalid_request_error"
+RETRY_SECONDS = 1
+_JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;|$)", re.IGNORECASE)
+
+_KINDS: tuple[tuple[type[TTPUError], int, str, str | None], ...] = (
+    (QueueFullError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (RequestTimeoutError, 408, "timeout_error", "request_timeout"),
+    (EngineClosingError, 503, "service_unavailable_error", "shutting_down"),
+    (EngineDeadError, 503, "service_unavailable_error", "engine_dead"),
+    (RequestFailedError, 500, "server_error", None),
+    (RequestError, 400, INVALID, None),
+    (TTPUError, 400, INVALID, None),
+)
+_NOT_AGAIN = {status: {"x-should-retry": "false"} for status in (408, 500)}
+"""OpenAI's clients ask again after these, which would fail again in the same way and cost as much."""
+_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+
+
+class ApiError(TTPUError):
+    """A refusal with its HTTP status; `param` names the field that it is about."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class JSONResponse(Response):
+    """A body of JSON; half a surrogate pair, as a client may have sent, is escaped and no error."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """UTF-8; numbers are finite."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Any exception as what the client is told; bugs are told by their kind alone."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _of_validation(error.errors())
+    if isinstance(error, HTTPException):
+        return _of_http(error)
+    for kind, status, name, code in _KINDS:
+        if isinstance(error, kind):
+            headers = {"Retry-After": str(RETRY_SECONDS)} if status == 429 else _NOT_AGAIN.get(status)
+            message = str(error)
+            param = getattr(error, "param", None) or (_param_of(message) if status == 400 else None)
+            return ApiError(
+                message,
+                status=status,
+                kind=name,
+                param=param,
+                code=getattr(error, "code", None) or code,
+                headers=headers,
+            )
+    LOG.error("a request failed", exc_info=error)
+    message = f"the server failed ({type(error).__name__}): its log says more."
+    return ApiError(message, status=500, kind="server_error", headers=_NOT_AGAIN[500])
+
+
+def respond(error: Exception) -> JSONResponse:
+    """The response for any exception."""
+    told = as_api_error(error)
+    return JSONResponse(told.body, told.status, told.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Give every error of an application this form, the framework's own included."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        kind = request.headers.get("content-type", "")
+        if isinstance(error, RequestValidationError) and not _JSON_TYPE.match(kind) and await request.body():
+            found = f"is {kind!r}" if kind else "is missing"
+            return respond(
+                ApiError(
+                    f"the header Content-Type {found}, but bodies are JSON: send 'Content-Type: application/json'.",
+                    status=415,
+                    code="unsupported_media_type",
+                )
+            )
+        return respond(error)
+
+    for kind in (RequestValidationError, HTTPException, TTPUError, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def _of_http(error: HTTPException) -> ApiError:
+    status = error.status_code
+    phrases = {
+        400: "the body cannot be read as JSON: correct its encoding, or nest it less deep.",
+        404: "there is nothing at this path: see /openapi.json for what there is.",
+        405: "this path does not take this method: see /openapi.json for what it takes.",
+    }
+    message = phrases.get(status) or (error.detail if isinstance(error.detail, str) else HTTPStatus(status).phrase)
+    kind = INVALID if status < 500 else "server_error"
+    return ApiError(message, status=status, kind=kind, code=_CODES.get(status), headers=error.headers)
+
+
+def _of_validation(problems: Sequence[Any]) -> ApiError:
+    """The first problem of pydantic's list, in one sentence."""
+    first = problems[0]
+    where = first["loc"]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return ApiError(f"the body is not JSON ({reason} at character {where[-1]}): correct it.", code="invalid_json")
+    param = _path(where[1:]) or None
+    if first["type"] == "unsupported_field":
+        given = first["ctx"]
+        param = _path((*where[1:], given["name"]))
+        message = f"the field {param!r} was given, but {given['reason']}."
+        return ApiError(message, param=param, code="unsupported_field")
+    if first["type"] == "missing":
+        subject = f"the field {param!r} is missing" if param else "the body is missing"
+        return ApiError(f"{subject}, but this path needs it: pass it.", param=param, code="missing_field")
+    if first["type"] == "extra_forbidden":
+        message = f"the field {param!r} was given, but this server does not know it: leave it out, or correct its name."
+        return ApiError(message, param=param, code="unknown_field")
+    reason = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"])
+    subject = f"{param} is {_short(first.get('input'))}" if param else "the body cannot be used"
+    return ApiError(f"{subject}: {reason[:1].lower()}{reason[1:]}.", param=param)
+
+
+def _path(parts: Sequence[Any]) -> str:
+    """`messages[0].content`."""
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _short(value: Any) -> str:
+    try:
+        text = json.dumps(value, default=str)
+    except (ValueError, RecursionError):
+        return "nested too deep"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _param_of(message: str) -> str | None:
+    """The name that a refusal of the sampling parameters begins with: `top_p is 2: it must be ...`."""
+    found = re.match(r"([a-z]+(?:_[a-z]+)*) (?:is|has|names) ", message)
+    return found[1] if found and ("_" in found[1] or found[1] in _PLAIN_NAMES) else None
+
+
+_PLAIN_NAMES = {"temperature", "n", "stop", "seed", "logprobs", "prompt", "messages", "input"}

@@ -1,0 +1,103 @@
+"""Answers that are sent while they grow, and clients that go away meanwhile. In: an iterator of values; out:
+server-sent events, which end when the client does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from ttpu_serve.server.errors import as_api_error
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+ARRIVAL: ContextVar[float] = ContextVar("ARRIVAL")
+"""When the request that is being answered was there as a whole, by `time.monotonic`: its deadline counts from then."""
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection, so that nobody reads an answer."""
+
+
+class EventStream(Response):
+    """Sends each value as an event of JSON, and `[DONE]`; an error on the way is the last event before that.
+
+    A client that closes its connection, or leaves one event unread for `write_timeout` seconds, ends the iterator.
+    `end` is called at the end, however it came: an iterator that never began cleans nothing up."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        values: AsyncGenerator[dict[str, Any], None],
+        write_timeout: float | None,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._values = values
+        self._write_timeout = write_timeout
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it all, or what the client takes of it."""
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+            await self._values.aclose()
+            self._end()
+        error = sending.exception() if sending.done() and not sending.cancelled() else None
+        if error is not None and not isinstance(error, TimeoutError):
+            raise error
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for value in self._values:
+                await self._write(send, b"data: %b\n\n" % json.dumps(value, separators=(",", ":")).encode())
+        except TimeoutError:
+            raise
+        except Exception as error:  # the status is sent, so that an event is all that can tell it
+            await self._write(send, b"data: %b\n\n" % json.dumps(as_api_error(error).body).encode())
+        await self._write(send, DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, body: bytes) -> None:
+        async with asyncio.timeout(self._write_timeout):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; it is cancelled where the client goes away before.
+
+    Raises:
+        ClientGoneError: it did; otherwise what `work` raises.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        with suppress(Exception, asyncio.CancelledError):
+            await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,196 @@
+"""What stands before every request: keys, sizes and how many at once. In: an ASGI application; out: the same, which
+never sees what may not pass."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ttpu_serve.server.errors import ApiError, respond
+from ttpu_serve.server.events import ARRIVAL, ClientGoneError
+from ttpu_serve.server.metrics import Metrics
+from ttpu_serve.server.settings import ServerSettings
+
+OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health", "/version", "/metrics", "/stats", "/openapi.json"})
+"""Need no key, and are answered however much there is to do."""
+READ_SECONDS = 60.0
+"""In which a client must have sent its body."""
+DRAINED = 4
+"""Bodies that are too large are read up to so many times the limit, since a client that still sends reads no answer."""
+ADMIN_PATHS = frozenset(
+    {
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
+        "/reset_prefix_cache",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
+)
+"""What no other site's page may ask for in the name of the browser's user; a key, which such pages lack, keeps them out
+as well."""
+_PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Gate:
+    """Checks the API key (401), the body's size (413) and the number of requests (429), reads the body, and names and
+    counts every request."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
+        self._keys = [key.encode() for key in settings.api_keys]
+        self._running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        name = given if _PLAIN.fullmatch(given) else uuid.uuid4().hex
+        started, status = time.monotonic(), 499  # nginx's status for a client that left
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = name
+            await send(message)
+
+        try:
+            await self._guarded(scope, headers, receive, named)
+        except ClientGoneError:
+            pass
+        finally:
+            route = scope.get("route")
+            path = getattr(route, "path", None) or "other"
+            self._metrics.http(path, status, time.monotonic() - started)
+
+    async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        limited = scope["path"] not in OPEN_PATHS
+        began = False
+
+        async def noting(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        try:
+            if limited:
+                self._check_key(scope, headers)
+                self._check_site(scope, headers)
+                self._check_number()
+            self._running += limited
+            try:
+                # What is open to everybody reads no bodies, and holds none.
+                whole = _replayed(await self._body(headers, receive), receive) if limited else receive
+                ARRIVAL.set(time.monotonic())
+                await self._app(scope, whole, noting)
+            finally:
+                self._running -= limited
+        except ClientGoneError:
+            raise
+        except Exception as error:  # bugs as well: the answer has a name, is counted, and ends its connection well
+            if began:
+                raise
+            await respond(error)(scope, receive, send)
+
+    def _check_key(self, scope: Scope, headers: Headers) -> None:
+        if not self._keys or scope["method"] == "OPTIONS":
+            return
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip().encode() if scheme.lower() == "bearer" else b""
+        # Every key is compared, in constant time, so that time tells nothing.
+        if not sum([hmac.compare_digest(given, known) for known in self._keys]):
+            raise ApiError(
+                "this server asks for an API key, but the request has "
+                f"{'another one' if given else 'none'}: send the header 'Authorization: Bearer KEY'.",
+                status=401,
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _check_site(self, scope: Scope, headers: Headers) -> None:
+        if self._keys or scope["path"] not in ADMIN_PATHS:
+            return
+        origin = headers.get("origin")
+        if origin is None:
+            foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+        else:
+            own = origin.partition("://")[2] == headers.get("host")
+            foreign = not own and origin not in self._settings.allowed_origins
+        if foreign:
+            raise ApiError(
+                f"another site's page ({origin or 'of unknown origin'}) asks for administration, but this server has "
+                "no API key to tell friends by: start it with one, or name the site by --allowed-origin.",
+                status=403,
+                kind="permission_error",
+                code="foreign_site",
+            )
+
+    def _check_number(self) -> None:
+        most = self._settings.max_concurrent
+        if self._running >= most:
+            raise ApiError(
+                f"{most} requests are worked on, which is as many as may be: try again in a second.",
+                status=429,
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": "1"},
+            )
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        """The whole body; one that is too large is read on for a while, and dropped."""
+        most = self._settings.max_body_bytes
+        parts: list[bytes] = []
+        size, more = 0, True
+        announced = headers.get("content-length", "0")
+        dropped = announced.isdigit() and int(announced) > DRAINED * most  # so much is not read at all
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                while more and not dropped:
+                    message: Any = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    part = message.get("body", b"")
+                    more, size = message.get("more_body", False), size + len(part)
+                    dropped = size > DRAINED * most
+                    if size <= most:
+                        parts.append(part)
+                    else:
+                        parts.clear()
+        except TimeoutError:
+            raise ApiError(
+                f"the body did not arrive within {READ_SECONDS:g} s: send it faster.",
+                status=408,
+                kind="timeout_error",
+                code="request_timeout",
+            ) from None
+        if dropped or size > most:
+            raise ApiError(
+                f"the body has more than {most:,} bytes, which is the most that this server reads: send less.",
+                status=413,
+                code="request_too_large",
+            )
+        return b"".join(parts)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body first."""
+    waiting = [body]  # popped, so that a request that runs for long does not hold it
+
+    async def replay() -> Message:
+        if not waiting:
+            return await receive()
+        return {"type": "http.request", "body": waiting.pop(), "more_body": False}
+
+    return replay

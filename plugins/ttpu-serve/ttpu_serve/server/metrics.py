@@ -1,0 +1,201 @@
+"""What an operator watches, for Prometheus and for the page. In: the engine's counters and the times of requests; out:
+metrics named `ttpu:...` in a registry of their own, and the same as plain values."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ttpu_serve.api.outputs import OutputDelta
+
+WINDOW_SECONDS = 10.0
+"""Over which the rates of work (MFU, MBU, tokens per second) are taken."""
+SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+TOKENS = tuple(float(2**n) for n in range(18))
+
+_GAUGES = (
+    ("requests_waiting", "waiting", "Requests that wait for a place."),
+    ("requests_running", "running", "Requests that are being answered."),
+    ("kv_cache_usage", "kv_usage", "Share of the KV cache's pages in use, from 0 to 1."),
+)
+_COUNTERS = (
+    ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked for in the prefix cache."),
+    ("prefix_cache_hits", "prefix_hits", "Prompt tokens found there."),
+    ("preemptions", "preemptions", "Requests that lost their pages and were computed again."),
+    ("draft_tokens", "drafted", "Tokens that speculative decoding proposed."),
+    ("accepted_tokens", "accepted", "Proposed tokens that were right."),
+    ("recompiles", "recompiles", "Programs compiled while serving."),
+    ("prompt_tokens", "prompt_tokens", "Tokens of prompts."),
+    ("generation_tokens", "output_tokens", "Tokens of answers."),
+    ("steps", "steps", "Steps of the engine."),
+    ("device_seconds", "device_seconds", "Seconds in which a step was under way."),
+)
+
+
+class Metrics:
+    """One server's metrics; `of_engine` holds what the engine counts itself."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model}
+        self.of_engine = EngineCollector(self._labels)
+        self.registry.register(self.of_engine)
+        self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
+        self._each = self._histogram(
+            "time_per_output_token_seconds", "Mean of an answer after its first.", TOKEN_SECONDS
+        )
+        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
+        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self._answer = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self._ended = Counter(
+            "ttpu:requests_finished", "Answers, by how they ended.", ["model_name", "reason"], registry=self.registry
+        )
+        self._http = Counter("ttpu:http_requests", "HTTP requests.", ["path", "status"], registry=self.registry)
+        self._http_time = Histogram(
+            "ttpu:http_request_duration_seconds", "Of HTTP requests.", ["path"], buckets=SECONDS, registry=self.registry
+        )
+        self.recent: deque[tuple[float, float]] = deque(maxlen=256)
+        """When answers began, and the time to their first token."""
+
+    def http(self, path: str, status: int, seconds: float) -> None:
+        """An HTTP request ended."""
+        self._http.labels(path, str(status)).inc()
+        self._http_time.labels(path).observe(seconds)
+
+    def watch(self, arrival: float, answers: int) -> RequestWatch:
+        """A request for so many answers that arrived then (`time.monotonic`)."""
+        return RequestWatch(self, arrival, answers)
+
+    def text(self) -> bytes:
+        """All of it in Prometheus' format."""
+        return generate_latest(self.registry)
+
+    def observe_first(self, seconds: float) -> None:
+        """The time to an answer's first token."""
+        self._first.labels(**self._labels).observe(seconds)
+        self.recent.append((time.monotonic(), seconds))
+
+    def observe_end(self, prompt: int, answer: int, each: float | None, whole: float, reason: str) -> None:
+        """An answer ended: its tokens, seconds per token after the first, seconds in all, and why."""
+        if each is not None:
+            self._each.labels(**self._labels).observe(each)
+        self._whole.labels(**self._labels).observe(whole)
+        self._prompt.labels(**self._labels).observe(prompt)
+        self._answer.labels(**self._labels).observe(answer)
+        self._ended.labels(reason=reason, **self._labels).inc()
+
+    def observe_abort(self, reason: str) -> None:
+        """An answer that did not end by itself."""
+        self._ended.labels(reason=reason, **self._labels).inc()
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"ttpu:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+
+
+class RequestWatch:
+    """The times of one request's answers."""
+
+    def __init__(self, metrics: Metrics, arrival: float, answers: int) -> None:
+        self._metrics, self._arrival, self._open = metrics, arrival, answers
+        self._began: dict[int, float] = {}
+
+    def see(self, delta: OutputDelta) -> None:
+        """A delta came."""
+        now = time.monotonic()
+        if delta.token_ids and delta.index not in self._began:
+            self._began[delta.index] = now
+            self._metrics.observe_first(now - self._arrival)
+        if delta.finish_reason is not None:
+            self._open -= 1
+            began = self._began.get(delta.index, now)
+            more = delta.num_output_tokens - 1
+            each = (now - began) / more if more > 0 else None
+            self._metrics.observe_end(
+                delta.num_prompt_tokens, delta.num_output_tokens, each, now - self._arrival, delta.finish_reason
+            )
+
+    def end(self, reason: str) -> None:
+        """Answers that are not whole will not be: abort, error or timeout."""
+        for _ in range(self._open):
+            self._metrics.observe_abort(reason)
+        self._open = 0
+
+
+class EngineCollector(Collector):
+    """The engine's counters as Prometheus metrics; `update` gives it a snapshot before they are read."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+        self._past: deque[tuple[float, Any]] = deque()
+        self.stats: Any = None
+
+    def update(self, stats: Any, now: float | None = None) -> None:
+        """A snapshot of the engine's counters, which rates are taken from."""
+        self.stats = stats
+        now = time.monotonic() if now is None else now
+        self._past.append((now, stats))
+        while len(self._past) > 2 and self._past[1][0] <= now - WINDOW_SECONDS:
+            self._past.popleft()
+
+    def rate(self, name: str) -> float:
+        """How fast a counter grows, per second."""
+        if len(self._past) < 2:
+            return 0.0
+        (then, before), (now, after) = self._past[0], self._past[-1]
+        seconds = now - then
+        return float(getattr(after, name) - getattr(before, name)) / seconds if seconds > 0 else 0.0
+
+    @property
+    def utilization(self) -> dict[str, float]:
+        """MFU and MBU, where the hardware's peaks are known."""
+        found = {}
+        for name, counter, peak in (("mfu", "model_flops", "peak_flops"), ("mbu", "hbm_bytes", "peak_bytes")):
+            if most := getattr(self.stats, peak, None):
+                found[name] = self.rate(counter) / most
+        return found
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of the last snapshot."""
+        if self.stats is None:
+            return
+        names, values = list(self._labels), list(self._labels.values())
+
+        def gauge(name: str, text: str, value: float) -> Metric:
+            family = GaugeMetricFamily(f"ttpu:{name}", text, labels=names)
+            family.add_metric(values, value)
+            return family
+
+        for name, field, text in _GAUGES:
+            yield gauge(name, text, getattr(self.stats, field))
+        for name, field, text in _COUNTERS:
+            family = CounterMetricFamily(f"ttpu:{name}", text, labels=names)
+            family.add_metric(values, getattr(self.stats, field))
+            yield family
+        yield gauge("asleep", "Whether the weights are away from the devices.", float(self.stats.asleep))
+        texts = {
+            "mfu": "Share of the devices' peak FLOP/s that the model's products took.",
+            "mbu": "Share of the devices' memory bandwidth that weights and cache took.",
+        }
+        for name, value in self.utilization.items():
+            yield gauge(name, f"{texts[name]} Over the last {WINDOW_SECONDS:g} s.", value)
+        pages = GaugeMetricFamily("ttpu:kv_cache_pages_in_use", "Pages by group of layers.", labels=[*names, "group"])
+        for group, count in self.stats.pages_in_use.items():
+            pages.add_metric([*values, group], count)
+        yield pages
+        places = CounterMetricFamily(
+            "ttpu:accepted_tokens_at", "Accepted tokens by place in the draft.", labels=[*names, "place"]
+        )
+        for place, count in enumerate(self.stats.accepted_at):
+            places.add_metric([*values, str(place)], count)
+        yield places
+
+    def describe(self) -> list[Metric]:
+        """None ahead: which ones there are depends on the engine."""
+        return []

@@ -1,0 +1,255 @@
+"""What all endpoints share. In: checked requests; out: streams of the engine's, watched by the metrics, and the names
+under which models are served."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from ttpu_core.errors import RequestError
+from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_serve.api.async_engine import AsyncEngine, Pooling
+from ttpu_serve.api.output_queue import RequestTimeoutError
+from ttpu_serve.api.outputs import OutputDelta
+from ttpu_serve.server.answers import Usage
+from ttpu_serve.server.errors import ApiError
+from ttpu_serve.server.events import ARRIVAL
+from ttpu_serve.server.metrics import Metrics, RequestWatch
+from ttpu_serve.server.protocol import Generation, Prompt
+from ttpu_serve.server.settings import ServerSettings
+from ttpu_serve.server.template import ChatTemplate
+from ttpu_serve.server.tokens import Tokens
+from ttpu_serve.server.tool_calls import format_of
+
+MAX_INPUTS = 2048
+"""Texts that one request may have embedded: OpenAI's limit."""
+
+
+class Service:
+    """One engine behind one server."""
+
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
+        self.engine, self.settings = engine, settings
+        self.names = settings.model_names or (engine.core.model_name,)
+        if taken := [name for name in self.adapters if name in self.names]:
+            raise RequestError(
+                f"the adapter {taken[0]!r} has the model's own name, so that nobody could ask for it: rename it, or "
+                "serve the model under another name."
+            )
+        self.created = int(time.time())
+        self.tokens = Tokens(engine.core.tokenizer)
+        self.chat = ChatTemplate(self.tokens, settings.chat_template)
+        self.metrics = Metrics(self.names[0])
+        self.tool_format = format_of(settings.tool_call_parser, self.chat.text)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return int(self.engine.core.max_model_len)
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Of a prompt, which leaves room for one token of the answer."""
+        most = self.max_model_len - 1
+        return most if self.settings.max_prompt_tokens is None else min(most, self.settings.max_prompt_tokens)
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """LoRA adapters by name."""
+        return dict(getattr(self.engine.core, "adapters", None) or {})
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a model's name means; None for the model itself.
+
+        Raises:
+            ApiError: nothing of that name is served.
+        """
+        if model is None or model in self.names:
+            return None
+        if model in self.adapters:
+            return model
+        served = ", ".join([*self.names, *self.adapters])
+        raise ApiError(
+            f"the model {model!r} was asked for, but this server has {served}: name one of those.",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    async def ids_of(self, prompt: Prompt, *, special: bool, param: str) -> list[int]:
+        """A prompt's ids, neither none nor too many."""
+        if isinstance(prompt, str):
+            self.tokens.check_size(prompt, self.most_prompt_tokens, param)
+            ids = await self.tokens.encode(prompt, special=special)
+        else:
+            ids = prompt
+        self.check_length(ids, param)
+        return ids
+
+    def check_length(self, ids: Sequence[int], param: str) -> None:
+        """That a prompt can be served.
+
+        Raises:
+            ApiError: it is empty or too long.
+        """
+        if not ids:
+            raise ApiError(f"{param} has no tokens, but an answer continues at least one: pass some text.", param=param)
+        most = self.most_prompt_tokens
+        if len(ids) > most:
+            raise ApiError(
+                f"{param} has {len(ids):,} tokens, but this server reads at most {most:,} of its context of "
+                f"{self.max_model_len:,}: shorten it.",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def check_choices(self, prompts: int, answers: int) -> None:
+        """That one request does not ask for too many answers."""
+        most = self.settings.max_choices
+        if prompts * answers > most:
+            raise ApiError(
+                f"n is {answers} with {prompts} prompts, which is {prompts * answers} answers, but one request may "
+                f"have {most}: ask for fewer.",
+                param="n" if answers > 1 else "prompt",
+            )
+
+    def check_inputs(self, count: int) -> None:
+        """That one request does not ask for too many embeddings."""
+        if count > MAX_INPUTS:
+            raise ApiError(
+                f"input holds {count:,} texts, but one request may have {MAX_INPUTS:,}: send several requests.",
+                param="input",
+            )
+
+    def priority_of(self, asked: int | None) -> int:
+        """A request's priority, which only an operator may let clients choose.
+
+        Raises:
+            ApiError: it was chosen, and may not be.
+        """
+        if asked and not self.settings.allow_priority:
+            raise ApiError(
+                f"priority is {asked}, but this server treats all clients alike: leave it out, or start the server "
+                "with --allow-priority.",
+                param="priority",
+                code="unsupported_field",
+            )
+        return asked or 0
+
+    async def submit(
+        self, prompts: Sequence[list[int]], params: SamplingParams, request: Generation, *, adapter: str | None
+    ) -> Answers:
+        """Have the engine answer a request's prompts; refused as a whole where one of them is."""
+        priority = self.priority_of(request.priority)
+        return await self._submit(prompts, params, adapter=adapter, priority=priority, cache_salt=request.cache_salt)
+
+    async def embed(self, prompts: Sequence[list[int]], pooling: Pooling, *, adapter: str | None) -> Answers:
+        """Have the engine embed prompts."""
+        return await self._submit(prompts, SamplingParams(max_tokens=1), adapter=adapter, pooling=pooling)
+
+    async def _submit(self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any) -> Answers:
+        arrival = ARRIVAL.get(time.monotonic())
+        answers = Answers([], params.n, self.settings.request_timeout)
+        for stream in await self.engine.submit_all(prompts, params, timeout=self._left(arrival), **options):
+            answers.add(stream, self.metrics.watch(arrival, params.n))
+        return answers
+
+    def _left(self, arrival: float) -> float | None:
+        """Seconds that a request has from now on; those that reading its prompt took are gone."""
+        most = self.settings.request_timeout
+        return None if most is None else max(most - (time.monotonic() - arrival), 0.001)
+
+    def close(self) -> None:
+        """Give back what it holds itself."""
+        self.tokens.close()
+
+
+class Answers:
+    """The streams of one HTTP request: one for each prompt, with `each` answers. Answer j of prompt i is number
+    i × `each` + j."""
+
+    def __init__(self, streams: list[Any], each: int, timeout: float | None = None) -> None:
+        self._streams = streams
+        self._watches: list[RequestWatch] = []
+        self.each, self._timeout = each, timeout
+        self.usage = Usage()
+
+    def add(self, stream: Any, watch: RequestWatch) -> None:
+        """One more prompt's stream."""
+        self._streams.append(stream)
+        self._watches.append(watch)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """Deltas with the number of their answer, as they come. Ending the loop early aborts the rest."""
+        try:
+            if len(self._streams) == 1:
+                async for pair in self._of(0):
+                    yield pair
+            else:
+                async with aclosing(_interleaved([self._of(i) for i in range(len(self._streams))])) as pairs:
+                    async for pair in pairs:
+                        yield pair
+        except RequestTimeoutError as error:
+            self._end("timeout")
+            if self._timeout is None:
+                raise
+            raise RequestTimeoutError(  # the engine knows of what was left of it alone
+                f"the request ran for {self._timeout:g} s, which is as long as one may: ask for fewer tokens, or try "
+                "again when there is less to do."
+            ) from error
+        except (GeneratorExit, asyncio.CancelledError):
+            self._end("abort")
+            raise
+        except BaseException:
+            self._end("error")
+            raise
+        finally:
+            self.close()
+
+    async def _of(self, prompt: int) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        began = False
+        async for delta in self._streams[prompt]:
+            self._watches[prompt].see(delta)
+            if not began:
+                began = True
+                self.usage.prompt += delta.num_prompt_tokens
+                self.usage.cached += delta.num_cached_tokens
+            self.usage.answer += len(delta.token_ids)
+            yield prompt * self.each + delta.index, delta
+
+    def _end(self, reason: str) -> None:
+        for watch in self._watches:
+            watch.end(reason)
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._end("abort")
+        for stream in self._streams:
+            stream.close()
+
+
+async def _interleaved(
+    sources: Sequence[AsyncGenerator[tuple[int, OutputDelta], None]],
+) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    """Items of several iterators as they come; an error of one ends all."""
+    running = {asyncio.ensure_future(anext(source)): source for source in sources}
+    try:
+        while running:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source = running.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                running[asyncio.ensure_future(anext(source))] = source
+                yield item
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for source in sources:
+            await source.aclose()

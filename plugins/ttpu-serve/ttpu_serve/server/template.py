@@ -1,0 +1,135 @@
+"""From messages and tools to the prompt's ids, by the checkpoint's chat template or the server's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ttpu_core.errors import RequestError
+from ttpu_serve.server.chat_protocol import Conversation, Message, TokenizeRequest
+from ttpu_serve.server.errors import ApiError
+from ttpu_serve.server.tokens import Tokens
+
+_OURS = frozenset(
+    {"messages", "conversation", "tools", "tokenize", "chat_template", "return_dict", "return_tensors", "documents"}
+    | {"add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length", "tokenizer_kwargs"}
+)
+
+
+class ChatTemplate:
+    """Renders conversations. `text` is the template, None where the model has none and so serves no chats."""
+
+    def __init__(self, tokens: Tokens, override: str | None = None) -> None:
+        self._tokens = tokens
+        own = getattr(tokens.tokenizer, "chat_template", None)
+        self._override = override
+        self.text: str | None = override or (json.dumps(own) if isinstance(own, Mapping) else own)
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether it tells the model of tools."""
+        return self.text is not None and "tools" in self.text
+
+    async def encode(
+        self, request: Conversation | TokenizeRequest, *, tools: bool = True, most: int | None = None
+    ) -> list[int]:
+        """The prompt's ids; a text that must have more than `most` is not read.
+
+        Raises:
+            ApiError: there is no template, or it refuses these messages.
+            RequestError: the text is too long.
+        """
+        ids: list[int] = await self._tokens.run(self._encode, request, tools, most)
+        return ids
+
+    def _encode(self, request: Conversation | TokenizeRequest, tools: bool, most: int | None) -> list[int]:
+        text = self._render(request, tools)
+        if most is not None:
+            self._tokens.check_size(text, most, "messages")
+        return self._tokens.encode_now(text, bool(request.add_special_tokens))
+
+    def _render(self, request: Conversation | TokenizeRequest, tools: bool) -> str:
+        if self.text is None:
+            raise ApiError(
+                "a chat was asked for, but this model has no chat template: use /v1/completions, or start the server "
+                "with --chat-template.",
+                param="messages",
+            )
+        going_on = bool(request.continue_final_message)
+        opening = (not going_on) if request.add_generation_prompt is None else request.add_generation_prompt
+        if going_on and opening:
+            raise ApiError(
+                "continue_final_message and add_generation_prompt are both true, but an answer either continues the "
+                "last message or begins a new one: set one of them.",
+                param="continue_final_message",
+            )
+        given = request.chat_template_kwargs or {}
+        if taken := _OURS & set(given):
+            raise ApiError(
+                f"chat_template_kwargs has {min(taken)!r}, which has a field of its own: use that.",
+                param="chat_template_kwargs",
+            )
+        shown = [tool.model_dump(exclude_none=True) for tool in request.tools or ()] if tools else []
+        try:
+            text: str = self._tokens.tokenizer.apply_chat_template(
+                [as_turn(message) for message in request.messages or ()],
+                tools=shown or None,
+                chat_template=self._override,
+                add_generation_prompt=opening,
+                continue_final_message=going_on,
+                tokenize=False,
+                **given,
+            )
+        except Exception as error:  # a template is a program of its own: "System role not supported", for example
+            reason = " ".join(str(error).split())
+            raise ApiError(
+                f"the chat template refuses these messages ({type(error).__name__}: {reason}): change their roles, "
+                "order or content.",
+                param="messages",
+            ) from error
+        return text
+
+
+def as_turn(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: arguments of tool calls are values, not JSON in a text."""
+    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    turn["content"] = "" if message.content is None else message.content
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            turn[name] = value
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return turn
+
+
+def read_template(given: str) -> str:
+    """A template from a file, or as it is where it looks like one.
+
+    Raises:
+        RequestError: neither.
+    """
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise RequestError(
+            f"the chat template {given!r} was asked for, but it cannot be read ({error}): name a file, or pass a Jinja "
+            "template."
+        ) from error
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,5 @@
+"""config.json as plugins read it: typed, audited for unread keys, and with the text part of multimodal models."""
+
+from ttpu_core.config.model_config import ModelConfig, parse_json_object
+
+__all__ = ["ModelConfig", "parse_json_object"]

@@ -1,0 +1,1 @@
+"""What generation means on every backend: sampling parameters, stream events, and the detokenizer."""

@@ -1,0 +1,327 @@
+"""The usual layout of a checkpoint: one tensor per projection, named as most transformers models name them. In: an
+`ArchitectureSpec` and the names; out: the rules of its `FlaxMapping`. A family passes other `CheckpointNames`, or
+replaces rules of what it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack, Tensor
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MixerSpec, MLPSpec, MoESpec, NormSpec
+from ttpu_core.spec.latent_attention import LATENT_ATTENTION
+from ttpu_core.spec.parameters import fused_slots, norm_names
+
+Rules = Iterator[tuple[str, Expression]]
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """Where a checkpoint in the usual layout keeps each role; `{layer}` and `{expert}` are numbers.
+
+    `mlp_norm` None is "post_attention_layernorm", or "pre_feedforward_layernorm" in a layer that has a norm of that
+    name after its attention."""
+
+    layer: str = "model.layers.{layer}."
+    embedding: str = "model.embed_tokens.weight"
+    positions: str = "model.embed_positions.weight"
+    embedding_norm: str = "model.embed_norm"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    output: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    v_norm: str = "self_attn.v_norm"
+    output_norm: str = "self_attn.attn_sub_norm"
+    output_gate: str = "self_attn.gate_proj"
+    sinks: str = "self_attn.sinks"
+    query_down: str = "self_attn.q_a_proj"
+    query_down_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    kv_down: str = "self_attn.kv_a_proj_with_mqa"
+    kv_down_norm: str = "self_attn.kv_a_layernorm"
+    kv_up: str = "self_attn.kv_b_proj"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    inner_norm: str = "mlp.ffn_sub_norm"
+    activation: str = "mlp.act_fn"
+    router: str = "mlp.gate"
+    router_norm: str = "mlp.gate.norm"
+    router_scale: str = "mlp.gate.scale"
+    router_expert_scale: str = "mlp.gate.per_expert_scale"
+    correction_bias: str = "mlp.gate.e_score_correction_bias"
+    expert_gate: str = "mlp.experts.{expert}.gate_proj"
+    expert_up: str = "mlp.experts.{expert}.up_proj"
+    expert_down: str = "mlp.experts.{expert}.down_proj"
+    shared_gate_up_down: tuple[str, str, str] = (
+        "mlp.shared_experts.gate_proj",
+        "mlp.shared_experts.up_proj",
+        "mlp.shared_experts.down_proj",
+    )
+    shared_gate: str = "mlp.shared_expert_gate"
+    input_norm: str = "input_layernorm"
+    mlp_norm: str | None = None
+    post_attention_norm: str = "post_attention_layernorm"
+    post_mlp_norm: str = "post_feedforward_layernorm"
+    layer_scalar: str = "layer_scalar"
+
+    def below(self, base: str, head: str = "lm_head") -> CheckpointNames:
+        """These names with the base model's tensors below `base` instead of "model."."""
+        return replace(
+            self,
+            layer=f"{base}layers.{{layer}}.",
+            embedding=f"{base}embed_tokens.weight",
+            final_norm=f"{base}norm",
+            head=head,
+        )
+
+    def norm(self, layer: LayerSpec, role: str) -> str:
+        """The name of one of a layer's norms over the residual stream."""
+        if role == "mlp_norm" and self.mlp_norm is None:
+            sandwich = layer.block.placement == "sandwich"
+            return "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+        name: str = getattr(self, role)
+        return name
+
+
+IGNORED_TENSORS: tuple[str, ...] = (r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)", r".*\.masked_bias")
+"""Buffers that old checkpoints carry and that follow from the config."""
+
+BASE_MODEL_PREFIXES: tuple[tuple[str, str], ...] = (("", "model."),)
+"""A checkpoint of the base model alone has no `model.` before its names."""
+
+
+def standard_mapping(spec: ArchitectureSpec, names: CheckpointNames | None = None) -> FlaxMapping:
+    """The mapping of a checkpoint in the usual layout. Parameters of custom parts have no usual names: add their rules
+    with `replace_rules`."""
+    names = names or CheckpointNames()
+    embedding, hidden, vocab = spec.embedding, spec.hidden_size, spec.vocab_size
+    rules: list[tuple[str, Expression]] = [("embed.embedding", Tensor(names.embedding, (vocab, hidden)))]
+    if embedding.positions is not None:
+        rows = embedding.positions + embedding.position_offset
+        rules.append(("embed.positions", Tensor(names.positions, (rows, hidden))))
+    rules += norm_rules("embed.norm", embedding.norm, names.embedding_norm, hidden)
+    for index, layer in enumerate(spec.layers):
+        prefix = names.layer.format(layer=index)
+        rules += [(f"layers.{index}.{path}", rule) for path, rule in layer_rules(layer, hidden, names, prefix)]
+    rules += norm_rules("final_norm", spec.final_norm, names.final_norm, hidden)
+    if not spec.head.tied:
+        rules.append(("head.kernel", Tensor(f"{names.head}.weight", (vocab, hidden))))
+    if spec.head.bias:
+        rules.append(("head.bias", Tensor(f"{names.head}.bias", (vocab,))))
+    tied = (f"{names.head}.weight",) if spec.head.tied else ()
+    return FlaxMapping(tuple(rules), tied=tied, ignored=IGNORED_TENSORS, prefixes=BASE_MODEL_PREFIXES)
+
+
+def layer_rules(layer: LayerSpec, hidden: int, names: CheckpointNames, prefix: str) -> Rules:
+    """Rules of one layer by path within it; `prefix` stands before its tensors' names."""
+    for role in norm_names(layer):
+        yield from norm_rules(role, layer.norm, prefix + names.norm(layer, role), hidden)
+    if isinstance(layer.mixer, AttentionSpec):
+        yield from attention_rules(layer.mixer, hidden, names, prefix)
+    elif layer.mixer.name == LATENT_ATTENTION and not layer.mixer.implementations:
+        yield from latent_attention_rules(layer.mixer, names, prefix)
+    if isinstance(layer.mlp, MLPSpec):
+        yield from mlp_rules("mlp", layer.mlp, hidden, _mlp_names(names, prefix))
+        yield from norm_rules(
+            "mlp.inner_norm", layer.mlp.inner_norm, prefix + names.inner_norm, layer.mlp.intermediate_size
+        )
+        if layer.mlp.activation.name == "xielu":
+            for name in ("alpha_p", "alpha_n"):
+                yield f"mlp.activation.{name}", Tensor(f"{prefix}{names.activation}.{name}", (1,))
+    elif layer.mlp is not None:
+        yield from moe_rules(layer.mlp, hidden, names, prefix)
+    if layer.block.layer_scalar:
+        yield "layer_scalar", Tensor(prefix + names.layer_scalar, (1,))
+
+
+def attention_rules(spec: AttentionSpec, hidden: int, names: CheckpointNames, prefix: str) -> Rules:
+    """Rules for separate query, key, value and output projections, fused by KV head."""
+    kv, group, dim, value_dim = spec.num_kv_heads, spec.q_per_kv, spec.head_dim, spec.value_dim
+    slots = [
+        (prefix + name, count)
+        for name, count in zip((names.query, names.key, names.value), fused_slots(spec), strict=True)
+        if count
+    ]
+    kernels = [Tensor(f"{n}.weight", (kv * c * dim, hidden)).reshape(kv, c, dim, hidden) for n, c in slots]
+    yield "attention.qkv.kernel", Concat(tuple(kernels), axis=1)
+    if spec.qkv_bias:
+        biases = [Tensor(f"{n}.bias", (kv * c * dim,)).reshape(kv, c, dim) for n, c in slots]
+        yield "attention.qkv.bias", Concat(tuple(biases), axis=1)
+    own_keys = spec.kv_from_layer is None
+    if own_keys and not spec.value_is_key and value_dim != dim:
+        kernel = Tensor(f"{prefix}{names.value}.weight", (kv * value_dim, hidden))
+        yield "attention.value.kernel", kernel.reshape(kv, value_dim, hidden)
+        if spec.qkv_bias:
+            bias = Tensor(f"{prefix}{names.value}.bias", (kv * value_dim,))
+            yield "attention.value.bias", bias.reshape(kv, value_dim)
+    if spec.output_gate is not None:
+        each = (kv, group, value_dim) if spec.output_gate.per == "feature" else (kv, group)
+        gate = Tensor(f"{prefix}{names.output_gate}.weight", (prod(each), hidden))
+        yield "attention.gate.kernel", gate.reshape(*each, hidden)
+        if spec.output_gate.bias:
+            yield "attention.gate.bias", Tensor(f"{prefix}{names.output_gate}.bias", (prod(each),)).reshape(*each)
+    q_shape, k_shape = ((dim,), (dim,)) if spec.qk_norm_scope == "head" else ((kv, group, dim), (kv, dim))
+    yield from norm_rules("attention.q_norm", spec.q_norm, prefix + names.q_norm, q_shape)
+    if own_keys:
+        yield from norm_rules("attention.k_norm", spec.k_norm, prefix + names.k_norm, k_shape)
+        yield from norm_rules("attention.v_norm", spec.v_norm, prefix + names.v_norm, value_dim)
+    if spec.sinks:
+        yield "attention.sinks", Tensor(prefix + names.sinks, (kv * group,)).reshape(kv, group)
+    output_shape = (kv, group, value_dim)
+    yield from norm_rules("attention.output_norm", spec.output_norm, prefix + names.output_norm, output_shape)
+    yield "attention.output.kernel", Tensor(f"{prefix}{names.output}.weight", (hidden, spec.num_heads * value_dim))
+    if spec.output_bias:
+        yield "attention.output.bias", Tensor(f"{prefix}{names.output}.bias", (hidden,))
+
+
+def latent_attention_rules(mixer: MixerSpec, names: CheckpointNames, prefix: str) -> Rules:
+    """Rules for what `ttpu_core.spec.latent_attention` describes, as DeepSeek's checkpoints are laid out: each head's part
+    of the key, then of the value, in one tensor."""
+    shapes = {name: parameter.shape for name, parameter in mixer.parameters}
+
+    def linear(path: str, name: str) -> Rules:
+        *out, inner = shapes[f"{path}.kernel"]
+        yield f"mixer.{path}.kernel", Tensor(f"{prefix}{name}.weight", (prod(out), inner)).reshape(*out, inner)
+        if f"{path}.bias" in shapes:
+            yield f"mixer.{path}.bias", Tensor(f"{prefix}{name}.bias", (prod(out),))
+
+    norm: NormSpec = mixer.option("norm")
+    if mixer.option("q_lora_rank") is None:
+        yield from linear("query", names.query)
+    else:
+        yield from linear("query_down", names.query_down)
+        yield from norm_rules("mixer.query_norm", norm, prefix + names.query_down_norm, mixer.option("q_lora_rank"))
+        yield from linear("query_up", names.query_up)
+    yield from linear("kv_down", names.kv_down)
+    yield from norm_rules("mixer.kv_norm", norm, prefix + names.kv_down_norm, mixer.option("kv_lora_rank"))
+    heads, key, rank = shapes["key_up.kernel"]
+    both = key + mixer.option("v_head_dim")
+    kernel = Tensor(f"{prefix}{names.kv_up}.weight", (heads * both, rank)).reshape(heads, both, rank)
+    yield "mixer.key_up.kernel", kernel[:, :key]
+    yield "mixer.value_up.kernel", kernel[:, key:]
+    yield from linear("output", names.output)
+
+
+def mlp_rules(path: str, spec: MLPSpec, hidden: int, tensors: tuple[str, str, str]) -> Rules:
+    """Rules for the projections of a dense MLP, where gate, up and down are separate tensors."""
+    gate, up, down = tensors
+    inner = spec.intermediate_size
+    if spec.gated:
+        yield f"{path}.gate_up.kernel", Stack(tuple(Tensor(f"{n}.weight", (inner, hidden)) for n in (gate, up)))
+        if spec.bias:
+            yield f"{path}.gate_up.bias", Stack(tuple(Tensor(f"{n}.bias", (inner,)) for n in (gate, up)))
+    else:
+        yield f"{path}.up.kernel", Tensor(f"{up}.weight", (inner, hidden))
+        if spec.bias:
+            yield f"{path}.up.bias", Tensor(f"{up}.bias", (inner,))
+    yield f"{path}.down.kernel", Tensor(f"{down}.weight", (hidden, inner))
+    if spec.bias:
+        yield f"{path}.down.bias", Tensor(f"{down}.bias", (hidden,))
+
+
+def moe_rules(spec: MoESpec, hidden: int, names: CheckpointNames, prefix: str) -> Rules:
+    """Rules for a mixture whose experts are separate tensors, as checkpoints on disk have them."""
+    experts = range(spec.num_experts)
+    router = prefix + names.router
+    yield "moe.router.kernel", Tensor(f"{router}.weight", (spec.num_experts, hidden))
+    if spec.router.bias:
+        yield "moe.router.bias", Tensor(f"{router}.bias", (spec.num_experts,))
+    if spec.router.correction_bias:
+        yield "moe.router.correction_bias", Tensor(prefix + names.correction_bias, (spec.num_experts,))
+    if spec.router.expert_scale:
+        yield "moe.router.expert_scale", Tensor(prefix + names.router_expert_scale, (spec.num_experts,))
+    yield from norm_rules("moe.router.norm", spec.router.norm, prefix + names.router_norm, hidden)
+    if spec.router.input_scale is not None:
+        yield "moe.router.scale", Tensor(prefix + names.router_scale, (hidden,))
+    each = MLPSpec(spec.intermediate_size, spec.activation, spec.gated, spec.expert_bias)
+    per_expert = [
+        dict(mlp_rules("moe.experts", each, hidden, _numbered(names, prefix, expert))) for expert in experts
+    ]
+    for path in per_expert[0]:
+        yield path, Stack(tuple(rules[path] for rules in per_expert))
+    if spec.shared is not None:
+        gate, up, down = names.shared_gate_up_down
+        yield from mlp_rules("moe.shared", spec.shared, hidden, (prefix + gate, prefix + up, prefix + down))
+        if spec.shared_gate:
+            yield "moe.shared_gate.kernel", Tensor(f"{prefix}{names.shared_gate}.weight", (1, hidden))
+    if spec.dense is not None:
+        yield from mlp_rules("moe.dense", spec.dense, hidden, _mlp_names(names, prefix))
+
+
+def stacked_experts(
+    spec: ArchitectureSpec,
+    names: CheckpointNames | None = None,
+    experts: str = "mlp.experts.",
+    *,
+    transposed: bool = False,
+) -> dict[str, Expression]:
+    """Rules by Flax path for the gated experts of all layers, where those of a layer are one tensor each for all gates
+    and ups, and for all downs; `experts` stands before their names within a layer. See `stacked_expert_rules`."""
+    names = names or CheckpointNames()
+    return {
+        f"layers.{index}.{path}": rule
+        for index, layer in enumerate(spec.layers)
+        if isinstance(layer.mlp, MoESpec)
+        for path, rule in stacked_expert_rules(
+            layer.mlp, spec.hidden_size, names.layer.format(layer=index) + experts, transposed=transposed
+        )
+    }
+
+
+def stacked_expert_rules(spec: MoESpec, hidden: int, prefix: str, *, transposed: bool = False) -> Rules:
+    """Rules for one layer's gated experts in two tensors.
+
+    Args:
+        prefix: what stands before `gate_up_proj` [experts, 2 * inner, hidden], gates first, and `down_proj` [experts,
+            hidden, inner].
+        transposed: both have their last two dimensions the other way around.
+    """
+    experts, inner = spec.num_experts, spec.intermediate_size
+    if transposed:
+        both = Tensor(f"{prefix}gate_up_proj", (experts, hidden, 2 * inner)).reshape(experts, hidden, 2, inner)
+        yield "moe.experts.gate_up.kernel", both.transpose(0, 2, 3, 1)
+        yield "moe.experts.down.kernel", Tensor(f"{prefix}down_proj", (experts, inner, hidden)).transpose(0, 2, 1)
+    else:
+        both = Tensor(f"{prefix}gate_up_proj", (experts, 2 * inner, hidden))
+        yield "moe.experts.gate_up.kernel", both.reshape(experts, 2, inner, hidden)
+        yield "moe.experts.down.kernel", Tensor(f"{prefix}down_proj", (experts, hidden, inner))
+
+
+def norm_rules(path: str, norm: NormSpec | None, name: str, size: int | tuple[int, ...]) -> Rules:
+    """Rules for a norm's scale and bias, which are flat in checkpoints; none for a norm that is not there."""
+    if norm is None or norm.kind == "none":
+        return
+    shape = (size,) if isinstance(size, int) else size
+    for role, tensor, present in (("scale", "weight", norm.scale), ("bias", "bias", norm.bias)):
+        if present:
+            flat = Tensor(f"{name}.{tensor}", (prod(shape),))
+            yield f"{path}.{role}", flat if len(shape) == 1 else flat.reshape(*shape)
+
+
+def replace_rules(mapping: FlaxMapping, rules: Mapping[str, Expression | None]) -> FlaxMapping:
+    """The mapping with some rules replaced or added, by Flax path, or taken out (None)."""
+    known = {path for path, _ in mapping.rules}
+    kept = [(path, rules.get(path, rule)) for path, rule in mapping.rules]
+    added = [(path, rule) for path, rule in rules.items() if path not in known]
+    changed = tuple((path, rule) for path, rule in (*kept, *added) if rule is not None)
+    return replace(mapping, rules=changed)
+
+
+def with_alternative(mapping: FlaxMapping, rules: Mapping[str, Expression]) -> FlaxMapping:
+    """The mapping for checkpoints too that hold the tensors of these rules, by Flax path, instead of its own."""
+    return replace(mapping, alternatives=(*mapping.alternatives, tuple(rules.items()))) if rules else mapping
+
+
+def _mlp_names(names: CheckpointNames, prefix: str) -> tuple[str, str, str]:
+    return prefix + names.gate, prefix + names.up, prefix + names.down
+
+
+def _numbered(names: CheckpointNames, prefix: str, expert: int) -> tuple[str, str, str]:
+    gate, up, down = (prefix + name for name in (names.expert_gate, names.expert_up, names.expert_down))
+    return gate.format(expert=expert), up.format(expert=expert), down.format(expert=expert)

@@ -1,0 +1,168 @@
+"""Sizes that a mesh does not divide are padded, so that tensor parallelism takes any head count. In: an architecture, a
+mesh and a strategy; out: the architecture with the padded sizes, and how each parameter is padded. Results are those
+of one device: what is added is multiplied by zeros, and KV heads are repeated for a part of their queries each.
+
+What cannot be padded with equal results keeps its size, and `Strategy.mesh_axes` refuses it with the counts that
+divide it: norms over an MLP's inner features or over the outputs of all heads, activations that look at all features
+(sparsity), ALiBi, experts, the residual stream, and parts that a plugin describes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from types import MappingProxyType
+
+from ttpu_core.mapping.padding import Padding
+from ttpu_core.sharding.heads import HeadSplit, head_splits
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MixerSpec, MLPSpec, MoESpec, Parameter, axes
+from ttpu_core.spec.latent_attention import LATENT_ATTENTION
+from ttpu_core.spec.parameters import layer_parameters
+
+__all__ = ["Padding", "Paddings", "pad_architecture", "stacked_paddings"]
+
+Paddings = Mapping[str, Padding]
+Devices = Callable[[str], int]  # logical axis → how many devices share it
+
+
+def pad_architecture(
+    spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy = DEFAULT_STRATEGY
+) -> tuple[ArchitectureSpec, Paddings]:
+    """The architecture as a mesh needs it, and Flax path → padding of each parameter whose shape differs.
+
+    Args:
+        mesh: mesh axis → number of devices along it.
+        strategy: which mesh axes cut heads, MLPs and the vocabulary.
+
+    Of KV heads repeated so and so often, each with its share of the queries, and of KV heads of zeros added, what needs
+    the fewest head-sized slots is taken: 28 query and 4 KV heads become 32 and 8 on 8 devices, 32 and 32 on 32. What
+    divides already is left as it is: padding twice changes nothing.
+    """
+    return _padded(spec, tuple(sorted((axis, size) for axis, size in mesh.items() if size > 1)), strategy)
+
+
+def stacked_paddings(padded: ArchitectureSpec, paddings: Paddings) -> dict[str, tuple[Padding | None, ...]]:
+    """For a decoder that scans over layers (`ttpu_core.spec.parameters.stacked_parameters`): path → the padding of each
+    copy along the leading axis. Parameters that are not stacked are left out."""
+    result = {}
+    for number, group in enumerate(padded.groups()):
+        period = len(group.unit)
+        for place, layer in enumerate(group.unit):
+            first = group.start + place
+            for rest in layer_parameters(layer, padded.hidden_size):
+                layers = range(first, first + group.repeats * period, period)
+                copies = tuple(paddings.get(f"layers.{layer}.{rest}") for layer in layers)
+                if any(copies):
+                    result[f"groups.{number}.{place}.{rest}"] = copies
+    return result
+
+
+@lru_cache(maxsize=256)
+def _padded(
+    spec: ArchitectureSpec, mesh: tuple[tuple[str, int], ...], strategy: Strategy
+) -> tuple[ArchitectureSpec, Paddings]:
+    table, sizes = dict(strategy.rules), dict(mesh)
+
+    def devices(axis: str) -> int:
+        return prod(sizes.get(mesh_axis, 1) for mesh_axis in table.get(axis, ()))
+
+    rows = _multiple(spec.embedding.rows, devices(axes.VOCAB))
+    splits = head_splits(spec, devices(axes.KV_HEADS))
+    known: dict[tuple[LayerSpec, HeadSplit | None], tuple[LayerSpec, dict[str, Padding]]] = {}
+    layers: list[LayerSpec] = []
+    paddings: dict[str, Padding] = {}
+    for index, layer in enumerate(spec.layers):
+        key = layer, splits.get(index)
+        if key not in known:
+            known[key] = _layer(*key, devices, spec.hidden_size)
+        padded, of_layer = known[key]
+        layers.append(padded)
+        paddings |= {f"layers.{index}.{path}": padding for path, padding in of_layer.items()}
+    if rows == spec.embedding.rows and not paddings:
+        return spec, MappingProxyType({})
+    embedding = spec.embedding if rows == spec.embedding.rows else replace(spec.embedding, table_rows=rows)
+    result = replace(spec, embedding=embedding, layers=tuple(layers))
+    for path in ("embed.embedding", "head.kernel", "head.bias"):
+        before, after = spec.parameters.get(path), result.parameters.get(path)
+        if before and after and before.shape != after.shape:
+            paddings[path] = _grown(before, after)
+    return result, MappingProxyType(paddings)
+
+
+def _layer(
+    layer: LayerSpec, split: HeadSplit | None, devices: Devices, hidden: int
+) -> tuple[LayerSpec, dict[str, Padding]]:
+    """The padded layer, and path within it → padding."""
+    mixer, mlp = layer.mixer, layer.mlp
+    if isinstance(mixer, AttentionSpec):
+        mixer = mixer if split is None else split.apply(mixer)
+    elif mixer.name == LATENT_ATTENTION and not mixer.implementations:
+        mixer = _latent(mixer, devices(axes.Q_HEADS))
+    if isinstance(mlp, MLPSpec):
+        mlp = _mlp(mlp, devices(axes.MLP))
+    elif mlp is not None:
+        mlp = _moe(mlp, devices(axes.MLP))
+    padded = replace(layer, mixer=mixer, mlp=mlp)
+    before, after = layer_parameters(layer, hidden), layer_parameters(padded, hidden)
+    changed = {path: (before[path], after[path]) for path in before if before[path].shape != after[path].shape}
+    return padded, {path: _padding(path, layer, split, *both) for path, both in changed.items()}
+
+
+def _padding(path: str, layer: LayerSpec, split: HeadSplit | None, before: Parameter, after: Parameter) -> Padding:
+    if isinstance(layer.mixer, AttentionSpec) and split is not None and path.startswith("attention."):
+        return split.padding(path, layer.mixer, before, after)
+    if isinstance(layer.mixer, MixerSpec) and path == "mixer.output.kernel":
+        hidden, features = before.shape
+        heads: int = layer.mixer.option("num_heads")
+        added = after.shape[1] * heads // features - heads
+        return Padding(before.shape, after.shape, (hidden, heads, features // heads), 1, ((0, heads), (-1, added)))
+    return _grown(before, after)
+
+
+def _grown(before: Parameter, after: Parameter) -> Padding:
+    """Zeros after the end of the one dimension that differs."""
+    (axis,) = (a for a, sizes in enumerate(zip(before.shape, after.shape, strict=True)) if len(set(sizes)) > 1)
+    size = before.shape[axis]
+    return Padding(before.shape, after.shape, before.shape, axis, ((0, size), (-1, after.shape[axis] - size)))
+
+
+def _mlp(spec: MLPSpec, devices: int) -> MLPSpec:
+    if spec.sparsity or (spec.inner_norm is not None and spec.inner_norm.kind != "none"):
+        return spec
+    return replace(spec, intermediate_size=_multiple(spec.intermediate_size, devices))
+
+
+def _moe(spec: MoESpec, devices: int) -> MoESpec:
+    return replace(
+        spec,
+        intermediate_size=_multiple(spec.intermediate_size, devices),
+        shared=None if spec.shared is None else _mlp(spec.shared, devices),
+        dense=None if spec.dense is None else _mlp(spec.dense, devices),
+    )
+
+
+def _latent(mixer: MixerSpec, devices: int) -> MixerSpec:
+    """Latent attention with heads of zeros after the others: the output's columns are merged, the other kernels' heads
+    are outermost."""
+    heads: int = mixer.option("num_heads")
+    padded = _multiple(heads, devices)
+    if padded == heads:
+        return mixer
+
+    def grown(name: str, parameter: Parameter) -> Parameter:
+        first, *rest = parameter.shape
+        if name == "output.kernel":
+            return replace(parameter, shape=(first, rest[0] // heads * padded))
+        return replace(parameter, shape=(padded, *rest)) if parameter.axes[0] == axes.Q_HEADS else parameter
+
+    return replace(
+        mixer,
+        parameters=tuple((name, grown(name, parameter)) for name, parameter in mixer.parameters),
+        options=tuple((name, padded if name == "num_heads" else value) for name, value in mixer.options),
+    )
+
+
+def _multiple(size: int, devices: int) -> int:
+    return -(-size // devices) * devices

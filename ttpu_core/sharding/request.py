@@ -1,0 +1,114 @@
+"""What a caller of `from_pretrained` says of how a model is cut, as every backend reads it. In: the arguments, of which
+one may be given; out: that one, a plan that suits, the slice that some devices are, or one clear refusal."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from os import PathLike
+from typing import Any
+
+from ttpu_core.errors import PlanError, RequestError, UnsupportedError
+from ttpu_core.sharding.hardware import Chip, Topology, slice_sizes
+from ttpu_core.sharding.plan import Plan, load_plan
+from ttpu_core.sharding.workload import BITS
+from ttpu_core.spec import ArchitectureSpec
+
+STAND_IN = "v5p"
+"""The chip whose figures "auto" takes where the devices are no TPUs: one with much memory."""
+
+
+def the_one_given(rules: Any, **arguments: Any) -> tuple[str, Any] | None:
+    """Name and value of the argument that is not None; None where all are.
+
+    Args:
+        rules: the caller's sharding rules, which say nothing where nothing says that the model is cut.
+
+    Raises:
+        RequestError: more than one is given, or rules alone.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if len(given) > 1:
+        raise RequestError(
+            f"{' and '.join(given)} were given, but each of them says how the model is cut: pass one of them."
+        )
+    if rules and not given:
+        raise RequestError(
+            f"sharding_rules for {', '.join(map(str, rules))} were given, but nothing says that the model is cut: pass "
+            "a parallelism_strategy too, such as 'fsdp', or leave the rules out."
+        )
+    return next(iter(given.items()), None)
+
+
+def plan_for(
+    plan: Any, spec: ArchitectureSpec, *, dtype: str, quantization: str | None, rules: Any, backend: str
+) -> Plan:
+    """A plan that suits the model and its weights.
+
+    Args:
+        plan: a `Plan`, or the file that `ttpu plan --save` wrote.
+        dtype: what weights are held in; a name that no plan has ("auto") is not compared.
+        quantization: what they are quantized to: "int8", "int4" or None.
+        rules: the caller's sharding rules, which a plan leaves no room for.
+        backend: what errors call the backend.
+
+    Raises:
+        RequestError: it is something else, or rules are given.
+        PlanError: the plan is damaged, or was made for another model or for weights of another kind.
+
+    Warns of a plan that was made for smaller weights.
+    """
+    if rules:
+        raise RequestError("plan and sharding_rules were given, but a plan has its own rules: pass one of them.")
+    read = load_plan(plan) if isinstance(plan, str | PathLike) else plan
+    if not isinstance(read, Plan):
+        raise RequestError(
+            f"plan is the {type(plan).__name__} {str(plan)[:60]!r}, but a ttpu_core.sharding.plan.Plan or the path of a "
+            "file that `ttpu plan --save` wrote is needed: pass one of those."
+        )
+    read.check(spec)
+    for program in read.programs:
+        workload = program.workload
+        if workload.quantization != quantization:
+            option = f"with --quantization {quantization}" if quantization else "without --quantization"
+            raise PlanError(
+                f"the plan is for {workload.quantization or workload.dtype} weights, but the {backend} backend loads "
+                f"them in {quantization or dtype}: make a plan {option}."
+            )
+        if quantization is None and dtype in BITS and BITS[workload.dtype] < BITS[dtype]:
+            warnings.warn(
+                f"the plan was made for weights in {workload.dtype}, but they are held in {dtype}, which takes more "
+                f"memory than it says: pass dtype={workload.dtype!r}",
+                stacklevel=4,
+            )
+            break
+    return read
+
+
+def topology_of(chip: Chip, devices: int, slices: int) -> Topology | None:
+    """The topology that so many devices are, taken for slices of a size that is sold; None for a part of one chip."""
+    if devices < chip.devices_per_chip:
+        return None
+    count = devices // chip.devices_per_chip // slices
+    flat = (*(1 for _ in range(chip.dimensions - 1)), count)
+    size = next((size for size in slice_sizes(chip) if Topology(chip, size).num_chips == count), flat)
+    return Topology(chip, size, slices)
+
+
+def refuse_idle_axes(model_type: str, mesh: Mapping[str, int], busy: Collection[str]) -> None:
+    """Devices along an axis that cuts neither parameters nor tokens would all compute the same.
+
+    Args:
+        mesh: mesh axis → devices along it.
+        busy: mesh axes along which anything is cut.
+
+    Raises:
+        UnsupportedError: there are such devices.
+    """
+    for axis, size in mesh.items():
+        if size > 1 and axis not in busy:
+            raise UnsupportedError(
+                f"the mesh has {size} devices along {axis!r}, but nothing of this {model_type} is cut along it, so "
+                f"that they would all do the same: use {', '.join(sorted(busy)) or 'no mesh'} instead, or name what it "
+                "cuts in sharding_rules."
+            )

@@ -1,0 +1,70 @@
+"""From logical axes to mesh axes. In: the axes and shape of a parameter or an activation, and a mesh; out: the mesh
+axes that cut each dimension. One table serves every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ttpu_core.errors import UnsupportedError
+from ttpu_core.spec import axes
+
+MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")
+"""Mesh axes from the slowest links to the fastest: tensor parallelism talks most, so its devices are neighbours."""
+
+MeshAxes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Logical axis → mesh axes that cut it; a logical axis that is not listed is not cut."""
+
+    rules: tuple[tuple[str, MeshAxes], ...]
+
+    def mesh_axes(
+        self, logical: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mapping[str, int], name: str
+    ) -> tuple[MeshAxes, ...]:
+        """The mesh axes for each dimension; () where it is whole on every device. Mesh axes of size 1 cut nothing.
+
+        Args:
+            logical: the logical axis of each dimension.
+            shape: the size of each dimension.
+            mesh: mesh axis → number of devices along it.
+            name: what the error calls it.
+
+        Raises:
+            UnsupportedError: a dimension is not a multiple of the devices that would share it.
+        """
+        table = dict(self.rules)
+        taken: set[str] = set()
+        result: list[MeshAxes] = []
+        for axis, size in zip(logical, shape, strict=True):
+            wanted = tuple(a for a in table.get(axis or "", ()) if mesh.get(a, 1) > 1 and a not in taken)
+            devices = 1
+            for mesh_axis in wanted:
+                devices *= mesh[mesh_axis]
+            if size % devices:
+                valid = [str(count) for count in range(1, size + 1) if size % count == 0 and count <= 256]
+                raise UnsupportedError(
+                    f"mesh axis {'×'.join(wanted)!r} has {devices} devices, but {name} has {size} {axis}: use "
+                    f"{', '.join(valid)} devices on that axis."
+                )
+            taken.update(wanted)
+            result.append(wanted)
+        return tuple(result)
+
+
+DEFAULT_STRATEGY = Strategy(
+    (
+        (axes.BATCH, ("data", "fsdp")),
+        (axes.SEQUENCE, ("sequence",)),
+        (axes.VOCAB, ("tensor",)),
+        (axes.KV_HEADS, ("tensor",)),
+        (axes.Q_HEADS, ("tensor",)),
+        (axes.MLP, ("tensor",)),
+        (axes.EXPERT, ("expert",)),
+        (axes.EMBED, ("fsdp",)),
+        (axes.LATENT, ("fsdp",)),
+    )
+)
+"""Megatron tensor parallelism (arXiv 1909.08053) along `tensor`, fully sharded parameters along `fsdp`."""

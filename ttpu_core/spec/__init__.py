@@ -1,0 +1,53 @@
+"""What an architecture is, as data: parts, the whole decoder, its parameters, logical axes, and rotary embeddings."""
+
+from ttpu_core.spec.architecture_spec import ArchitectureSpec, LayerGroup
+from ttpu_core.spec.parts import (
+    ActivationSpec,
+    AlibiSpec,
+    AttentionSpec,
+    BlockSpec,
+    CustomSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    KernelChoice,
+    LayerSpec,
+    MixerSpec,
+    MLPSpec,
+    MoESpec,
+    NormSpec,
+    OutputGate,
+    Parameter,
+    Placement,
+    QueryTemperature,
+    RouterSpec,
+    StateSpec,
+    TorchPatch,
+)
+from ttpu_core.spec.rope import NO_ROPE, RopeSpec
+
+__all__ = [
+    "NO_ROPE",
+    "ActivationSpec",
+    "AlibiSpec",
+    "ArchitectureSpec",
+    "AttentionSpec",
+    "BlockSpec",
+    "CustomSpec",
+    "EmbeddingSpec",
+    "HeadSpec",
+    "KernelChoice",
+    "LayerGroup",
+    "LayerSpec",
+    "MLPSpec",
+    "MixerSpec",
+    "MoESpec",
+    "NormSpec",
+    "OutputGate",
+    "Parameter",
+    "Placement",
+    "QueryTemperature",
+    "RopeSpec",
+    "RouterSpec",
+    "StateSpec",
+    "TorchPatch",
+]

@@ -1,0 +1,158 @@
+"""A whole decoder as data: `ttpu_core.architecture` joins the parts that family hooks give into an `ArchitectureSpec`,
+which is frozen, hashable (a static jit argument), printable, and the only thing that a backend reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from operator import attrgetter
+from typing import Any
+
+from ttpu_core.spec import axes
+from ttpu_core.spec.parameters import model_parameters
+from ttpu_core.spec.parts import (
+    AttentionSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    KernelChoice,
+    LayerSpec,
+    MixerSpec,
+    MoESpec,
+    NormSpec,
+    Parameter,
+    TorchPatch,
+)
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """`repeats` copies of a run of layers, the first of them starting at `start`."""
+
+    start: int
+    unit: tuple[LayerSpec, ...]
+    repeats: int
+
+
+@dataclass(frozen=True)
+class ArchitectureSpec:
+    """A whole decoder. `parameter_axes` overrides logical axes by parameter path pattern (from
+    `ttpu_sharding_rules`); `kernels` and `torch_patches` come from the family and from patch packs."""
+
+    model_type: str
+    embedding: EmbeddingSpec
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec | None
+    head: HeadSpec
+    max_position_embeddings: int
+    parameter_axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
+    kernels: tuple[KernelChoice, ...] = ()
+    torch_patches: tuple[TorchPatch, ...] = ()
+
+    def __hash__(self) -> int:
+        """A hash of the fields, computed once: jit asks for it at every call, and 126 layers take 160 µs."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(_fields(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what is cached follows from them, and hashes of strings differ between processes."""
+        return {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return self.embedding.vocab_size
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a sequence may have: the config's number, or that to which its rope stretches it."""
+        context = self.max_position_embeddings
+        for rope in {layer.mixer.rope for layer in self.layers}:
+            if rope is not None and rope.type in ("linear", "dynamic"):
+                context = max(context, int(self.max_position_embeddings * (rope.factor or 1.0)))
+            elif rope is not None and rope.type == "yarn":
+                context = max(context, int((rope.original_max_position_embeddings or 0) * (rope.factor or 1.0)))
+        return context
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of the residual stream."""
+        return self.embedding.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """Every parameter by its Flax path, in model order, as shared decoders store them."""
+        return model_parameters(self)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Elements over all parameters; a tied head counts once."""
+        return sum(parameter.size for parameter in self.parameters.values())
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Elements that one token is multiplied by or looked up in: of a mixture's experts, those it is given."""
+        idle = 0
+        for path, parameter in self.parameters.items():
+            if ".moe.experts." in path:
+                moe = self.layers[int(path.split(".")[1])].mlp
+                assert isinstance(moe, MoESpec)
+                idle += parameter.size * (moe.num_experts - moe.experts_per_token) // moe.num_experts
+        return self.num_parameters - idle
+
+    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
+        """Bytes that one more token adds to the KV cache of one sequence, layers with windows counted like the rest."""
+        return sum(_elements_per_token(layer.mixer) for layer in self.layers) * bytes_per_element
+
+    @cached_property
+    def kv_sources(self) -> frozenset[int]:
+        """The layers whose keys and values later layers read too."""
+        mixers = (layer.mixer for layer in self.layers)
+        sources = (mixer.kv_from_layer for mixer in mixers if isinstance(mixer, AttentionSpec))
+        return frozenset(source for source in sources if source is not None)
+
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """Runs of repeated layers: the shortest unit that repeats, then whatever is left over.
+
+        Equal layers share one traced body, and a stacked parameter holds one group's copies of one layer. A layer whose
+        keys and values others read stands alone."""
+        return tuple(_groups(self.layers, self.kv_sources))
+
+
+_fields = attrgetter(*ArchitectureSpec.__dataclass_fields__)
+
+
+def _elements_per_token(mixer: AttentionSpec | MixerSpec) -> int:
+    if isinstance(mixer, AttentionSpec):
+        return 0 if mixer.kv_from_layer is not None else mixer.num_kv_heads * (mixer.head_dim + mixer.value_dim)
+    growing = (state for state in mixer.state if axes.SEQUENCE in state.axes)
+    return sum(prod(d for d, axis in zip(s.shape, s.axes, strict=True) if axis != axes.SEQUENCE) for s in growing)
+
+
+def _groups(layers: tuple[LayerSpec, ...], alone: frozenset[int]) -> Iterator[LayerGroup]:
+    numbers: dict[Any, int] = {}  # numbers compare faster than layers
+    kinds = [
+        numbers.setdefault((layer, index if index in alone else None), len(numbers))
+        for index, layer in enumerate(layers)
+    ]
+    start = 0
+    while start < len(kinds):
+        rest = kinds[start:]
+        unit, copies = 1, 1
+        for period in range(1, len(rest) // 2 + 1):
+            repeats = 1
+            while rest[repeats * period : (repeats + 1) * period] == rest[:period]:
+                repeats += 1
+            if repeats > 1 and repeats * period > unit * copies:
+                unit, copies = period, repeats
+        yield LayerGroup(start, layers[start : start + unit], copies)
+        start += unit * copies

@@ -1,0 +1,32 @@
+"""The names of logical axes: what a dimension of a parameter or an activation *means*.
+
+A family and the shared decoder name logical axes only; a strategy (`ttpu_core.sharding.strategy`) maps them to the axes
+of a device mesh."""
+
+from typing import Final
+
+# Parameters
+VOCAB: Final = "vocab"  # rows of the embedding table and of the output head
+EMBED: Final = "embed"  # the residual stream, `hidden_size`
+KV_HEADS: Final = "kv_heads"  # key/value heads; query heads are stored grouped by the KV head they read
+Q_PER_KV: Final = "q_per_kv"  # query heads of one KV head
+Q_HEADS: Final = "q_heads"  # query heads where they are not grouped
+QKV: Final = "qkv"  # the fused group of one KV head: its query heads, then its key, then its value
+HEAD_DIM: Final = "head_dim"
+MLP: Final = "mlp"  # the MLP's inner dimension
+GATE_UP: Final = "gate_up"  # the pair (gate, up) of a gated MLP, fused
+EXPERT: Final = "expert"
+LAYERS: Final = "layers"  # the leading axis of parameters stacked over layers
+LATENT: Final = "latent"  # the compressed queries, or keys and values, of latent attention
+NORM: Final = "norm"  # scale and bias of a normalisation over the residual stream
+POSITION: Final = "position"  # rows of a learned position table
+
+# Activations and caches
+BATCH: Final = "batch"
+SEQUENCE: Final = "sequence"
+
+PARAMETER_AXES: Final = frozenset(
+    {VOCAB, EMBED, KV_HEADS, Q_PER_KV, Q_HEADS, QKV, HEAD_DIM, MLP, GATE_UP, EXPERT, LAYERS, LATENT, NORM, POSITION}
+)
+ACTIVATION_AXES: Final = frozenset({BATCH, SEQUENCE})
+LOGICAL_AXES: Final = PARAMETER_AXES | ACTIVATION_AXES

@@ -1,0 +1,128 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in the core's vocabulary. In: its sizes; out: a
+`MixerSpec` that backends implement themselves. `ttpu_core.mapping.layout` has the rules for its checkpoint tensors.
+
+Keys and values of all heads are linear in one short latent vector per token, so that only this vector, and one rotated
+key that all heads share, are cached."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ttpu_core.errors import ConfigError
+from ttpu_core.spec import MixerSpec, NormSpec, Parameter, QueryTemperature, StateSpec, axes
+from ttpu_core.spec.rope import NO_ROPE, RopeSpec
+
+LATENT_ATTENTION = "latent_attention"
+"""The mixer's name."""
+
+LATENT_NORM = NormSpec(eps=1e-6)
+"""What DeepSeek's code normalises latents by, whatever `rms_norm_eps` a config has."""
+
+
+def latent_attention(
+    *,
+    hidden_size: int,
+    num_heads: int,
+    kv_lora_rank: int,
+    qk_nope_head_dim: int,
+    qk_rope_head_dim: int,
+    v_head_dim: int,
+    rope: RopeSpec,
+    q_lora_rank: int | None = None,
+    scale: float | None = None,
+    bias: bool = False,
+    norm: NormSpec = LATENT_NORM,
+    query_temperature: QueryTemperature | None = None,
+) -> MixerSpec:
+    """Latent attention of one layer.
+
+    Args:
+        hidden_size: features of the residual stream.
+        num_heads: heads, each with a key of its own.
+        kv_lora_rank: features of the latent that keys and values are made of.
+        qk_nope_head_dim: features per head of queries and keys without positions.
+        qk_rope_head_dim: features per head that are rotated; those of the key are shared by all heads.
+        v_head_dim: features per head of values.
+        rope: its `rotary_dim` is `qk_rope_head_dim`; `NO_ROPE` leaves those features as they are.
+        q_lora_rank: features of the latent that queries are made of; None makes them of the stream itself.
+        scale: of the scores; None means (qk_nope_head_dim + qk_rope_head_dim) ** -0.5.
+        bias: on the projections to the latents and on the output's.
+        norm: of the latents.
+        query_temperature: scales queries by position.
+
+    Raises:
+        ConfigError: the rope rotates another number of features.
+    """
+    if rope != NO_ROPE and rope.rotary_dim != qk_rope_head_dim:
+        raise ConfigError(
+            f"latent attention was described with {qk_rope_head_dim} rotated features per head, but its rope rotates "
+            f"{rope.rotary_dim}: correct the config's 'qk_rope_head_dim' or 'partial_rotary_factor', or `ttpu_mixer`."
+        )
+    dim = qk_nope_head_dim + qk_rope_head_dim
+    options: dict[str, Any] = {
+        "num_heads": num_heads,
+        "q_lora_rank": q_lora_rank,
+        "kv_lora_rank": kv_lora_rank,
+        "qk_nope_head_dim": qk_nope_head_dim,
+        "qk_rope_head_dim": qk_rope_head_dim,
+        "v_head_dim": v_head_dim,
+        "scale": dim**-0.5 if scale is None else scale,
+        "norm": norm,
+        "query_temperature": query_temperature,
+    }
+    state = (
+        StateSpec("latent", (0, kv_lora_rank), (axes.SEQUENCE, None)),
+        StateSpec("rope_key", (0, qk_rope_head_dim), (axes.SEQUENCE, None)),
+    )
+    return MixerSpec(
+        LATENT_ATTENTION,
+        parameters=tuple(_parameters(options, hidden_size, bias=bias)),
+        options=tuple(options.items()),
+        state=state,
+        rope=rope,
+    )
+
+
+def yarn_softmax_scale(rope: RopeSpec, head_dim: int) -> float:
+    """The scale of the scores where yarn's `mscale_all_dim` sharpens them (DeepSeek-V2's code, as `yarn_apply_mscale`
+    of transformers has it): head_dim ** -0.5 * (1 + 0.1 * mscale_all_dim * log(factor)) ** 2."""
+    factor, mscale = rope.factor or 1.0, rope.mscale_all_dim or 0.0
+    sharpened = 1.0 if factor <= 1 or rope.type == "default" else 1.0 + 0.1 * mscale * math.log(factor)
+    return float(head_dim**-0.5 * sharpened**2)
+
+
+def _parameters(options: Mapping[str, Any], hidden: int, *, bias: bool) -> Iterator[tuple[str, Parameter]]:
+    heads, q_rank, rank = (options[name] for name in ("num_heads", "q_lora_rank", "kv_lora_rank"))
+    nope, rotated, value = (options[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+    norm: NormSpec = options["norm"]
+    per_head = axes.Q_HEADS, axes.HEAD_DIM
+
+    def down(name: str, size: int) -> Iterator[tuple[str, Parameter]]:
+        # Cut along the stream alone: the norm needs a latent whole, and it is short.
+        yield f"{name}_down.kernel", Parameter((size, hidden), (None, axes.EMBED))
+        if bias:
+            yield f"{name}_down.bias", Parameter((size,), (None,), "zeros")
+
+    def normed(name: str, size: int) -> Iterator[tuple[str, Parameter]]:
+        init = "zeros" if norm.offset else "ones"
+        if norm.scale:
+            yield f"{name}_norm.scale", Parameter((size,), (None,), init)  # type: ignore[arg-type]
+        if norm.bias:
+            yield f"{name}_norm.bias", Parameter((size,), (None,), "zeros")
+
+    if q_rank is None:
+        yield "query.kernel", Parameter((heads, nope + rotated, hidden), (*per_head, axes.EMBED))
+    else:
+        yield from down("query", q_rank)
+        yield from normed("query", q_rank)
+        yield "query_up.kernel", Parameter((heads, nope + rotated, q_rank), (*per_head, axes.LATENT))
+    yield from down("kv", rank + rotated)
+    yield from normed("kv", rank)
+    # Apart, because the cache is read without ever making keys or values of it.
+    yield "key_up.kernel", Parameter((heads, nope, rank), (*per_head, axes.LATENT))
+    yield "value_up.kernel", Parameter((heads, value, rank), (*per_head, axes.LATENT))
+    yield "output.kernel", Parameter((hidden, heads * value), (axes.EMBED, axes.Q_HEADS))
+    if bias:
+        yield "output.bias", Parameter((hidden,), (axes.NORM,), "zeros")
