@@ -10,6 +10,7 @@ PYTEST_WORKERS ?= 3
 CHECKPOINT     ?= examples/checkpoints/pydoc-llama
 PROMPT         ?= A function definition
 MAX_NEW_TOKENS ?= 64
+DIST           ?= dist
 
 VENV        := .venv
 VENV_TEST   := .venv-test
@@ -48,7 +49,7 @@ COMPILE_FASTER := $(COMPILE_FAST) --xla_cpu_use_fusion_emitters=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint newest bench clean
+.PHONY: help demo test lint newest bench dist clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,10 +60,11 @@ demo: $(VENV)/.installed  ## Generate text from the checkpoint in this repositor
 test: $(VENV_TEST)/.installed  ## Run every test with the pinned versions (PYTEST_ARGS="-k rope" for some)
 	$(TEST_ENV) XLA_FLAGS="$(XLA_FLAGS) $(COMPILE_FASTER)" $(VENV_TEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-lint: $(VENV_TEST)/.installed  ## Check style (ruff), types (mypy) and who imports whom (import-linter)
+lint: $(VENV_TEST)/.installed  ## Check style (ruff), types (mypy), docstrings, and who imports whom (import-linter)
 	$(VENV_TEST)/bin/ruff check --output-format concise .
 	$(VENV_TEST)/bin/mypy $(PACKAGES)
 	$(VENV_TEST)/bin/lint-imports
+	$(VENV_TEST)/bin/python scripts/check_docstrings.py $(PACKAGES)
 
 # The server's tests need clients (openai, schemathesis) that say nothing about the newest jax.
 newest:  ## Run the quick tests with the newest jax on a newer Python, if this machine has one
@@ -84,6 +86,12 @@ bench: $(VENV_TEST)/.installed  ## Run every script in benchmarks/
 	@set -e; for script in benchmarks/*.py; do \
 	    test -e "$$script" || { echo "bench: benchmarks/ holds no script yet."; break; }; \
 	    echo "== $$script"; $(VENV_TEST)/bin/python "$$script"; \
+	done
+
+dist: $(VENV_TEST)/.installed  ## Build every wheel and source distribution into dist/
+	rm -rf $(DIST)
+	set -e; for folder in $(DISTRIBUTIONS) plugins/ttpu-torch-xla conformance; do \
+	    $(VENV_TEST)/bin/python -m uv build --quiet --no-build-isolation --out-dir $(DIST) $$folder; \
 	done
 
 clean:  ## Remove the environments, caches and build outputs
