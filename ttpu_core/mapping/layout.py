@@ -181,8 +181,8 @@ def attention_rules(spec: AttentionSpec, hidden: int, names: CheckpointNames, pr
 
 
 def latent_attention_rules(mixer: MixerSpec, names: CheckpointNames, prefix: str) -> Rules:
-    """Rules for what `ttpu_core.spec.latent_attention` describes, as DeepSeek's checkpoints are laid out: each head's part
-    of the key, then of the value, in one tensor."""
+    """Rules for what `ttpu_core.spec.latent_attention` describes, as DeepSeek's checkpoints are laid out: each head's
+    part of the key, then of the value, in one tensor."""
     shapes = {name: parameter.shape for name, parameter in mixer.parameters}
 
     def linear(path: str, name: str) -> Rules:

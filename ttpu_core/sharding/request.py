@@ -63,8 +63,8 @@ def plan_for(
     read = load_plan(plan) if isinstance(plan, str | PathLike) else plan
     if not isinstance(read, Plan):
         raise RequestError(
-            f"plan is the {type(plan).__name__} {str(plan)[:60]!r}, but a ttpu_core.sharding.plan.Plan or the path of a "
-            "file that `ttpu plan --save` wrote is needed: pass one of those."
+            f"plan is the {type(plan).__name__} {str(plan)[:60]!r}, but a ttpu_core.sharding.plan.Plan or the path of "
+            "a file that `ttpu plan --save` wrote is needed: pass one of those."
         )
     read.check(spec)
     for program in read.programs:

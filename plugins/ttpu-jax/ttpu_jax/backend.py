@@ -75,8 +75,8 @@ class JaxBackend:
             enable_paged_attention: `generate` and `stream` use the serving engine: a paged KV cache, continuous
                 batching, prefix caching, programs compiled ahead.
             progress: called as progress("load", bytes done, bytes in all) and progress("compile", done, in all).
-            more: with `enable_paged_attention`, settings of the engine (`ttpu_serve.api.engine_config.EngineConfig`), such as
-                max_num_seqs.
+            more: with `enable_paged_attention`, settings of the engine, such as max_num_seqs
+                (`ttpu_serve.api.engine_config.EngineConfig`).
 
         Raises:
             CheckpointError, MappingError, UnsupportedError, RequestError: what cannot be loaded, and why.

@@ -1,6 +1,6 @@
-"""Latent attention (`ttpu_core.spec.latent_attention`) as a Flax NNX module. Among tokens that are all here, each head's
-keys and values are made and attended to like any others; a cache is read as it lies, its latents serving as keys and
-values that all heads share (the "absorbed" form: arXiv 2405.04434, section 2.1.2)."""
+"""Latent attention (`ttpu_core.spec.latent_attention`) as a Flax NNX module. Among tokens that are all here, each
+head's keys and values are made and attended to like any others; a cache is read as it lies, its latents serving as keys
+and values that all heads share (the "absorbed" form: arXiv 2405.04434, section 2.1.2)."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ class LLM:
         dtype, parallelism_strategy, plan, …: what `from_pretrained` takes.
         tensor_parallel_size: the same as parallelism_strategy="tensor=N".
         progress: called as progress(stage, done, total) while loading and compiling; True shows bars, None nothing.
-        engine options: `ttpu_serve.api.engine_config.EngineConfig`: max_model_len, max_num_seqs, max_num_batched_tokens,
-            kv_cache_dtype, enable_prefix_caching, speculative, adapters, …
+        engine options: `ttpu_serve.api.engine_config.EngineConfig`: max_model_len, max_num_seqs,
+            max_num_batched_tokens, kv_cache_dtype, enable_prefix_caching, speculative, adapters, …
 
     Raises:
         TTPUError: the checkpoint, its plugin, a setting or the memory does not do, and why.
