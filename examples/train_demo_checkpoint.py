@@ -48,7 +48,7 @@ from tokenizers import Tokenizer
 
 from ttpu_core import Architecture, ModelConfig, default_registry
 from ttpu_core.spec import Parameter
-from ttpu_jax.model.decoder import Decoder
+from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.params.export import save_checkpoint
 from ttpu_jax.params.initialize import random_parameters
@@ -142,12 +142,12 @@ LossFunction = Callable[[Parameters, jax.Array], tuple[jax.Array, jax.Array]]
 def loss_function(architecture: Architecture) -> LossFunction:
     """From parameters and tokens [batch, seq + 1] to the summed cross-entropy in nats and the number of tokens."""
     spec = architecture.spec
-    runtime = Runtime(local_placement(), "eager", different_ropes(spec.layers))
+    model = causal_model(spec, Runtime(local_placement(), "eager", different_ropes(spec.layers)))
 
     def loss(parameters: Parameters, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-        logits, _ = Decoder(spec, parameters, spec.parameters, runtime)(inputs, positions)
+        logits, _ = model.forward(parameters, inputs, positions)
         counted = targets != PAD_ID
         each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         return jnp.sum(each * counted), jnp.sum(counted)

@@ -52,7 +52,7 @@ def greedy_by_the_decoder(tokens: list[int], new: int) -> list[int]:
     import jax
     import jax.numpy as jnp
 
-    from ttpu_jax.model.decoder import Decoder
+    from ttpu_jax.model.causal_model import causal_model
     from ttpu_jax.model.modules import Runtime, different_ropes
     from ttpu_jax.params.load import load_parameters
     from ttpu_jax.params.placement import local_placement
@@ -61,13 +61,13 @@ def greedy_by_the_decoder(tokens: list[int], new: int) -> list[int]:
     architecture = default_registry().architecture(checkpoint.config)
     spec, placement = architecture.spec, local_placement()
     parameters = load_parameters(checkpoint, architecture.mapping, spec.parameters, placement, np.dtype("float32"))
-    runtime = Runtime(placement, "eager", different_ropes(spec.layers))
+    model = causal_model(spec, Runtime(placement, "eager", different_ropes(spec.layers)))
     length = len(tokens) + new
 
     @jax.jit
     def forward(parameters: Any, row: jax.Array) -> jax.Array:
         positions = jnp.arange(length)[None]
-        return Decoder(spec, parameters, spec.parameters, runtime)(row, positions)[0]
+        return model.forward(parameters, row, positions)[0]
 
     row = np.zeros((1, length), np.int32)
     row[0, : len(tokens)] = tokens

@@ -18,12 +18,11 @@ from flax import nnx
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.mapping import pad_mapping
-from ttpu_core.spec import ArchitectureSpec, HeadSpec, Parameter
-from ttpu_core.spec.parameters import stacked_parameters
+from ttpu_core.spec import ArchitectureSpec, HeadSpec
 from ttpu_jax.aot.steps import inference_step
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.causal_lm import JaxCausalLM
-from ttpu_jax.model.decoder import Decoder
+from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.params.export import export_tensors
 from ttpu_jax.params.padding import project_gradients
 
@@ -77,8 +76,8 @@ class JaxModel:
         """Logits with equal layers stacked and scanned over, instead of unrolled."""
         spec = self.model.programs.spec
         params = stack(spec, self.model.params)
-        table = stacked_parameters(spec)
-        run = jax.jit(lambda params, ids, positions: self._decoder(params, table, stacked=True)(ids, positions)[0])
+        model = causal_model(spec, self.model.programs.runtime, stacked=True)
+        run = jax.jit(lambda params, ids, positions: model.forward(params, ids, positions)[0])
         logits = np.asarray(run(params, ids.astype(np.int32), _positions(ids)), np.float32)
         return logits[..., : self.spec.vocab_size]
 
@@ -86,7 +85,7 @@ class JaxModel:
         """Mean next-token cross entropy, and its gradient for each checkpoint tensor by name."""
 
         def loss(params: dict[str, jax.Array], ids: jax.Array, positions: jax.Array) -> jax.Array:
-            logits = self._decoder(params, self.model.programs.spec.parameters)(ids, positions)[0]
+            logits = self.model.programs.model.forward(params, ids, positions)[0]
             logged = jax.nn.log_softmax(logits[:, :-1])
             return -jnp.take_along_axis(logged, ids[:, 1:, None], axis=-1).mean()
 
@@ -155,14 +154,10 @@ class JaxModel:
         )
         return str(jax.jit(step.function, donate_argnums=step.donated).lower(*step.arguments).as_text())
 
-    def _decoder(self, params: Any, table: dict[str, Parameter], *, stacked: bool = False) -> Decoder:
-        programs = self.model.programs
-        return Decoder(programs.spec, params, table, programs.runtime, stacked=stacked)
-
     @cached_property
     def _step(self) -> Any:
         def step(params: Any, ids: jax.Array, cache: Any, fresh: bool) -> Any:
-            return self._decoder(params, self.model.programs.spec.parameters)(ids, None, cache, fresh=fresh)
+            return self.model.programs.model.forward(params, ids, cache=cache, fresh=fresh)
 
         return jax.jit(step, static_argnums=3)
 
@@ -180,11 +175,11 @@ def residual_stream(loaded: JaxModel, ids: np.ndarray, layers: int, *, several: 
         final_norm=spec.final_norm if layers == spec.num_layers and not several else None,
         parameter_axes=(),
     )
-    table = cut.parameters
-    params = {path: array for path, array in loaded.model.params.items() if path in table}
+    model = causal_model(cut, runtime)
+    params = {path: array for path, array in loaded.model.params.items() if path in model.parameters}
 
     def run(params: Any, ids: jax.Array, positions: jax.Array) -> jax.Array:
-        decoder = Decoder(cut, params, table, runtime)
+        decoder = model.module(params)
         if several:
             decoder.embed.collapse = lambda x: x  # type: ignore[method-assign]
         return decoder.hidden(ids, positions)[0]

@@ -20,6 +20,7 @@ from ttpu_core.spec import ActivationSpec, AlibiSpec, AttentionSpec, KernelChoic
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.model import decoder as decoder_module
 from ttpu_jax.model.cache import empty_cache
+from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
@@ -46,7 +47,7 @@ class Model:
         self.runtime = Runtime(self.placement, "eager", different_ropes(self.spec.layers))
 
     def decoder(self, params: Any) -> Decoder:
-        return Decoder(self.spec, params, self.table, self.runtime, stacked=self.stacked)
+        return causal_model(self.spec, self.runtime, stacked=self.stacked).module(params)
 
     def logits(self) -> np.ndarray:
         run = jax.jit(lambda params, tokens, positions: self.decoder(params)(tokens, positions)[0])

@@ -14,6 +14,7 @@ from ttpu_core.spec.latent_attention import latent_attention
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_core.spec.rope import NO_ROPE, RopeSpec
 from ttpu_jax.model.cache import StateCache, empty_cache
+from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.params.placement import Placement, local_placement
@@ -68,7 +69,7 @@ class Model:
 
     def decoder(self, params: Any) -> Decoder:
         runtime = Runtime(self.placement, "eager", different_ropes(self.spec.layers))
-        return Decoder(self.spec, params, self.table, runtime, stacked=self.stacked)
+        return causal_model(self.spec, runtime, stacked=self.stacked).module(params)
 
     def logits(self) -> np.ndarray:
         positions = np.broadcast_to(np.arange(TOKENS.shape[1], dtype=np.int32), TOKENS.shape)

@@ -14,7 +14,7 @@ from tiny import llama_checkpoint
 from ttpu_core import default_registry, open_checkpoint
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.model import loss as loss_module
-from ttpu_jax.model.decoder import Decoder
+from ttpu_jax.model.causal_model import DecoderModel, causal_model
 from ttpu_jax.model.loss import next_token_loss
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.params.initialize import random_parameters
@@ -29,22 +29,22 @@ REAL[1, 15:] = False  # and after
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """A function from parameters to a decoder, and the parameters."""
+    """A function that makes the model, and the parameters."""
     checkpoint = open_checkpoint(llama_checkpoint(tmp_path_factory.mktemp("loss") / "llama"))
     architecture = default_registry().architecture(checkpoint.config)
     spec, placement = architecture.spec, local_placement()
     params = load_parameters(checkpoint, architecture.mapping, spec.parameters, placement, np.dtype(np.float32))
     runtime = Runtime(placement, ropes=different_ropes(spec.layers))
 
-    def decoder(params: Any, *, remat: bool = False) -> Decoder:
-        return Decoder(spec, params, spec.parameters, runtime, remat=remat)
+    def make(*, remat: bool = False) -> DecoderModel:
+        return causal_model(spec, runtime, remat=remat)
 
-    return decoder, params
+    return make, params
 
 
-def plain_loss(decoder: Decoder, tokens: jax.Array, mask: np.ndarray) -> jax.Array:
+def plain_loss(model: DecoderModel, params: Any, tokens: jax.Array, mask: np.ndarray) -> jax.Array:
     positions = jnp.where(mask, jnp.cumsum(mask, axis=1) - 1, -1)
-    log_probabilities = jax.nn.log_softmax(decoder(tokens, positions)[0][:, :-1])
+    log_probabilities = jax.nn.log_softmax(model.forward(params, tokens, positions)[0][:, :-1])
     chosen = jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1)[..., 0]
     counted = mask[:, 1:] & mask[:, :-1]
     return -(chosen * counted).sum() / counted.sum()
@@ -54,18 +54,18 @@ def plain_loss(decoder: Decoder, tokens: jax.Array, mask: np.ndarray) -> jax.Arr
 def test_the_loss_is_the_mean_over_real_next_tokens(
     model: tuple[Any, Any], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, params = model
+    make, params = model
     monkeypatch.setattr(loss_module, "TOKENS_AT_ONCE", at_once)
-    expected = plain_loss(decoder(params), TOKENS, REAL)
-    np.testing.assert_allclose(next_token_loss(decoder(params), TOKENS, jnp.asarray(REAL)), expected, rtol=1e-5)
+    expected = plain_loss(make(), params, TOKENS, REAL)
+    np.testing.assert_allclose(next_token_loss(make(), params, TOKENS, jnp.asarray(REAL)), expected, rtol=1e-5)
 
 
 def test_gradients_are_the_same_when_activations_are_computed_again(model: tuple[Any, Any]) -> None:
-    decoder, params = model
-    kept = jax.jit(jax.grad(lambda params: plain_loss(decoder(params), TOKENS, REAL)))(params)
-    again = jax.jit(jax.grad(lambda params: next_token_loss(decoder(params, remat=True), TOKENS, jnp.asarray(REAL))))(
-        params
-    )
+    make, params = model
+    kept = jax.jit(jax.grad(lambda params: plain_loss(make(), params, TOKENS, REAL)))(params)
+    again = jax.jit(
+        jax.grad(lambda params: next_token_loss(make(remat=True), params, TOKENS, jnp.asarray(REAL)))
+    )(params)
     for path, gradient in kept.items():
         scale = np.abs(gradient).max()
         np.testing.assert_allclose(again[path], gradient, atol=1e-5 * scale, err_msg=path)
@@ -74,8 +74,7 @@ def test_gradients_are_the_same_when_activations_are_computed_again(model: tuple
 @pytest.mark.slow
 def test_gradients_of_stacked_layers_are_the_same_when_activations_are_computed_again(model: tuple[Any, Any]) -> None:
     """Of a pair of layers that occurs twice, and of a layer that occurs once."""
-    decoder, _ = model
-    spec = decoder(model[1]).spec
+    spec = model[0]().spec
     layer = spec.layers[0]
     windowed = replace(layer, mixer=replace(layer.mixer, window=5))
     spec = replace(
@@ -88,7 +87,7 @@ def test_gradients_of_stacked_layers_are_the_same_when_activations_are_computed_
 
     def gradients(*, remat: bool) -> Any:
         def loss(params: Any) -> jax.Array:
-            return plain_loss(Decoder(spec, params, table, runtime, stacked=True, remat=remat), TOKENS, REAL)
+            return plain_loss(causal_model(spec, runtime, stacked=True, remat=remat), params, TOKENS, REAL)
 
         return jax.jit(jax.grad(loss))(params)
 

@@ -38,6 +38,7 @@ from ttpu_core.spec.latent_attention import latent_attention
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_core.spec.rope import RopeSpec
 from ttpu_jax.aot import steps
+from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.loss import next_token_loss
 from ttpu_jax.model.modules import Runtime, different_ropes
@@ -107,6 +108,7 @@ class Model:
         self.spec, self.paddings = pad_for(spec, self.placement)
         self.table = stacked_parameters(self.spec) if stacked else self.spec.parameters
         self.runtime = Runtime(self.placement, ropes=different_ropes(spec.layers))
+        self.model = causal_model(self.spec, self.runtime, stacked=stacked)
         random = np.random.default_rng(3)
         arrays = {}
         for path, parameter in spec.parameters.items():
@@ -134,7 +136,7 @@ class Model:
         return arrays
 
     def decoder(self, params: Any) -> Decoder:
-        return Decoder(self.spec, params, self.table, self.runtime, stacked=self.stacked)
+        return self.model.module(params)
 
     def logits(self) -> np.ndarray:
         positions = np.broadcast_to(np.arange(TOKENS.shape[1], dtype=np.int32), TOKENS.shape)
@@ -146,7 +148,7 @@ class Model:
 
         @jax.jit
         def run(params: Any) -> Any:
-            gradients = jax.grad(lambda params: next_token_loss(self.decoder(params), TOKENS))(params)
+            gradients = jax.grad(lambda params: next_token_loss(self.model, params, TOKENS))(params)
             return project_gradients(gradients, self.spec, self.paddings, stacked=self.stacked)
 
         return run(self.params)

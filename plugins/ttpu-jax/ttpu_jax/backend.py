@@ -24,6 +24,7 @@ from ttpu_core.spec import axes
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.distributed import initialize
 from ttpu_jax.generation.programs import Programs
+from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
@@ -108,7 +109,7 @@ class JaxBackend:
         # step.
         cache_dtype = np.dtype(np.float32) if placement.platform == "cpu" else held
         on_compile = None if progress is None else (lambda _, seconds: progress("compile", float(seconds > 0), 1.0))
-        programs = Programs(spec, spec.parameters, runtime, params, cache_dtype, on_compile=on_compile)
+        programs = Programs(causal_model(spec, runtime), params, cache_dtype, on_compile=on_compile)
         tokenizer = load_tokenizer(checkpoint)
         seconds = time.perf_counter() - began
         model = JaxCausalLM(architecture, checkpoint, programs, params, held, tokenizer, seconds, paddings)

@@ -77,9 +77,7 @@ class JaxCausalLM:
     @property
     def module(self) -> Decoder:
         """The decoder as a Flax NNX module over these parameters."""
-        programs = self.programs
-        spec = programs.spec
-        return Decoder(spec, self.params, spec.parameters, programs.runtime, stacked=programs.stacked)
+        return self.programs.model.module(self.params)
 
     @property
     def context(self) -> int:

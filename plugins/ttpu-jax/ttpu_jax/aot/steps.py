@@ -3,7 +3,7 @@ function, its abstract arguments, and which of them it may write over. What the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ttpu_core.spec import ArchitectureSpec, Parameter, axes
-from ttpu_core.spec.parameters import stacked_parameters
-from ttpu_jax.model.cache import KVCache, empty_cache
-from ttpu_jax.model.decoder import Decoder
+from ttpu_core.spec import ArchitectureSpec, axes
+from ttpu_jax.model.cache import KVCache
+from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.loss import next_token_loss
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.ops.sampling import SamplingFeatures, SamplingParams, sample, sampling_inputs
@@ -53,15 +52,14 @@ def inference_step(
     empty cache. Gives each row's likeliest next token and the cache."""
     placement = runtime.placement
     spec, _ = pad_for(spec, placement)
-    table = _table(spec, stacked=stacked)
-    params = abstract_parameters(table, placement, dtype)
-    cache = empty_cache(spec, batch, context, placement, dtype, stacked=stacked, abstract=True)
+    model = causal_model(spec, runtime, stacked=stacked)
+    params = abstract_parameters(model.parameters, placement, dtype)
+    cache = model.empty_cache(batch, context, dtype, abstract=True)
 
     def step(
         params: dict[str, jax.Array], tokens: jax.Array, cache: KVCache
     ) -> tuple[jax.Array, KVCache | None]:
-        decoder = Decoder(spec, params, table, runtime, stacked=stacked)
-        logits, updated = decoder(tokens, None, cache, last_only=True, fresh=tokens.shape[1] > 1)
+        logits, updated = model.forward(params, tokens, cache=cache, last_only=True, fresh=tokens.shape[1] > 1)
         greedy = sampling_inputs([SamplingParams(seed=0)] * batch)
         return sample(logits[:, -1], greedy, None, jnp.zeros(batch, jnp.int32), SamplingFeatures()).token, updated
 
@@ -82,7 +80,8 @@ def train_step(
     padded yet: a step leaves replicas equal and zeros zero."""
     placement = runtime.placement
     spec, paddings = pad_for(spec, placement)
-    table = _table(spec, stacked=stacked)
+    model = causal_model(spec, runtime, stacked=stacked, remat=True)
+    table = model.parameters
     params = abstract_parameters(table, placement, np.dtype(np.float32))
     optimizer = optax.adamw(LEARNING_RATE)
     state = _optimizer_state(optimizer, params, placement)
@@ -90,7 +89,7 @@ def train_step(
     def step(params: dict[str, jax.Array], state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         def loss(params: dict[str, jax.Array]) -> jax.Array:
             held = {path: value if table[path].dtype else value.astype(dtype) for path, value in params.items()}
-            return next_token_loss(Decoder(spec, held, table, runtime, stacked=stacked, remat=True), tokens)
+            return next_token_loss(model, held, tokens)
 
         value, gradients = jax.value_and_grad(loss)(params)
         gradients = project_gradients(gradients, spec, paddings, stacked=stacked)
@@ -98,10 +97,6 @@ def train_step(
         return optax.apply_updates(params, updates), state, value
 
     return AbstractProgram(step, (params, state, _tokens(batch, tokens, placement)), (0, 1), (params, state), spec)
-
-
-def _table(spec: ArchitectureSpec, *, stacked: bool) -> Mapping[str, Parameter]:
-    return stacked_parameters(spec) if stacked else spec.parameters
 
 
 def _tokens(batch: int, tokens: int, placement: Placement) -> jax.ShapeDtypeStruct:

@@ -4,7 +4,7 @@ executables whose cache is donated and written in place. Values never cause a co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ttpu_core.spec import ArchitectureSpec, Parameter, axes
-from ttpu_jax.model.cache import KVCache, empty_cache
-from ttpu_jax.model.decoder import Decoder
-from ttpu_jax.model.modules import Runtime
+from ttpu_core.spec import axes
+from ttpu_jax.model.cache import KVCache
+from ttpu_jax.model.causal_model import DecoderModel
 from ttpu_jax.ops.sampling import (
     Sampled,
     SamplingFeatures,
@@ -65,20 +64,17 @@ class Programs:
 
     def __init__(
         self,
-        spec: ArchitectureSpec,
-        table: Mapping[str, Parameter],
-        runtime: Runtime,
+        model: DecoderModel,
         params: dict[str, Any],
         cache_dtype: np.dtype[Any],
         *,
-        stacked: bool = False,
         on_compile: OnCompile | None = None,
     ) -> None:
-        self.spec, self.runtime, self.stacked, self.cache_dtype = spec, runtime, stacked, cache_dtype
+        self.model, self.spec, self.runtime, self.cache_dtype = model, model.spec, model.runtime, cache_dtype
         self.on_compile = on_compile
         self.compiles = 0
         self.compile_seconds = 0.0
-        self._table, self._params = table, params
+        self._params = params
         self._programs: dict[tuple[Any, ...], Compiled] = {}
 
     def start(self, starts: np.ndarray, prompt_end: int, slots: int, seen: np.ndarray | None = None) -> DecodeState:
@@ -86,9 +82,7 @@ class Programs:
         `prompt_end`. `seen` [batch, rows of the table] says which tokens the prompts hold, where penalties count
         them."""
         batch = len(starts)
-        cache = empty_cache(
-            self.spec, batch, slots, self.runtime.placement, self.cache_dtype, stacked=self.stacked
-        )
+        cache = self.model.empty_cache(batch, slots, self.cache_dtype)
         put = partial(jax.device_put, device=cache.start.sharding)
         end = jax.device_put(np.int32(prompt_end), cache.prompt_end.sharding)
         cache = replace(cache, start=put(starts.astype(np.int32)), prompt_end=end)
@@ -146,9 +140,6 @@ class Programs:
         shardings = jax.tree.map(lambda array: array.sharding, first)
         return jax.jit(function, donate_argnums=1, out_shardings=(shardings, placement.whole()))
 
-    def _decoder(self, params: dict[str, jax.Array]) -> Decoder:
-        return Decoder(self.spec, params, self._table, self.runtime, stacked=self.stacked)
-
     def _prefill(
         self,
         params: dict[str, jax.Array],
@@ -159,7 +150,7 @@ class Programs:
         fresh: bool,
         features: SamplingFeatures,
     ) -> tuple[DecodeState, Sampled]:
-        logits, cache = self._decoder(params)(tokens, None, state.cache, last_only=True, fresh=fresh)
+        logits, cache = self.model.forward(params, tokens, cache=state.cache, last_only=True, fresh=fresh)
         assert cache is not None
         return self._sample(logits, replace(state, cache=cache), inputs, features)
 
@@ -173,7 +164,7 @@ class Programs:
     ) -> tuple[DecodeState, Sampled]:
         counts = None if state.counts is None else update(state.counts, state.token)
         state = replace(state, counts=counts, step=state.step + 1)
-        logits, cache = self._decoder(params)(state.token[:, None], None, state.cache, last_only=True)
+        logits, cache = self.model.forward(params, state.token[:, None], cache=state.cache, last_only=True)
         assert cache is not None
         return self._sample(logits, replace(state, cache=cache), inputs, features)
 
@@ -184,7 +175,7 @@ class Programs:
         return replace(state, token=sampled.token), sampled
 
     def _logits(self, params: dict[str, jax.Array], tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        logits = self._decoder(params)(tokens, positions)[0]
+        logits = self.model.forward(params, tokens, positions)[0]
         if self.spec.embedding.rows == self.spec.vocab_size:
             return logits
         logits = logits[..., : self.spec.vocab_size]

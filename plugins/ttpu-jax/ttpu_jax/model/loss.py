@@ -1,19 +1,23 @@
-"""The language model's loss. In: a decoder and token ids; out: the mean cross-entropy of each next token, in nats."""
+"""The language model's loss: the mean cross-entropy of each next token, in nats."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from ttpu_jax.model.decoder import Decoder
+from ttpu_jax.model.causal_model import DecoderModel, Params
 
 TOKENS_AT_ONCE = 512  # of a row, for which logits are held: those of 4,096 tokens and 262,144 words take 4 GiB
 
 
-def next_token_loss(decoder: Decoder, tokens: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+def next_token_loss(
+    model: DecoderModel, params: Params, tokens: jax.Array, mask: jax.Array | None = None
+) -> jax.Array:
     """Mean cross-entropy in nats, a float32 scalar.
 
     Args:
+        model: what computes the logits.
+        params: Flax path → array.
         tokens: int [batch, seq]; every token but a row's first is predicted from those before it.
         mask: bool [batch, seq], the real tokens; padding is neither seen nor predicted. None: all are real.
 
@@ -22,7 +26,7 @@ def next_token_loss(decoder: Decoder, tokens: jax.Array, mask: jax.Array | None 
     batch, seq = tokens.shape
     mask = jnp.ones(tokens.shape, jnp.bool_) if mask is None else mask
     positions = jnp.where(mask, jnp.cumsum(mask, axis=1) - 1, -1).astype(jnp.int32)
-    hidden, _ = decoder.hidden(tokens, positions)
+    hidden, _ = model.hidden(params, tokens, positions)
     targets = jnp.roll(tokens, -1, axis=1)
     counted = mask & jnp.roll(mask, -1, axis=1).at[:, -1].set(False)
     size = min(seq, TOKENS_AT_ONCE)
@@ -35,7 +39,7 @@ def next_token_loss(decoder: Decoder, tokens: jax.Array, mask: jax.Array | None 
 
     @jax.checkpoint
     def part_loss(x: jax.Array, target: jax.Array, counts: jax.Array) -> jax.Array:
-        logits = decoder.logits(x)
+        logits = model.logits(params, x)
         # A sum over the vocabulary instead of a gather, which a mesh that cuts it would need to see whole.
         words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
         chosen = jnp.where(words == target[..., None], logits, 0.0).sum(-1)

@@ -13,6 +13,7 @@ import numpy as np
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import ArchitectureSpec, Parameter, axes
+from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.model.paged import group_page_bytes, paged_layout
 from ttpu_jax.runner.buckets import buckets_for
@@ -163,7 +164,8 @@ def runner_for(
     asked = KV_CACHE_DTYPES[config.kv_cache_dtype]
     pages = held if asked is None else jnp.dtype(asked)
     adapters = table is not spec.parameters
-    return Runner(spec, table, runtime, params, config, layout, buckets, pages, held, adapters=adapters)
+    model = causal_model(spec, runtime, table=table)
+    return Runner(model, params, config, layout, buckets, pages, held, adapters=adapters)
 
 
 def _speculation(config: EngineConfig) -> Any:

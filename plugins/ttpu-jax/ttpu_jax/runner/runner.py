@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.generation.sampling_params import MAX_LOGIT_BIAS
-from ttpu_core.spec import ArchitectureSpec, Parameter, axes
-from ttpu_jax.model.decoder import Caches, Decoder
-from ttpu_jax.model.modules import Runtime
-from ttpu_jax.model.paged import PagedLayout, empty_caches
+from ttpu_core.spec import axes
+from ttpu_jax.model.causal_model import DecoderModel
+from ttpu_jax.model.decoder import Caches
+from ttpu_jax.model.paged import PagedLayout
 from ttpu_jax.ops.sampling import LogitRules, Sampled, TokenCounts
 from ttpu_jax.runner.batch import IN_FLIGHT, BatchLayout, put_whole
 from ttpu_jax.runner.buckets import Buckets, StepShape
@@ -69,9 +69,7 @@ class Runner:
 
     def __init__(
         self,
-        spec: ArchitectureSpec,
-        table: Mapping[str, Parameter],
-        runtime: Runtime,
+        model: DecoderModel,
         params: Mapping[str, Any],
         config: EngineConfig,
         layout: PagedLayout,
@@ -81,19 +79,19 @@ class Runner:
         *,
         adapters: bool = False,
     ) -> None:
-        self.spec, self.table, self.runtime, self.params = spec, table, runtime, dict(params)
+        self.model, self.spec, self.runtime, self.params = model, model.spec, model.runtime, dict(params)
         self.config, self.layout, self.buckets = config, layout, buckets
         self.cache_dtype, self.state_dtype, self.adapters = cache_dtype, state_dtype, adapters
         assert config.max_num_seqs and config.max_model_len and config.page_size
         self.max_num_seqs, self.nobody = config.max_num_seqs, config.max_num_seqs
         self.pages_per_sequence = -(-config.max_model_len // config.page_size)
-        self.vocab = spec.embedding.rows
-        self.max_logprobs = min(config.max_logprobs, spec.vocab_size)
+        self.vocab = model.spec.embedding.rows
+        self.max_logprobs = min(config.max_logprobs, model.spec.vocab_size)
         self.highest_level = Level(SAMPLING_LEVELS.index(config.sampling_level))
-        self.pool = ProgramPool(strict=config.strict_compile, platform=runtime.placement.platform)
+        self.pool = ProgramPool(strict=config.strict_compile, platform=model.runtime.placement.platform)
         self.num_pages: tuple[int, ...] = ()
         self.caches: Caches = ()
-        self._whole = runtime.placement.whole()
+        self._whole = model.runtime.placement.whole()
         self._owners: list[Request | None] = [None] * self.max_num_seqs
         self._sampled = np.zeros(self.max_num_seqs + 1, np.bool_)
         self._columns = np.repeat(NEUTRAL[:, None], self.max_num_seqs + 1, axis=1)
@@ -332,9 +330,8 @@ class Runner:
         self, params: dict[str, jax.Array], caches: Caches, last: jax.Array, vector: jax.Array, *, layout: BatchLayout
     ) -> tuple[Caches, jax.Array, jax.Array]:
         inputs = layout.unpack(vector, last)
-        decoder = self._decoder(params)
-        hidden, caches = decoder.ragged(inputs.tokens, inputs.batch, caches)
-        return caches, decoder.logits(hidden[inputs.rows][None])[0], hidden
+        hidden, caches = self.model.ragged_forward(params, inputs.tokens, inputs.batch, caches)
+        return caches, self.model.logits(params, hidden[inputs.rows][None])[0], hidden
 
     def _sampler_program(self, rows: int, level: Level) -> Program:
         state = self._empty_state(abstract=True)
@@ -355,15 +352,12 @@ class Runner:
 
     def _logprobs_program(self, tokens: int) -> Program:
         def run(params: dict[str, jax.Array], hidden: jax.Array, targets: jax.Array) -> Sampled:
-            decoder = self._decoder(params)
-            return prompt_logprobs(lambda rows: decoder.logits(rows[None])[0], hidden, targets, self.max_logprobs)
+            logits = partial(self.model.logits, params)
+            return prompt_logprobs(lambda rows: logits(rows[None])[0], hidden, targets, self.max_logprobs)
 
         hidden = self._abstract((tokens, self.spec.hidden_size), self.state_dtype)
         arguments = (self._abstract_params(), hidden, self._abstract((tokens,), jnp.int32))
         return Program(("prompt_logprobs", tokens), _named(run, "prompt_logprobs"), arguments, (), self._whole)
-
-    def _decoder(self, params: dict[str, jax.Array]) -> Decoder:
-        return Decoder(self.spec, params, self.table, self.runtime)
 
     # -- shapes --
 
@@ -394,13 +388,11 @@ class Runner:
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
     def _empty_caches(self, *, abstract: bool) -> Caches:
-        return empty_caches(
-            self.spec,
+        return self.model.empty_paged_cache(
             self.layout,
             self.num_pages,
             self.max_num_seqs,
             self.config.page_size or 1,
-            self.runtime.placement,
             self.cache_dtype,
             self.state_dtype,
             abstract=abstract,
