@@ -413,3 +413,42 @@ def test_a_missing_backend_names_the_pip_command() -> None:
 def test_without_any_plugin_an_error_still_says_what_to_do() -> None:
     with pytest.raises(PluginError, match=r"'llama' was asked for.*none.*`pip install ttpu-llama`"):
         Registry(entry_points=[]).architecture(ModelConfig.from_dict(LLAMA))
+
+
+def test_a_missing_service_names_the_pip_command() -> None:
+    with pytest.raises(MissingDependencyError, match=r"the planner was asked for, but .* `pip install ttpu-plan`"):
+        Registry(entry_points=[]).service("planner")
+
+
+def test_a_service_is_found_denied_and_conflicts_like_any_plugin(tmp_path: Path) -> None:
+    sources = {"one": "PLANNER = 'one'", "two": "PLANNER = 'two'"}
+    env = Environment.install(
+        tmp_path,
+        *(
+            Distribution(name, {f"{name}.py": source}, {"ttpu.services": {"soothsayer": f"{name}:PLANNER"}})
+            for name, source in sources.items()
+        ),
+    )
+    asked = 'report(error(lambda: default_registry().service("soothsayer")))'
+    assert "'soothsayer' is claimed by one and two; choose one by excluding the other" in env.run(asked)
+    found = 'report([default_registry().service("soothsayer"), records()])'
+    service, records = env.run(found, TTPU_DISABLE_PLUGINS="two")
+    assert service == "one"
+    assert ["ttpu.services", "soothsayer", "one", "loaded", ""] in records
+    assert "soothsayer" in env.ttpu("list-plugins")
+
+
+def test_the_default_backend_is_the_one_that_its_declaration_prefers_most(tmp_path: Path) -> None:
+    env = Environment.install(
+        tmp_path,
+        Distribution(
+            "ttpu-eager",
+            {"eager.py": "class Declaration: preference = 1000\n", "eager_backend.py": LEAVES_A_TRACE},
+            {"ttpu.backends": {"zeal": "eager_backend:B"}, "ttpu.declarations": {"zeal": "eager:Declaration"}},
+        ),
+        Distribution("ttpu-shy", {"shy.py": LEAVES_A_TRACE}, {"ttpu.backends": {"a-shy-one": "shy:B"}}),
+    )
+    default = "report(default_registry().default_backend())"
+    assert env.run(default) == "zeal"
+    assert env.run(default, TTPU_PLUGINS="ttpu-shy") == "a-shy-one"  # the only one needs no preference
+    assert not (env.site / "imported").exists()

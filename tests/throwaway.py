@@ -125,7 +125,8 @@ class Environment:
     ) -> str:
         """What a Python process that sees these distributions prints, which must end with `status`."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TTPU_")}
-        environment |= {"PYTHONPATH": str(self.site), "PYTHONDONTWRITEBYTECODE": "1", **(variables or {})}
+        path = os.pathsep.join(filter(None, (str(self.site), os.environ.get("PYTHONPATH"))))
+        environment |= {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **(variables or {})}
         finished = subprocess.run(
             [sys.executable, *arguments],
             env=environment,

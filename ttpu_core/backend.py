@@ -1,14 +1,17 @@
-"""What the core asks of a backend plugin. A backend is a class named by an entry point of the group `ttpu.backends`;
-the core imports it only when it is used."""
+"""The contract of a backend plugin. A backend is a class named by an entry point of the group `ttpu.backends`; the core
+imports it only when it is used. Everything beyond `Backend` is a capability: a protocol of its own, which a backend has
+by having its methods, and which is asked for with isinstance."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
     from ttpu_core.checkpoint import Checkpoint
+    from ttpu_core.sharding.plan import Plan
+    from ttpu_core.sharding.verification import Verification
     from ttpu_core.spec import Parameter
 
 
@@ -28,34 +31,6 @@ class Backend(Protocol):
 
     def kernels(self, architecture: Architecture) -> Mapping[str, str]:
         """Which implementation of each operation would serve this architecture, and why, for `ttpu info`."""
-        ...
-
-
-class AppliedPatch(Protocol):
-    """A replacement in somebody else's model code, as a backend states it."""
-
-    name: str
-    target: str
-    reason: str
-    when: str
-    source: str
-
-
-@runtime_checkable
-class PatchingBackend(Backend, Protocol):
-    """A backend that runs a stock model with parts of it replaced."""
-
-    def patches(self, architecture: Architecture) -> Iterable[AppliedPatch]:
-        """What it replaces for this architecture, for `ttpu info`."""
-        ...
-
-
-@runtime_checkable
-class StockModelBackend(Backend, Protocol):
-    """A backend whose models are those of another library, which the command line cannot stream by itself."""
-
-    def streaming(self, model: Any) -> Any:
-        """The model as the command line needs it: `tokenizer`, `timings`, `stream`."""
         ...
 
 
@@ -87,4 +62,114 @@ class CausalModel(Protocol):
     def ragged_forward(self, params: Mapping[str, Any], tokens: Any, batch: Any, caches: Any) -> tuple[Any, Any]:
         """The residual stream [tokens, hidden] of tokens [tokens] of many sequences, and the caches with these tokens
         in them; `batch` says which tokens belong to which sequence and where each sequence's pages are."""
+        ...
+
+
+class AppliedPatch(Protocol):
+    """A replacement in somebody else's model code, as a backend states it."""
+
+    name: str
+    target: str
+    reason: str
+    when: str
+    source: str
+
+
+@runtime_checkable
+class Patches(Protocol):
+    """A backend that runs a stock model with parts of it replaced."""
+
+    def patches(self, architecture: Architecture) -> Iterable[AppliedPatch]:
+        """What it replaces for this architecture, for `ttpu info`."""
+        ...
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """A backend whose models are those of another library, which the command line cannot stream by itself."""
+
+    def streaming(self, model: Any) -> Any:
+        """The model as the command line needs it: `tokenizer`, `timings`, `stream`."""
+        ...
+
+
+@runtime_checkable
+class Plans(Protocol):
+    """A backend that says what a planned program runs on a TPU."""
+
+    def planned_kernels(self, architecture: Architecture, *, cuts_sequence: bool = False) -> Mapping[str, str]:
+        """Operation → implementation and why, on a TPU, for `ttpu plan`."""
+        ...
+
+
+@runtime_checkable
+class Verifies(Protocol):
+    """A backend that compiles the programs of a plan for TPUs that need not be there."""
+
+    def verify_plan(
+        self, architecture: Architecture, plan: Plan, *, progress: Callable[[str], None] | None = None
+    ) -> tuple[Verification, ...]:
+        """What the compiler says of each program of a plan; `progress` is called with each program's name."""
+        ...
+
+
+@runtime_checkable
+class Serves(Protocol):
+    """A backend whose models the serving engine drives."""
+
+    def model_runner(self, model: Any, config: Any) -> Any:
+        """A runner of a loaded model for an engine with this configuration (`ttpu_serve.runner.ModelRunner`)."""
+        ...
+
+
+@runtime_checkable
+class Trains(Protocol):
+    """A backend whose models can be trained."""
+
+    def train_step(self, model: Any, **arguments: Any) -> Any:
+        """A training step for a loaded model."""
+        ...
+
+
+class Declaration(Protocol):
+    """What is known of a backend without importing its framework: an object named by an entry point of the group
+    `ttpu.declarations`, whose name is the backend's. Its module must import no framework.
+
+    preference: of several installed backends the one with the highest runs a model where none is named.
+    """
+
+    preference: int
+
+
+@runtime_checkable
+class Launches(Declaration, Protocol):
+    """A declaration of a backend whose processes need variables of their own beside their place among the others.
+
+    variables: the names of these variables.
+    """
+
+    variables: tuple[str, ...]
+
+    def check_processes(self, per_host: int) -> None:
+        """Refuse more processes on a host than the backend has there.
+
+        Raises:
+            LaunchError: it cannot have so many.
+        """
+        ...
+
+    def variables_for(
+        self, processes: int, local_devices: int | None, given: Mapping[str, str], *, on_tpu_worker: bool
+    ) -> Mapping[str, str]:
+        """The variables of each process.
+
+        Args:
+            processes: how many there are in all, where the launcher knows.
+            local_devices: CPU devices that each simulates; None for the accelerators that are there.
+            given: the variables that they have anyhow, which stay as they are.
+            on_tpu_worker: whether this machine is a worker of a TPU slice, which knows the others by itself.
+
+        Raises:
+            LaunchError: what the backend cannot run.
+        """
         ...

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import pluggy
 
-from ttpu_core import defaults, hookspecs
+from ttpu_core import defaults, distributions, hookspecs
 from ttpu_core.architecture import Architecture, describe
-from ttpu_core.backend import Backend
+from ttpu_core.backend import Backend, Declaration
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError
 
@@ -27,29 +27,15 @@ ARCHITECTURES = "ttpu.architectures"
 BACKENDS = "ttpu.backends"
 PATCH_PACKS = "ttpu.patch_packs"
 COMMANDS = "ttpu.commands"
-GROUPS = (ARCHITECTURES, BACKENDS, PATCH_PACKS, COMMANDS)
+SERVICES = "ttpu.services"
+DECLARATIONS = "ttpu.declarations"
+GROUPS = (ARCHITECTURES, BACKENDS, PATCH_PACKS, COMMANDS, SERVICES, DECLARATIONS)
 
 ALLOW_VARIABLE = "TTPU_PLUGINS"
 DENY_VARIABLE = "TTPU_DISABLE_PLUGINS"
 PACKS_VARIABLE = "TTPU_PATCH_PACKS"
 
 State = Literal["available", "loaded", "disabled", "conflict", "incompatible", "broken"]
-
-# Where a missing model type would come from, were its plugin installed.
-FAMILY_DISTRIBUTIONS = {
-    "llama": "ttpu-llama",
-    "gemma": "ttpu-gemma",
-    "vaultgemma": "ttpu-gemma",
-    "qwen": "ttpu-qwen",
-    "mistral": "ttpu-mistral",
-    "ministral": "ttpu-mistral",
-    "mixtral": "ttpu-mistral",
-}
-
-
-# The extras of ttpu-core that bring a backend.
-BACKEND_EXTRAS = {"jax": "jax", "torch_xla": "torch-xla"}
-
 
 @dataclass(frozen=True)
 class PluginRecord:
@@ -127,27 +113,80 @@ class Registry:
             patch_packs=tuple(f"{record.name} ({record.distribution} {record.version})" for record in packs),
         )
 
-    def backend(self, name: str = "jax") -> Backend:
-        """An instance of a backend.
+    def backend(self, name: str | None = None) -> Backend:
+        """An instance of a backend; None takes the default, see `default_backend`.
 
         Raises:
             MissingDependencyError: the backend's distribution is not installed.
             PluginError: it is there but cannot be used.
         """
-        candidates = [record for record in self._records.values() if (record.group, record.name) == (BACKENDS, name)]
-        if not candidates:
-            known = sorted({record.name for record in self._records.values() if record.group == BACKENDS})
-            extra = BACKEND_EXTRAS.get(name)
-            advice = f'`pip install "ttpu-core[{extra}]"` brings it.' if extra else _use_one_of(known)
+        name = self.default_backend() if name is None else name
+        known = self._claimed(BACKENDS)
+        if name not in known:
             raise MissingDependencyError(
                 f"backend {name!r} was asked for, but the installed backends are: {', '.join(known) or 'none'}; "
-                f"{advice}"
+                f"{_backend_advice(name, known)}"
             )
         return self._load(self._find(BACKENDS, name, "backend"))()
+
+    def default_backend(self) -> str:
+        """The backend that runs a model where none is named: the usable one that prefers itself most, as its entry
+        point of the group `ttpu.declarations` says, and of equal ones the first by name. Imports no backend.
+
+        Raises:
+            MissingDependencyError: no backend is installed.
+            PluginError: those that are installed cannot be used.
+        """
+        usable = sorted({record.name for record in self.plugins(BACKENDS) if record.usable})
+        if usable:
+            return usable[0] if len(usable) == 1 else max(usable, key=self._preference)
+        known = self._claimed(BACKENDS)
+        if known:
+            return known[0]  # whoever asks for it is told why it cannot be used
+        raise MissingDependencyError(
+            f"a model was to be run, but no backend is installed: {_backend_advice('', ())}"
+        )
+
+    def declaration(self, name: str) -> Declaration | None:
+        """What a backend declares of itself without its framework, or None if it declares nothing.
+
+        Raises:
+            PluginError: its declaration cannot be imported, or two distributions claim it.
+        """
+        if name not in self._claimed(DECLARATIONS):
+            return None
+        return self._load(self._find(DECLARATIONS, name, "the declaration of backend"))
+
+    def service(self, name: str) -> Any:
+        """What another distribution does for backends and commands: "planner" (`ttpu_core.services.Planner`),
+        "rendezvous" (`ttpu_core.services.Rendezvous`) or "engine".
+
+        Raises:
+            MissingDependencyError: no installed distribution brings it.
+            PluginError: the one that does cannot be used.
+        """
+        if name not in self._claimed(SERVICES):
+            source = distributions.SERVICES.get(name)
+            raise MissingDependencyError(
+                f"the {name} was asked for, but no installed distribution brings it: "
+                + (f"`pip install {source}`." if source else "`ttpu list-plugins` shows what is installed.")
+            )
+        return self._load(self._find(SERVICES, name, "the service"))
 
     def command(self, name: str) -> Any:
         """The function or Typer app of a command that a plugin adds."""
         return self._load(self._find(COMMANDS, name, "command"))
+
+    def _claimed(self, group: str) -> list[str]:
+        return sorted({record.name for record in self._records.values() if record.group == group})
+
+    def _preference(self, backend: str) -> int:
+        """A declaration that cannot be imported prefers nothing, and is shown by `ttpu list-plugins --check`."""
+        try:
+            declaration = self.declaration(backend)
+        except PluginError:
+            return 0
+        return 0 if declaration is None else declaration.preference
 
     def _find(self, group: str, name: str, what: str) -> PluginRecord:
         candidates = [record for record in self._records.values() if (record.group, record.name) == (group, name)]
@@ -291,15 +330,17 @@ def _unmet_core_requirement(distribution: metadata.Distribution | None) -> str:
 
 def _advice(group: str, name: str) -> str:
     if group == ARCHITECTURES:
-        for prefix, distribution in FAMILY_DISTRIBUTIONS.items():
-            if name.startswith(prefix):
-                return f"`pip install {distribution}`, or update it, if it describes this type."
+        distribution = distributions.family_of(name)
+        if distribution:
+            return f"`pip install {distribution}`, or update it, if it describes this type."
         return "`pip install` a plugin that describes this type (`ttpu list-plugins` shows what is installed)."
     return "`ttpu list-plugins` shows what is installed."
 
 
-def _use_one_of(known: list[str]) -> str:
-    return "use one of those." if known else '`pip install "ttpu-core[jax]"` brings one.'
+def _backend_advice(name: str, known: Sequence[str]) -> str:
+    if name in distributions.BACKENDS:
+        return f"`pip install {distributions.BACKENDS[name]}` brings it."
+    return "use one of those." if known else f"`pip install {distributions.A_BACKEND}` brings one."
 
 
 def _matches(record: PluginRecord, patterns: Iterable[str]) -> bool:

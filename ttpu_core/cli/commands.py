@@ -14,23 +14,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from ttpu_core import distributions
 from ttpu_core.cli.console import note
 from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError
 
 TRACEBACK_VARIABLE = "TTPU_TRACEBACK"
-BROUGHT_BY = {
-    "bench": '"ttpu-serve[bench]"',
-    "compile": '"ttpu-core[serve]"',
-    "compile-report": '"ttpu-core[jax]"',
-    "conformance": "ttpu-conformance",
-    "launch": "ttpu-launch",
-    "new-plugin": "ttpu-conformance",
-    "plan": "ttpu-plan",
-    "inspect": '"ttpu-core[torch-xla]"',
-    "serve": '"ttpu-core[serve]"',
-}
-"""What `pip install` takes for a command of our own distributions."""
-
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as a shell reports them
 
 # Underscore spellings (`--max_new_tokens`) are accepted everywhere, as transformers' scripts write them.
@@ -55,10 +43,10 @@ class CommandGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that is going to run, so an added one is imported now."""
         asked = args[0].replace("_", "-")
-        if asked in BROUGHT_BY and self.get_command(ctx, asked) is None:
+        if asked in distributions.COMMANDS and self.get_command(ctx, asked) is None:
             raise MissingDependencyError(
                 f"the command {asked!r} was asked for, but the plugin that adds it is not installed: "
-                f"`pip install {BROUGHT_BY[asked]}` brings it."
+                f"`pip install {distributions.COMMANDS[asked]}` brings it."
             )
         name, command, rest = super().resolve_command(ctx, args)
         if isinstance(command, AddedCommand) and not ctx.resilient_parsing:

@@ -152,14 +152,14 @@ def _file_facts(checkpoint: Checkpoint, architecture: Architecture) -> dict[str,
 
 def _kernels(architecture: Architecture, backend: str) -> dict[str, Any]:
     """What the backend answers, or the sentence that says which `pip install` brings it; info needs no backend."""
-    from ttpu_core.backend import PatchingBackend
+    from ttpu_core.backend import Patches
     from ttpu_core.errors import TTPUError
     from ttpu_core.registry import default_registry
 
     try:
         runner = default_registry().backend(backend)
         facts: dict[str, Any] = {"backend": backend, "operations": dict(runner.kernels(architecture))}
-        if isinstance(runner, PatchingBackend):
+        if isinstance(runner, Patches):
             names = ("name", "target", "reason", "when", "source")
             facts["patches"] = [
                 {name: getattr(patch, name) for name in names} for patch in runner.patches(architecture)

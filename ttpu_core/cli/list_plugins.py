@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ttpu_core import distributions
 from ttpu_core.cli.console import note, print_facts, print_json, stdout_console
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ KINDS = {
     "ttpu.backends": "backend",
     "ttpu.patch_packs": "patch pack",
     "ttpu.commands": "command",
+    "ttpu.services": "service",
+    "ttpu.declarations": "declaration",
 }
 STATE_STYLES = {"available": "green", "loaded": "green", "disabled": "dim"}
 
@@ -70,9 +73,9 @@ def missing_plugins(registry: Registry) -> dict[str, str]:
     usable = {record.group for record in registry.plugins() if record.usable}
     missing = {}
     if "ttpu.architectures" not in usable:
-        missing["no model family is installed"] = "pip install ttpu-llama"
+        missing["no model family is installed"] = f"pip install {distributions.A_FAMILY}"
     if "ttpu.backends" not in usable:
-        missing["no backend is installed"] = 'pip install "ttpu-core[jax]"'
+        missing["no backend is installed"] = f"pip install {distributions.A_BACKEND}"
     return missing
 
 

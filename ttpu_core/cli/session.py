@@ -83,7 +83,7 @@ def open_session(
     Raises:
         TTPUError: the checkpoint, its plugin or the backend cannot be used, and why.
     """
-    from ttpu_core.backend import StockModelBackend
+    from ttpu_core.backend import Streams
     from ttpu_core.checkpoint import open_checkpoint
     from ttpu_core.checkpoint.tied_head import described
     from ttpu_core.config.key_audit import refuse_ignored
@@ -110,7 +110,7 @@ def open_session(
         }
         named = {name: value for name, value in asked.items() if value is not None}
         model = runner.load(architecture, checkpoint, dtype=dtype, progress=progress, **named)
-        if isinstance(runner, StockModelBackend):
+        if isinstance(runner, Streams):
             model = runner.streaming(model)
     except BaseException:  # also Ctrl-C: a bar that is left running would overwrite the error
         progress.close()

@@ -13,13 +13,12 @@ from typing import Any
 
 from ttpu_core.errors import PlanError, TTPUError
 from ttpu_core.files import check_target, write_whole
+from ttpu_core.sharding.estimate import MemoryEstimate, TimeEstimate
 from ttpu_core.sharding.hardware import Topology, parse_topology
 from ttpu_core.sharding.parallelism import Parallelism, strategy_with
 from ttpu_core.sharding.strategy import MESH_AXES, Strategy
 from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec
-from ttpu_plan.cost import TimeEstimate
-from ttpu_plan.memory import MemoryEstimate
 
 VERSION = 1
 

@@ -17,8 +17,9 @@ import tiny
 from devices import xla_flags
 
 from ttpu import AutoModelForTPU
-from ttpu_jax.distributed import GLOO_PEERS, shared_seed
+from ttpu_jax.distributed import shared_seed
 from ttpu_launch.places import free_port
+from ttpu_launch.stdout import GLOO_PEERS
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINT = ROOT / "examples/checkpoints/pydoc-llama"

@@ -15,6 +15,7 @@ from ttpu import AutoModelForTPU
 from ttpu_core import default_registry, open_checkpoint
 from ttpu_core.errors import PlanError, RequestError, UnsupportedError
 from ttpu_core.sharding.hardware import parse_topology
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_jax import parallel
 from ttpu_jax.parallel import placement_for, planned
 from ttpu_jax.params.mesh import arrange
@@ -56,15 +57,15 @@ def test_an_axis_along_which_nothing_is_cut_is_refused(spec: Any) -> None:
 
 
 def test_auto_plans_for_the_dtype_that_is_loaded(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Request] = []
+    asked: list[tuple[Strategy, str]] = []
 
-    def plan(spec: Any, devices: Any, request: Request) -> Any:
-        asked.append(request)
-        return planned(spec, devices, request)
+    def plan(spec: Any, devices: Any, strategy: Strategy, dtype: str) -> Any:
+        asked.append((strategy, dtype))
+        return planned(spec, devices, strategy, dtype)
 
     monkeypatch.setattr(parallel, "planned", plan)
     placement_for(spec, parallelism_strategy="auto", dtype="float32", sharding_rules={"mlp": None})
-    assert asked[0].dtype == "float32" and dict(asked[0].strategy.rules)["mlp"] == ()
+    assert asked[0][1] == "float32" and dict(asked[0][0].rules)["mlp"] == ()
 
 
 def test_a_plan_is_followed(path: Path, spec: Any, tmp_path: Path) -> None:
@@ -143,8 +144,8 @@ def test_a_part_of_a_slice_may_have_holes(count: int) -> None:
 
 
 def test_auto_knows_slices_and_single_cores(spec: Any) -> None:
-    two = planned(spec, CHIPS, Request())
+    two = planned(spec, CHIPS, DEFAULT_STRATEGY, "bfloat16")
     assert (two.num_devices, two.num_slices) == (16, 2)
     core: Any = [replace(Chip(0), device_kind="TPU7x")]
-    assert planned(spec, core, Request()).num_devices == 1
+    assert planned(spec, core, DEFAULT_STRATEGY, "bfloat16").num_devices == 1
     assert jax.device_count() == 8

@@ -4,13 +4,8 @@ alone."""
 
 from __future__ import annotations
 
-import atexit
-import io
 import os
-import re
 import sys
-import threading
-from contextlib import suppress
 from types import TracebackType
 
 import jax
@@ -19,17 +14,9 @@ from jax.sharding import Mesh
 
 from ttpu_core.errors import LaunchError
 from ttpu_core.processes import AUTO, NUM_PROCESSES, PROCESS_ID, Contract, contract_of, leave_at_once
-from ttpu_launch.rendezvous import meet
+from ttpu_core.registry import default_registry
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
-
-_WORDS = rb"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is :"
-GLOO_PEERS = re.compile(rb"[\d\s]*((" + _WORDS + rb")[\d\s]*)+")
-"""A line of gloo's; threads write several at once, so that pieces of them stand in one. A line without its words, such
-as a number, is somebody else's."""
-
-DRAIN_SECONDS = 1.0
-"""How long the end waits for what stands in the pipe; a child that is still running holds it open."""
 
 _initialized = False
 
@@ -55,7 +42,7 @@ def initialize() -> None:
         if contract.coordinator == AUTO:
             _join_slice(contract)
         elif contract.num_processes != 1:
-            meet(contract)
+            default_registry().service("rendezvous").meet(contract)
             jax.distributed.initialize(
                 contract.coordinator,
                 contract.num_processes,
@@ -95,7 +82,7 @@ def _configure(contract: Contract) -> None:
     if jax.config.jax_platforms == "cpu":  # type: ignore[attr-defined]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         if contract.num_processes != 1:
-            _keep_stdout()
+            default_registry().service("rendezvous").keep_stdout()
     # JAX's preemption service would catch the SIGTERM by which a launcher ends a process, which then went on.
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
         jax.config.update("jax_enable_preemption_service", False)
@@ -111,53 +98,6 @@ def _join_slice(contract: Contract) -> None:
             "`ttpu launch --tpu-pod` on the workers of a slice, or give it hosts (--hosts) elsewhere."
         ) from error
     os.environ[NUM_PROCESSES], os.environ[PROCESS_ID] = str(jax.process_count()), str(jax.process_index())
-
-
-def _keep_stdout() -> None:
-    """Give Python's stdout a descriptor of its own, because gloo writes to descriptor 1 how many peers it found, in the
-    middle of what a user asked for. What else is written there goes to stderr: that of C libraries, and of a child
-    process unless it is given `stdout=sys.stdout`."""
-    stream = sys.stdout
-    try:
-        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != 1:
-            return
-        stream.flush()
-        own = os.dup(1)
-        reading, writing = os.pipe()
-        os.dup2(writing, 1)
-        os.close(writing)
-    except (OSError, ValueError):  # closed, or replaced by something without a descriptor
-        return
-    reader = threading.Thread(target=_pass_on, args=(reading,), name="descriptor 1", daemon=True)
-    reader.start()
-    raw = os.fdopen(own, "wb", 0 if stream.write_through else -1)
-    sys.stdout = kept = io.TextIOWrapper(
-        raw,
-        encoding=stream.encoding,
-        errors=stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
-    atexit.register(_give_back, kept, reader)
-
-
-def _give_back(kept: io.TextIOWrapper, reader: threading.Thread) -> None:
-    """Let descriptor 1 be stdout again, which closes the pipe, and wait for what still stands in it."""
-    try:
-        kept.flush()
-        os.dup2(kept.fileno(), 1)
-    except (OSError, ValueError):  # stdout was closed
-        with suppress(OSError):
-            os.close(1)
-    reader.join(DRAIN_SECONDS)
-
-
-def _pass_on(reading: int) -> None:
-    with os.fdopen(reading, "rb") as lines:
-        for line in lines:
-            if GLOO_PEERS.fullmatch(line) is None:
-                with suppress(OSError):  # without a stderr it still reads, or whoever writes would wait for ever
-                    os.write(2, line)
 
 
 def _end_at_once(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

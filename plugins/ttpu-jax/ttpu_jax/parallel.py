@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 
+from ttpu_core.registry import default_registry
+from ttpu_core.services import Planner
 from ttpu_core.sharding.hardware import chip_named, chip_of_device_kind
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
 from ttpu_core.sharding.request import STAND_IN, plan_for, refuse_idle_axes, the_one_given, topology_of
+from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_jax.params.mesh import number_of_slices
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.placement import Placement, local_placement
-from ttpu_plan.planner import Request, best_plan
 
 
 def placement_for(
@@ -57,7 +59,7 @@ def placement_for(
     strategy = strategy_with(sharding_rules)
     argument, asked = given or ("parallelism_strategy", None)
     if isinstance(asked, str) and asked.strip().lower() == AUTO:
-        return local_placement(planned(spec, jax.devices(), Request(strategy=strategy, dtype=dtype)))
+        return local_placement(planned(spec, jax.devices(), strategy, dtype))
     if isinstance(asked, str):
         asked = resolve_parallelism(asked, len(jax.devices()), sharding_rules, argument=argument)
     placement = local_placement(asked, strategy)
@@ -65,17 +67,21 @@ def placement_for(
     return placement
 
 
-def planned(spec: ArchitectureSpec, devices: list[jax.Device], request: Request) -> Parallelism:
+def planned(spec: ArchitectureSpec, devices: list[jax.Device], strategy: Strategy, dtype: str) -> Parallelism:
     """The planner's fastest mesh for these devices, which are taken for slices that have as many.
 
     Raises:
+        MissingDependencyError: the planner is not installed.
         UnsupportedError: the model fits in no way.
     """
+    planner: Planner = default_registry().service("planner")
     chip = chip_of_device_kind(devices[0].device_kind) or chip_named(STAND_IN)
     topology = topology_of(chip, len(devices), number_of_slices(devices))
     if topology is None:  # of a tpu7x chip that several processes share, one core
-        return Parallelism(strategy=request.strategy)
-    return best_plan(spec, topology, request).parallelism
+        return Parallelism(strategy=strategy)
+    found = planner.fastest_mesh(spec, topology, strategy=strategy, dtype=dtype)
+    assert found is not None  # every mesh was accepted
+    return found
 
 
 def _refuse_idle_axes(spec: ArchitectureSpec, placement: Placement) -> None:

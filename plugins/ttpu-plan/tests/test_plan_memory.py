@@ -12,10 +12,11 @@ import pytest
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.registry import default_registry
+from ttpu_core.sharding.estimate import MemoryEstimate
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec
-from ttpu_plan.memory import MemoryEstimate, estimate_memory
+from ttpu_plan.memory import estimate_memory
 from ttpu_plan.shards import shard_model, tiled_bytes
 
 PEAKS: dict[str, Any] = json.loads((Path(__file__).parent / "plan_peaks.json").read_text())

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from ttpu_core.sharding.estimate import TimeEstimate
 from ttpu_core.sharding.hardware import Topology
 from ttpu_core.sharding.links import Links, links_of
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
@@ -24,23 +25,6 @@ MXU_SHARE = 0.8
 
 HBM_SHARE = 0.8
 """Of peak that reading weights and cache reaches there: Llama-3.1-8B decode on v5e:2x2 and v6e:1x1."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimeEstimate:
-    """Seconds of one execution on every device at once. The first four are each resource's own time; `seconds` is less
-    than their sum, because they overlap. `bound` is the resource that takes longest."""
-
-    compute: float
-    hbm: float
-    ici: float
-    dcn: float
-    seconds: float
-
-    @property
-    def bound(self) -> str:
-        """compute, hbm, ici or dcn."""
-        return max(("compute", "hbm", "ici", "dcn"), key=lambda name: getattr(self, name))
 
 
 def estimate_time(

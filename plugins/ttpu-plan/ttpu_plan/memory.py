@@ -5,10 +5,11 @@ from the arrays that the programs of `ttpu_jax.aot.steps` hold, without compilin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from ttpu_core.sharding.estimate import MemoryEstimate
 from ttpu_core.sharding.hardware import Chip
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.workload import BITS, QUANTIZED_BITS, Workload
@@ -29,38 +30,6 @@ GATHERED_LAYERS = 3
 
 STREAMS = 3
 """Copies of the residual stream that exist at once around a layer: its input, its sub-layer's input, its output."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    """Bytes on one device at the program's peak.
-
-    Args:
-        weights: as the program is given them.
-        gradients: of the layers done by then, in the activations' dtype.
-        optimizer: two moments in float32.
-        cache: keys, values and the states of other mixers.
-        activations: what a layer has at once, and in training what is kept of all layers.
-        logits: of the last tokens; in training of one part of the tokens, with the head's gradient.
-        temporaries: weights in another dtype or gathered from other devices, and the program's own.
-    """
-
-    weights: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    cache: int = 0
-    activations: int = 0
-    logits: int = 0
-    temporaries: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return sum(asdict(self).values())
-
-    def parts(self) -> dict[str, int]:
-        """By name, what there is none of left out."""
-        return {name: size for name, size in asdict(self).items() if size}
 
 
 def estimate_memory(

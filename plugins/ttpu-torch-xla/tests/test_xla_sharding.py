@@ -331,16 +331,16 @@ def test_a_plan_for_smaller_weights_than_are_held_is_warned_of() -> None:
 
 def test_the_planner_is_told_what_weights_are_held_in(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[resolve.__module__]
-    asked: list[Request] = []
+    asked: list[str] = []
 
-    def planned(spec: Any, _: Any, request: Request) -> Any:
-        asked.append(request)
+    def planned(spec: Any, adapter: Any, strategy: Any, dtype: str, quantization: Any) -> Any:
+        asked.append(dtype)
         return resolve_parallelism("fsdp", 8)
 
     monkeypatch.setattr(module, "planned", planned)
     for dtype in ("float32", torch.float16, "auto"):
         resolve(tiny_llama()[1].spec, Runtime(), mesh="auto", dtype=dtype)  # type: ignore[arg-type]
-    assert [request.dtype for request in asked] == ["float32", "float16", "bfloat16"]
+    assert asked == ["float32", "float16", "bfloat16"]
 
 
 def test_products_are_summed_where_devices_have_parts_of_them() -> None:

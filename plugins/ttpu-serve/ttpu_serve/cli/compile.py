@@ -226,8 +226,8 @@ def _parallelism(architecture: Architecture, devices: Sequence[Any], load: Mappi
     """As loading the checkpoint there would resolve it, but that nothing said means all devices."""
     from ttpu_core.sharding.parallelism import AUTO, Parallelism, resolve_parallelism
     from ttpu_core.sharding.request import plan_for, the_one_given
+    from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
     from ttpu_jax.parallel import planned
-    from ttpu_plan.planner import Request
 
     asked, plan = load.get("parallelism_strategy"), load.get("plan")
     the_one_given(None, parallelism_strategy=asked, plan=plan)
@@ -237,7 +237,7 @@ def _parallelism(architecture: Architecture, devices: Sequence[Any], load: Mappi
     if asked is None:
         return Parallelism((("tensor", len(devices)),))
     if asked.strip().lower() == AUTO:
-        return planned(architecture.spec, list(devices), Request(dtype=dtype))
+        return planned(architecture.spec, list(devices), DEFAULT_STRATEGY, dtype)
     return resolve_parallelism(asked, len(devices))
 
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.registry import default_registry
+from ttpu_core.services import Planner
 from ttpu_core.sharding.hardware import chip_named
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
-from ttpu_core.sharding.plan import Plan
 from ttpu_core.sharding.request import STAND_IN, plan_for, refuse_idle_axes, the_one_given, topology_of
 from ttpu_core.sharding.strategy import MeshAxes, Strategy
 from ttpu_core.sharding.workload import BITS, Quantization
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_launch.backends import CPU_DEVICES as SIMULATED_BY
-from ttpu_plan.planner import Request, plans, why_nothing_fits
 from ttpu_torch_xla.adapter import Adapter
 
 PADDED = frozenset({axes.VOCAB, axes.MLP})
@@ -74,12 +74,8 @@ def resolve(
     elif isinstance(asked, Parallelism):
         found = replace(asked, strategy=strategy_with(sharding_rules, asked.strategy))
     elif isinstance(asked, str) and asked.strip().lower() == AUTO:
-        request = Request(
-            strategy=strategy_with(sharding_rules),
-            dtype=held if held in BITS else "bfloat16",
-            quantization=quantization,
-        )
-        found = planned(spec, adapter, request)
+        counted = held if held in BITS else "bfloat16"
+        found = planned(spec, adapter, strategy_with(sharding_rules), counted, quantization)
     elif isinstance(asked, str):
         found = resolve_parallelism(asked, devices, sharding_rules, SIMULATED_BY, name)
     else:
@@ -145,32 +141,39 @@ def cut_of(
     return tuple(result)
 
 
-def planned(spec: ArchitectureSpec, adapter: Adapter, request: Request) -> Parallelism:
+def planned(
+    spec: ArchitectureSpec, adapter: Adapter, strategy: Strategy, dtype: str, quantization: Quantization | None = None
+) -> Parallelism:
     """The planner's fastest mesh for these devices, among those that divide the heads: here they are not padded.
 
     Raises:
+        MissingDependencyError: the planner is not installed.
         UnsupportedError: the model fits in no way.
     """
+    planner: Planner = default_registry().service("planner")
     devices = adapter.num_devices()
     topology = topology_of(chip_named(adapter.chip() or STAND_IN), devices, adapter.num_slices())
     if topology is None or devices == 1:
-        return Parallelism(strategy=request.strategy)
-    found = plans(spec, topology, request)
-    # What cuts the sequence exchanges keys and values by ring attention, which is the JAX backend's.
-    usable = [one for one in found if dict(one.mesh).get("sequence", 1) == 1 and _divides(spec, one)]
-    if not usable:
+        return Parallelism(strategy=strategy)
+
+    def accepts(one: Parallelism) -> bool:
+        # What cuts the sequence exchanges keys and values by ring attention, which is the JAX backend's.
+        return dict(one.mesh).get("sequence", 1) == 1 and _divides(spec, one)
+
+    found = planner.fastest_mesh(
+        spec, topology, strategy=strategy, dtype=dtype, quantization=quantization, accepts=accepts
+    )
+    if found is None:
         raise UnsupportedError(
             f"a mesh of {devices} devices was to be chosen for {spec.model_type}, but none divides its heads, which "
             "the torch_xla backend does not pad: take another number of devices, or backend='jax', which pads them."
         )
-    if not usable[0].fits:
-        raise UnsupportedError(str(why_nothing_fits(spec, topology, request, usable)))
-    return usable[0].parallelism
+    return found
 
 
-def _divides(spec: ArchitectureSpec, plan: Plan) -> bool:
+def _divides(spec: ArchitectureSpec, one: Parallelism) -> bool:
     try:
-        check(spec, dict(plan.mesh), plan.strategy)
+        check(spec, dict(one.mesh), one.strategy)
     except UnsupportedError:
         return False
     return True

@@ -1,0 +1,39 @@
+"""Which `pip install` brings what a user asks for and has not installed. The only place that knows distributions by
+name; what is installed is found by entry points."""
+
+from __future__ import annotations
+
+FAMILIES = {
+    "llama": "ttpu-llama",
+    "gemma": "ttpu-gemma",
+    "vaultgemma": "ttpu-gemma",
+    "qwen": "ttpu-qwen",
+    "mistral": "ttpu-mistral",
+    "ministral": "ttpu-mistral",
+    "mixtral": "ttpu-mistral",
+}
+"""By the beginning of the model type."""
+
+BACKENDS = {"jax": '"ttpu-core[jax]"', "torch_xla": '"ttpu-core[torch-xla]"'}
+
+COMMANDS = {
+    "bench": '"ttpu-serve[bench]"',
+    "compile": '"ttpu-core[serve]"',
+    "compile-report": '"ttpu-core[jax]"',
+    "conformance": "ttpu-conformance",
+    "launch": "ttpu-launch",
+    "new-plugin": "ttpu-conformance",
+    "plan": "ttpu-plan",
+    "inspect": '"ttpu-core[torch-xla]"',
+    "serve": '"ttpu-core[serve]"',
+}
+
+SERVICES = {"planner": "ttpu-plan", "rendezvous": "ttpu-launch", "engine": '"ttpu-core[serve]"'}
+
+A_FAMILY, A_BACKEND = "ttpu-llama", '"ttpu-core[jax]"'
+"""For an environment that has none."""
+
+
+def family_of(model_type: str) -> str | None:
+    """The distribution that describes a model type, or None if none is known."""
+    return next((name for prefix, name in FAMILIES.items() if model_type.startswith(prefix)), None)

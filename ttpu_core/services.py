@@ -1,0 +1,62 @@
+"""What other distributions do for backends and commands, as protocols. `default_registry().service(name)` gives the
+object that an entry point of the group `ttpu.services` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from ttpu_core.processes import Contract
+    from ttpu_core.sharding.hardware import Topology
+    from ttpu_core.sharding.parallelism import Parallelism
+    from ttpu_core.sharding.strategy import Strategy
+    from ttpu_core.sharding.workload import Quantization
+    from ttpu_core.spec import ArchitectureSpec
+
+
+class Planner(Protocol):
+    """The service "planner": chooses a mesh for parallelism_strategy="auto"."""
+
+    def fastest_mesh(
+        self,
+        spec: ArchitectureSpec,
+        topology: Topology,
+        *,
+        strategy: Strategy,
+        dtype: str,
+        quantization: Quantization | None = None,
+        accepts: Callable[[Parallelism], bool] | None = None,
+    ) -> Parallelism | None:
+        """The fastest mesh of these slices on which the model is predicted to fit, to serve it.
+
+        Args:
+            strategy: which mesh axes shard which logical axes.
+            dtype: of weights, activations and cache.
+            quantization: of the layers' weights.
+            accepts: whether the backend can run a mesh; None accepts all.
+
+        Returns:
+            None if the backend accepts none.
+
+        Raises:
+            UnsupportedError: the model fits on none; the message says by how much, and what would help.
+        """
+        ...
+
+
+class Rendezvous(Protocol):
+    """The service "rendezvous": processes meet before a framework connects them."""
+
+    def meet(self, contract: Contract) -> None:
+        """Wait until all processes of the contract are there.
+
+        Raises:
+            LaunchError: some do not come in time, or two have the same number.
+        """
+        ...
+
+    def keep_stdout(self) -> None:
+        """Give Python's stdout a descriptor of its own, so that lines which a collective library writes to descriptor
+        1 do not mix with the program's output."""
+        ...
