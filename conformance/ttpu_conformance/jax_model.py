@@ -19,6 +19,7 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.mapping import pad_mapping
 from ttpu_core.spec import ArchitectureSpec, HeadSpec
+from ttpu_core.spec.parameters import stacked_paths
 from ttpu_jax.aot.steps import inference_step
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.causal_lm import JaxCausalLM
@@ -190,16 +191,8 @@ def residual_stream(loaded: JaxModel, ids: np.ndarray, layers: int, *, several: 
 def stack(spec: ArchitectureSpec, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Parameters as a decoder that scans over layers holds them."""
     stacked = {path: array for path, array in params.items() if not path.startswith("layers.")}
-    for number, group in enumerate(spec.groups()):
-        period = len(group.unit)
-        for place in range(period):
-            first = f"layers.{group.start + place}."
-            for path in [path for path in params if path.startswith(first)]:
-                rest = path.removeprefix(first)
-                copies = [
-                    params[f"layers.{group.start + place + turn * period}.{rest}"] for turn in range(group.repeats)
-                ]
-                stacked[f"groups.{number}.{place}.{rest}"] = jnp.stack(copies)
+    for path, copies in stacked_paths(spec, params):
+        stacked[path] = jnp.stack([params[copy] for copy in copies])
     return stacked
 
 

@@ -12,16 +12,19 @@ from typing import Any, Self
 
 from ttpu_core.config import parse_json_object
 from ttpu_core.errors import CheckpointError
+from ttpu_core.spec.arithmetic import BITS
 
 # Why not safetensors.safe_open: it maps the file, and mapped pages count towards a host's peak RSS until the
 # kernel drops them; and a host wants only the byte ranges of its own shards, straight in its own buffers.
 
-DTYPE_BITS: Mapping[str, int] = MappingProxyType(
-    {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64}
-    | {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64}
-    | {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
-    | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_NUMPY_NAMES = (
+    {"BOOL": "bool", "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64"}
+    | {f"{sign}{bits}": f"{name}{bits}" for sign, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)}
+    | {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+    | {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
+    | {"F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn"}
 )
+DTYPE_BITS: Mapping[str, int] = MappingProxyType({stored: BITS[name] for stored, name in _NUMPY_NAMES.items()})
 """Bits of one element by safetensors' dtype name; the names that safetensors 0.8 writes."""
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from ttpu_core.config import ModelConfig
     from ttpu_core.spec import ArchitectureSpec
 
-WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
-BITS_OF_OWN_DTYPE = {"float32": 32, "bfloat16": 16, "float16": 16}
+WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "int4")
 
 
 def info(
@@ -86,7 +85,7 @@ def _model_facts(spec: ArchitectureSpec) -> dict[str, Any]:
         "num_layers": spec.num_layers,
         "max_position_embeddings": spec.max_position_embeddings,
         "parameters": _parameter_facts(spec),
-        "weight_bytes": {dtype: _weight_bytes(spec, bits) for dtype, bits in WEIGHT_BITS.items()},
+        "weight_bytes": {dtype: _weight_bytes(spec, dtype) for dtype in WEIGHT_DTYPES},
         "kv_cache": _cache_facts(spec),
     }
 
@@ -94,6 +93,7 @@ def _model_facts(spec: ArchitectureSpec) -> dict[str, Any]:
 def _cache_facts(spec: ArchitectureSpec) -> dict[str, Any]:
     """What one sequence keeps between tokens, in bfloat16 unless a mixer's state has a dtype of its own."""
     from ttpu_core.spec import AttentionSpec, MixerSpec
+    from ttpu_core.spec.arithmetic import BITS
 
     mixers = [layer.mixer for layer in spec.layers]
     states = [state for mixer in mixers if isinstance(mixer, MixerSpec) for state in mixer.state]
@@ -105,7 +105,7 @@ def _cache_facts(spec: ArchitectureSpec) -> dict[str, Any]:
         "bytes_at_full_context": per_token * spec.max_position_embeddings,
         "layers_that_forget": bounded,
         "state_bytes_per_sequence": sum(
-            prod(state.shape) * BITS_OF_OWN_DTYPE.get(state.dtype or "bfloat16", 32) // 8 for state in states
+            prod(state.shape) * BITS[state.dtype or "bfloat16"] // 8 for state in states
         ),
     }
 
@@ -122,12 +122,11 @@ def _parameter_facts(spec: ArchitectureSpec) -> dict[str, Any]:
     return {"total": spec.num_parameters, "active": active, "embedding": embedding, "head": head, "per_layer": layers}
 
 
-def _weight_bytes(spec: ArchitectureSpec, bits: int) -> int:
-    """Bytes of all weights at so many bits each; a parameter that keeps a dtype of its own keeps it."""
-    total = sum(
-        parameter.size * (BITS_OF_OWN_DTYPE.get(parameter.dtype, 32) if parameter.dtype else bits)
-        for parameter in spec.parameters.values()
-    )
+def _weight_bytes(spec: ArchitectureSpec, dtype: str) -> int:
+    """Bytes of all weights in a dtype; a parameter that has a dtype of its own keeps it."""
+    from ttpu_core.spec.arithmetic import BITS
+
+    total = sum(parameter.size * BITS[parameter.dtype or dtype] for parameter in spec.parameters.values())
     return -(-total // 8)
 
 

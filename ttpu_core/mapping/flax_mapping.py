@@ -14,6 +14,7 @@ from ttpu_core.errors import MappingError
 from ttpu_core.mapping.expressions import Expression, Padded, Shape, Stack, Tensor
 from ttpu_core.mapping.padding import Padding
 from ttpu_core.mapping.strides import covers_once
+from ttpu_core.spec.parameters import LAYERS, stacked_paths
 
 if TYPE_CHECKING:
     from ttpu_core.spec import ArchitectureSpec, Parameter
@@ -177,18 +178,10 @@ class FlaxMapping:
 def stack_layers(mapping: FlaxMapping, spec: ArchitectureSpec) -> FlaxMapping:
     """The mapping for parameters stacked over equal layers: `groups.<g>.<position>.<path>` with a leading layers axis
     instead of `layers.<i>.<path>`, as a decoder that scans over layers stores them."""
-    rules: list[tuple[str, Expression]] = [rule for rule in mapping.rules if not rule[0].startswith("layers.")]
-    by_layer: dict[int, list[tuple[str, Expression]]] = defaultdict(list)
-    for path, rule in mapping.rules:
-        if path.startswith("layers."):
-            _, index, rest = path.split(".", 2)
-            by_layer[int(index)].append((rest, rule))
-    for number, group in enumerate(spec.groups()):
-        period = len(group.unit)
-        for position in range(period):
-            copies = [dict(by_layer[group.start + position + turn * period]) for turn in range(group.repeats)]
-            for rest in copies[0]:
-                rules.append((f"groups.{number}.{position}.{rest}", Stack(tuple(copy[rest] for copy in copies))))
+    rules = [rule for rule in mapping.rules if not rule[0].startswith(LAYERS)]
+    by_path = dict(mapping.rules)
+    for path, copies in stacked_paths(spec, by_path):
+        rules.append((path, Stack(tuple(by_path[copy] for copy in copies))))
     return replace(mapping, rules=tuple(rules), alternatives=())
 
 

@@ -19,7 +19,7 @@ from ttpu_core.sharding.heads import HeadSplit, head_splits
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MixerSpec, MLPSpec, MoESpec, Parameter, axes
 from ttpu_core.spec.latent_attention import LATENT_ATTENTION
-from ttpu_core.spec.parameters import layer_parameters
+from ttpu_core.spec.parameters import layer_parameters, stacked_paths
 
 __all__ = ["Padding", "Paddings", "pad_architecture", "stacked_paddings"]
 
@@ -46,17 +46,8 @@ def pad_architecture(
 def stacked_paddings(padded: ArchitectureSpec, paddings: Paddings) -> dict[str, tuple[Padding | None, ...]]:
     """For a decoder that scans over layers (`ttpu_core.spec.parameters.stacked_parameters`): path → the padding of each
     copy along the leading axis. Parameters that are not stacked are left out."""
-    result = {}
-    for number, group in enumerate(padded.groups()):
-        period = len(group.unit)
-        for place, layer in enumerate(group.unit):
-            first = group.start + place
-            for rest in layer_parameters(layer, padded.hidden_size):
-                layers = range(first, first + group.repeats * period, period)
-                copies = tuple(paddings.get(f"layers.{layer}.{rest}") for layer in layers)
-                if any(copies):
-                    result[f"groups.{number}.{place}.{rest}"] = copies
-    return result
+    found = ((path, tuple(map(paddings.get, copies))) for path, copies in stacked_paths(padded, padded.parameters))
+    return {path: copies for path, copies in found if any(copies)}
 
 
 @lru_cache(maxsize=256)

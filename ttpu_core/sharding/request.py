@@ -11,8 +11,9 @@ from typing import Any
 from ttpu_core.errors import PlanError, RequestError, UnsupportedError
 from ttpu_core.sharding.hardware import Chip, Topology, slice_sizes
 from ttpu_core.sharding.plan import Plan, load_plan
-from ttpu_core.sharding.workload import BITS
+from ttpu_core.sharding.workload import DTYPES
 from ttpu_core.spec import ArchitectureSpec
+from ttpu_core.spec.arithmetic import BITS
 
 STAND_IN = "v5p"
 """The chip whose figures "auto" takes where the devices are no TPUs: one with much memory."""
@@ -75,7 +76,7 @@ def plan_for(
                 f"the plan is for {workload.quantization or workload.dtype} weights, but the {backend} backend loads "
                 f"them in {quantization or dtype}: make a plan {option}."
             )
-        if quantization is None and dtype in BITS and BITS[workload.dtype] < BITS[dtype]:
+        if quantization is None and dtype in DTYPES and BITS[workload.dtype] < BITS[dtype]:
             warnings.warn(
                 f"the plan was made for weights in {workload.dtype}, but they are held in {dtype}, which takes more "
                 f"memory than it says: pass dtype={workload.dtype!r}",

@@ -6,17 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from ttpu_core.errors import RequestError
+from ttpu_core.spec.arithmetic import BITS
 
 Task = Literal["decode", "prefill", "train"]
 Layers = Literal["unrolled", "scan"]
 Quantization = Literal["int8", "int4", "fp8"]
 
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
-"""Of one element, by dtype."""
-
-QUANTIZED_BITS: dict[str, float] = {"int8": 8, "fp8": 8, "int4": 4 + 16 / 128}
-"""Of one weight with its scales: one scale for each output channel costs nothing, int4 has a bfloat16 one for every 128
-weights."""
+DTYPES = ("float32", "bfloat16", "float16")
+"""What a model may compute in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,7 @@ class Workload:
     def __post_init__(self) -> None:
         for name, word, allowed in (
             ("task", self.task, get_args(Task)),
-            ("dtype", self.dtype, tuple(BITS)),
+            ("dtype", self.dtype, DTYPES),
             ("layers", self.layers, get_args(Layers)),
             ("quantization", self.quantization, (None, *get_args(Quantization))),
         ):

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from operator import attrgetter
 from typing import Any
 
-from ttpu_core.spec import axes
+from ttpu_core.spec.arithmetic import kept_elements
 from ttpu_core.spec.parameters import model_parameters
 from ttpu_core.spec.parts import (
     AttentionSpec,
@@ -18,7 +17,6 @@ from ttpu_core.spec.parts import (
     HeadSpec,
     KernelChoice,
     LayerSpec,
-    MixerSpec,
     MoESpec,
     NormSpec,
     Parameter,
@@ -111,7 +109,7 @@ class ArchitectureSpec:
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes that one more token adds to the KV cache of one sequence, layers with windows counted like the rest."""
-        return sum(_elements_per_token(layer.mixer) for layer in self.layers) * bytes_per_element
+        return sum(kept_elements(layer.mixer) for layer in self.layers) * bytes_per_element
 
     @cached_property
     def kv_sources(self) -> frozenset[int]:
@@ -129,13 +127,6 @@ class ArchitectureSpec:
 
 
 _fields = attrgetter(*ArchitectureSpec.__dataclass_fields__)
-
-
-def _elements_per_token(mixer: AttentionSpec | MixerSpec) -> int:
-    if isinstance(mixer, AttentionSpec):
-        return 0 if mixer.kv_from_layer is not None else mixer.num_kv_heads * (mixer.head_dim + mixer.value_dim)
-    growing = (state for state in mixer.state if axes.SEQUENCE in state.axes)
-    return sum(prod(d for d, axis in zip(s.shape, s.axes, strict=True) if axis != axes.SEQUENCE) for s in growing)
 
 
 def _groups(layers: tuple[LayerSpec, ...], alone: frozenset[int]) -> Iterator[LayerGroup]:

@@ -8,7 +8,7 @@ Projections that read the same input are fused, grouped by KV head so that tenso
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ttpu_core.spec.architecture_spec import ArchitectureSpec
 
 Named = Iterator[tuple[str, Parameter]]
+LAYERS = "layers."
 
 
 def model_parameters(spec: ArchitectureSpec) -> dict[str, Parameter]:
@@ -253,13 +254,30 @@ def _with_axis_overrides(
 def stacked_parameters(spec: ArchitectureSpec) -> dict[str, Parameter]:
     """The table for a decoder that scans over layers: `groups.<g>.<position>.<path>` with a leading layers axis
     instead of `layers.<i>.<path>`, as `ttpu_core.mapping.stack_layers` maps them."""
-    table = {path: parameter for path, parameter in spec.parameters.items() if not path.startswith("layers.")}
-    for number, group in enumerate(spec.groups()):
-        for place in range(len(group.unit)):
-            prefix = f"layers.{group.start + place}."
-            for path, parameter in spec.parameters.items():
-                if path.startswith(prefix):
-                    table[f"groups.{number}.{place}.{path.removeprefix(prefix)}"] = replace(
-                        parameter, shape=(group.repeats, *parameter.shape), axes=(axes.LAYERS, *parameter.axes)
-                    )
+    table = {path: parameter for path, parameter in spec.parameters.items() if not path.startswith(LAYERS)}
+    for path, copies in stacked_paths(spec, spec.parameters):
+        one = spec.parameters[copies[0]]
+        table[path] = replace(one, shape=(len(copies), *one.shape), axes=(axes.LAYERS, *one.axes))
     return table
+
+
+def stacked_layers(spec: ArchitectureSpec) -> Iterator[tuple[str, LayerSpec, range]]:
+    """Each place of each group of repeated layers: its prefix `groups.<g>.<position>`, its layer, and the numbers of
+    the layers that are stacked there."""
+    for number, group in enumerate(spec.groups()):
+        period = len(group.unit)
+        for place, layer in enumerate(group.unit):
+            first = group.start + place
+            yield f"groups.{number}.{place}", layer, range(first, first + group.repeats * period, period)
+
+
+def stacked_paths(spec: ArchitectureSpec, paths: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Stacked path and the paths of its copies, in the order of their layers, of all `paths` within layers."""
+    names: dict[str, list[str]] = {}
+    for path in paths:
+        if path.startswith(LAYERS):
+            _, index, rest = path.split(".", 2)
+            names.setdefault(index, []).append(rest)
+    for prefix, _, layers in stacked_layers(spec):
+        for rest in names.get(str(layers[0]), ()):
+            yield f"{prefix}.{rest}", tuple(f"{LAYERS}{layer}.{rest}" for layer in layers)

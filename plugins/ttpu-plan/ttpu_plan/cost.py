@@ -15,8 +15,16 @@ from ttpu_core.sharding.estimate import TimeEstimate
 from ttpu_core.sharding.hardware import Topology
 from ttpu_core.sharding.links import Links, links_of
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
-from ttpu_core.sharding.workload import BITS, Workload
+from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, axes
+from ttpu_core.spec.arithmetic import (
+    BITS,
+    attended_tokens,
+    attention_flops,
+    expert_shares,
+    kv_elements,
+    product_flops,
+)
 from ttpu_plan.memory import layer_cache_shapes, local_tokens, weight_bytes
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, shard_model, tiled_bytes
 
@@ -105,9 +113,9 @@ class _Program:
         for one in kind.parameters:
             read = float(weight_bytes([one], self.workload, gathered=True))
             if one.is_matrix:
-                used, active = self._expert_shares(kind, one, rows * tokens)
+                used, active = expert_shares(kind.layer.mlp, rows * tokens) if one.of_experts else (1.0, 1.0)
                 read *= used
-                flops += 2 * active * prod(one.gathered) * rows * tokens
+                flops += product_flops(active * prod(one.gathered), rows * tokens)
                 ends = (one.gathered[-1] + prod(one.gathered[:-1])) / (one.gathered[0] if one.of_experts else 1)
                 each = kind.layer.mlp.experts_per_token if one.of_experts and isinstance(kind.layer.mlp, MoESpec) else 1
                 traffic += rows * tokens * each * ends * item
@@ -135,7 +143,7 @@ class _Program:
         head = self.model.head
         scored = rows * (tokens if self.trains else 1)
         # Logits of some tokens at a time are computed again for the gradient (ttpu_jax.model.loss).
-        part.compute = (4 if self.trains else 1) * 2 * prod(head.gathered) * scored
+        part.compute = (4 if self.trains else 1) * product_flops(prod(head.gathered), scored)
         part.compute /= self.topology.chip.bf16_flops * MXU_SHARE
         traffic = weight_bytes([head], self.workload, gathered=True) + scored * head.gathered[0] * 4
         part.hbm = (3 if self.trains else 1) * traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE)
@@ -199,8 +207,8 @@ class _Program:
         by = self.model.axes_of(axes.SEQUENCE, self.workload.tokens)
         if not by or not isinstance(mixer, AttentionSpec):
             return
-        heads = mixer.num_kv_heads // self.model.devices(axes.KV_HEADS, mixer.num_kv_heads)
-        size = rows * heads * self.workload.context * (mixer.head_dim + mixer.value_dim)
+        size = rows * self.workload.context * kv_elements(mixer)
+        size //= self.model.devices(axes.KV_HEADS, mixer.num_kv_heads)
         times = self.forwards + 2 * self.trains
         self._in_background(part, "all-gather", times * size * self.workload.bytes_per_element, by)
 
@@ -212,15 +220,8 @@ class _Program:
         heads = mixer.num_heads // self.model.devices(axes.KV_HEADS, mixer.num_kv_heads)
         seen = self.workload.context
         if self.workload.task != "decode":
-            reach = min(seen, mixer.window or mixer.chunk or seen)
+            reach = attended_tokens(mixer, seen)
             seen = reach - reach // 2 if mixer.causal and reach == seen else reach
-        return 2.0 * rows * tokens * heads * seen * (mixer.head_dim + mixer.value_dim)
-
-    def _expert_shares(self, kind: LayerShards, one: ParameterShard, tokens: int) -> tuple[float, float]:
-        """Which share of a parameter is read at most for so many tokens, and which share multiplies each."""
-        if not one.of_experts or not isinstance(kind.layer.mlp, MoESpec):
-            return 1.0, 1.0
-        share = kind.layer.mlp.experts_per_token / kind.layer.mlp.num_experts
-        return min(1.0, tokens * share), share
+        return attention_flops(heads, mixer, rows * tokens * seen)
 
 

@@ -12,8 +12,9 @@ from math import prod
 from ttpu_core.sharding.estimate import MemoryEstimate
 from ttpu_core.sharding.hardware import Chip
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
-from ttpu_core.sharding.workload import BITS, QUANTIZED_BITS, Workload
+from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MoESpec, axes
+from ttpu_core.spec.arithmetic import BITS, QUANTIZED_BITS
 from ttpu_core.spec.parameters import norm_names
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, Shape, shard_model, tiled_bytes
 
@@ -68,7 +69,7 @@ def weight_bytes(
 
 def _bits(one: ParameterShard, workload: Workload) -> float:
     if one.parameter.dtype is not None:
-        return BITS.get(one.parameter.dtype, 32)
+        return BITS[one.parameter.dtype]
     if workload.quantization and one.is_matrix and one.path != "head.kernel":
         return QUANTIZED_BITS[workload.quantization]
     return BITS[workload.dtype]
@@ -249,7 +250,7 @@ def layer_cache_shapes(model: ModelShards, layer: LayerSpec, workload: Workload)
         return
     for state in mixer.state:
         sizes = (slots if axis == axes.SEQUENCE else size for size, axis in zip(state.shape, state.axes, strict=True))
-        yield model.cut((axes.BATCH, *state.axes), (batch, *sizes)), BITS.get(state.dtype or workload.dtype, 32)
+        yield model.cut((axes.BATCH, *state.axes), (batch, *sizes)), BITS[state.dtype or workload.dtype]
 
 
 def _layer_cache(model: ModelShards, layer: LayerSpec, workload: Workload) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from ttpu_core.spec.arithmetic import BITS
+
 COLLECTIVE_OPS = (
     "all-reduce",
     "all-gather",
@@ -17,18 +19,18 @@ COLLECTIVE_OPS = (
     "ragged-all-to-all",
 )
 
+_SHORT = (("bool", "pred"), ("uint", "u"), ("int", "s"), ("float", "f"), ("complex", "c"), ("_", ""))
+
+
+def _hlo_name(dtype: str) -> str:
+    """What HLO calls a dtype: float8_e4m3fn is f8e4m3fn, bfloat16 is bf16, int8 is s8."""
+    for long, short in _SHORT:
+        dtype = dtype.replace(long, short)
+    return dtype
+
+
 # Bits of an element; types not named here (token, opaque) hold no data.
-_BITS: Mapping[str, int] = MappingProxyType({
-    "pred": 8,
-    **dict.fromkeys(("s2", "u2"), 2),
-    **dict.fromkeys(("s4", "u4", "f4e2m1fn"), 4),
-    **dict.fromkeys(("s8", "u8", "f8e4m3", "f8e4m3fn", "f8e4m3b11fnuz", "f8e4m3fnuz"), 8),
-    **dict.fromkeys(("f8e5m2", "f8e5m2fnuz", "f8e3m4", "f8e8m0fnu"), 8),
-    **dict.fromkeys(("s16", "u16", "bf16", "f16"), 16),
-    **dict.fromkeys(("s32", "u32", "f32"), 32),
-    **dict.fromkeys(("s64", "u64", "f64", "c64"), 64),
-    "c128": 128,
-})
+_BITS: Mapping[str, int] = MappingProxyType({_hlo_name(dtype): bits for dtype, bits in BITS.items()})
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) ?\(.*->.*\{\s*$")

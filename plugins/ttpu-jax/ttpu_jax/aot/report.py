@@ -18,7 +18,8 @@ import numpy as np
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import RequestError
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
-from ttpu_core.spec import ArchitectureSpec, MoESpec, axes
+from ttpu_core.spec import ArchitectureSpec, axes
+from ttpu_core.spec.arithmetic import expert_shares, product_flops
 from ttpu_jax.aot.compile import TRAINING_OPTIONS, CompiledProgram, compile_for
 from ttpu_jax.aot.schedule import Breakdown
 from ttpu_jax.aot.steps import AbstractProgram, Task, inference_step, train_step
@@ -202,24 +203,22 @@ def _roofline_seconds(
         used, active = _expert_shares(spec, path, rows)
         if path.startswith(("layers.", "groups.")):
             read += used * _device_bytes(array)
-            multiplied += active * array.size * rows * path.endswith("kernel")
+            multiplied += product_flops(active * array.size, rows) * path.endswith("kernel")
     read += _device_bytes(params["embed.embedding" if spec.head.tied else "head.kernel"])
     read += _device_bytes(step.held) if task == "decode" else 0
     return max(
         read / topology.chip.hbm_bytes_per_second,
-        (3 if task == "train" else 1) * 2 * multiplied / len(topology.devices) / topology.chip.bf16_flops,
+        (3 if task == "train" else 1) * multiplied / len(topology.devices) / topology.chip.bf16_flops,
     )
 
 
 def _expert_shares(spec: ArchitectureSpec, path: str, rows: int) -> tuple[float, float]:
-    """Which share of a parameter is read at most for `rows` tokens, and which share multiplies each token."""
+    """`expert_shares` of the parameter at a path, stacked or not."""
     if ".moe.experts." not in path:
         return 1.0, 1.0
     kind, first, second, *_ = path.split(".")
     layer = spec.layers[int(first)] if kind == "layers" else spec.groups()[int(first)].unit[int(second)]
-    assert isinstance(layer.mlp, MoESpec)
-    each = layer.mlp.experts_per_token / layer.mlp.num_experts
-    return min(1.0, rows * each), each
+    return expert_shares(layer.mlp, rows)
 
 
 def _device_bytes(arrays: Any) -> int:

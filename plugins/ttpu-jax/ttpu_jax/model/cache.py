@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, StateSpec, axes
+from ttpu_core.spec.parameters import stacked_layers
 from ttpu_jax.params.placement import Placement
 
 CACHE_AXES = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)
@@ -135,7 +136,7 @@ def empty_cache(
 
     units: list[tuple[LayerSpec, tuple[int, ...]]]
     if stacked:
-        units = [(unit, (group.repeats,)) for group in spec.groups() for unit in group.unit]
+        units = [(layer, (len(copies),)) for _, layer, copies in stacked_layers(spec)]
     else:
         units = [(unit, ()) for unit in spec.layers]
     layers = tuple(layer(*unit) for unit in units)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, Parameter
+from ttpu_core.spec.parameters import stacked_layers
 from ttpu_jax.model.attention import KeyValue
 from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.custom import custom_block, custom_embedding
@@ -260,5 +261,4 @@ def _layer_paths(spec: ArchitectureSpec, *, stacked: bool) -> Iterator[tuple[str
     if not stacked:
         yield from ((f"layers.{index}", layer) for index, layer in enumerate(spec.layers))
         return
-    for number, group in enumerate(spec.groups()):
-        yield from ((f"groups.{number}.{place}", layer) for place, layer in enumerate(group.unit))
+    yield from ((prefix, layer) for prefix, layer, _ in stacked_layers(spec))

@@ -7,6 +7,7 @@ import numpy as np
 
 from ttpu_core.sharding.hardware import CHIPS
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec
+from ttpu_core.spec.arithmetic import attention_flops, kv_elements, product_flops
 from ttpu_serve.scheduling.scheduler_output import ScheduledStep
 
 
@@ -21,14 +22,14 @@ class StepCosts:
     ) -> None:
         self.flops = self.bytes = 0.0
         self._weight_bytes = weight_bytes
-        self._flops_per_token = 2.0 * spec.num_active_parameters
+        self._flops_per_token = product_flops(spec.num_active_parameters, 1)
         spans: dict[int | None, list[float]] = {}
         for layer in spec.layers:
             mixer = layer.mixer
             if isinstance(mixer, AttentionSpec):
                 kept = spans.setdefault(mixer.window or mixer.chunk, [0.0, 0.0])
-                kept[0] += 2.0 * mixer.num_heads * (mixer.head_dim + mixer.value_dim)
-                kept[1] += mixer.num_kv_heads * (mixer.head_dim + mixer.value_dim) * kv_itemsize
+                kept[0] += attention_flops(mixer.num_heads, mixer, 1)
+                kept[1] += kv_elements(mixer) * kv_itemsize
         self._spans = spans
         chip = next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)
         self.peak_flops = None if chip is None else chip.bf16_flops * devices

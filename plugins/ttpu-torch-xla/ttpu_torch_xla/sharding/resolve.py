@@ -14,7 +14,7 @@ from ttpu_core.sharding.hardware import chip_named
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
 from ttpu_core.sharding.request import STAND_IN, plan_for, refuse_idle_axes, the_one_given, topology_of
 from ttpu_core.sharding.strategy import MeshAxes, Strategy
-from ttpu_core.sharding.workload import BITS, Quantization
+from ttpu_core.sharding.workload import DTYPES, Quantization
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_launch.backends import CPU_DEVICES as SIMULATED_BY
 from ttpu_torch_xla.adapter import Adapter
@@ -74,7 +74,7 @@ def resolve(
     elif isinstance(asked, Parallelism):
         found = replace(asked, strategy=strategy_with(sharding_rules, asked.strategy))
     elif isinstance(asked, str) and asked.strip().lower() == AUTO:
-        counted = held if held in BITS else "bfloat16"
+        counted = held if held in DTYPES else "bfloat16"
         found = planned(spec, adapter, strategy_with(sharding_rules), counted, quantization)
     elif isinstance(asked, str):
         found = resolve_parallelism(asked, devices, sharding_rules, SIMULATED_BY, name)
