@@ -7,9 +7,10 @@ from types import ModuleType
 from typing import Any
 
 from ttpu_core import ModelConfig, hookimpl
-from ttpu_core.config import text_part
+from ttpu_core.config.text_part import text_config
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack, Tensor
 from ttpu_core.mapping.layout import standard_mapping
+from ttpu_core.mapping.text_part import text_mapping
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MixerSpec, MLPSpec, MoESpec
 from ttpu_mistral import ministral3, mistral, mistral4
 
@@ -47,7 +48,7 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
     """
     if "text_config" not in config:
         config = config.with_values(TEXT_DEFAULTS)
-    text = text_part.text_config(config, TEXT_TYPES).with_defaults({"model_type": "mistral"})
+    text = text_config(config, TEXT_TYPES).with_defaults({"model_type": "mistral"})
     filled: ModelConfig = _ask("ttpu_config", text)
     return filled
 
@@ -81,7 +82,7 @@ def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMappin
         tied=tuple(f"{BELOW}{name}" for name in mapping.tied),
         alternatives=tuple(map(_below, mapping.alternatives)),
     )
-    return text_part.text_mapping(mapping, f"{BELOW}model.", f"{BELOW}lm_head")
+    return text_mapping(mapping, f"{BELOW}model.", f"{BELOW}lm_head")
 
 
 def _below(rules: Rules) -> Rules:

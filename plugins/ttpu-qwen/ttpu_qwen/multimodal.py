@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttpu_core import ModelConfig
-from ttpu_core.config import text_part
+from ttpu_core.config.text_part import text_config
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import FlaxMapping
 from ttpu_core.mapping.layout import CheckpointNames
+from ttpu_core.mapping.text_part import text_mapping
 from ttpu_qwen.experts import SHARED_EXPERT
 
 TEXT_TYPES = {
@@ -33,7 +34,7 @@ def text_config(config: ModelConfig, defaults: Mapping[str, Any]) -> ModelConfig
     Raises:
         ConfigError: a gated norm with another activation than SiLU.
     """
-    text = text_part.text_config(config, (TEXT_TYPES[config.model_type],), tied=False)
+    text = text_config(config, (TEXT_TYPES[config.model_type],), tied=False)
     for part in (config, text):
         for key in OF_OTHER_PARTS:
             part.get(key)
@@ -64,4 +65,4 @@ def tensor_names(model_type: str) -> CheckpointNames:
 
 def either_prefix(mapping: FlaxMapping, model_type: str) -> FlaxMapping:
     """The mapping, which reads checkpoints of the text part and of the whole alike, and leaves out what is not text."""
-    return text_part.text_mapping(mapping, base(model_type))
+    return text_mapping(mapping, base(model_type))
