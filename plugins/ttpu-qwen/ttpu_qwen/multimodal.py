@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttpu_core import ModelConfig
-from ttpu_core.config.text_part import text_config
+from ttpu_core.config import text_part
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import FlaxMapping
 from ttpu_core.mapping.layout import CheckpointNames
@@ -34,7 +34,7 @@ def text_config(config: ModelConfig, defaults: Mapping[str, Any]) -> ModelConfig
     Raises:
         ConfigError: a gated norm with another activation than SiLU.
     """
-    text = text_config(config, (TEXT_TYPES[config.model_type],), tied=False)
+    text = text_part.text_config(config, (TEXT_TYPES[config.model_type],), tied=False)
     for part in (config, text):
         for key in OF_OTHER_PARTS:
             part.get(key)
