@@ -438,17 +438,15 @@ def test_a_service_is_found_denied_and_conflicts_like_any_plugin(tmp_path: Path)
     assert "soothsayer" in env.ttpu("list-plugins")
 
 
-def test_the_default_backend_is_the_one_that_its_declaration_prefers_most(tmp_path: Path) -> None:
+def test_the_default_backend_is_the_only_one_or_one_that_offers_itself(tmp_path: Path) -> None:
+    offer = {"zeal": "eager:B"}
     env = Environment.install(
         tmp_path,
-        Distribution(
-            "ttpu-eager",
-            {"eager.py": "class Declaration: preference = 1000\n", "eager_backend.py": LEAVES_A_TRACE},
-            {"ttpu.backends": {"zeal": "eager_backend:B"}, "ttpu.declarations": {"zeal": "eager:Declaration"}},
-        ),
-        Distribution("ttpu-shy", {"shy.py": LEAVES_A_TRACE}, {"ttpu.backends": {"a-shy-one": "shy:B"}}),
+        Distribution("eager", {"eager.py": LEAVES_A_TRACE}, {"ttpu.backends": offer, "ttpu.default_backends": offer}),
+        Distribution("shy", {"shy.py": LEAVES_A_TRACE}, {"ttpu.backends": {"a-shy-one": "shy:B"}}),
     )
     default = "report(default_registry().default_backend())"
-    assert env.run(default) == "zeal"
-    assert env.run(default, TTPU_PLUGINS="ttpu-shy") == "a-shy-one"  # the only one needs no preference
+    assert env.run(default, TTPU_PLUGINS="eager,shy") == "zeal"
+    assert env.run(default, TTPU_PLUGINS="shy") == "a-shy-one"
     assert not (env.site / "imported").exists()
+    assert env.run(default, TTPU_DISABLE_PLUGINS="eager") == Registry().default_backend()

@@ -131,19 +131,10 @@ class Trains(Protocol):
         ...
 
 
-class Declaration(Protocol):
-    """What is known of a backend without importing its framework: an object named by an entry point of the group
-    `ttpu.declarations`, whose name is the backend's. Its module must import no framework.
-
-    preference: of several installed backends the one with the highest runs a model where none is named.
-    """
-
-    preference: int
-
-
-@runtime_checkable
-class Launches(Declaration, Protocol):
-    """A declaration of a backend whose processes need variables of their own beside their place among the others.
+class Launches(Protocol):
+    """What a backend declares for `ttpu launch`, if its processes need variables of their own beside their place among
+    the others: an object named by an entry point of the group `ttpu.launches`, whose name is the backend's. Its module
+    must import no framework.
 
     variables: the names of these variables.
     """

@@ -19,7 +19,7 @@ import pluggy
 
 from ttpu_core import defaults, distributions, hookspecs
 from ttpu_core.architecture import Architecture, describe
-from ttpu_core.backend import Backend, Declaration
+from ttpu_core.backend import Backend, Launches
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError
 
@@ -28,8 +28,9 @@ BACKENDS = "ttpu.backends"
 PATCH_PACKS = "ttpu.patch_packs"
 COMMANDS = "ttpu.commands"
 SERVICES = "ttpu.services"
-DECLARATIONS = "ttpu.declarations"
-GROUPS = (ARCHITECTURES, BACKENDS, PATCH_PACKS, COMMANDS, SERVICES, DECLARATIONS)
+LAUNCHES = "ttpu.launches"
+DEFAULT_BACKENDS = "ttpu.default_backends"
+GROUPS = (ARCHITECTURES, BACKENDS, PATCH_PACKS, COMMANDS, SERVICES, LAUNCHES, DEFAULT_BACKENDS)
 
 ALLOW_VARIABLE = "TTPU_PLUGINS"
 DENY_VARIABLE = "TTPU_DISABLE_PLUGINS"
@@ -130,32 +131,31 @@ class Registry:
         return self._load(self._find(BACKENDS, name, "backend"))()
 
     def default_backend(self) -> str:
-        """The backend that runs a model where none is named: the usable one that prefers itself most, as its entry
-        point of the group `ttpu.declarations` says, and of equal ones the first by name. Imports no backend.
+        """The backend that runs a model where none is named: the only usable one; of several one that offers itself by
+        an entry point of the group `ttpu.default_backends`; of several of those the first by name. Imports nothing.
 
         Raises:
             MissingDependencyError: no backend is installed.
-            PluginError: those that are installed cannot be used.
         """
         usable = sorted({record.name for record in self.plugins(BACKENDS) if record.usable})
-        if usable:
-            return usable[0] if len(usable) == 1 else max(usable, key=self._preference)
-        known = self._claimed(BACKENDS)
-        if known:
-            return known[0]  # whoever asks for it is told why it cannot be used
-        raise MissingDependencyError(
-            f"a model was to be run, but no backend is installed: {_backend_advice('', ())}"
-        )
+        offered = {record.name for record in self.plugins(DEFAULT_BACKENDS) if record.usable}
+        found = [name for name in usable if name in offered] or usable or self._claimed(BACKENDS)
+        if not found:
+            raise MissingDependencyError(
+                f"a model was to be run, but no backend is installed: {_backend_advice('', ())}"
+            )
+        return found[0]
 
-    def declaration(self, name: str) -> Declaration | None:
-        """What a backend declares of itself without its framework, or None if it declares nothing.
+    def launches(self, backend: str) -> Launches | None:
+        """What a backend declares for `ttpu launch`, or None if it declares nothing. Imports no framework.
 
         Raises:
-            PluginError: its declaration cannot be imported, or two distributions claim it.
+            PluginError: the declaration cannot be imported, or two distributions claim it.
         """
-        if name not in self._claimed(DECLARATIONS):
+        if backend not in self._claimed(LAUNCHES):
             return None
-        return self._load(self._find(DECLARATIONS, name, "the declaration of backend"))
+        found: Launches = self._load(self._find(LAUNCHES, backend, "the launch of backend"))
+        return found
 
     def service(self, name: str) -> Any:
         """What another distribution does for backends and commands: "planner" (`ttpu_core.services.Planner`),
@@ -179,14 +179,6 @@ class Registry:
 
     def _claimed(self, group: str) -> list[str]:
         return sorted({record.name for record in self._records.values() if record.group == group})
-
-    def _preference(self, backend: str) -> int:
-        """A declaration that cannot be imported prefers nothing, and is shown by `ttpu list-plugins --check`."""
-        try:
-            declaration = self.declaration(backend)
-        except PluginError:
-            return 0
-        return 0 if declaration is None else declaration.preference
 
     def _find(self, group: str, name: str, what: str) -> PluginRecord:
         candidates = [record for record in self._records.values() if (record.group, record.name) == (group, name)]

@@ -23,7 +23,8 @@ KINDS = {
     "ttpu.patch_packs": "patch pack",
     "ttpu.commands": "command",
     "ttpu.services": "service",
-    "ttpu.declarations": "declaration",
+    "ttpu.launches": "launch",
+    "ttpu.default_backends": "default backend",
 }
 STATE_STYLES = {"available": "green", "loaded": "green", "disabled": "dim"}
 

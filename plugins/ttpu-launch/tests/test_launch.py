@@ -483,3 +483,8 @@ def test_a_script_is_run_by_this_python(tmp_path: Path) -> None:
 def test_launching_loads_no_framework() -> None:
     rooms = "supervisor, places, slurm, gke, tpu_pod, rendezvous, guard, files, command, script, options"
     assert loaded_after(f"from ttpu_launch import {rooms}", HEAVY) == []
+
+
+def test_asking_what_a_backend_needs_loads_no_framework() -> None:
+    asked = "from ttpu_launch.backends import LaunchedBackend\nfor name in ('jax', 'torch_xla'): LaunchedBackend(name)"
+    assert loaded_after(asked, HEAVY) == []

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from ttpu_core.cli.main import app
 from ttpu_core.errors import LaunchError
-from ttpu_launch.backends import variables_for
-from ttpu_launch.options import HERE, HOSTS, WORKER
+from ttpu_launch.backends import LaunchedBackend
 
 
 def launched(*arguments: str, status: int = 0, **variables: str) -> str:
@@ -121,8 +120,9 @@ def test_what_another_machine_launches_is_for_the_same_backend(where: tuple[str,
 
 
 def test_a_platform_that_is_named_already_stays() -> None:
-    assert variables_for("torch_xla", HERE, 1, 2, {"PJRT_DEVICE": "CPU"})["CPU_NUM_DEVICES"] == "2"
-    assert variables_for("torch_xla", WORKER, 1, None, {"PJRT_DEVICE": "CPU"}) == {"PJRT_DEVICE": "CPU"}
-    assert variables_for("torch_xla", HERE, 1, None, {}) == {}
+    runs = LaunchedBackend("torch_xla")
+    assert runs.variables_for(1, 2, {"PJRT_DEVICE": "CPU"}, on_tpu_worker=False)["CPU_NUM_DEVICES"] == "2"
+    assert runs.variables_for(1, None, {"PJRT_DEVICE": "CPU"}, on_tpu_worker=True) == {"PJRT_DEVICE": "CPU"}
+    assert runs.variables_for(1, None, {}, on_tpu_worker=False) == {}
     with pytest.raises(LaunchError, match="--devices-per-process 2 was given, but PJRT_DEVICE is 'TPU'"):
-        variables_for("torch_xla", HOSTS, 2, 2, {"PJRT_DEVICE": "TPU"})
+        runs.variables_for(2, 2, {"PJRT_DEVICE": "TPU"}, on_tpu_worker=False)

@@ -1,72 +1,60 @@
-"""What processes of a backend need beside their place among the others. In: a backend, where it is launched and how
-many processes that makes; out: variables for them, or one sentence about what the backend cannot do."""
+"""Asks what a backend declares for its launch: what its processes need beside their place among the others. No
+framework is imported for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ttpu_core.backend import Launches
 from ttpu_core.errors import LaunchError
-from ttpu_launch.options import WORKER
-
-JAX, TORCH_XLA = "jax", "torch_xla"
-DEVICE, CPU_DEVICES = "PJRT_DEVICE", "CPU_NUM_DEVICES"
-"""The variables by which torch_xla is told its platform, and how many CPU devices to simulate."""
+from ttpu_core.registry import BACKENDS, default_registry
 
 
-def check_backend(backend: str) -> None:
-    """Refuse a name that the launcher does not know.
-
-    Raises:
-        LaunchError: it is neither.
-    """
-    if backend not in (JAX, TORCH_XLA):
-        raise LaunchError(
-            f"--backend {backend!r} was given, but processes are launched for {JAX} or {TORCH_XLA}: pass one of them, "
-            "or leave it out for a backend that needs no variables of its own."
-        )
-
-
-def check_processes(backend: str, per_host: int) -> None:
-    """Refuse more processes on a host than the backend has there.
-
-    Raises:
-        LaunchError: torch_xla was to have more than one.
-    """
-    if backend == TORCH_XLA and per_host > 1:
-        raise LaunchError(
-            f"--backend {TORCH_XLA} was given with {per_host} processes on a host, but torch_xla drives all devices of "
-            "a host from one process: start one on each (without --nproc-per-node; in SLURM with --ntasks-per-node=1), "
-            "and say with --devices-per-process how many devices a CPU simulates."
-        )
-
-
-def variables_for(
-    backend: str, place: str, processes: int, local_devices: int | None, given: Mapping[str, str]
-) -> dict[str, str]:
-    """The variables of each process.
+class LaunchedBackend:
+    """The backend that a launch is for, or none in particular.
 
     Args:
-        place: one of `ttpu_launch.options.PLACES`: where processes are started now, or what a script says.
-        processes: how many there are in all, where the launcher knows.
-        local_devices: CPU devices that each simulates; None for the accelerators that are there.
-        given: the variables that they have anyhow, which stay as they are.
+        name: what `--backend` names; None for processes that need no variables but the launch's own.
 
     Raises:
-        LaunchError: torch_xla was to run in several processes on CPUs, whose collectives abort.
+        LaunchError: no installed backend has this name.
+        PluginError: what it declares cannot be used.
     """
-    if backend != TORCH_XLA:
-        return {}
-    device = given.get(DEVICE, "") or ("TPU" if place == WORKER else "CPU" if local_devices else "")
-    if place != WORKER and processes > 1 and device != "TPU":
-        raise LaunchError(
-            f"--backend {TORCH_XLA} was given for {processes} processes, but torch_xla joins processes on TPUs only: "
-            f"pass --env {DEVICE}=TPU if these hosts have TPUs, or simulate several CPU devices in one process with "
-            "--devices-per-process."
-        )
-    if local_devices and device != "CPU":
-        raise LaunchError(
-            f"--devices-per-process {local_devices} was given, but {DEVICE} is {device!r}, whose devices are not "
-            "simulated: leave one of them out."
-        )
-    found = {DEVICE: device} if device else {}
-    return found | ({CPU_DEVICES: str(local_devices)} if local_devices else {})
+
+    def __init__(self, name: str | None) -> None:
+        known = sorted({record.name for record in default_registry().plugins(BACKENDS) if record.usable})
+        if name is not None and name not in known:
+            raise LaunchError(
+                f"--backend {name!r} was given, but processes are launched for {' or '.join(known) or 'none'}, which "
+                "is installed: pass that, install the backend, or leave it out for one that needs no variables of its "
+                "own."
+            )
+        self._launches: Launches | None = None if name is None else default_registry().launches(name)
+        self.passed_on = name if self._launches else None
+        """The name that a launch on another machine is given; None for a backend that declares nothing for it."""
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the backend's own variables."""
+        return self._launches.variables if self._launches else ()
+
+    def check_processes(self, per_host: int) -> None:
+        """Refuse more processes on a host than the backend has there.
+
+        Raises:
+            LaunchError: there are more.
+        """
+        if self._launches:
+            self._launches.check_processes(per_host)
+
+    def variables_for(
+        self, processes: int, local_devices: int | None, given: Mapping[str, str], *, on_tpu_worker: bool
+    ) -> dict[str, str]:
+        """The backend's own variables of each process, see `ttpu_core.backend.Launches`.
+
+        Raises:
+            LaunchError: what the backend cannot run.
+        """
+        if self._launches is None:
+            return {}
+        return dict(self._launches.variables_for(processes, local_devices, given, on_tpu_worker=on_tpu_worker))

@@ -16,7 +16,7 @@ from ttpu_core.cli.commands import CONTEXT_SETTINGS
 from ttpu_core.cli.console import note
 from ttpu_core.errors import LaunchError
 from ttpu_core.processes import DEFAULT_TIMEOUT
-from ttpu_launch.options import DEFAULT_BACKEND, DEFAULT_GRACE, DEFAULT_SSH
+from ttpu_launch.options import DEFAULT_GRACE, DEFAULT_SSH
 
 if TYPE_CHECKING:
     from ttpu_core.sharding.hardware import Topology
@@ -41,8 +41,9 @@ def launch(
         typer.Option(min=1, metavar="M", help="Simulate M CPU devices in each process.", rich_help_panel=PROCESSES),
     ] = None,
     backend: Annotated[
-        str, typer.Option(metavar="NAME", help="What they run: jax or torch_xla.", rich_help_panel=PROCESSES)
-    ] = DEFAULT_BACKEND,
+        str | None,
+        typer.Option(metavar="NAME", help="The backend that they run: sets its variables.", rich_help_panel=PROCESSES),
+    ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option("--env", metavar="NAME[=VALUE]", help="Pass a variable; repeat.", rich_help_panel=PROCESSES),
@@ -143,7 +144,8 @@ def launch(
           -- ttpu generate /models/llama --prompt Hi --mesh data=2,tensor=16
     """
     from ttpu_core.processes import Contract
-    from ttpu_launch import backends, options, places
+    from ttpu_launch import options, places
+    from ttpu_launch.backends import LaunchedBackend
     from ttpu_launch.command import argv_of, check_command
 
     words = tuple(command or ())
@@ -170,8 +172,8 @@ def launch(
     elif gke is not None:
         place = options.GKE
     options.check_options(_given(ctx), place)
-    backends.check_backend(backend)
-    backends.check_processes(backend, nproc_per_node)
+    runs = LaunchedBackend(backend)
+    runs.check_processes(nproc_per_node)
     asked = places.asked_for(env or ())
 
     if gke is not None:
@@ -188,7 +190,7 @@ def launch(
             secret=secret,
             timeout=timeout,
             grace=grace,
-            backend=backend,
+            backend=runs.passed_on,
         )
         _write(gke, job.yaml(), force, dry_run, asked, executable=False, then=f"kubectl apply -f {gke}")
         return
@@ -196,7 +198,8 @@ def launch(
         from ttpu_launch.slurm import BatchScript
 
         said = {**os.environ, **{variable: value for variable, value in asked.items() if value is not None}}
-        backends.variables_for(backend, place, nodes * nproc_per_node, devices_per_process, said)  # or every task fails
+        # Or every task fails.
+        runs.variables_for(nodes * nproc_per_node, devices_per_process, said, on_tpu_worker=False)
         script = BatchScript(
             words,
             places.directory(),
@@ -208,7 +211,7 @@ def launch(
             local_devices=devices_per_process,
             timeout=timeout,
             grace=grace,
-            backend=backend,
+            backend=runs.passed_on,
             environment=tuple(asked.items()),
             options=tuple(sbatch or ()),
         )
@@ -219,12 +222,13 @@ def launch(
 
     def own_variables(processes: int, local_devices: int | None) -> dict[str, str]:
         given = {**os.environ, **variables}
-        return {**variables, **backends.variables_for(backend, place, processes, local_devices, given)}
+        on_worker = place == options.WORKER
+        return {**variables, **runs.variables_for(processes, local_devices, given, on_tpu_worker=on_worker)}
 
     if tpu_name is not None:
         if dry_run:  # a value that was not written here is not shown either
             variables = {name: f"<{name}>" if asked[name] is None else value for name, value in variables.items()}
-        tasks = [_on_all_workers(words, tpu_name, zone, project, workdir, variables, timeout, grace, backend)]
+        tasks = [_on_all_workers(words, tpu_name, zone, project, workdir, variables, timeout, grace, runs.passed_on)]
         if dry_run:
             print(shlex.join(tasks[0].command))
             return
@@ -239,7 +243,7 @@ def launch(
     elif slurm:
         from ttpu_launch.slurm import slurm_contract, tasks_per_node
 
-        backends.check_processes(backend, tasks_per_node(os.environ))
+        runs.check_processes(tasks_per_node(os.environ))
         contract = slurm_contract(os.environ, local_devices=devices_per_process, timeout=timeout)
         own = own_variables(contract.num_processes or 1, devices_per_process)
         tasks = [places.own_task(str(contract.process_id), argv_of(words), contract, own)]
@@ -249,7 +253,7 @@ def launch(
         contract = Contract(address, local_devices=devices_per_process, timeout=timeout)
         interpreter = python or sys.executable
         processes = sum(host.processes for host in there)
-        backends.check_processes(backend, max(host.processes for host in there))
+        runs.check_processes(max(host.processes for host in there))
         passed = {**places.usual_variables(os.environ), **own_variables(processes, devices_per_process)}
         tasks = places.ssh_tasks(argv_of(words, interpreter), there, contract, passed, python=interpreter, ssh=ssh)
     else:
@@ -259,7 +263,7 @@ def launch(
         tasks = places.local_tasks(argv_of(words), nproc_per_node, contract, own)
     if dry_run:
         for task in tasks:
-            print(_as_line(task))
+            print(_as_line(task, runs.variables))
         return
     raise typer.Exit(_run(tasks, grace))
 
@@ -286,7 +290,7 @@ def _on_all_workers(
     variables: Mapping[str, str],
     timeout: int,
     grace: float,
-    backend: str,
+    backend: str | None,
 ) -> Task:
     from ttpu_launch.places import directory
     from ttpu_launch.supervisor import Task
@@ -360,10 +364,8 @@ def _one_of(places: Mapping[str, object]) -> None:
         raise LaunchError(f"{_and(given)} were given, but a command runs in one place: leave out all but one.")
 
 
-def _as_line(task: Task) -> str:
-    from ttpu_launch.backends import CPU_DEVICES, DEVICE
-
-    shown = ("TTPU_", DEVICE, CPU_DEVICES)
+def _as_line(task: Task, variables: tuple[str, ...]) -> str:
+    shown = ("TTPU_", *variables)
     said = {name: value for name, value in task.environment.items() if name.startswith(shown) and value}
     place = " ".join(f"{name}={value}" for name, value in said.items())
     return f"[{task.label}]{f' on {task.host}' if task.host else ''} {place} {shlex.join(task.command)}"

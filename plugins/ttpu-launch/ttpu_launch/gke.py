@@ -13,7 +13,7 @@ from types import MappingProxyType
 from ttpu_core.errors import LaunchError
 from ttpu_core.processes import DEFAULT_TIMEOUT
 from ttpu_core.sharding.hardware import Topology
-from ttpu_launch.options import DEFAULT_BACKEND, DEFAULT_GRACE, own_options
+from ttpu_launch.options import DEFAULT_GRACE, own_options
 
 # Labels of nodes: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus.
 ACCELERATORS: Mapping[str, str] = MappingProxyType(
@@ -112,7 +112,7 @@ class JobSet:
     secret: str | None = None
     timeout: int = DEFAULT_TIMEOUT
     grace: float = DEFAULT_GRACE
-    backend: str = DEFAULT_BACKEND
+    backend: str | None = None
 
     def yaml(self) -> str:
         """The manifest; strings are written as JSON, which YAML contains.

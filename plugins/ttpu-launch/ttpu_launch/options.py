@@ -12,8 +12,6 @@ from ttpu_core.processes import DEFAULT_TIMEOUT
 DEFAULT_GRACE = 10.0
 """Seconds from SIGTERM to SIGKILL."""
 
-DEFAULT_BACKEND = "jax"
-
 DEFAULT_SSH = "ssh -T -o BatchMode=yes -o ServerAliveInterval=15"
 """How a host is reached: no terminal, no questions, and a connection that is dead is noticed in three times 15 s."""
 
@@ -96,8 +94,8 @@ def check_options(given: Iterable[str], place: str) -> None:
             )
 
 
-def own_options(timeout: int, grace: float, backend: str = DEFAULT_BACKEND) -> list[str]:
+def own_options(timeout: int, grace: float, backend: str | None = None) -> list[str]:
     """The options that a launch on another machine is given too, where they are not the usual."""
-    runs = [] if backend == DEFAULT_BACKEND else ["--backend", backend]
+    runs = [] if backend is None else ["--backend", backend]
     waits = [] if timeout == DEFAULT_TIMEOUT else ["--timeout", str(timeout)]
     return runs + waits + ([] if grace == DEFAULT_GRACE else ["--grace", f"{grace:g}"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ttpu_core.errors import LaunchError
 from ttpu_core.processes import DEFAULT_TIMEOUT, Contract
-from ttpu_launch.options import DEFAULT_BACKEND, DEFAULT_GRACE, own_options
+from ttpu_launch.options import DEFAULT_GRACE, own_options
 
 FIRST_PORT, PORTS = 61440, 4096
 """The coordinator's port follows from the job's number, so that two jobs on a node seldom share it; JAX's own rule."""
@@ -77,7 +77,7 @@ class BatchScript:
     local_devices: int | None = None
     timeout: int = DEFAULT_TIMEOUT
     grace: float = DEFAULT_GRACE
-    backend: str = DEFAULT_BACKEND
+    backend: str | None = None
     environment: tuple[tuple[str, str | None], ...] = ()
     options: tuple[str, ...] = ()
 

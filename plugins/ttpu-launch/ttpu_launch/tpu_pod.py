@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from ttpu_core.errors import LaunchError
 from ttpu_core.processes import AUTO, DEFAULT_TIMEOUT, Contract
-from ttpu_launch.options import DEFAULT_BACKEND, DEFAULT_GRACE, own_options
+from ttpu_launch.options import DEFAULT_GRACE, own_options
 
 
 def pod_contract(timeout: int = DEFAULT_TIMEOUT) -> Contract:
@@ -35,7 +35,7 @@ def gcloud_command(
     environment: Mapping[str, str] | None = None,
     timeout: int = DEFAULT_TIMEOUT,
     grace: float = DEFAULT_GRACE,
-    backend: str = DEFAULT_BACKEND,
+    backend: str | None = None,
 ) -> list[str]:
     """An argv that runs `ttpu launch --tpu-pod -- command` on all workers of the slice `name`, in `directory` or in the
     home directory. The values of `environment` stand in it."""

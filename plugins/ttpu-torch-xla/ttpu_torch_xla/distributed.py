@@ -8,7 +8,7 @@ from collections.abc import Callable, MutableMapping
 
 from ttpu_core.errors import LaunchError
 from ttpu_core.processes import AUTO, NUM_PROCESSES, PROCESS_ID, contract_of
-from ttpu_launch.backends import CPU_DEVICES, DEVICE
+from ttpu_torch_xla.launching import CPU_DEVICES, DEVICE
 
 
 def before_start(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -16,8 +16,8 @@ from ttpu_core.sharding.request import STAND_IN, plan_for, refuse_idle_axes, the
 from ttpu_core.sharding.strategy import MeshAxes, Strategy
 from ttpu_core.sharding.workload import DTYPES, Quantization
 from ttpu_core.spec import ArchitectureSpec, axes
-from ttpu_launch.backends import CPU_DEVICES as SIMULATED_BY
 from ttpu_torch_xla.adapter import Adapter
+from ttpu_torch_xla.launching import CPU_DEVICES as SIMULATED_BY
 
 PADDED = frozenset({axes.VOCAB, axes.MLP})
 """Logical axes that need not divide: XLA pads the last device's part, and nothing is computed head by head or expert by
