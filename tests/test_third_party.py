@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from throwaway import Environment, Source
 
-from ttpu_conformance.scaffold.scaffold import NewPlugin
+from ttpu_conformance.scaffold.package_files import NewPlugin
 
 ROOT = Path(__file__).parent.parent
 OLMO = ROOT / "examples/ttpu-olmo"

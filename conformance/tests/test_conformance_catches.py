@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 
 from broken import GEMMA2, LLAMA, MISTRAL, QWEN2, RIGHT, cases
 
-from ttpu_conformance.check import checks_for
 from ttpu_conformance.diagnosis import first_difference
 from ttpu_conformance.runner import run
+from ttpu_conformance.selection import checks_for
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

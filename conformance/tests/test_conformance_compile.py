@@ -11,9 +11,9 @@ import pytest
 from broken import LLAMA, cases, declaration
 
 from ttpu_conformance.case import CompileCase, cases_of
-from ttpu_conformance.check import checks_for
 from ttpu_conformance.errors import CheckFailure
 from ttpu_conformance.runner import run_one
+from ttpu_conformance.selection import checks_for
 from ttpu_core.architecture import Architecture
 from ttpu_core.config import ModelConfig
 from ttpu_core.registry import Registry

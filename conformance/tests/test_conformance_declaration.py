@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ttpu_conformance.check import all_checks
 from ttpu_conformance.declaration import Declaration, declaration_for, parse_declaration, read_declaration
 from ttpu_conformance.errors import DeclarationError
+from ttpu_conformance.selection import all_checks
 
 
 def parse(text: str, folder: Path = Path()) -> Declaration:

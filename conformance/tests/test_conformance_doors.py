@@ -12,10 +12,12 @@ from broken import LLAMA, cases
 from typer.testing import CliRunner
 
 from ttpu_conformance import parametrize_with_checks
-from ttpu_conformance.check import Item, Measured, all_checks, check, checks_for
+from ttpu_conformance.check import check
 from ttpu_conformance.errors import CheckFailure, DeclarationError, NoReference, NotApplicable, NotProven
+from ttpu_conformance.measure import Measured
 from ttpu_conformance.report import Report
 from ttpu_conformance.runner import Result, run_one
+from ttpu_conformance.selection import Item, all_checks, checks_for
 from ttpu_core.cli.main import app
 from ttpu_core.errors import PluginError, RequestError
 

@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 
 from broken import LLAMA, MIXTRAL, OWN_BLOCK, cases
 
-from ttpu_conformance.check import checks_for
 from ttpu_conformance.runner import run
+from ttpu_conformance.selection import checks_for
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

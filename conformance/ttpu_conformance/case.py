@@ -196,17 +196,9 @@ class Case:
         """Our float32 logits of the reference's token ids."""
         return self.model.logits(self.reference.token_ids)
 
-    @cached_property
-    def diagnosis(self) -> str:
-        """Where our model first differs from the reference, and which hook would put it right; "" if nothing was
-        found."""
-        from ttpu_conformance.diagnosis import diagnose
-
-        return diagnose(self)
-
     def clear(self) -> None:
         """Forget models and compiled programs; anything that is asked for again is made again."""
-        for name in ("model", "logits", "architecture", "checkpoint", "diagnosis"):
+        for name in ("model", "logits", "architecture", "checkpoint"):
             vars(self).pop(name, None)
         self.reference.clear()
 

@@ -17,9 +17,9 @@ import typer
 from ttpu_core.cli.console import counted, note, stderr_console, stdout_console
 
 if TYPE_CHECKING:
-    from ttpu_conformance.check import Item
     from ttpu_conformance.report import Report
     from ttpu_conformance.runner import Result
+    from ttpu_conformance.selection import Item
     from ttpu_conformance.session import Request
 
 
@@ -88,8 +88,8 @@ def conformance(
       ttpu conformance llama --compile-for v5e,v6e --json llama.json
     """
     from ttpu_conformance.case import Options
-    from ttpu_conformance.check import levels_on
     from ttpu_conformance.environment import missing_device, prepare
+    from ttpu_conformance.selection import levels_on
     from ttpu_conformance.session import Request, usual_jobs
     from ttpu_core.errors import MissingDependencyError, RequestError, UnsupportedError
     from ttpu_core.files import write_whole

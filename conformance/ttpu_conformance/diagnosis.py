@@ -3,6 +3,7 @@ changes to the description that make them agree, and the hooks to correct."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from ttpu_conformance.measure import FLOAT32, relative_error
 from ttpu_conformance.overlay import described_as
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import TTPUError
+
+logger = logging.getLogger("ttpu.conformance")
 
 MOST_MISTAKES = 4
 """How many mistakes are looked for, one after the other."""
@@ -54,6 +57,7 @@ def diagnose(case: Case) -> str:
     try:
         return _diagnose(case)
     except Exception:  # a diagnosis is help, and must not hide the failure that it explains
+        logger.warning("no diagnosis of %s, because looking for one failed", case.name, exc_info=True)
         return ""
 
 
@@ -86,7 +90,8 @@ def first_difference(case: Case, architecture: Architecture) -> Place | None:
     """The first place where our model is not the reference; None where the logits agree."""
     try:
         model = case.load(architecture=architecture)
-    except TTPUError:
+    except TTPUError as error:
+        logger.info("%s cannot be loaded as it is described: %s", case.name, error)
         hooks = ("ttpu_attention", "ttpu_mlp", "ttpu_head", "ttpu_block", "ttpu_norm", "ttpu_flax_mapping")
         return Place("the checkpoint and the description do not fit each other", hooks, None)
     ids = case.reference.token_ids
@@ -136,7 +141,8 @@ def _explanation(case: Case, architecture: Architecture, place: Place) -> Hypoth
             model = case.load(architecture=_changed(case, architecture, one))
             if _agrees(case, model, place, streams):
                 return one
-        except Exception:  # a change that cannot be described, loaded or run explains nothing
+        except Exception as error:  # a change that cannot be described, loaded or run explains nothing
+            logger.info("%s in %s explains nothing: %s: %s", one.change, one.hook, type(error).__name__, error)
             continue
     return None
 

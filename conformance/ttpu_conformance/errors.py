@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ttpu_core.errors import TTPUError
 
 
@@ -32,3 +34,8 @@ class NotProven(Exception):
 
 class NoReference(NotProven):
     """A library that the reference model is made with is not installed."""
+
+
+def fail(sentence: str, *, error: float | None = None, tolerance: float | None = None) -> Any:
+    """Raise a `CheckFailure`."""
+    raise CheckFailure(sentence, error=error, tolerance=tolerance)

@@ -3,9 +3,13 @@ absolute value."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 import numpy as np
 
-from ttpu_conformance.check import Measured, fail
+from ttpu_conformance.errors import fail
 
 FLOAT32 = 2e-5
 """Of the logits' scale. float32 rounds by 6e-8; a tiny model adds some 10**4 products one after another, in another
@@ -19,6 +23,16 @@ not systematically worse."""
 
 BFLOAT16_FLOOR = 1e-3
 """Of the logits' scale: a quarter of bfloat16's rounding step (2**-8), for references that happen to round well."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a check measured: the error must not be above the tolerance. `details` are plain values for the report."""
+
+    error: float | None = None
+    tolerance: float | None = None
+    note: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:

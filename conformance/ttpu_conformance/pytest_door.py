@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ttpu_conformance.case import Case, Options, cases_of
-from ttpu_conformance.check import Depth, Item, Level, checks_for, levels_on
+from ttpu_conformance.check import Depth, Level
 from ttpu_conformance.declaration import Declaration
 from ttpu_conformance.environment import Device, prepare
 from ttpu_conformance.errors import CheckFailure
 from ttpu_conformance.runner import outcome
+from ttpu_conformance.selection import Item, checks_for, levels_on
 from ttpu_core.registry import Registry
 
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ttpu_conformance.case import Case
-from ttpu_conformance.check import Item, Level, Measured
+from ttpu_conformance.check import Level
 from ttpu_conformance.environment import Device, missing_device
 from ttpu_conformance.errors import CheckFailure, NoReference, NotApplicable, NotProven
+from ttpu_conformance.measure import Measured
+from ttpu_conformance.selection import Item
 from ttpu_core.cli.commands import TRACEBACK_VARIABLE
 from ttpu_core.errors import TTPUError
 

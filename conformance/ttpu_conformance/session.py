@@ -11,9 +11,10 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 from ttpu_conformance.case import Options, cases_of
-from ttpu_conformance.check import Depth, Item, Level, checks_for
+from ttpu_conformance.check import Depth, Level
 from ttpu_conformance.environment import prepare
 from ttpu_conformance.runner import Result, run
+from ttpu_conformance.selection import Item, checks_for
 from ttpu_core.errors import TTPUError
 
 MOST_JOBS = 8

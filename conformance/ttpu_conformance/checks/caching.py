@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttpu_conformance.case import Case
-from ttpu_conformance.check import Measured, check
-from ttpu_conformance.measure import FLOAT32, hold, relative_error
+from ttpu_conformance.check import check
+from ttpu_conformance.measure import FLOAT32, Measured, hold, relative_error
 from ttpu_conformance.rope_length import depends_on_length
 from ttpu_conformance.tiny import SEQUENCE
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ttpu_conformance.case import Case
-from ttpu_conformance.check import Measured, check, fail
-from ttpu_conformance.measure import FLOAT32, relative_error
+from ttpu_conformance.check import check
+from ttpu_conformance.errors import fail
+from ttpu_conformance.measure import FLOAT32, Measured, relative_error
 
 
 @check("numerics", quick="all")

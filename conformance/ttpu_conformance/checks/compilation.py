@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ttpu_conformance.case import Case, CompileCase
-from ttpu_conformance.check import Measured, check, fail
-from ttpu_conformance.errors import NotProven
+from ttpu_conformance.check import check
+from ttpu_conformance.errors import NotProven, fail
+from ttpu_conformance.measure import Measured
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
 from ttpu_core.sharding.parallelism import parse_mesh
 from ttpu_core.spec import ArchitectureSpec, MoESpec

@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from ttpu_conformance.case import Case
-from ttpu_conformance.check import check, fail
-from ttpu_conformance.errors import NotApplicable
+from ttpu_conformance.check import check
+from ttpu_conformance.errors import NotApplicable, fail
 from ttpu_conformance.rope_json import old_style
 from ttpu_core.config import ModelConfig
 from ttpu_core.config.key_audit import keys_ignored

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ttpu_conformance.case import Case
-from ttpu_conformance.check import Measured, check
+from ttpu_conformance.check import check
 from ttpu_conformance.errors import NotApplicable
-from ttpu_conformance.measure import BFLOAT16_FLOOR, BFLOAT16_SHARE, hold, typical_error
+from ttpu_conformance.measure import BFLOAT16_FLOOR, BFLOAT16_SHARE, Measured, hold, typical_error
 from ttpu_core.errors import UnsupportedError
 
 REFERENCE = "eager"

@@ -6,12 +6,14 @@ from __future__ import annotations
 import numpy as np
 
 from ttpu_conformance.case import Case
-from ttpu_conformance.check import Measured, check, fail
-from ttpu_conformance.errors import CheckFailure
+from ttpu_conformance.check import check
+from ttpu_conformance.diagnosis import diagnose
+from ttpu_conformance.errors import CheckFailure, fail
 from ttpu_conformance.measure import (
     BFLOAT16_FLOOR,
     BFLOAT16_SHARE,
     FLOAT32,
+    Measured,
     hold,
     relative_error,
     typical_error,
@@ -28,13 +30,14 @@ def check_float32_logits(case: Case) -> Measured:
     try:
         ours = case.logits
     except TTPUError as error:
-        if not case.diagnosis:
+        diagnosis = diagnose(case)
+        if not diagnosis:
             raise
-        raise CheckFailure(f"{error} {case.diagnosis}") from error
+        raise CheckFailure(f"{error} {diagnosis}") from error
     try:
         return hold(relative_error(ours, case.reference.logits), FLOAT32, "the logits differ from transformers'")
     except CheckFailure as failure:
-        message = f"{failure} {case.diagnosis}".rstrip()
+        message = f"{failure} {diagnose(case)}".rstrip()
         raise CheckFailure(message, error=failure.error, tolerance=failure.tolerance) from None
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ttpu_conformance.case import Case
-from ttpu_conformance.check import Measured, check, fail
+from ttpu_conformance.check import check
 from ttpu_conformance.environment import missing_virtual_devices
-from ttpu_conformance.errors import NotApplicable, NotProven
-from ttpu_conformance.measure import FLOAT32, hold, relative_error
+from ttpu_conformance.errors import NotApplicable, NotProven, fail
+from ttpu_conformance.measure import FLOAT32, Measured, hold, relative_error
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.sharding.parallelism import parse_mesh

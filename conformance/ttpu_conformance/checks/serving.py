@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ttpu_conformance.case import Case
-from ttpu_conformance.check import check, fail
+from ttpu_conformance.check import check
 from ttpu_conformance.checks.generation import generated
+from ttpu_conformance.errors import fail
 
 PREFILL = 6  # tokens of one step: longer prompts come in parts
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from ttpu_conformance.case import Case
-from ttpu_conformance.check import Measured, check, fail
+from ttpu_conformance.check import check
 from ttpu_conformance.checks.checkpoints import saved_tensors
-from ttpu_conformance.measure import FLOAT32
+from ttpu_conformance.errors import fail
+from ttpu_conformance.measure import FLOAT32, Measured
 
 GRADIENT = 1e-4
 """Of each tensor's largest gradient: a backward pass adds its roundings to the forward pass's, and sums over all

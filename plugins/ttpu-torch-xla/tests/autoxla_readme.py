@@ -49,7 +49,7 @@ def quantized_loading() -> torch.nn.Module:
 
 def logits_of(model: torch.nn.Module) -> torch.Tensor:
     """Logits on the host, of every example's batch."""
-    from ttpu_torch_xla.adapter import current
+    from ttpu_torch_xla.runtime import current
 
     with torch.no_grad():
         output = model(input_ids=IDS.to(current().device()))

@@ -6,6 +6,6 @@ import os
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from ttpu_torch_xla.adapter import current
+from ttpu_torch_xla.runtime import current
 
 current().device()

@@ -73,7 +73,7 @@ def test_a_stock_model_compiles_for_a_tpu_with_its_kernels(
     family: str, topology: str, step: Any, kernels: int
 ) -> None:
     with on_slice(family, topology) as model:
-        tpu = model.ttpu.adapter
+        tpu = model.ttpu.runtime
         weights = bytes_of(list(model.parameters()), tpu)
         whole = sum(one.numel() * one.element_size() for one in model.parameters())
         compiled = compile_step(model, step, BATCH, CONTEXT)
@@ -94,7 +94,7 @@ def test_a_model_without_weights_takes_no_memory_and_leaves_no_patch() -> None:
         assert model.lm_head.weight is model.model.embed_tokens.weight
         with pytest.raises(RuntimeError):  # there is nothing to read
             model.lm_head.weight.cpu()
-        cut = model.ttpu.adapter.sharding_of(model.model.layers[0].self_attn.q_proj.weight)
+        cut = model.ttpu.runtime.sharding_of(model.model.layers[0].self_attn.q_proj.weight)
         assert cut.startswith("{devices=[2,4]")
         assert "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS._global_mapping[splash_attention]" in active()
     assert active() == before

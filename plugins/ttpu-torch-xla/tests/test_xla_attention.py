@@ -30,12 +30,12 @@ from transformers import (
 )
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.attention import KERNELS, interface, patches, transformers_name
 from ttpu_torch_xla.attention.interface import attention
 from ttpu_torch_xla.attention.mask import kernel_mask, meaning_of
 from ttpu_torch_xla.attention.reference import reference
 from ttpu_torch_xla.patches.patch import applied
+from ttpu_torch_xla.runtime import current
 
 pytestmark = pytest.mark.torch
 

@@ -27,8 +27,8 @@ from transformers import (
 
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import CheckpointError, MappingError, RequestError, UnsupportedError
-from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.patches.patch import active
+from ttpu_torch_xla.runtime import current
 
 pytestmark = pytest.mark.torch
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
 from ttpu_torch_xla import bridge
-from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.bridge import abstract_mesh, call_jax, differentiable, lowering_for, target
+from ttpu_torch_xla.runtime import current
 
 pytestmark = pytest.mark.torch
 
@@ -111,14 +111,14 @@ def test_a_signature_is_traced_once_and_compiled_once() -> None:
         return 2 * x
 
     traced.clear()
-    adapter, device = current(), current().device()
-    adapter.sync()
+    runtime, device = current(), current().device()
+    runtime.sync()
     for compiled in (True, False):
-        adapter.reset_counters()
+        runtime.reset_counters()
         result = call_jax(doubled, torch.ones(7, 3, device=device) + 1)
-        adapter.sync(wait=True)
+        runtime.sync(wait=True)
         assert bool((result.cpu() == 4).all())
-        assert (adapter.counters().compiles > 0) == compiled
+        assert (runtime.counters().compiles > 0) == compiled
     assert traced == ["doubled"]
     call_jax(doubled, torch.ones(8, 3, device=device))
     assert traced == ["doubled"] * 2

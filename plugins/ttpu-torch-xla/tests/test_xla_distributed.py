@@ -6,7 +6,7 @@ import pytest
 
 from ttpu_core.errors import LaunchError
 from ttpu_core.processes import AUTO, Contract, is_first_process
-from ttpu_torch_xla.distributed import after_start, before_start
+from ttpu_torch_xla.xla.distributed import after_start, before_start
 
 pytestmark = pytest.mark.torch
 

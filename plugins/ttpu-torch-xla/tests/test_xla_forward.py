@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("torch_xla")
 
-from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.patches import experts
 from ttpu_torch_xla.patches.defaults import DEFAULTS
 from ttpu_torch_xla.patches.patch import applied
+from ttpu_torch_xla.runtime import current
 
 pytestmark = pytest.mark.torch
 
@@ -77,37 +77,37 @@ def test_experts_of_fixed_shape_equal_those_of_transformers(
 def test_few_tokens_and_many_take_no_host_operation(tokens: int) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 
-    made, adapter = module(has_gate=True), current()
+    made, runtime = module(has_gate=True), current()
     hidden, index, weights = (tensor[:tokens] for tensor in chosen())
     theirs = batched_mm_experts_forward(made, hidden, index, weights)
     assert experts.few_chosen(index.numel(), COUNT) == (tokens == 1)
     for name in ("gate_up_proj", "down_proj"):
-        setattr(made, name, getattr(made, name).to(adapter.device()))
+        setattr(made, name, getattr(made, name).to(runtime.device()))
     with applied(DEFAULTS):
-        adapter.reset_counters()
-        moved = (tensor.to(adapter.device()) for tensor in (hidden, index, weights))
+        runtime.reset_counters()
+        moved = (tensor.to(runtime.device()) for tensor in (hidden, index, weights))
         ours = ALL_EXPERTS_FUNCTIONS["grouped_mm"](made, *moved).cpu()
-    assert not adapter.counters().fallbacks
+    assert not runtime.counters().fallbacks
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("upper", "left", "unit"), [(False, True, True), (True, True, False), (False, False, True)])
 def test_triangular_systems_are_solved_on_the_device(upper: bool, left: bool, unit: bool) -> None:
-    adapter = current()
+    runtime = current()
     matrix = torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(0)) * 0.3 + 2 * torch.eye(5)
     right = torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(1))
     asked = {"upper": upper, "left": left, "unitriangular": unit}
     theirs = torch.linalg.solve_triangular(matrix, right, **asked)
     with applied(DEFAULTS):
-        there = matrix.to(adapter.device()).requires_grad_()
-        adapter.sync()
-        adapter.reset_counters()
-        ours = torch.linalg.solve_triangular(there, right.to(adapter.device()), **asked)
+        there = matrix.to(runtime.device()).requires_grad_()
+        runtime.sync()
+        runtime.reset_counters()
+        ours = torch.linalg.solve_triangular(there, right.to(runtime.device()), **asked)
         ours.sum().backward()
-        adapter.sync()
+        runtime.sync()
     host = matrix.clone().requires_grad_()
     torch.linalg.solve_triangular(host, right, **asked).sum().backward()
-    assert not adapter.counters().fallbacks
+    assert not runtime.counters().fallbacks
     torch.testing.assert_close(ours.detach().cpu(), theirs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(there.grad.cpu(), host.grad, rtol=1e-4, atol=1e-5)
 

@@ -49,16 +49,16 @@ def case(request: pytest.FixtureRequest) -> Iterator[Tiny]:
 
 
 def test_greedy_tokens_are_stock_tokens_from_few_programs(case: Tiny) -> None:
-    case.adapter.reset_counters()
+    case.runtime.reset_counters()
     ours = case.model.generate(IDS, attention_mask=MASK, do_sample=False, max_new_tokens=NEW)
-    first = case.adapter.counters()
+    first = case.runtime.counters()
     assert ours.tolist() == case.stock["padded"].tolist()
     assert first.compiles <= PROGRAMS
     assert not first.fallbacks
 
-    case.adapter.reset_counters()
+    case.runtime.reset_counters()
     ours = case.model.generate(SHORT, attention_mask=SHORT_MASK, do_sample=False, max_new_tokens=NEW - 2)
-    second = case.adapter.counters()
+    second = case.runtime.counters()
     assert ours.tolist() == case.stock["short"][:, : SHORT.shape[1] + NEW - 2].tolist()
     assert second.compiles == 0, "a prompt of another length, in the same bucket, compiles nothing"
     assert not second.fallbacks
@@ -89,15 +89,15 @@ def ending(pair: Pair) -> int:
 
 
 def test_sixty_four_tokens_take_three_programs_and_a_second_run_none(llama: Pair) -> None:
-    adapter = llama.made.adapter
+    runtime = llama.made.runtime
     ids, mask = prompt(5, 21, left={1: 8})  # five rows, of which no other test compiles anything
     host = llama.host.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=64).tolist()
     for programs in ({1, 2, 3}, {0}):
-        adapter.reset_counters()
+        runtime.reset_counters()
         ours = llama.device_model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=64)
         assert ours.tolist() == host
-        assert adapter.counters().compiles in programs
-        assert not adapter.counters().fallbacks
+        assert runtime.counters().compiles in programs
+        assert not runtime.counters().fallbacks
 
 
 def test_sequences_end_at_their_end_token_and_are_padded_from_there(llama: Pair) -> None:
@@ -131,12 +131,12 @@ def test_generation_stops_with_the_last_sequence(llama: Pair) -> None:
 )
 def test_what_changes_greedy_tokens_changes_them_alike(llama: Pair, asked: dict[str, Any]) -> None:
     end = ending(llama)
-    adapter = llama.made.adapter
-    adapter.reset_counters()
+    runtime = llama.made.runtime
+    runtime.reset_counters()
     host, ours = llama.both(IDS, attention_mask=MASK, do_sample=False, eos_token_id=end, pad_token_id=0, **asked)
     assert ours.tolist() == host.tolist()
-    assert adapter.counters().compiles <= PROGRAMS
-    assert not adapter.counters().fallbacks
+    assert runtime.counters().compiles <= PROGRAMS
+    assert not runtime.counters().fallbacks
 
 
 def test_a_generation_config_is_honoured(llama: Pair) -> None:
@@ -177,7 +177,7 @@ def test_results_are_where_the_prompt_was(llama: Pair) -> None:
 
 
 def test_a_seed_repeats_a_sample_and_other_settings_compile_nothing(llama: Pair) -> None:
-    adapter = llama.made.adapter
+    runtime = llama.made.runtime
     asked = {"attention_mask": MASK, "do_sample": True, "max_new_tokens": NEW, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
 
     def sample(seed: int, temperature: float) -> list[list[int]]:
@@ -186,12 +186,12 @@ def test_a_seed_repeats_a_sample_and_other_settings_compile_nothing(llama: Pair)
         return tokens
 
     first = sample(0, 0.7)
-    assert not adapter.counters().fallbacks
-    adapter.reset_counters()
+    assert not runtime.counters().fallbacks
+    runtime.reset_counters()
     assert sample(0, 0.7) == first
     assert sample(1, 0.7) != first
     sample(1, 1.3)
-    assert adapter.counters().compiles == 0
+    assert runtime.counters().compiles == 0
 
 
 def test_samples_are_within_what_the_settings_leave(llama: Pair) -> None:
@@ -279,8 +279,8 @@ class AfterNine(StoppingCriteria):
 
 
 def test_a_callers_processors_and_criteria_are_run_with_the_tokens_so_far(llama: Pair) -> None:
-    adapter = llama.made.adapter
-    adapter.reset_counters()
+    runtime = llama.made.runtime
+    runtime.reset_counters()
     for asked in (
         {"logits_processor": [NoEvenTokens()]},
         {"stopping_criteria": [AfterNine()]},
@@ -289,8 +289,8 @@ def test_a_callers_processors_and_criteria_are_run_with_the_tokens_so_far(llama:
     ):
         host, ours = llama.both(IDS, attention_mask=MASK, do_sample=False, max_new_tokens=12, pad_token_id=0, **asked)
         assert ours.tolist() == host.tolist(), asked
-    assert adapter.counters().compiles <= 2 * PROGRAMS, "tokens chosen on the device, or logits given to the host"
-    assert not adapter.counters().fallbacks
+    assert runtime.counters().compiles <= 2 * PROGRAMS, "tokens chosen on the device, or logits given to the host"
+    assert not runtime.counters().fallbacks
 
 
 class NeverWithAttribute(StoppingCriteria):
@@ -425,9 +425,9 @@ def test_a_deleted_model_is_gone_at_once_with_all_that_generation_made(llama: Pa
 def test_other_models_of_the_class_are_as_they_were(llama: Pair) -> None:
     assert type(llama.host) is type(llama.device_model)
     assert inspect.signature(llama.device_model.generate) == inspect.signature(llama.host.generate)
-    llama.made.adapter.reset_counters()
+    llama.made.runtime.reset_counters()
     llama.host.generate(IDS, do_sample=False, max_new_tokens=3)
-    assert llama.made.adapter.counters().executions == 0
+    assert llama.made.runtime.counters().executions == 0
 
 
 def test_a_mistaken_argument_is_refused_as_transformers_does(llama: Pair) -> None:

@@ -19,12 +19,12 @@ from ttpu_core.cli.main import main
 from ttpu_core.errors import CheckpointError, UnsupportedError
 from ttpu_core.registry import ARCHITECTURES
 from ttpu_core.spec import AttentionSpec
-from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.inspector.inspect import Observed, build, inspect_model
 from ttpu_torch_xla.inspector.observe import Finding, observe
 from ttpu_torch_xla.inspector.shrink import small_config
 from ttpu_torch_xla.load import model_class
 from ttpu_torch_xla.patches.patch import Patch
+from ttpu_torch_xla.runtime import current
 
 pytestmark = pytest.mark.torch
 

@@ -28,9 +28,9 @@ def case(request: pytest.FixtureRequest) -> Iterator[Tiny]:
 
 
 def test_padded_logits_equal_stock_logits_in_one_program(case: Tiny) -> None:
-    case.adapter.reset_counters()
+    case.runtime.reset_counters()
     ours = case.logits(input_ids=IDS, attention_mask=MASK, position_ids=POSITIONS)
-    counters = case.adapter.counters()
+    counters = case.runtime.counters()
     real = MASK.bool()
     assert relative_error(ours[real], case.stock["padded"][real]) < FLOAT32
     assert not counters.fallbacks
@@ -39,9 +39,9 @@ def test_padded_logits_equal_stock_logits_in_one_program(case: Tiny) -> None:
 
 
 def test_plain_logits_equal_stock_logits_in_one_program(case: Tiny) -> None:
-    case.adapter.reset_counters()
+    case.runtime.reset_counters()
     ours = case.logits(input_ids=IDS)
-    counters = case.adapter.counters()
+    counters = case.runtime.counters()
     assert relative_error(ours, case.stock["plain"]) < FLOAT32
     assert not counters.fallbacks
     assert counters.compiles <= 1

@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 
 from ttpu_core.errors import RequestError, UnsupportedError  # noqa: E402
-from ttpu_torch_xla import adapter, saving  # noqa: E402
+from ttpu_torch_xla import runtime, saving  # noqa: E402
 from ttpu_torch_xla.patches.defaults import DEFAULTS  # noqa: E402
 from ttpu_torch_xla.patches.patch import applied  # noqa: E402
 from ttpu_torch_xla.quantization import QuantizationConfig, QuantizedLinear, quantize  # noqa: E402
@@ -45,7 +45,7 @@ all_modes = pytest.mark.parametrize("config", MODES, ids=name_of)
 
 @pytest.fixture(scope="module")
 def device() -> Any:
-    return adapter.current().device()
+    return runtime.current().device()
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def in_xla(config: QuantizationConfig, linear: nn.Linear, x: Any, device: Any) -
     """The program of a quantized layer as XLA is given it."""
     layer = QuantizedLinear.from_linear(linear, config).to(device)
     given = x.to(device)
-    adapter.current().sync()
+    runtime.current().sync()
     return hlo(layer(given))
 
 
@@ -201,11 +201,11 @@ def test_torch_compile_takes_the_layer_whole(
 ) -> None:
     layer = QuantizedLinear.from_linear(linear, config)
     there = copy.deepcopy(layer).to(device)
-    adapter.current().reset_counters()
+    runtime.current().reset_counters()
     with torch.no_grad():
         compiled = torch.compile(there, backend="openxla", fullgraph=True)(x.to(device))
     assert torch.allclose(compiled.cpu(), layer(x), rtol=1e-5, atol=1e-5)
-    assert not adapter.current().counters().fallbacks
+    assert not runtime.current().counters().fallbacks
 
 
 def test_a_compiled_layer_has_gradients(linear: nn.Linear, x: Any, device: Any) -> None:
@@ -306,7 +306,7 @@ def test_nothing_is_gathered_and_no_index_is_carried_along(
 ) -> None:
     layer = QuantizedLinear.from_linear(linear, config).to(device)
     given = x.to(device).requires_grad_()
-    adapter.current().sync()
+    runtime.current().sync()
     y = layer(given)
     y.sum().backward()
     text = hlo(y, given.grad)
@@ -441,7 +441,7 @@ def test_a_gradient_passes_through_all_quantized_layers_of_a_model(
     found = {}
     for which, one, ids in (("host", rounded, tokens), ("device", model.to(device), tokens.to(device))):
         one.train()(ids, labels=ids, use_cache=False).loss.backward()
-        adapter.current().sync()
+        runtime.current().sync()
         found[which] = one.model.embed_tokens.weight.grad.cpu()
     assert (found["device"] - found["host"]).abs().max() < 1e-4 * found["host"].abs().max()
 

@@ -15,9 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from ttpu_core import ModelConfig, default_registry
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.sharding.parallelism import resolve_parallelism
-from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.moving import move
 from ttpu_torch_xla.quantization import quantize
+from ttpu_torch_xla.runtime import current
 from ttpu_torch_xla.scanning import refuse_scan, scan_layers
 
 pytestmark = pytest.mark.torch

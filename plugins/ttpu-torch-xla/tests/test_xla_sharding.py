@@ -84,7 +84,7 @@ def on_meta(model_type: str) -> tuple[Any, Any]:
 
 
 class Runtime:
-    """A stand-in for the adapter: as many devices as a test wants, and no runtime behind them."""
+    """A stand-in for the runtime: as many devices as a test wants, and no runtime behind them."""
 
     def __init__(self, devices: int = DEVICES) -> None:
         self.devices = devices

@@ -16,12 +16,12 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 from ttpu_core import ModelConfig, default_registry
 from ttpu_core.errors import UnsupportedError
-from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.checkpointing import checkpoint_layers, recomputed
 from ttpu_torch_xla.handle import Handle
 from ttpu_torch_xla.patches.choice import patches_for
 from ttpu_torch_xla.patches.defaults import DEFAULTS
 from ttpu_torch_xla.patches.patch import applied
+from ttpu_torch_xla.runtime import current
 from ttpu_torch_xla.scanning import scan_layers
 from ttpu_torch_xla.sharding.loader import ShardedLoader
 
@@ -89,16 +89,16 @@ def expected(llama: Any) -> Gradients:
 
 
 def test_a_training_step_compiles_at_most_twice_and_learns_as_on_the_host(llama: Any) -> None:
-    adapter, losses = current(), {}
+    runtime, losses = current(), {}
     for place, model in (("host", copy.deepcopy(llama)), ("device", on_device(llama))):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         batches: Any = [{"input_ids": IDS, "attention_mask": MASK, "labels": IDS}] * 4
         if place == "device":
-            Handle(architecture_of(llama), adapter).attach(model)
+            Handle(architecture_of(llama), runtime).attach(model)
             batches = ShardedLoader(batches, model)
             assert len(batches) == 4
-            adapter.sync(wait=True)
-            adapter.reset_counters()
+            runtime.sync(wait=True)
+            runtime.reset_counters()
         found = []
         for batch in batches:
             optimizer.zero_grad()
@@ -107,7 +107,7 @@ def test_a_training_step_compiles_at_most_twice_and_learns_as_on_the_host(llama:
             optimizer.step()
             found.append(loss.detach())
         if place == "device":
-            done = adapter.counters()
+            done = runtime.counters()
             assert done.compiles <= 2
             assert not done.fallbacks
         losses[place] = torch.stack(found).cpu()

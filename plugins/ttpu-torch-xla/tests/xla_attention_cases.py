@@ -12,11 +12,11 @@ import torch
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from ttpu_core.sharding.parallelism import Parallelism, resolve_parallelism
-from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.attention import interface
 from ttpu_torch_xla.attention.interface import attention
 from ttpu_torch_xla.attention.mask import kernel_mask
 from ttpu_torch_xla.attention.reference import reference
+from ttpu_torch_xla.runtime import current
 
 BATCH, HEADS, KV, SEQ, DIM, WINDOW, SCALE, CAP = 4, 4, 2, 136, 16, 50, 0.3, 5.0
 # The last one has more devices along tensor than there are KV heads: they all compute with all heads.
@@ -52,12 +52,12 @@ def on_the_host() -> list[torch.Tensor]:
 
 
 def on_the_mesh(parallelism: Parallelism) -> list[torch.Tensor]:
-    adapter = current()
-    mesh = adapter.mesh(dict(parallelism.mesh))
-    device = adapter.device()
+    runtime = current()
+    mesh = runtime.mesh(dict(parallelism.mesh))
+    device = runtime.device()
     there = [one.to(device) for one in arrays()]
     for one in there[:3]:
-        adapter.shard(one, mesh, (("data", "fsdp") if "data" in dict(parallelism.mesh) else "fsdp", None, None, None))
+        runtime.shard(one, mesh, (("data", "fsdp") if "data" in dict(parallelism.mesh) else "fsdp", None, None, None))
     query, key, value, sinks = (one.requires_grad_() for one in there)
     layer = Layer(SimpleNamespace(parallelism=parallelism, options=(), attention_spec=lambda index: None))
     given: dict[str, Any] = {"scaling": SCALE, "softcap": CAP, "s_aux": sinks}
@@ -68,14 +68,14 @@ def on_the_mesh(parallelism: Parallelism) -> list[torch.Tensor]:
     mixed = attention("splash_attention", layer, query, key, value, mask, **given)
     mixed = mixed * padding().to(device)[:, :, None, None]
     (mixed**2).sum().backward()
-    adapter.sync()
+    runtime.sync()
     return [mixed.detach().cpu(), *(one.grad.cpu() for one in (query, key, value, sinks) if one.grad is not None)]
 
 
 def main() -> None:
-    adapter = current()
-    adapter.use_spmd()
-    adapter.device()
+    runtime = current()
+    runtime.use_spmd()
+    runtime.device()
     calls: list[str] = []
     attend = interface.attend
 
@@ -90,7 +90,7 @@ def main() -> None:
     for text, found in on_meshes.items():
         pairs = zip(("output", "query", "key", "value", "sinks"), found, expected, strict=True)
         errors[text] = {name: float((a - b).abs().max() / b.abs().max()) for name, a, b in pairs}
-    print(json.dumps({"devices": adapter.num_devices(), "kernel_calls": len(calls), "errors": errors}))
+    print(json.dumps({"devices": runtime.num_devices(), "kernel_calls": len(calls), "errors": errors}))
 
 
 if __name__ == "__main__":

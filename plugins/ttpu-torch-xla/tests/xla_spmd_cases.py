@@ -16,11 +16,11 @@ from xla_tiny import tiny
 
 from ttpu import AutoModelForTPU
 from ttpu_core import ModelConfig, default_registry
-from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.checkpointing import checkpoint_layers
 from ttpu_torch_xla.handle import Handle
 from ttpu_torch_xla.patches.choice import patches_for
 from ttpu_torch_xla.patches.patch import applied
+from ttpu_torch_xla.runtime import current
 from ttpu_torch_xla.sharding import ShardedLoader, resolve, shard_model, wrap
 
 STEPS, ROWS, TOKENS = 3, 8, 12
@@ -88,31 +88,31 @@ class Case:
 
     def run(self, what: str, *, fsdp_wrap: bool = False) -> dict[str, Any]:
         """The model cut as a strategy says: how far its logits, losses and parameters are from the host's."""
-        adapter = current()
-        parallelism = resolve(self.architecture.spec, adapter, parallelism_strategy=what)
+        runtime = current()
+        parallelism = resolve(self.architecture.spec, runtime, parallelism_strategy=what)
         assert parallelism is not None
         model = copy.deepcopy(self.model)
-        handle = Handle(self.architecture, adapter, parallelism=parallelism)
-        handle.mesh = shard_model(model, self.architecture, parallelism, adapter)
+        handle = Handle(self.architecture, runtime, parallelism=parallelism)
+        handle.mesh = shard_model(model, self.architecture, parallelism, runtime)
         names = set(model.state_dict())
         if fsdp_wrap:
             checkpoint_layers(model)
             model = wrap(model, handle.mesh, self.architecture)
         handle.attach(model)
-        adapter.sync(wait=True)
+        runtime.sync(wait=True)
         loader = ShardedLoader(self.data, model)
         with torch.no_grad():
             there = next(iter(loader))["input_ids"]
             output = model(there).logits
-            adapter.sync(wait=True)
-            logits_cut = adapter.sharding_of(output)
+            runtime.sync(wait=True)
+            logits_cut = runtime.sharding_of(output)
             error = _error(output.cpu(), self.logits)
-            few = _error(model(self.data[0]["input_ids"][:1].to(adapter.device())).logits.cpu(), self.logits[:1])
-        adapter.sync(wait=True)
+            few = _error(model(self.data[0]["input_ids"][:1].to(runtime.device())).logits.cpu(), self.logits[:1])
+        runtime.sync(wait=True)
         model.train()
-        adapter.reset_counters()
+        runtime.reset_counters()
         losses = [float(loss) for loss in list(trained(model, loader))]
-        compiles = adapter.counters().compiles
+        compiles = runtime.counters().compiles
         state = model.state_dict(keep_vars=True)
         moments = model.optimizer.state.get(state.get(QUERY))
         result = {
@@ -122,10 +122,10 @@ class Case:
             "losses": [abs(a - b) / b for a, b in zip(losses, self.losses, strict=True)],
             "parameters": max(_error(state[name].detach().cpu(), one) for name, one in self.parameters.items()),
             "compiles": compiles,
-            "input_cut": adapter.sharding_of(there),
+            "input_cut": runtime.sharding_of(there),
             "logits_cut": logits_cut,
-            "cut": {name: adapter.sharding_of(one) for name, one in state.items()},
-            "state_cut": adapter.sharding_of(moments["exp_avg"]) if moments else None,
+            "cut": {name: runtime.sharding_of(one) for name, one in state.items()},
+            "state_cut": runtime.sharding_of(moments["exp_avg"]) if moments else None,
             "names_kept": set(state) == names,
             "tied": state["lm_head.weight"] is state["model.embed_tokens.weight"],
             "class": type(model).__name__,
@@ -177,9 +177,9 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def main() -> None:
     """Every case, in one process: starting one costs as much as a case."""
-    adapter = current()
-    adapter.use_spmd()
-    assert adapter.num_devices() == 8
+    runtime = current()
+    runtime.use_spmd()
+    assert runtime.num_devices() == 8
     torch.manual_seed(0)
     dense, sparse = llama(), mixtral()
     patches = {patch.target: patch for one in (dense, sparse) for patch in patches_for(architecture_of(one), "eager")}
@@ -191,7 +191,7 @@ def main() -> None:
         with tiny(model_type) as other:
             results[model_type] = Case(other.model).run("3d")
     results["loaded"] = loaded(dense)
-    results["slices"] = adapter.mesh({"data": 2, "fsdp": 4}, {"fsdp": 2}).get_logical_mesh().tolist()
+    results["slices"] = runtime.mesh({"data": 2, "fsdp": 4}, {"fsdp": 2}).get_logical_mesh().tolist()
     json.dump(results, sys.stdout)
 
 

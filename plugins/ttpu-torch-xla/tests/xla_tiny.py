@@ -16,9 +16,9 @@ from ttpu_conformance.errors import NoReference
 from ttpu_conformance.tiny import random_model, written_config
 from ttpu_core import ModelConfig, default_registry
 from ttpu_core.registry import ARCHITECTURES
-from ttpu_torch_xla.adapter import Adapter, current
 from ttpu_torch_xla.patches.choice import patches_for
 from ttpu_torch_xla.patches.patch import Patch, applied
+from ttpu_torch_xla.runtime import TorchRuntime, current
 
 FAMILIES = ("ttpu_llama", "ttpu_gemma", "ttpu_qwen", "ttpu_mistral")
 TOKENS, WINDOW = 40, 13  # the kit's windows and chunks are at most 16 long
@@ -65,19 +65,19 @@ class Tiny:
     """
 
     model: Any
-    adapter: Adapter
+    runtime: TorchRuntime
     patches: tuple[Patch, ...]
     stock: dict[str, Any] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
-        return self.adapter.device()
+        return self.runtime.device()
 
     def move(self) -> None:
         """To the device, with nothing counted so far."""
         self.model.to(self.device)
-        self.adapter.sync(wait=True)
-        self.adapter.reset_counters()
+        self.runtime.sync(wait=True)
+        self.runtime.reset_counters()
 
     def logits(self, **inputs: torch.Tensor) -> torch.Tensor:
         """[batch, tokens, vocab] on the host, of inputs on the host."""
@@ -85,7 +85,7 @@ class Tiny:
             moved = {name: value.to(self.model.device) for name, value in inputs.items()}
             out = self.model(**moved).logits
             if self.model.device.type == "xla":
-                self.adapter.sync()
+                self.runtime.sync()
             return out.cpu()
 
 

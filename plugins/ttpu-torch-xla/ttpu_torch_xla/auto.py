@@ -39,10 +39,10 @@ class AutoXLAModelForCausalLM:
             verbose: print how the model is cut.
             options: what `AutoModelForTPU.from_pretrained` takes besides, such as dtype.
         """
-        from ttpu_torch_xla.adapter import current
+        from ttpu_torch_xla.runtime import current
 
-        adapter = current()
-        several = auto_shard and adapter.num_devices() > 1
+        runtime = current()
+        several = auto_shard and runtime.num_devices() > 1
         # AutoXLA's own default is True; it wraps where there is something to wrap along.
         model = AutoModelForTPU.from_pretrained(
             pretrained_model_name_or_path,
@@ -61,7 +61,7 @@ class AutoXLAModelForCausalLM:
         if verbose:
             handle = model.ttpu
             print(
-                f"{type(model).__name__} on {adapter.platform()}, {handle.parallelism or 'one device'}: "
+                f"{type(model).__name__} on {runtime.platform()}, {handle.parallelism or 'one device'}: "
                 f"{handle.attention} attention"
             )
         return model

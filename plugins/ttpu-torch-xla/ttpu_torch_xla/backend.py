@@ -14,12 +14,12 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import RequestError
 from ttpu_core.sharding.parallelism import Rules
-from ttpu_torch_xla.adapter import current
 from ttpu_torch_xla.handle import Handle, run_on_all_devices
 from ttpu_torch_xla.load import model_dtype, stock_model, tokenizer_of
 from ttpu_torch_xla.moving import move
 from ttpu_torch_xla.patches.choice import patches_for
 from ttpu_torch_xla.patches.patch import Patch, applied
+from ttpu_torch_xla.runtime import current
 from ttpu_torch_xla.streaming import StreamingModel
 
 ProgressCallback = Callable[[str, float, float], None]
@@ -112,7 +112,7 @@ class TorchXlaBackend:
         size = float(checkpoint.total_bytes)
         tell = progress or (lambda *_: None)
         tell("load", 0.0, size)
-        adapter = current()
+        runtime = current()
         held = model_dtype(dtype, checkpoint)
         # transformers would fill what is missing with random numbers, and leave out what it does not know.
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
@@ -120,7 +120,7 @@ class TorchXlaBackend:
         # Also where it is not followed: what is misspelt here would fail with auto_shard=True.
         asked_for = resolve(
             architecture.spec,
-            adapter,
+            runtime,
             parallelism_strategy=parallelism_strategy,
             sharding_strategy=sharding_strategy,
             mesh=mesh,
@@ -137,26 +137,26 @@ class TorchXlaBackend:
         if scan_layers:
             refuse_scan(parallelism)
         if parallelism is not None:
-            run_on_all_devices(adapter)
+            run_on_all_devices(runtime)
         asked = attn_implementation or "auto"
-        attention, options = attention_for(architecture, asked, adapter.platform(), attention_config)
+        attention, options = attention_for(architecture, asked, runtime.platform(), attention_config)
         chosen = patches_for(architecture, attention, optional=patches)
         steps = ExitStack()
         steps.enter_context(applied(chosen))
         try:
             model = stock_model(checkpoint, held, transformers_name(attention), quiet=progress is not None).eval()
-            handle = Handle(architecture, adapter, chosen, attention, options, parallelism)
+            handle = Handle(architecture, runtime, chosen, attention, options, parallelism)
             handle.tokenizer = tokenizer_of(checkpoint)
             if quantization_config is not None:
                 handle.quantization = quantize(model, quantization_config)
             if parallelism is None:
-                move(model, lambda _, tensor: adapter.put(tensor))
+                move(model, lambda _, tensor: runtime.put(tensor))
             else:
                 from ttpu_torch_xla.sharding.apply import shard_model
 
-                handle.mesh = shard_model(model, architecture, parallelism, adapter)
-            adapter.sync(wait=True)
-            if not adapter.differentiates():
+                handle.mesh = shard_model(model, architecture, parallelism, runtime)
+            runtime.sync(wait=True)
+            if not runtime.differentiates():
                 warnings.warn(
                     "this process ran a backward pass before the XLA device was there, and torch counts its devices at "
                     "the first one: the model generates, but cannot be trained here; load it before training on the "
@@ -194,12 +194,12 @@ class TorchXlaBackend:
 
     def doctor(self) -> Mapping[str, Any]:
         """Devices, versions, and what is missing."""
-        adapter = current()
+        runtime = current()
         versions = {name: _version(name) for name in ("torch", "torch_xla", "transformers", "ttpu-jax", "libtpu")}
         missing = {} if util.find_spec("ttpu_jax") else {"kernels": 'pip install "ttpu-torch-xla[kernels]"'}
         return {
-            "platform": adapter.platform(),
-            "devices": [f"{index}: {adapter.platform()}" for index in range(adapter.num_devices())],
+            "platform": runtime.platform(),
+            "devices": [f"{index}: {runtime.platform()}" for index in range(runtime.num_devices())],
             "versions": versions,
             "compiles_for_tpu": versions["libtpu"] is not None and not missing,
             "missing": missing,

@@ -1,5 +1,5 @@
-"""JAX functions inside a torch_xla program. In: a function of JAX arrays and tensors on the XLA device; out: tensors,
-as one operation of the recorded graph, with gradients by JAX where they are asked for."""
+"""JAX functions as operations of torch. A function of JAX arrays is called with tensors on the runtime's device and
+gives tensors, as one operation, with gradients by JAX where they are asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
 from ttpu_core.sharding.hardware import chip_of_device_kind, parse_topology
-from ttpu_torch_xla import adapter
+from ttpu_torch_xla.runtime import JaxOperation, current, device_type, is_device
 
 JaxFunction = Callable[..., Any]
 Signature = tuple[tuple[tuple[int, ...], str] | None, ...]
@@ -50,7 +50,7 @@ _target: ContextVar[Target | None] = ContextVar("ttpu_torch_xla_target", default
 
 
 def target() -> Target:
-    """The devices that the program being recorded is for: `lowering_for`'s, else the adapter's."""
+    """The devices that the program being recorded is for: `lowering_for`'s, else the runtime's."""
     return _target.get() or _own_target()
 
 
@@ -82,7 +82,7 @@ def call_jax(
 
     Args:
         function: of JAX arrays; called once for each signature, so one and the same object is to be given each time.
-        tensors: on the XLA device; int64 becomes int32; None stays None.
+        tensors: on the runtime's device; int64 becomes int32; None stays None.
         static: hashable values, part of the signature.
         mesh: a `jax.sharding.AbstractMesh` where the function uses one (`abstract_mesh`).
         platform: in place of the current target's.
@@ -147,16 +147,12 @@ def abstract_mesh(sizes: Mapping[str, int]) -> Any:
 class _Program:
     """A function lowered for one signature."""
 
-    name: str
-    computation: Any
+    operation: JaxOperation
     structure: Any
 
     def __call__(self, arguments: list[torch.Tensor | None]) -> Any:
-        import torch_xla
-
-        given = [tensor for tensor in arguments if tensor is not None]
-        leaves = torch_xla._XLAC._xla_user_computation(f"xla::{self.name}", given, self.computation)
-        return _jax().tree.unflatten(self.structure, leaves)
+        leaves = self.operation([tensor for tensor in arguments if tensor is not None])
+        return _jax().tree.unflatten(self.structure, list(leaves))
 
 
 @dataclass(frozen=True)
@@ -232,8 +228,6 @@ def _program(
     function: JaxFunction, static: Static, signature: Signature, mesh: Any, target: Target, name: str | None
 ) -> _Program:
     """The function traced and lowered, as the computation of an operation."""
-    import torch_xla.core.xla_builder as builder
-
     jax = _jax()
     arrays = [None if one is None else jax.ShapeDtypeStruct(*one) for one in signature]
     structure: list[Any] = []
@@ -246,14 +240,13 @@ def _program(
     with _lowering(mesh, target):
         lowered = jax.jit(flat, keep_unused=True).trace(*arrays).lower(lowering_platforms=(target.platform,))
         module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
-    name = name or _name(function)
-    return _Program(name, builder.computation_from_module_proto(name, module), structure[-1])
+    return _Program(current().jax_operation(name or _name(function), module), structure[-1])
 
 
 @contextmanager
 def _lowering(mesh: Any, target: Target) -> Iterator[None]:
-    """JAX as torch_xla's programs need it, in this thread and for this time only: cuts are annotated as GSPMD has them,
-    and kernels that ask which chip they are for are told."""
+    """JAX as the runtime's programs need it, in this thread and for this time only: shardings are annotated as GSPMD
+    has them, and kernels that ask which chip they are for are told."""
     from jax._src import config  # the switch has no public form that is not global
 
     jax = _jax()
@@ -279,10 +272,10 @@ def _prepared(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """A tensor of a dtype that JAX has."""
     if tensor is None:
         return None
-    if tensor.device.type != "xla":
+    if not is_device(tensor):
         raise UnsupportedError(
             f"a JAX function was called on a tensor of shape {tuple(tensor.shape)} on {tensor.device}, but it can only "
-            "be part of a program for the XLA device: move the tensor there with .to('xla')."
+            f"be part of a program for the {device_type()} device: move the tensor there with .to({device_type()!r})."
         )
     if tensor.dtype == torch.int64:
         return tensor.to(torch.int32)
@@ -309,13 +302,11 @@ def _name(function: JaxFunction) -> str:
 
 @cache
 def _own_target() -> Target:
-    """What the adapter runs on. `num_cores`: torch_xla drives the cores of a v4 or v5p chip as one device."""
-    platform = adapter.current().platform()
+    """What the runtime runs on. `num_cores`: torch_xla drives the cores of a v4 or v5p chip as one device."""
+    platform = current().platform()
     if platform != "tpu":
         return Target(platform)
-    import torch_xla
-
-    kind = str(torch_xla._XLAC._xla_device_kind(str(adapter.current().device())))
+    kind = current().device_kind()
     chip = chip_of_device_kind(kind)
     return Target(platform, kind if chip is None else chip.device_kind)
 
@@ -327,9 +318,9 @@ def _jax() -> Any:
     Raises:
         MissingDependencyError: it or ttpu-jax is not installed.
     """
-    runtime = adapter.current()
+    runtime = current()
     runtime.device()
-    # A TPU belongs to one runtime of a process, and torch_xla has it by now: JAX would wait for it.
+    # A TPU belongs to one runtime of a process, and the runtime has it by now: JAX would wait for it.
     if runtime.platform() == "tpu" and "jax" not in sys.modules:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:

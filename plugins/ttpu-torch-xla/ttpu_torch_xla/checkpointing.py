@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_torch_xla.adapter import current
+from ttpu_torch_xla.runtime import current, device_type, is_device
 
 
 def checkpoint_layers(model: Any) -> None:
@@ -33,10 +33,10 @@ def checkpoint_layers(model: Any) -> None:
 
 
 def checkpoint_or_recompute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.utils.checkpoint.checkpoint` for tensors elsewhere, `recomputed` for those on an XLA device."""
+    """`torch.utils.checkpoint.checkpoint` for tensors elsewhere, `recomputed` for those on the runtime's device."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        if any(isinstance(one, torch.Tensor) and one.device.type == "xla" for one in args):
+        if any(isinstance(one, torch.Tensor) and is_device(one) for one in args):
             return recomputed(function, *args)
         return original(function, *args, **options)
 
@@ -69,8 +69,8 @@ class _Frame:
         self._again: dict[int, torch.Tensor] = {}
         self._random = current().random_state()
         self._autocast: dict[str, Any] = {
-            "enabled": torch.is_autocast_enabled("xla"),
-            "dtype": torch.get_autocast_dtype("xla"),
+            "enabled": torch.is_autocast_enabled(device_type()),
+            "dtype": torch.get_autocast_dtype(device_type()),
             "cache_enabled": torch.is_autocast_cache_enabled(),
         }
 
@@ -86,10 +86,10 @@ class _Frame:
         return self._again.pop(number)
 
     def _recompute(self) -> None:
-        adapter = current()
-        args = tree_map_only(torch.Tensor, _copy, self._args)
-        adapter.barrier([one for one in args if isinstance(one, torch.Tensor)])
-
+        runtime = current()
+        flat, structure = tree_flatten(self._args)
+        fresh = iter(runtime.barrier([_copy(one) for one in flat if isinstance(one, torch.Tensor)]))
+        args = tree_unflatten([next(fresh) if isinstance(one, torch.Tensor) else one for one in flat], structure)
         self._again.clear()
 
         def collect(tensor: torch.Tensor) -> None:
@@ -100,8 +100,8 @@ class _Frame:
 
         with (
             torch.enable_grad(),
-            torch.autocast("xla", **self._autocast),
-            adapter.use_random_state(self._random),
+            torch.autocast(device_type(), **self._autocast),
+            runtime.use_random_state(self._random),
             saved_tensors_hooks(collect, refuse),
         ):
             self._function(*args)

@@ -12,8 +12,8 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_core.spec import AttentionSpec
-from ttpu_torch_xla.adapter import Adapter
 from ttpu_torch_xla.patches.patch import Patch, applied
+from ttpu_torch_xla.runtime import TorchRuntime
 
 Options = tuple[tuple[str, object], ...]
 
@@ -21,22 +21,22 @@ _on_one_device: weakref.WeakSet[Any] = weakref.WeakSet()
 """Prepared models whose tensors are on one device of a runtime that does not run on all of them."""
 
 
-def run_on_all_devices(adapter: Adapter) -> None:
+def run_on_all_devices(runtime: TorchRuntime) -> None:
     """From now on programs run on all devices, if they do not yet.
 
     Raises:
         UnsupportedError: a model of this process is on one device, whose programs would crash the process then.
     """
-    if adapter.is_spmd():
+    if runtime.is_spmd():
         return
     gc.collect()  # models that are gone may be waiting for it
     if len(_on_one_device):
         raise UnsupportedError(
-            f"a model was to be cut over {adapter.num_devices()} devices, but {len(_on_one_device)} loaded before it "
-            f"{'is' if len(_on_one_device) == 1 else 'are'} on one device, and {adapter.name} cannot change over: load "
+            f"a model was to be cut over {runtime.num_devices()} devices, but {len(_on_one_device)} loaded before it "
+            f"{'is' if len(_on_one_device) == 1 else 'are'} on one device, and {runtime.name} cannot change over: load "
             "those with a strategy too, delete them first, or use another process."
         )
-    adapter.use_spmd()
+    runtime.use_spmd()
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class Handle:
 
     Attributes:
         architecture: what the family plugin says of it.
-        adapter: the runtime that it lives on.
+        runtime: the runtime that it lives on.
         patches: what was replaced in transformers for it; in place until `close`, or until the model is gone.
         attention: the name of its attention.
         options: settings of that attention, as `ttpu_jax.ops.attention` takes them.
@@ -56,7 +56,7 @@ class Handle:
     """
 
     architecture: Architecture
-    adapter: Adapter
+    runtime: TorchRuntime
     patches: tuple[Patch, ...] = ()
     attention: str = "eager"
     options: Options = ()
@@ -96,7 +96,7 @@ class Handle:
     def _hold(self, model: Any, patches: ExitStack) -> None:
         self._model = weakref.ref(model)
         self._undo = weakref.finalize(model, patches.close)
-        if not self.adapter.is_spmd():
+        if not self.runtime.is_spmd():
             _on_one_device.add(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:

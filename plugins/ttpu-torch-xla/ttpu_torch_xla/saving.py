@@ -1,4 +1,4 @@
-"""`save_pretrained` for models on XLA devices, as a patch of transformers' method: safetensors can write tensors of the
+"""`save_pretrained` for models on the device, as a patch of transformers' method: safetensors can write tensors of the
 host only, and whole ones."""
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
+from ttpu_torch_xla.runtime import device_type
+
 
 def save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`PreTrainedModel.save_pretrained` with the same arguments, which fetches what is on an XLA device."""
+    """`PreTrainedModel.save_pretrained` with the same arguments, which fetches what is on the runtime's device."""
 
     @wraps(original)
     def save(
         self: Any, save_directory: Any, *args: Any, state_dict: Mapping[str, torch.Tensor] | None = None, **options: Any
     ) -> Any:
-        if self.device.type == "xla":
+        if self.device.type == device_type():
             state_dict = on_host(self.state_dict(keep_vars=True) if state_dict is None else state_dict)
         return original(self, save_directory, *args, state_dict=state_dict, **options)
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.sharding.parallelism import Parallelism
+from ttpu_torch_xla.runtime import current
 from ttpu_torch_xla.sharding.apply import decoder_layers
 
 
@@ -94,10 +95,6 @@ class ScannedLayers(torch.nn.ModuleList):
     def _scan(
         self, layers: list[Any], hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        from functorch.compile import default_partition, min_cut_rematerialization_partition
-        from torch._functorch import config as functorch_config
-        from torch_xla.experimental.scan import scan
-
         first = layers[0]
         if first.training:
             _refuse_dropout(layers)
@@ -113,23 +110,15 @@ class ScannedLayers(torch.nn.ModuleList):
         steps: dict[Any, Any] = self.__dict__.setdefault("_steps", {})
         if key not in steps:  # a step that was traced before is not traced again
             steps[key] = _step(first, structure, fixed, kinds)
-        with functorch_config.patch(aggressive_recomputation=recompute):  # else whatever takes long is kept
-            carry, _ = scan(
-                steps[key],
-                [hidden, *(_as_float(one.detach()) for one in tensors)],
-                stacked,
-                partition_fn=min_cut_rematerialization_partition if recompute else default_partition,
-                is_fn_pure=True,
-            )
-        result: torch.Tensor = carry[0]
-        return result
+        carry = [hidden, *(_as_float(one.detach()) for one in tensors)]
+        return current().scan(steps[key], carry, stacked, recompute=recompute)[0]
 
 
 _TENSOR = object()
 
 
 def _step(first: Any, structure: TreeSpec, fixed: tuple[Any, ...], kinds: tuple[torch.dtype, ...]) -> Any:
-    """One layer as torch_xla's scan traces it: every tensor comes in by an argument, and each that is carried must be
+    """One layer as the runtime's scan traces it: every tensor comes in by an argument, and each that is carried must be
     able to have a gradient, so that masks and positions travel as floats."""
     with torch.no_grad():
         example = deepcopy(first)

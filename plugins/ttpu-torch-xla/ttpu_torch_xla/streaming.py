@@ -16,8 +16,8 @@ import torch
 from ttpu_core.errors import RequestError, TTPUError, UnsupportedError
 from ttpu_core.generation.detokenizer import TextStream
 from ttpu_core.generation.events import FinishReason, StreamEvent, Timings
-from ttpu_torch_xla.adapter import Adapter
 from ttpu_torch_xla.generation.length import new_tokens
+from ttpu_torch_xla.runtime import TorchRuntime
 
 Prompt = str | list[dict[str, str]]
 NOT_DONE: Mapping[str, tuple[Any, ...]] = {"logprobs": (), "presence_penalty": (0,), "frequency_penalty": (0,)}
@@ -54,18 +54,18 @@ class _Tokens:
 class _Clock:
     """Seconds of prefill (up to the first token), of decoding, and of compiling, which is part of neither."""
 
-    adapter: Adapter
+    runtime: TorchRuntime
     timings: Timings
     began: float = field(default_factory=time.perf_counter)
     compiled_before: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.compiled_before = self.adapter.counters().compile_seconds
+        self.compiled_before = self.runtime.counters().compile_seconds
 
     def token(self) -> None:
         """A token came."""
         timings = self.timings
-        compiled = self.adapter.counters().compile_seconds - self.compiled_before
+        compiled = self.runtime.counters().compile_seconds - self.compiled_before
         busy = time.perf_counter() - self.began - compiled
         timings.compile_seconds = compiled
         if timings.prefill_seconds:
@@ -130,7 +130,7 @@ class StreamingModel:
         tokens, text = _Tokens(), TextStream(self.tokenizer, ids, stops)
         thread = Thread(target=self._run, args=(ids, tokens, given), daemon=True)
         ends = self._end_ids(given)
-        clock = _Clock(self.model.ttpu.adapter, self.timings)
+        clock = _Clock(self.model.ttpu.runtime, self.timings)
         thread.start()
         held: StreamEvent | None = None  # the last event says why it ended, so that one is always held back
         try:

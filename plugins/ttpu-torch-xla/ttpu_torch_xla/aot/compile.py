@@ -13,10 +13,9 @@ import torch
 from ttpu_core.errors import UnsupportedError
 from ttpu_torch_xla.aot.slice import SliceMesh, State, TpuSlice, sharding_text
 from ttpu_torch_xla.bridge import require_kernels
+from ttpu_torch_xla.xla.graph import Argument, stablehlo
 
 REPLICATED = "{replicated}"
-Argument = tuple[int, tuple[int, ...]]
-"""Which tensor an argument of the graph was, and its shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def compile_graph(
     from ttpu_jax.aot.topology import make_mesh, tpu_topology
 
     began = time.perf_counter()
-    text, arguments = _stablehlo([*results, *(state.tensors if state else ())])
+    text, arguments = stablehlo([*results, *(state.tensors if state else ())])
     traced, busy = time.perf_counter(), time.process_time()
     topology = tpu_topology(tpu.topology.name)
     mesh = tpu.mesh_used or SliceMesh((("device", 1),))
@@ -110,16 +109,6 @@ def compile_graph(
         stablehlo=text,
         executable=executable,
     )
-
-
-def _stablehlo(tensors: list[torch.Tensor]) -> tuple[str, list[Argument]]:
-    """The recorded graph, and which tensor each argument of it was."""
-    import torch_xla
-    import torch_xla.core.xla_model as model
-
-    text = model.get_stablehlo(tensors)
-    identifiers, values = torch_xla._XLAC._get_tensors_xla_device_data_node(tensors)
-    return text, [(one, tuple(value.shape)) for one, value in zip(identifiers, values, strict=True)]
 
 
 def _annotate(module: Any, arguments: list[Argument], tpu: TpuSlice, state: State | None, results: int) -> None:

@@ -13,8 +13,10 @@ import torch
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.sharding.hardware import Topology, parse_topology
-from ttpu_torch_xla.adapter import Counters, Cut, TorchXla
 from ttpu_torch_xla.bridge import abstract_mesh, call_jax, lowering_for
+from ttpu_torch_xla.runtime import Counters, Cut
+from ttpu_torch_xla.xla.graph import argument_of, placeholder, replace_value
+from ttpu_torch_xla.xla.runtime import TorchXla
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class State:
 
 
 class TpuSlice(TorchXla):
-    """The adapter for the devices of a slice such as "v5e:2x4", whatever this machine has.
+    """The runtime for the devices of a slice such as "v5e:2x4", whatever this machine has.
 
     Its tensors are torch_xla's: operations on them are recorded and never run. What has no values, on torch's "meta"
     device, gets none here either.
@@ -89,10 +91,8 @@ class TpuSlice(TorchXla):
 
     def placeholder(self, shape: tuple[int, ...], dtype: torch.dtype, cut: tuple[Cut, ...] = ()) -> torch.Tensor:
         """An argument of the program, cut along mesh axes where `cut` says so."""
-        import torch_xla.core.xla_builder as builder
-
         self.device()
-        tensor: torch.Tensor = builder.create_placeholder_tensor(shape, dtype)
+        tensor = placeholder(shape, dtype)
         self.cuts[argument_of(tensor)] = (self.mesh_used or SliceMesh(()), cut or (None,) * len(shape))
         return tensor
 
@@ -114,8 +114,6 @@ class TpuSlice(TorchXla):
 
     def shard(self, tensor: torch.Tensor, mesh: SliceMesh, cut: tuple[Cut, ...]) -> None:
         """Note how an argument is cut, or tell the compiler how an intermediate result is."""
-        import torch_xla
-
         if (argument := argument_of(tensor)) in self.cuts:
             self.cuts[argument] = (mesh, cut)
             return
@@ -123,7 +121,7 @@ class TpuSlice(TorchXla):
         held = call_jax(
             _constrained, tensor.detach(), static={"mesh": shape, "cut": _entries(cut)}, mesh=shape, name="cut"
         )
-        torch_xla._XLAC._replace_xla_tensor(tensor, held)
+        replace_value(tensor, held)
 
     def sharding_of(self, tensor: torch.Tensor) -> str:
         """Of an argument."""
@@ -162,12 +160,6 @@ def sharding_text(mesh: SliceMesh, cut: tuple[Cut, ...]) -> str:
     tail = " last_tile_dim_replicate" if copies > 1 else ""
     shape = ",".join(map(str, [*tiles, copies] if copies > 1 else tiles))
     return f"{{devices=[{shape}]{','.join(map(str, order))}{tail}}}"
-
-
-def argument_of(tensor: torch.Tensor) -> int:
-    import torch_xla
-
-    return int(torch_xla._XLAC._xla_get_tensor_id(tensor))
 
 
 def _entries(cut: tuple[Cut, ...]) -> tuple[Any, ...]:

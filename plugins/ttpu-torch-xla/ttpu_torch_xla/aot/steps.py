@@ -11,9 +11,10 @@ import torch
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_torch_xla.aot.compile import CompiledGraph, compile_graph
-from ttpu_torch_xla.aot.slice import TpuSlice, argument_of
+from ttpu_torch_xla.aot.slice import TpuSlice
 from ttpu_torch_xla.generation.cache import FixedCache, FixedLayer
 from ttpu_torch_xla.sharding.apply import Sharding
+from ttpu_torch_xla.xla.graph import argument_of
 
 Step = Literal["prefill", "decode", "train"]
 
@@ -35,13 +36,13 @@ def compile_step(model: Any, step: Step, batch: int, context: int) -> CompiledGr
         "decode": decode,
         "train": train,
     }
-    with model.ttpu.adapter.recording():
+    with model.ttpu.runtime.recording():
         return compiled[step](model, batch, context)
 
 
 def prefill(model: Any, batch: int, context: int) -> CompiledGraph:
     """Logits of the last tokens and the filled cache."""
-    tpu: TpuSlice = model.ttpu.adapter
+    tpu: TpuSlice = model.ttpu.runtime
     cache = FixedCache(model.config, context, torch.tensor(0))
     with torch.no_grad():
         logits = model(_tokens(model, batch, context), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -52,7 +53,7 @@ def prefill(model: Any, batch: int, context: int) -> CompiledGraph:
 
 def decode(model: Any, batch: int, context: int) -> CompiledGraph:
     """Logits of one new token a row, and the cache with its keys and values."""
-    tpu: TpuSlice = model.ttpu.adapter
+    tpu: TpuSlice = model.ttpu.runtime
     sharding = Sharding(model.ttpu.parallelism, model.ttpu.mesh, tpu)
     cache = FixedCache(model.config, context, torch.tensor(0))
     shapes = _cache_shapes(model, batch, context)
@@ -78,7 +79,7 @@ def decode(model: Any, batch: int, context: int) -> CompiledGraph:
 
 def train(model: Any, batch: int, context: int) -> CompiledGraph:
     """The loss, and weights and optimizer after one step in the middle of a training."""
-    tpu: TpuSlice = model.ttpu.adapter
+    tpu: TpuSlice = model.ttpu.runtime
     parameters = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, foreach=False)
     moments = []
@@ -102,7 +103,7 @@ def train(model: Any, batch: int, context: int) -> CompiledGraph:
 
 
 def _tokens(model: Any, batch: int, length: int) -> torch.Tensor:
-    tpu: TpuSlice = model.ttpu.adapter
+    tpu: TpuSlice = model.ttpu.runtime
     cut = Sharding(model.ttpu.parallelism, model.ttpu.mesh, tpu).cut((axes.BATCH, None), (batch, length))
     return tpu.placeholder((batch, length), torch.int64, cut)
 

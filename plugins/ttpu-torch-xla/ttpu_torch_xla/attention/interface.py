@@ -13,6 +13,7 @@ from ttpu_core.spec import AttentionSpec
 from ttpu_torch_xla.attention.kernel import attend, objection
 from ttpu_torch_xla.attention.mask import MaskMeaning, meaning_of
 from ttpu_torch_xla.attention.reference import reference
+from ttpu_torch_xla.runtime import is_device
 
 REFUSED = {"indices": "sparse attention to chosen keys", "cache": "a paged cache"}
 
@@ -75,7 +76,7 @@ def attention(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     request = _Request(query, key, value, causal, sliding_window, segment_ids, others.get("cu_seq_lens_q"))
     spec = _spec(module, query, key, value, scaling, softcap, s_aux)
-    on_device = query.device.type == "xla"
+    on_device = is_device(query)
     if on_device and position_bias is None and not dropout and (plan := request.plan(attention_mask)) is not None:
         spec = replace(spec, causal=plan.causal, window=plan.window, chunk=plan.chunk)
         size = plan.keys
@@ -162,7 +163,7 @@ class _Request:
                 f"segment_ids of {queries} tokens were given with {keys} keys, but what segments the tokens of a cache "
                 "have is not known: pass packed sequences without past_key_values (use_cache=False)."
             )
-        together = (segments[:, None, :, None] == segments[:, None, None, :])
+        together = segments[:, None, :, None] == segments[:, None, None, :]
         if mask is None:
             return together
         if mask.dtype == torch.bool:

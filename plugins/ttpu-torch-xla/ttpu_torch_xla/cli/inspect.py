@@ -44,8 +44,8 @@ def inspect(
     _compile_quickly()
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from ttpu_torch_xla.adapter import current
     from ttpu_torch_xla.inspector.inspect import build, inspect_model, stages
+    from ttpu_torch_xla.runtime import current
 
     config, architecture = _config(checkpoint, as_it_is)
     model = build(config, shrunk=not as_it_is)

@@ -13,10 +13,10 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.utils import ModelOutput
 
 from ttpu_core.errors import RequestError
-from ttpu_torch_xla.adapter import Adapter, current
 from ttpu_torch_xla.generation.loop import Decoding
 from ttpu_torch_xla.generation.placement import placement_of
 from ttpu_torch_xla.generation.stock import EmptySums, inputs_device, needs_stock, refuse_offloading, warn_once
+from ttpu_torch_xla.runtime import TorchRuntime, current
 
 NONE_IF_ZERO = frozenset({"token_type_ids", "mm_token_type_ids"})
 """Inputs that say which tokens are of a picture; processors give them for mere text too, where they are zero."""
@@ -34,7 +34,7 @@ OURS = "_ttpu_generate"
 """The attribute of an instance that its class's `generate` looks for."""
 
 
-def install(model: Any, adapter: Adapter | None = None) -> None:
+def install(model: Any, runtime: TorchRuntime | None = None) -> None:
     """Replace `model.generate`, for this instance only, by one that compiles two programs for a whole generation.
 
     The same arguments give the same results, except that
@@ -52,11 +52,11 @@ def install(model: Any, adapter: Adapter | None = None) -> None:
     those without it go straight through.
 
     Args:
-        model: a stock causal language model on the adapter's device.
-        adapter: the runtime; this process's by default.
+        model: a stock causal language model on the runtime's device.
+        runtime: the runtime; this process's by default.
     """
     _look_for_ours(type(model))
-    setattr(model, OURS, _Generate(adapter or current()))
+    setattr(model, OURS, _Generate(runtime or current()))
 
 
 def _look_for_ours(kind: Any) -> None:
@@ -78,7 +78,7 @@ def _look_for_ours(kind: Any) -> None:
 class _Generate:
     """What `install` gives a model, and what its copies share."""
 
-    adapter: Adapter
+    runtime: TorchRuntime
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Generate:
         return self
@@ -87,7 +87,7 @@ class _Generate:
         self, model: Any, stock: Callable[..., Any], inputs: Any = None, generation_config: Any = None, **kwargs: Any
     ) -> Any:
         """`stock` is the class's own `generate`, to be called with the model first."""
-        if model.device.type != self.adapter.device().type:
+        if model.device.type != self.runtime.device_type:
             return stock(model, inputs, generation_config, **kwargs)
         if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             raise RequestError(
@@ -132,7 +132,7 @@ class _Generate:
         ) -> Any:
             return Decoding(
                 model,
-                self.adapter,
+                self.runtime,
                 input_ids.cpu(),
                 logits_processor,
                 stopping_criteria,

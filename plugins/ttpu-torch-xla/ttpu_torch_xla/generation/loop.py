@@ -10,11 +10,11 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from ttpu_torch_xla.adapter import Adapter
 from ttpu_torch_xla.generation.cache import FixedCache
 from ttpu_torch_xla.generation.choice import DeviceChoice, runs_on_device
 from ttpu_torch_xla.generation.placement import ONE_DEVICE, Placement
 from ttpu_torch_xla.generation.prompt import Prompt, padded
+from ttpu_torch_xla.runtime import TorchRuntime
 
 LOOK_EVERY = 4
 """Steps between two looks at whether all sequences have ended; each waits for the step before the running one."""
@@ -48,7 +48,7 @@ class Decoding:
     """One call of `generate`, after transformers prepared it on the host.
 
     Args:
-        model: a causal language model on the device of `adapter`.
+        model: a causal language model on the device of `runtime`.
         input_ids: int64 [batch, tokens] on the host.
         processors, criteria: transformers' lists. Those that have no form of fixed shape here run on the host as they
             are, between two steps, so that the device waits for them.
@@ -62,7 +62,7 @@ class Decoding:
     def __init__(
         self,
         model: Any,
-        adapter: Adapter,
+        runtime: TorchRuntime,
         input_ids: torch.Tensor,
         processors: Any,
         criteria: Any,
@@ -74,7 +74,7 @@ class Decoding:
         placement: Placement = ONE_DEVICE,
         **forward: Any,
     ) -> None:
-        self.model, self.adapter, self.device = model, adapter, adapter.device()
+        self.model, self.runtime, self.device = model, runtime, runtime.device()
         self.ids, self.processors, self.criteria, self.config = input_ids, processors, criteria, config
         self.streamer, self.placement, self.forward = streamer, placement, forward
         lengths = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
@@ -94,7 +94,7 @@ class Decoding:
 
     def run(self) -> Any:
         """int64 [batch, tokens + new tokens] on the host, or transformers' output object."""
-        self.adapter.sync()  # what the caller recorded is no part of the programs below
+        self.runtime.sync()  # what the caller recorded is no part of the programs below
         self.choose = None
         if not self.chooses_on_host:
             self.choose = DeviceChoice(self.processors, self.ids, self.limit, self.config.do_sample, self.device)
@@ -177,7 +177,7 @@ class Decoding:
         self.placement.cut(cache)
         cache.clock.begin_decode(state.slot, shift.to(self.device))
         state = self._chosen(state, logits)
-        self.adapter.sync()
+        self.runtime.sync()
         return state, cache
 
     def _decode(self, state: _State, cache: FixedCache) -> _State:
@@ -188,7 +188,7 @@ class Decoding:
         logits = self._logits(state.token[:, None], state.mask, state.positions, cache)
         self.placement.cut(cache)
         state = self._chosen(state, logits)
-        self.adapter.sync()
+        self.runtime.sync()
         return state
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:

@@ -42,14 +42,14 @@ class Placement:
         """Every device holds all of these: reading a tensor that is cut compiles a program, each time anew."""
         for tensor in tensors:
             if self.sharding is not None and tensor is not None:
-                self.sharding.adapter.shard(tensor, self.sharding.mesh, (None,) * tensor.ndim)
+                self.sharding.runtime.shard(tensor, self.sharding.mesh, (None,) * tensor.ndim)
 
     def _hold(self, tensor: torch.Tensor | None, logical: tuple[str, ...]) -> None:
         if self.sharding is None or tensor is None:
             return
         named = (*logical, *(None,) * (tensor.ndim - len(logical)))
         cut = self.sharding.cut(named, tuple(tensor.shape))
-        self.sharding.adapter.shard(tensor, self.sharding.mesh, cut)
+        self.sharding.runtime.shard(tensor, self.sharding.mesh, cut)
 
 
 ONE_DEVICE = Placement()
@@ -60,4 +60,4 @@ def placement_of(model: Any) -> Placement:
     handle = getattr(model, "ttpu", None)
     if handle is None or handle.mesh is None or handle.parallelism is None:
         return ONE_DEVICE
-    return Placement(Sharding(handle.parallelism, handle.mesh, handle.adapter))
+    return Placement(Sharding(handle.parallelism, handle.mesh, handle.runtime))

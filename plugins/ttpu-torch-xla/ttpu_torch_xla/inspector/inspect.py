@@ -12,10 +12,10 @@ import torch
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
-from ttpu_torch_xla.adapter import Adapter
 from ttpu_torch_xla.inspector.observe import Finding, observe
 from ttpu_torch_xla.patches.choice import patches_for
 from ttpu_torch_xla.patches.patch import applied
+from ttpu_torch_xla.runtime import TorchRuntime
 
 PROMPT, NEW = 24, 2
 STOCK, GENERATION = "stock", "generation"
@@ -78,7 +78,7 @@ def build(config: Any, *, shrunk: bool) -> Any:
 
 
 def inspect_model(
-    model: Any, architecture: Architecture, adapter: Adapter, tell: Callable[[str, int], None] = lambda *_: None
+    model: Any, architecture: Architecture, runtime: TorchRuntime, tell: Callable[[str, int], None] = lambda *_: None
 ) -> tuple[Observed, ...]:
     """Run a model stock, then with one patch more at a time, and compare. What one stage hides, such as all that comes
     after an error, is found at the next. Where both ends of a stretch of stages find the same, those between are taken
@@ -93,13 +93,13 @@ def inspect_model(
     patches = patches_for(architecture, "eager")
     names = stages(architecture)
     last = len(names) - 1
-    model.to(adapter.device())
+    model.to(runtime.device())
     settled: dict[int, Found] = {}
 
     def settle(stage: int) -> None:
         tell(names[stage], len(settled))
         with applied(patches[:stage]):
-            settled[stage] = _findings(model, adapter)
+            settled[stage] = _findings(model, runtime)
 
     def settle_between(low: int, high: int) -> None:
         if settled[low].keys() == settled[high].keys():
@@ -114,7 +114,7 @@ def inspect_model(
     if patches:
         settle(last - 1)
         settle_between(0, last - 1)
-    generation.install(model, adapter)  # for good, so that it comes last
+    generation.install(model, runtime)  # for good, so that it comes last
     settle(last)
     return _compared([(names[stage], settled[stage]) for stage in sorted(settled)])
 
@@ -133,8 +133,8 @@ def _compared(found: list[tuple[str, Found]]) -> tuple[Observed, ...]:
     return tuple(Observed(key[0], finding, times, removed_by.get(key)) for key, (finding, times) in seen.items())
 
 
-def _findings(model: Any, adapter: Adapter) -> Found:
-    device, batch = adapter.device(), next(_batches)
+def _findings(model: Any, runtime: TorchRuntime) -> Found:
+    device, batch = runtime.device(), next(_batches)
     ids = torch.randint(1, int(model.config.get_text_config().vocab_size), (batch, PROMPT))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0  # left padding
@@ -150,7 +150,7 @@ def _findings(model: Any, adapter: Adapter) -> Found:
     return {
         (name, finding.key): (finding, times)
         for name, run in zip(PASSES, (forward, generate), strict=True)
-        for finding, times in observe(adapter, run).items()
+        for finding, times in observe(runtime, run).items()
     }
 
 

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ttpu_torch_xla.adapter import Adapter
+from ttpu_torch_xla.runtime import TorchRuntime, current, device_type, is_device
 
 READS = frozenset({"aten::_local_scalar_dense", "aten::is_nonzero", "aten::item"})
 DYNAMIC = frozenset({"aten::nonzero", "aten::unique", "aten::_unique2", "aten::masked_select", "aten::unique_dim"})
-RUNTIME = ("torch", "torch_xla")
 OWN, INSPECTOR = "ttpu_torch_xla", "ttpu_torch_xla.inspector"
 
 
@@ -64,22 +63,22 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def observe(adapter: Adapter, run: Callable[[int], None]) -> Counter[Finding]:
+def observe(runtime: TorchRuntime, run: Callable[[int], None]) -> Counter[Finding]:
     """Run `run(0)` and `run(1)`, and collect what they did.
 
     The first pass may compile; what the second one compiles is a recompilation.
     """
     found: Counter[Finding] = Counter()
     for step in range(2):
-        adapter.sync(wait=True)
-        adapter.reset_counters()
+        runtime.sync(wait=True)
+        runtime.reset_counters()
         with torch.no_grad(), HostReads() as reads:
             try:
                 run(step)
             except Exception as error:  # what the stock model cannot do here is a finding too
                 return Counter({_failure(error): 1})
-        adapter.sync(wait=True)
-        counters = adapter.counters()
+        runtime.sync(wait=True)
+        counters = runtime.counters()
         if step == 0:
             found.update(reads.found)
             found.update({Finding("fallback", name): times for name, times in counters.fallbacks.items()})
@@ -88,15 +87,20 @@ def observe(adapter: Adapter, run: Callable[[int], None]) -> Counter[Finding]:
     return found
 
 
+def _runtime() -> tuple[str, ...]:
+    """Packages whose code is no model's."""
+    return ("torch", *current().packages)
+
+
 def _on_device(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "xla"
+    return isinstance(value, torch.Tensor) and is_device(value)
 
 
 def _leaves_device(name: str, args: Any, kwargs: Any) -> bool:
     if name == "aten::copy_":
         return _on_device(args[1]) and not _on_device(args[0])
     device = kwargs.get("device")
-    return device is not None and torch.device(device).type != "xla" and _on_device(args[0])
+    return device is not None and torch.device(device).type != device_type() and _on_device(args[0])
 
 
 def _failure(error: Exception) -> Finding:
@@ -104,7 +108,7 @@ def _failure(error: Exception) -> Finding:
     words = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in (*RUNTIME, OWN):
+        if package not in (*_runtime(), OWN):
             return Finding("error", words, _place(frame) or "")
     return Finding("error", words)
 
@@ -117,7 +121,7 @@ def _place(frame: FrameType | None) -> str | None:
         package = module.partition(".")[0]
         if package == OWN and not module.startswith(INSPECTOR):
             return None
-        if package and package not in (*RUNTIME, OWN):
+        if package and package not in (*_runtime(), OWN):
             code = frame.f_code
             parts = Path(code.co_filename).parts
             file = "/".join(parts[parts.index(package) :]) if package in parts else parts[-1]

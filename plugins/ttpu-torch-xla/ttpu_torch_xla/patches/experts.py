@@ -1,5 +1,5 @@
-"""Mixtures of experts with fixed shapes. In: transformers' grouped product of experts; out: one that computes on XLA
-tensors without sorting tokens into groups, whose sizes are values that a compiled program cannot depend on."""
+"""Mixtures of experts with fixed shapes. In: transformers' grouped product of experts; out: one that computes on the
+device without sorting tokens into groups, whose sizes are values that a compiled program cannot depend on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.integrations.moe import batched_mm_experts_forward
 
-from ttpu_torch_xla.adapter import current
+from ttpu_torch_xla.runtime import current, is_device
 
 ROW_BYTES = 256 * 2**20
 """Activations of all experts together that may exist at once; a longer sequence is taken in parts."""
@@ -21,12 +21,12 @@ Forward = Callable[..., torch.Tensor]
 
 
 def grouped_experts(original: Forward) -> Forward:
-    """transformers' experts function, with the product below for XLA tensors."""
+    """transformers' experts function, with the product below for tensors on the device."""
 
     def forward(
         experts: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        if hidden.device.type != "xla" or experts._is_expert_parallel:
+        if not is_device(hidden) or experts._is_expert_parallel:
             return original(experts, hidden, top_k_index, top_k_weights)
         if few_chosen(top_k_index.numel(), experts.num_experts):
             return batched_mm_experts_forward(experts, hidden, top_k_index, top_k_weights)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from ttpu_torch_xla.runtime import is_device
+
 
 def solve_triangular(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """X of A X = B; A: [..., n, n], B: [..., n, k] (A: [..., k, k] where `left` is False and X A = B is solved).
@@ -24,7 +26,7 @@ def solve_triangular(original: Callable[..., torch.Tensor]) -> Callable[..., tor
         unitriangular: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if A.device.type != "xla" or out is not None:
+        if not is_device(A) or out is not None:
             return original(A, B, upper=upper, left=left, unitriangular=unitriangular, out=out)
         if not left:  # (X A)ᵀ = Aᵀ Xᵀ
             solved: torch.Tensor = solve(A.mT, B.mT, upper=not upper, unitriangular=unitriangular)

@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 import torch
 
+from ttpu_torch_xla.runtime import is_device
+
 Find = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 def find_packed_sequence_indices(original: Find) -> Find:
-    """transformers' function for tensors elsewhere; the same, counted in whole numbers, for those on an XLA device."""
+    """transformers' function for tensors elsewhere; the same, counted in whole numbers, for those on the device."""
 
     def find(position_ids: torch.Tensor) -> torch.Tensor | None:
-        if position_ids.device.type != "xla":
+        if not is_device(position_ids):
             return original(position_ids)
         steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
         return (steps != 1).long().cumsum(-1)

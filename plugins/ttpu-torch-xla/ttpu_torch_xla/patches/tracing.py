@@ -1,5 +1,5 @@
-"""Lazy tensors count as traced. In: transformers' `is_tracing`; out: one that is also true of XLA tensors, so that mask
-code never asks a lazy tensor for its values, which would compile and run all that was recorded so far."""
+"""Lazy tensors count as traced. In: transformers' `is_tracing`; out: one that is also true of tensors on the device, so
+that mask code never asks a lazy tensor for its values, which would compile and run all that was recorded so far."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from ttpu_torch_xla.runtime import is_device
+
 
 def is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
     """`original(tensor)`, or whether the tensor is lazy."""
 
     def traced(tensor: Any = None) -> bool:
-        return original(tensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type == "xla")
+        return original(tensor) or (isinstance(tensor, torch.Tensor) and is_device(tensor))
 
     return traced
 

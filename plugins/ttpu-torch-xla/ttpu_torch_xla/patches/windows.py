@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 
+from ttpu_torch_xla.runtime import is_device
+
 Update = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def update(original: Update) -> Update:
-    """`DynamicSlidingWindowLayer.update` for tensors elsewhere; the same for those on an XLA device, whose slices may
+    """`DynamicSlidingWindowLayer.update` for tensors elsewhere; the same for those on the device, whose slices may
     not begin before a tensor does."""
 
     def update(
         self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if key_states.device.type != "xla":
+        if not is_device(key_states):
             return original(self, key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

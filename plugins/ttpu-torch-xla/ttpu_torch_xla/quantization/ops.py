@@ -1,5 +1,5 @@
 """Products with quantized weights as torch operations, `torch.ops.ttpu.quantized_linear` and its gradient. They run on
-any torch device, are recorded by torch_xla, and are one node each to `torch.compile`."""
+any torch device, are recorded by a lazy runtime, and are one node each to `torch.compile`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ttpu_torch_xla.quantization.pack import QuantizedWeight, half_run, nibbles
+from ttpu_torch_xla.runtime import current, is_device
 
 
 @torch.library.custom_op("ttpu::quantized_linear", mutates_args=())
@@ -133,17 +134,12 @@ def _dot(x: Tensor, w: Tensor, contracted: tuple[int, ...]) -> Tensor:
     """float32: the product of x and w along the last dimensions of x and these of w, summed in float32, or in int32
     where both are int8.
 
-    For XLA it names the dtype of the sums: torch's own product of int8 keeps sums in int8, and one of int32 does not
-    use int8 units. The host sums in float64 what int32 would hold, which is as exact."""
+    On the device the runtime multiplies, which lets the dtype of the sums be named. The host sums in float64 what int32
+    would hold, which is as exact."""
     dimensions = list(range(x.ndim - len(contracted), x.ndim)), list(contracted)
     whole = x.dtype == torch.int8
-    if x.device.type == "xla":
-        import torch_xla
-
-        total: Tensor = torch_xla._XLAC._xla_dot_general(
-            x, w, (dimensions, ([], [])), preferred_element_type=torch.int32 if whole else torch.float32
-        )
-        return total.to(torch.float32)
+    if is_device(x):
+        return current().dot(x, w, dimensions, torch.int32 if whole else torch.float32).to(torch.float32)
     exact = torch.float64 if whole else torch.float32
     return torch.tensordot(x.to(exact), w.to(exact), dims=dimensions).to(torch.float32)
 

@@ -15,8 +15,8 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_core.sharding.strategy import MeshAxes
 from ttpu_core.spec import axes
-from ttpu_torch_xla.adapter import Adapter
 from ttpu_torch_xla.moving import move
+from ttpu_torch_xla.runtime import TorchRuntime
 from ttpu_torch_xla.sharding.axes import parameter_axes
 from ttpu_torch_xla.sharding.resolve import cut_of
 
@@ -27,7 +27,7 @@ class Sharding:
 
     parallelism: Parallelism
     mesh: Any
-    adapter: Adapter
+    runtime: TorchRuntime
 
     def cut(self, logical: tuple[str | None, ...], shape: tuple[int, ...]) -> tuple[MeshAxes, ...]:
         """The mesh axes that cut each dimension of an activation or a cache; one that they do not divide is whole."""
@@ -57,7 +57,7 @@ class Sharding:
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
         cut, own = self._of_sums(tensor), tensor.view_as(tensor)  # a gradient of its own, before it is added to others
-        own.register_hook(lambda gradient: self.adapter.shard(gradient, self.mesh, cut))
+        own.register_hook(lambda gradient: self.runtime.shard(gradient, self.mesh, cut))
         return own
 
     def constrain_looked_up(self, rows: torch.Tensor) -> torch.Tensor:
@@ -79,16 +79,16 @@ class Sharding:
 
     def _hold(self, tensor: torch.Tensor, cut: tuple[MeshAxes, ...], whole: bool = False) -> torch.Tensor:
         def hold_gradient(gradient: torch.Tensor) -> None:
-            self.adapter.shard(gradient, self.mesh, cut)
+            self.runtime.shard(gradient, self.mesh, cut)
 
         if any(cut) or whole:
-            self.adapter.shard(tensor, self.mesh, cut)
+            self.runtime.shard(tensor, self.mesh, cut)
             if tensor.requires_grad:
                 tensor.register_hook(hold_gradient)
         return tensor
 
 
-def shard_model(model: torch.nn.Module, architecture: Architecture, parallelism: Parallelism, adapter: Adapter) -> Any:
+def shard_model(model: torch.nn.Module, architecture: Architecture, parallelism: Parallelism, runtime: TorchRuntime) -> Any:
     """Move a model to the device and cut it; returns the runtime's mesh, which is also the global one.
 
     Args:
@@ -100,13 +100,13 @@ def shard_model(model: torch.nn.Module, architecture: Architecture, parallelism:
     """
     cuts = parameter_cuts(model, architecture, parallelism)
     layers = decoder_layers(model, architecture)
-    mesh = adapter.mesh(dict(parallelism.mesh), dict(parallelism.dcn))
-    sharding = Sharding(parallelism, mesh, adapter)
+    mesh = runtime.mesh(dict(parallelism.mesh), dict(parallelism.dcn))
+    sharding = Sharding(parallelism, mesh, runtime)
 
     def put(name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Cut before its values travel, so that no device ever holds it whole."""
-        there = adapter.put(tensor)
-        adapter.shard(there, mesh, cuts.get(name, ((),) * there.ndim))
+        there = runtime.put(tensor)
+        runtime.shard(there, mesh, cuts.get(name, ((),) * there.ndim))
         return there
 
     move(model, put)

@@ -3,7 +3,6 @@ model object, whose decoder layers are `SpmdFullyShardedDataParallel`; its `stat
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.sharding.parallelism import Parallelism
+from ttpu_torch_xla.runtime import current
 from ttpu_torch_xla.sharding.apply import decoder_layers
 
 AXIS = "fsdp"
@@ -58,27 +58,11 @@ def wrap(model: Any, mesh: Any, architecture: Architecture) -> Any:
             f"use_fsdp_wrap=True was asked for, but no list of decoder layers was found in {type(model).__name__}: "
             "leave it out."
         )
-    from torch_xla.distributed.fsdp.wrap import recursive_wrap, transformer_auto_wrap_policy
-    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
-
-    recursive_wrap(
-        layers,
-        auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={type(one) for one in layers}),
-        wrapper_cls=SpmdFullyShardedDataParallel,
-        ignored_modules=set(),
-        ignored_params=set(),
-        only_wrap_children=True,
-        mesh=mesh,
-        shard_output=_cut_already,
-    )
+    current().wrap_fsdp(layers, mesh)
     for layer in layers:
         layer.register_state_dict_post_hook(_without_inner)
         layer.register_load_state_dict_pre_hook(_with_inner)
     return model
-
-
-def _cut_already(output: Any, mesh: Any) -> None:
-    """The hooks of `shard_model` have cut the layer's output, by the batch's axes and not along "fsdp" alone."""
 
 
 def _without_inner(module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

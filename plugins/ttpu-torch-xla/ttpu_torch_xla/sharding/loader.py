@@ -33,10 +33,10 @@ class ShardedLoader:
                 f"a loader for {type(model).__name__} was asked for, but it was not loaded by this backend: pass what "
                 "AutoModelForTPU.from_pretrained(..., backend='torch_xla') returns."
             )
-        self._batches, self._adapter = batches, handle.adapter
+        self._batches, self._runtime = batches, handle.runtime
         self._sharding: Sharding | None = None
         if handle.parallelism is not None:
-            self._sharding = Sharding(handle.parallelism, handle.mesh, handle.adapter)
+            self._sharding = Sharding(handle.parallelism, handle.mesh, handle.runtime)
 
     def __len__(self) -> int:
         """Batches, where the iterable knows."""
@@ -45,9 +45,9 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
             there = self._there(batch)
-            self._adapter.sync()
+            self._runtime.sync()
             yield there
-        self._adapter.sync()
+        self._runtime.sync()
 
     def _there(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -61,10 +61,10 @@ class ShardedLoader:
         )
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        there = self._adapter.put(tensor)
+        there = self._runtime.put(tensor)
         if self._sharding is not None and there.ndim:
             logical = (axes.BATCH, axes.SEQUENCE, *((None,) * there.ndim))[: there.ndim]
             cut = self._sharding.cut(logical, tuple(there.shape))
             if any(cut):
-                self._adapter.shard(there, self._sharding.mesh, cut)
+                self._runtime.shard(there, self._sharding.mesh, cut)
         return there

@@ -16,8 +16,8 @@ from ttpu_core.sharding.request import STAND_IN, plan_for, refuse_idle_axes, the
 from ttpu_core.sharding.strategy import MeshAxes, Strategy
 from ttpu_core.sharding.workload import DTYPES, Quantization
 from ttpu_core.spec import ArchitectureSpec, axes
-from ttpu_torch_xla.adapter import Adapter
 from ttpu_torch_xla.launching import CPU_DEVICES as SIMULATED_BY
+from ttpu_torch_xla.runtime import TorchRuntime
 
 PADDED = frozenset({axes.VOCAB, axes.MLP})
 """Logical axes that need not divide: XLA pads the last device's part, and nothing is computed head by head or expert by
@@ -26,7 +26,7 @@ expert there."""
 
 def resolve(
     spec: ArchitectureSpec,
-    adapter: Adapter,
+    runtime: TorchRuntime,
     *,
     parallelism_strategy: Any = None,
     sharding_strategy: Any = None,
@@ -65,7 +65,7 @@ def resolve(
     if given is None:
         return None
     name, asked = given
-    devices = adapter.num_devices()
+    devices = runtime.num_devices()
     held = str(dtype).removeprefix("torch.")
     if plan is not None:
         found = plan_for(
@@ -75,7 +75,7 @@ def resolve(
         found = replace(asked, strategy=strategy_with(sharding_rules, asked.strategy))
     elif isinstance(asked, str) and asked.strip().lower() == AUTO:
         counted = held if held in DTYPES else "bfloat16"
-        found = planned(spec, adapter, strategy_with(sharding_rules), counted, quantization)
+        found = planned(spec, runtime, strategy_with(sharding_rules), counted, quantization)
     elif isinstance(asked, str):
         found = resolve_parallelism(asked, devices, sharding_rules, SIMULATED_BY, name)
     else:
@@ -142,7 +142,7 @@ def cut_of(
 
 
 def planned(
-    spec: ArchitectureSpec, adapter: Adapter, strategy: Strategy, dtype: str, quantization: Quantization | None = None
+    spec: ArchitectureSpec, runtime: TorchRuntime, strategy: Strategy, dtype: str, quantization: Quantization | None = None
 ) -> Parallelism:
     """The planner's fastest mesh for these devices, among those that divide the heads: here they are not padded.
 
@@ -151,8 +151,8 @@ def planned(
         UnsupportedError: the model fits in no way.
     """
     planner: Planner = default_registry().service("planner")
-    devices = adapter.num_devices()
-    topology = topology_of(chip_named(adapter.chip() or STAND_IN), devices, adapter.num_slices())
+    devices = runtime.num_devices()
+    topology = topology_of(chip_named(runtime.chip() or STAND_IN), devices, runtime.num_slices())
     if topology is None or devices == 1:
         return Parallelism(strategy=strategy)
 

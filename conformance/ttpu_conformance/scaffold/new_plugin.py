@@ -34,7 +34,7 @@ def new_plugin(
 
       ttpu new-plugin smollm3 --author "Ada Lovelace <ada@example.org>"
     """
-    from ttpu_conformance.scaffold.scaffold import NewPlugin, write_all
+    from ttpu_conformance.scaffold.package_files import NewPlugin, write_all
 
     plugin = NewPlugin.of(name, tuple(model_type or ()), author)
     target = (directory or Path(plugin.distribution)).expanduser()

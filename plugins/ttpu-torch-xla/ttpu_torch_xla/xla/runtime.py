@@ -1,123 +1,42 @@
-"""What the backend asks of the runtime that puts torch tensors on a TPU: a device, a mesh, cuts, and counters of what
-it did. `TorchXla` answers for torch_xla; another runtime is added by another class with these methods."""
+"""torch_xla as a runtime: operations are recorded lazily and compiled by XLA when something asks for their values."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from contextlib import contextmanager
+from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
 from ttpu_core.sharding.links import slice_axes
-from ttpu_torch_xla.distributed import after_start, before_start
-
-Cut = tuple[str, ...] | str | None
-"""The mesh axes that cut one dimension of a tensor; None or () where it is whole on every device."""
-
-
-@dataclass(frozen=True)
-class Counters:
-    """What the runtime did since the last reset: programs compiled and run, wall-clock seconds of compiling, and
-    operations that it had no TPU version of, so that they ran on the host (`aten::name` → times)."""
-
-    compiles: int = 0
-    executions: int = 0
-    compile_seconds: float = 0.0
-    fallbacks: Mapping[str, int] = field(default_factory=dict)
-
-
-class Adapter(Protocol):
-    """A runtime for torch tensors on TPUs."""
-
-    name: str
-
-    def device(self) -> torch.device:
-        """Where the model's tensors live: one device, or all of them as one once `use_spmd` was called."""
-        ...
-
-    def platform(self) -> str:
-        """tpu, cpu, or what else the runtime drives."""
-        ...
-
-    def num_devices(self) -> int:
-        """Devices over which one program may be cut, those of other processes included."""
-        ...
-
-    def chip(self) -> str | None:
-        """The generation of TPU, as its maker or Google Cloud names it ("v5litepod-8"); None elsewhere."""
-        ...
-
-    def num_slices(self) -> int:
-        """Slices that the devices are of."""
-        ...
-
-    def process(self) -> tuple[int, int]:
-        """The number of this process, and how many there are."""
-        ...
-
-    def is_spmd(self) -> bool:
-        """Whether one program runs on all devices."""
-        ...
-
-    def use_spmd(self) -> None:
-        """From now on one program runs on all devices; must come before the first tensor is put on one."""
-        ...
-
-    def mesh(self, sizes: Mapping[str, int], dcn: Mapping[str, int] | None = None) -> Any:
-        """The runtime's mesh of these axes, made the global one; `dcn` says how much of an axis lies between slices."""
-        ...
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the host on the device."""
-        ...
-
-    def shard(self, tensor: torch.Tensor, mesh: Any, cut: tuple[Cut, ...]) -> None:
-        """Cut a tensor along mesh axes, one entry per dimension."""
-        ...
-
-    def sharding_of(self, tensor: torch.Tensor) -> str:
-        """How a tensor is cut, as XLA writes it; empty where it is not."""
-        ...
-
-    def barrier(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep the compiler from merging what is computed from these tensors hereafter with what was before."""
-        ...
-
-    def differentiates(self) -> bool:
-        """Whether torch can run a backward pass on the device in this process."""
-        ...
-
-    def random_state(self) -> int:
-        """The state of the device's random numbers."""
-        ...
-
-    def use_random_state(self, state: int) -> AbstractContextManager[None]:
-        """Draw from this state inside, and go on as if nothing had been drawn behind it."""
-        ...
-
-    def sync(self, wait: bool = False) -> None:
-        """Run what was recorded so far."""
-        ...
-
-    def counters(self) -> Counters:
-        """What was done since `reset_counters`."""
-        ...
-
-    def reset_counters(self) -> None:
-        """Count from zero."""
-        ...
+from ttpu_torch_xla.runtime import Counters, Cut, JaxOperation, TorchRuntime, current
+from ttpu_torch_xla.runtime.protocol import Step
+from ttpu_torch_xla.xla.distributed import after_start, before_start
 
 
 class TorchXla:
-    """torch_xla: operations are recorded lazily and compiled by XLA when something asks for their values."""
+    """The entry point `torch_xla` of the group `ttpu.torch_runtimes`; a `TorchRuntime`."""
 
-    name = "torch_xla"
+    name: ClassVar[str] = "torch_xla"
+    device_type: ClassVar[str] = "xla"
+    packages: ClassVar[tuple[str, ...]] = ("torch_xla",)
+
+    @classmethod
+    def start(cls) -> TorchXla:
+        """Simulated devices and process numbers are those that `ttpu launch` says.
+
+        Raises:
+            MissingDependencyError: torch_xla cannot be imported.
+            LaunchError: this is one of several processes on a CPU.
+        """
+        before_start()
+        runtime = cls()
+        after_start(runtime.process)
+        return runtime
 
     def __init__(self) -> None:
         # What torch_xla does by itself where there is no TPU, less its warning: the CPU runs the same programs.
@@ -146,6 +65,10 @@ class TorchXla:
     def platform(self) -> str:
         """tpu or cpu."""
         return str(self._runtime.device_type() or "cpu").lower()
+
+    def device_kind(self) -> str:
+        """As the PJRT client has it."""
+        return str(self._xla._XLAC._xla_device_kind(str(self.device())))
 
     def num_devices(self) -> int:
         """Devices in all; several CPU devices are simulated by the environment variable CPU_NUM_DEVICES."""
@@ -232,11 +155,73 @@ class TorchXla:
         """XLA's notation, such as {devices=[4,2]0,1,2,3,4,5,6,7}."""
         return str(self._xla._XLAC._get_xla_sharding_spec(tensor))
 
-    def barrier(self, tensors: Sequence[torch.Tensor]) -> None:
-        """XLA's optimization barrier, in place."""
+    def wrap_fsdp(self, layers: torch.nn.ModuleList, mesh: Any) -> None:
+        """torch_xla's FSDPv2, which adds a barrier behind each layer's gradients, so that the compiler does not gather
+        them all before it sends the first."""
+        from torch_xla.distributed.fsdp.wrap import recursive_wrap, transformer_auto_wrap_policy
+        from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+        recursive_wrap(
+            layers,
+            auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={type(one) for one in layers}),
+            wrapper_cls=SpmdFullyShardedDataParallel,
+            ignored_modules=set(),
+            ignored_params=set(),
+            only_wrap_children=True,
+            mesh=mesh,
+            shard_output=_sharded_already,
+        )
+
+    def barrier(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """XLA's optimization barrier, which torch_xla puts in place of the tensors' values."""
         import torch_xla.core.xla_model as xm
 
-        xm.optimization_barrier_(list(tensors))
+        held = list(tensors)
+        xm.optimization_barrier_(held)
+        return held
+
+    def dot(
+        self, x: torch.Tensor, w: torch.Tensor, contracted: tuple[Sequence[int], Sequence[int]], sums: torch.dtype
+    ) -> torch.Tensor:
+        """XLA's `dot_general`: torch's own product of int8 keeps sums in int8, and one of int32 does not use int8
+        units."""
+        dimensions = tuple(list(one) for one in contracted)
+        total: torch.Tensor = self._xla._XLAC._xla_dot_general(
+            x, w, (dimensions, ([], [])), preferred_element_type=sums
+        )
+        return total
+
+    def jax_operation(self, name: str, hlo_module: bytes) -> JaxOperation:
+        """One node of the recorded program, which XLA compiles with the rest."""
+        import torch_xla.core.xla_builder as builder
+
+        computation = builder.computation_from_module_proto(name, hlo_module)
+
+        def call(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            leaves: Sequence[torch.Tensor] = self._xla._XLAC._xla_user_computation(
+                f"xla::{name}", list(tensors), computation
+            )
+            return leaves
+
+        return call
+
+    def scan(
+        self, step: Step, carry: list[torch.Tensor], stacked: dict[str, torch.Tensor], *, recompute: bool
+    ) -> list[torch.Tensor]:
+        """torch_xla's experimental scan; with `recompute` torch's min-cut partition chooses what a turn keeps."""
+        from functorch.compile import default_partition, min_cut_rematerialization_partition
+        from torch._functorch import config as functorch_config
+        from torch_xla.experimental.scan import scan
+
+        with functorch_config.patch(aggressive_recomputation=recompute):  # else whatever takes long is kept
+            result, _ = scan(
+                step,
+                carry,
+                stacked,
+                partition_fn=min_cut_rematerialization_partition if recompute else default_partition,
+                is_fn_pure=True,
+            )
+        return list(result)
 
     def differentiates(self) -> bool:
         """Torch counts the devices at its first backward pass, and knows of none that start later."""
@@ -296,13 +281,8 @@ class TorchXla:
         metrics.clear_all()
 
 
-@cache
-def current() -> Adapter:
-    """The adapter of this process, which `ttpu launch` may have made one of several."""
-    before_start()
-    adapter = TorchXla()
-    after_start(adapter.process)
-    return adapter
+def _sharded_already(output: Any, mesh: Any) -> None:
+    """The hooks of `shard_model` have sharded a layer's output, by the batch's axes and not along "fsdp" alone."""
 
 
 def _has_tpu() -> bool:
@@ -310,3 +290,7 @@ def _has_tpu() -> bool:
     from pathlib import Path
 
     return any(Path("/dev").glob("accel*")) or any(Path("/dev").glob("vfio/[0-9]*"))
+
+
+if TYPE_CHECKING:
+    _fits: type[TorchRuntime] = TorchXla

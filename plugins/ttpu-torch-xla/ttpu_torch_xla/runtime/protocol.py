@@ -1,0 +1,167 @@
+"""What the backend asks of a runtime that puts torch tensors on a TPU: a device, a mesh, shardings, the operations that
+torch itself does not have, and counters of what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+Cut = tuple[str, ...] | str | None
+"""The mesh axes that shard one dimension of a tensor; None or () where it is whole on every device."""
+
+JaxOperation = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""A program of JAX as an operation on tensors of the device."""
+
+Step = Callable[[list[torch.Tensor], dict[str, torch.Tensor]], tuple[list[torch.Tensor], None]]
+"""One turn of a loop: (carry, the turn's part of what is stacked) → (carry, None)."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the runtime did since the last reset: programs compiled and run, wall-clock seconds of compiling, and
+    operations that it had no TPU version of, so that they ran on the host (`aten::name` → times)."""
+
+    compiles: int = 0
+    executions: int = 0
+    compile_seconds: float = 0.0
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+
+
+class TorchRuntime(Protocol):
+    """A runtime for torch tensors on TPUs.
+
+    Attributes:
+        name: of the runtime, as its entry point is called.
+        device_type: `torch.device.type` of its tensors; known before anything is started.
+        packages: top-level packages whose code is the runtime's own, and not the model's.
+    """
+
+    name: ClassVar[str]
+    device_type: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def start(cls) -> TorchRuntime:
+        """The runtime of this process, which `ttpu launch` may have made one of several.
+
+        Raises:
+            MissingDependencyError: its library cannot be imported.
+        """
+        ...
+
+    # Devices
+
+    def device(self) -> torch.device:
+        """Where the model's tensors live: one device, or all of them as one once `use_spmd` was called."""
+        ...
+
+    def platform(self) -> str:
+        """tpu, cpu, or what else the runtime drives."""
+        ...
+
+    def device_kind(self) -> str:
+        """What the device calls itself, as `jax.Device.device_kind` does: "TPU v5 lite"."""
+        ...
+
+    def num_devices(self) -> int:
+        """Devices over which one program may be sharded, those of other processes included."""
+        ...
+
+    def chip(self) -> str | None:
+        """The generation of TPU, as its maker or Google Cloud names it ("v5litepod-8"); None elsewhere."""
+        ...
+
+    def num_slices(self) -> int:
+        """The number of slices that the devices belong to."""
+        ...
+
+    def process(self) -> tuple[int, int]:
+        """The number of this process, and how many there are."""
+        ...
+
+    # Placement
+
+    def is_spmd(self) -> bool:
+        """Whether one program runs on all devices."""
+        ...
+
+    def use_spmd(self) -> None:
+        """From now on one program runs on all devices; must come before the first tensor is put on one."""
+        ...
+
+    def mesh(self, sizes: Mapping[str, int], dcn: Mapping[str, int] | None = None) -> Any:
+        """The runtime's mesh of these axes, made the global one; `dcn` says how much of an axis lies between slices."""
+        ...
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host on the device."""
+        ...
+
+    def shard(self, tensor: torch.Tensor, mesh: Any, cut: tuple[Cut, ...]) -> None:
+        """Shard a tensor along mesh axes, one entry per dimension."""
+        ...
+
+    def sharding_of(self, tensor: torch.Tensor) -> str:
+        """How a tensor is sharded, as XLA writes it; empty where it is not."""
+        ...
+
+    def wrap_fsdp(self, layers: torch.nn.ModuleList, mesh: Any) -> None:
+        """Wrap each layer, in place, so that the gradients of its sharded parameters are exchanged layer by layer."""
+        ...
+
+    # Operations
+
+    def barrier(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same tensors, such that the compiler does not merge what is computed from the returned ones with what was
+        computed before; only the returned ones are to be used."""
+        ...
+
+    def dot(
+        self, x: torch.Tensor, w: torch.Tensor, contracted: tuple[Sequence[int], Sequence[int]], sums: torch.dtype
+    ) -> torch.Tensor:
+        """The product of x and w over the contracted dimensions of each, summed in the dtype `sums`."""
+        ...
+
+    def jax_operation(self, name: str, hlo_module: bytes) -> JaxOperation:
+        """An operation from a serialized HLO module that JAX lowered, whose results are a tuple."""
+        ...
+
+    def scan(
+        self, step: Step, carry: list[torch.Tensor], stacked: dict[str, torch.Tensor], *, recompute: bool
+    ) -> list[torch.Tensor]:
+        """The carry after one loop over the first dimension of all stacked tensors, with gradients.
+
+        `recompute` says that a turn keeps little for the backward pass and computes the rest again."""
+        ...
+
+    # Training
+
+    def differentiates(self) -> bool:
+        """Whether torch can run a backward pass on the device in this process."""
+        ...
+
+    def random_state(self) -> int:
+        """The state of the device's random numbers."""
+        ...
+
+    def use_random_state(self, state: int) -> AbstractContextManager[None]:
+        """Draw from this state inside, and go on as if nothing had been drawn behind it."""
+        ...
+
+    # Execution
+
+    def sync(self, wait: bool = False) -> None:
+        """Run what was recorded so far."""
+        ...
+
+    def counters(self) -> Counters:
+        """What was done since `reset_counters`."""
+        ...
+
+    def reset_counters(self) -> None:
+        """Count from zero."""
+        ...
