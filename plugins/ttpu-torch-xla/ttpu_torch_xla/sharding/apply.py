@@ -88,7 +88,9 @@ class Sharding:
         return tensor
 
 
-def shard_model(model: torch.nn.Module, architecture: Architecture, parallelism: Parallelism, runtime: TorchRuntime) -> Any:
+def shard_model(
+    model: torch.nn.Module, architecture: Architecture, parallelism: Parallelism, runtime: TorchRuntime
+) -> Any:
     """Move a model to the device and cut it; returns the runtime's mesh, which is also the global one.
 
     Args:

@@ -142,7 +142,11 @@ def cut_of(
 
 
 def planned(
-    spec: ArchitectureSpec, runtime: TorchRuntime, strategy: Strategy, dtype: str, quantization: Quantization | None = None
+    spec: ArchitectureSpec,
+    runtime: TorchRuntime,
+    strategy: Strategy,
+    dtype: str,
+    quantization: Quantization | None = None,
 ) -> Parallelism:
     """The planner's fastest mesh for these devices, among those that divide the heads: here they are not padded.
 
