@@ -5,6 +5,8 @@ by having its methods, and which is asked for with isinstance."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -115,10 +117,74 @@ class Verifies(Protocol):
 
 @runtime_checkable
 class Serves(Protocol):
-    """A backend whose models the serving engine drives."""
+    """A backend whose models the serving engine drives. `ttpu_serve.runner.ServingBackend` is the same with the types of
+    the engine; loaded models have an attribute `backend`, its name."""
 
-    def model_runner(self, model: Any, config: Any) -> Any:
-        """A runner of a loaded model for an engine with this configuration (`ttpu_serve.runner.ModelRunner`)."""
+    def model_runner(self, model: Any, config: Any, adapters: Mapping[str, Any] | None = None) -> Any:
+        """A runner of a loaded model (`ttpu_serve.runner.ModelRunner`), without pages and programs.
+
+        Args:
+            config: the engine's settings (`ttpu_serve.api.engine_config.EngineConfig`).
+            adapters: name → LoRA adapter (`ttpu_serve.runner.AdapterWeights`).
+        """
+        ...
+
+    def options_beside(self, model: Any) -> Mapping[str, Any]:
+        """Loading options for a second model on the devices of a loaded one, in the same dtype: a draft model."""
+        ...
+
+    def keep_compiled(self) -> Path | None:
+        """Keep compiled programs between runs, unless the user wants none; their folder. Called before loading."""
+        ...
+
+
+@runtime_checkable
+class CompilesAhead(Protocol):
+    """A backend that compiles an engine's programs before it serves, for `ttpu compile`."""
+
+    def compiled_folder(self, *, ahead: bool) -> Path:
+        """Where compiled programs are kept: those for devices of this machine, or with `ahead` for others.
+
+        Raises:
+            RequestError: nowhere; the message says what to set.
+        """
+        ...
+
+    def cache_counts(self) -> AbstractContextManager[Any]:
+        """Counts, while it is entered, programs that came from the cache (`hits`) and that went into it (`written`)."""
+        ...
+
+    def compile_ahead(
+        self,
+        architecture: Architecture,
+        topology: str,
+        config: Any,
+        *,
+        dtype: str,
+        parallelism_strategy: str | None = None,
+        plan: Any = None,
+        attn_implementation: str = "auto",
+        progress: Callable[[str, float, float], None] | None = None,
+    ) -> Any:
+        """Compile an engine's programs for a slice that need not be there, and keep them.
+
+        Args:
+            topology: the slice, as in v5e:2x4.
+            config: the engine's settings (`ttpu_serve.api.engine_config.EngineConfig`).
+            dtype: what weights are held in.
+            parallelism_strategy: how the model is sharded; None shards every layer over all devices.
+            plan: a plan, or its file, in place of a strategy.
+            attn_implementation: as for loading.
+            progress: called as progress("compile", programs done, programs in all).
+
+        Returns:
+            `ttpu_serve.ahead.AheadSlice`.
+
+        Raises:
+            UnsupportedError: no such slice or mesh, or a program does not fit.
+            RequestError: settings that contradict the model or each other.
+            MissingDependencyError: the compiler is not installed.
+        """
         ...
 
 

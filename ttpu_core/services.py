@@ -3,8 +3,8 @@ object that an entry point of the group `ttpu.services` names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from ttpu_core.processes import Contract
@@ -41,6 +41,33 @@ class Planner(Protocol):
 
         Raises:
             UnsupportedError: the model fits on none; the message says by how much, and what would help.
+        """
+        ...
+
+
+class Engines(Protocol):
+    """The service "engine": builds engines that serve loaded models of any backend that `Serves`.
+
+    Attributes:
+        option_names: the settings that `config` takes.
+    """
+
+    option_names: tuple[str, ...]
+
+    def config(self, options: Mapping[str, Any]) -> Any:
+        """Checked settings of an engine.
+
+        Raises:
+            RequestError: a value that cannot be served.
+        """
+        ...
+
+    def build(self, model: Any, config: Any, progress: Callable[[str, float, float], None] | None = None) -> Any:
+        """An engine for a loaded model.
+
+        Raises:
+            UnsupportedError: a model, or a mesh, that an engine cannot serve.
+            RequestError: settings that contradict the model or each other, or too little memory.
         """
         ...
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module, metadata, util
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
-from ttpu_core.errors import CheckpointError, RequestError
+from ttpu_core.errors import CheckpointError, MissingDependencyError, RequestError
 from ttpu_core.mapping import pad_mapping
+from ttpu_core.registry import default_registry
 from ttpu_core.sharding.parallelism import Rules
 from ttpu_core.sharding.plan import Plan
 from ttpu_core.sharding.verification import Verification
@@ -32,6 +35,14 @@ from ttpu_jax.parallel import placement_for
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.load import load_parameters
 from ttpu_jax.params.padding import pad_for
+
+if TYPE_CHECKING:
+    from ttpu_core.services import Engines
+    from ttpu_jax.runner.ahead import Ahead
+    from ttpu_jax.runner.compilation_cache import CacheCounts
+    from ttpu_jax.runner.runner import Runner
+    from ttpu_serve.api.engine_config import EngineConfig
+    from ttpu_serve.runner import AdapterWeights
 
 ProgressCallback = Callable[[str, float, float], None]
 
@@ -114,10 +125,88 @@ class JaxBackend:
         seconds = time.perf_counter() - began
         model = JaxCausalLM(architecture, checkpoint, programs, params, held, tokenizer, seconds, paddings)
         if engine_config is not None:
-            from ttpu_jax.runner.build import build_engine
-
-            model.engine = build_engine(model, engine_config, progress)
+            model.engine = default_registry().service("engine").build(model, engine_config, progress)
         return model
+
+    def model_runner(
+        self, model: JaxCausalLM, config: EngineConfig, adapters: Mapping[str, AdapterWeights] | None = None
+    ) -> Runner:
+        """A runner for a loaded model, without pages and programs; see `ttpu_jax.runner.build`.
+
+        Raises:
+            UnsupportedError: a model, or a mesh, that the engine cannot serve.
+            RequestError: settings that contradict the model or each other.
+        """
+        from ttpu_jax.runner.build import model_runner
+
+        return model_runner(model, config, adapters)
+
+    def options_beside(self, model: JaxCausalLM) -> Mapping[str, Any]:
+        """Loading options for a second model on the devices of a loaded one, held in the same dtype."""
+        return {"dtype": model.dtype.name, "mesh": model.programs.runtime.placement.mesh}
+
+    def keep_compiled(self) -> Path | None:
+        """Switch JAX's persistent compilation cache on, unless the user has said where it is, or that there is none."""
+        from ttpu_jax.runner.compilation_cache import keep_compiled
+
+        return keep_compiled()
+
+    def compiled_folder(self, *, ahead: bool) -> Path:
+        """Where compiled programs are kept: JAX's cache, or with `ahead` the folder for other machines' devices.
+
+        Raises:
+            RequestError: nowhere.
+        """
+        from ttpu_jax.runner.compilation_cache import compiled_folder
+
+        return compiled_folder(ahead=ahead)
+
+    def cache_counts(self) -> CacheCounts:
+        """Counts, while it is entered, programs that JAX's cache had and that it was given."""
+        from ttpu_jax.runner.compilation_cache import CacheCounts
+
+        return CacheCounts()
+
+    def compile_ahead(
+        self,
+        architecture: Architecture,
+        topology: str,
+        config: EngineConfig,
+        *,
+        dtype: str,
+        parallelism_strategy: str | None = None,
+        plan: Any = None,
+        attn_implementation: str = "auto",
+        progress: ProgressCallback | None = None,
+    ) -> Ahead:
+        """Compile an engine's programs for a slice that need not be there; see `ttpu_jax.runner.slices`.
+
+        Args:
+            topology: the slice, as in v5e:2x4.
+            config: the engine's settings.
+            dtype: what weights are held in.
+            parallelism_strategy: how the model is sharded; None shards every layer over all devices.
+            plan: a plan, or its file, in place of a strategy.
+            attn_implementation: as for `load`.
+            progress: called as progress("compile", programs done, programs in all).
+
+        Raises:
+            UnsupportedError: no such slice or mesh, or a program does not fit.
+            RequestError: settings that contradict the model or each other.
+            MissingDependencyError: libtpu is not installed.
+        """
+        from ttpu_jax.runner.slices import compile_slice
+
+        return compile_slice(
+            architecture,
+            topology,
+            config,
+            dtype=dtype,
+            parallelism_strategy=parallelism_strategy,
+            plan=plan,
+            attn_implementation=attn_implementation,
+            progress=progress,
+        )
 
     def verify_plan(
         self, architecture: Architecture, plan: Plan, *, progress: Callable[[str], None] | None = None
@@ -164,18 +253,23 @@ def _engine_config(task: str, enabled: bool, more: Mapping[str, Any]) -> Any:
             f"task={task!r} was asked for, but this version of the JAX backend loads models for inference: leave it "
             "out."
         )
-    from ttpu_serve.api.engine_config import NAMES, EngineConfig
-
-    unknown = sorted(name for name in more if not enabled or name not in NAMES)
+    service: Engines | None = None
+    if enabled:
+        service = default_registry().service("engine")
+    elif more:
+        with suppress(MissingDependencyError):  # it is only asked what it would take
+            service = default_registry().service("engine")
+    names = () if service is None else service.option_names
+    unknown = sorted(name for name in more if not enabled or name not in names)
     if unknown:
-        engine = f", the engine's {', '.join(NAMES)}" if enabled else ""
-        hint = ", or pass enable_paged_attention=True with it" if not enabled and set(unknown) <= set(NAMES) else ""
+        engine = f", the engine's {', '.join(names)}" if enabled else ""
+        hint = ", or pass enable_paged_attention=True with it" if not enabled and set(unknown) <= set(names) else ""
         raise RequestError(
             f"from_pretrained() was given {', '.join(unknown)}, but the JAX backend takes dtype, parallelism_strategy, "
             "sharding_strategy, mesh, plan, sharding_rules, attn_implementation, attention_config, task, "
             f"enable_paged_attention and progress{engine}: leave it out{hint}."
         )
-    return EngineConfig(**more) if enabled else None
+    return service.config(more) if enabled and service is not None else None
 
 
 def _attention_by_kind(

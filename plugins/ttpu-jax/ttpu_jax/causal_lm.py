@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,13 +16,16 @@ from ttpu_core.generation.events import StreamEvent, Timings
 from ttpu_core.mapping import pad_mapping
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec
-from ttpu_jax.generation import loop
+from ttpu_jax.generation import by_engine, loop
 from ttpu_jax.generation.options import GenerationOptions, options_from
 from ttpu_jax.generation.programs import Programs
 from ttpu_jax.generation.prompts import Prompts, left_pad, read_prompts, rectangle
 from ttpu_jax.generation.results import CausalLMOutput, Completion, GenerateOutput
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.params.export import save_checkpoint
+
+if TYPE_CHECKING:
+    from ttpu_serve.execution.engine_core import EngineCore
 
 
 class JaxCausalLM:
@@ -35,7 +38,10 @@ class JaxCausalLM:
         paddings: Flax path → how a parameter is padded, for those that are.
         tokenizer: the checkpoint's transformers tokenizer, or None.
         timings: of loading, and of the last call of `generate` or `stream`.
+        backend: the name of this backend.
     """
+
+    backend = "jax"
 
     def __init__(
         self,
@@ -52,8 +58,8 @@ class JaxCausalLM:
         self.timings = Timings(load_seconds=load_seconds)
         self.programs = programs
         self.paddings: Paddings = paddings or {}
-        self.engine: Any = None
-        """The serving engine (`ttpu_jax.engine`) that `generate` and `stream` use, where paged attention is enabled."""
+        self.engine: EngineCore | None = None
+        """The serving engine that `generate` and `stream` use, where paged attention is enabled."""
         self._checkpoint = checkpoint
 
     @property
@@ -195,9 +201,7 @@ class JaxCausalLM:
     def _run(self, prompts: Prompts, options: GenerationOptions) -> Iterator[tuple[StreamEvent, Completion]]:
         self.timings = Timings(load_seconds=self.timings.load_seconds)
         if self.engine is not None:
-            from ttpu_serve.api import paged_generate as generate
-
-            return generate.run(
+            return by_engine.run(
                 self.engine,
                 prompts.ids,
                 options,

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -18,22 +18,22 @@ from ttpu_core.spec import axes
 from ttpu_jax.aot.compile import CompiledProgram, compile_lowered, lower_for, without_persistent_cache
 from ttpu_jax.aot.topology import GIB, TpuTopology, make_mesh, tpu_topology
 from ttpu_jax.model.modules import Runtime, different_ropes
-from ttpu_jax.model.paged import group_page_bytes
+from ttpu_jax.model.paged import GroupSpec, group_page_bytes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.initialize import abstract_parameters
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.placement import Placement
-from ttpu_jax.runner.buckets import StepShape
-from ttpu_jax.runner.build import refuse_idle_devices, runner_for
-from ttpu_jax.runner.compilation import Program, without_folders
+from ttpu_jax.runner.build import filled, refuse_idle_devices, runner_for
+from ttpu_jax.runner.compilation import Program, name_of, without_folders
 from ttpu_jax.runner.executable_cache import ProgramStore
 from ttpu_jax.runner.memory import MARGIN, pages_per_group
 from ttpu_jax.runner.reserve import device_bytes, reserved_bytes
-from ttpu_jax.runner.runner import Runner
-from ttpu_serve.api.engine_config import EngineConfig
-from ttpu_serve.speculative import speculative_config
+from ttpu_jax.runner.programs import EnginePrograms
+
+if TYPE_CHECKING:
+    from ttpu_serve.api.engine_config import EngineConfig
 
 USABLE = 0.97
 """Of the memory that the compiler's figures leave, what pages are counted for: a device that is there may have less."""
@@ -81,9 +81,13 @@ class ProgramFigures:
             open_loops=len(program.estimate.loops_without_trip_count),
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> ProgramFigures:
-        """What `dataclasses.asdict` gave, through JSON."""
+        """What `to_dict` gave, through JSON."""
         collectives = tuple((str(op), int(count), int(size)) for op, count, size in facts["collectives"])
         return cls(**{**facts, "collectives": collectives})
 
@@ -97,6 +101,11 @@ class AheadProgram:
     figures: ProgramFigures
     compiled: CompiledProgram | None
     cache_bytes: int
+
+    @property
+    def compiled_before(self) -> bool:
+        """Whether it had been stored."""
+        return self.compiled is None
 
     @property
     def cache_in_place(self) -> bool:
@@ -118,13 +127,33 @@ class Ahead:
     page_bytes: tuple[int, ...]
     weight_bytes: int
     programs: tuple[AheadProgram, ...]
-    runner: Runner
+    runner: EnginePrograms
+
+    @property
+    def topology_name(self) -> str:
+        """The slice, as in v5e:2x4."""
+        return self.topology.name
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Memory of each device."""
+        return self.topology.chip.hbm_bytes
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.config.page_size or 1
+
+    @property
+    def page_groups(self) -> Sequence[GroupSpec]:
+        """The groups of `num_pages`."""
+        return self.runner.layout.groups
 
 
 def compile_ahead(
     architecture: Architecture,
     topology_name: str,
-    config: EngineConfig | None = None,
+    config: EngineConfig,
     *,
     dtype: Any = "bfloat16",
     mesh: Mapping[str, int] | None = None,
@@ -151,7 +180,6 @@ def compile_ahead(
         MissingDependencyError: libtpu is not installed.
     """
     topology = tpu_topology(topology_name)
-    config = config or EngineConfig()
     runner = abstract_runner(architecture, topology, config, dtype, mesh, strategy, attn_implementation)
     placement = runner.runtime.placement
     kept = ProgramStore(placement.devices) if store else None
@@ -214,7 +242,7 @@ def abstract_runner(
     mesh: Mapping[str, int] | None,
     strategy: Strategy = DEFAULT_STRATEGY,
     attn_implementation: str = "auto",
-) -> Runner:
+) -> EnginePrograms:
     """A runner whose weights are only shapes, on the devices of a slice."""
     check_supported(architecture.spec)
     if config.adapters or config.max_adapters:
@@ -229,16 +257,16 @@ def abstract_runner(
     sequence_axes = placement.axes_of(axes.SEQUENCE)
     attention = attention_choice(spec, attn_implementation, placement.platform, None, sequence_axes)
     runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
-    filled = config.filled(spec, placement.platform)
+    settings = filled(config, spec, placement.platform)
     params = abstract_parameters(spec.parameters, placement, kind)
-    runner = runner_for(spec, spec.parameters, runtime, params, filled, kind)
-    if config.speculative is not None and speculative_config(config.speculative).method == "draft_model":
+    runner = runner_for(spec, spec.parameters, runtime, params, settings, kind)
+    if config.speculation is not None and config.speculation.model is not None:
         raise UnsupportedError(
             f"programs with the draft model {config.speculative!r} were asked for {topology.name!r}, but a draft model "
             "shares memory that is measured on devices that are there: use ngram, or compile on that machine."
         )
     runner.num_pages = pages_per_group(
-        replace(filled, num_pages=filled.num_pages or (filled.max_num_seqs or 1) + 2), runner.layout, (), None
+        replace(settings, num_pages=settings.num_pages or (settings.max_num_seqs or 1) + 2), runner.layout, (), None
     )
     return runner
 
@@ -255,7 +283,7 @@ def _compiled(
     compiled = compile_lowered(topology, lowered, name_of(program.key))
     figures = ProgramFigures.of(compiled)
     if store is not None:
-        store.save(key, compiled.executable, asdict(figures))
+        store.save(key, compiled.executable, figures.to_dict())
     return figures, compiled
 
 
@@ -265,20 +293,8 @@ def lower(topology: TpuTopology, program: Program) -> jax.stages.Lowered:
         return lower_for(topology, program.jitted, *program.arguments)
 
 
-def name_of(key: Any) -> str:
-    """What tables call the program of a key."""
-    if isinstance(key, str):
-        return key
-    kind, *rest = key
-    return str(rest[0]) if isinstance(rest[0], StepShape) else " ".join([str(kind), *(_word(each) for each in rest)])
-
-
-def _word(part: Any) -> str:
-    return part.name.lower() if hasattr(part, "name") else str(part)
-
-
 def _num_pages(
-    runner: Runner, topology: TpuTopology, page_bytes: tuple[int, ...], store: ProgramStore | None
+    runner: EnginePrograms, topology: TpuTopology, page_bytes: tuple[int, ...], store: ProgramStore | None
 ) -> tuple[int, ...]:
     """What was asked for, or as many as the memory holds beside the weights and what `reserved_bytes` counts."""
     config = runner.config

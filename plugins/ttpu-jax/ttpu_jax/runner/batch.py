@@ -76,7 +76,7 @@ class BatchLayout:
             prompts: [n], tokens of its prompt.
             slots: [n].
             rows: indices into `tokens`, of those whose logits are wanted.
-            tables: per group [max_num_seqs, pages], by slot.
+            tables: per group [n, pages].
             adapters: [n].
         """
         vector = np.zeros(self.size, np.int32)
@@ -98,7 +98,7 @@ class BatchLayout:
         offset, shape = self.fields["tables"]
         view = vector[offset : offset + int(np.prod(shape))].reshape(shape)
         for group, table in enumerate(tables):
-            view[group, : len(slots)] = table[slots]
+            view[group, : len(slots)] = table
         return vector
 
     def unpack(self, vector: jax.Array, last_tokens: jax.Array) -> StepInputs:

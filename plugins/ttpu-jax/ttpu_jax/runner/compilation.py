@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ import jax
 
 from ttpu_core.errors import TTPUError
 from ttpu_jax.compiler_flags import compiler_options
+from ttpu_jax.runner.buckets import StepShape
 
 if TYPE_CHECKING:
     from ttpu_jax.runner.executable_cache import ProgramStore
@@ -50,6 +51,24 @@ class Program:
     def jitted(self) -> Any:
         """The function under `jax.jit`."""
         return jax.jit(self.function, donate_argnums=self.donated, out_shardings=self.out_shardings)
+
+
+@dataclass(frozen=True)
+class CompileStats:
+    """Programs that are there, those of them that were compiled while serving, and the time that compiling took."""
+
+    programs: int
+    recompiles: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ProgramStats:
+    """One compiled program; `peak_bytes` is None where the compiler does not say."""
+
+    name: str
+    peak_bytes: int | None
+    seconds: float
 
 
 @contextmanager
@@ -134,6 +153,10 @@ class ProgramPool:
             self.compile([program()])
         return self._compiled[key]
 
+    def stats(self) -> CompileStats:
+        """What was compiled so far."""
+        return CompileStats(len(self._compiled), self.recompiles, self.compile_seconds)
+
     def build(self, program: Program) -> Any:
         """An executable that is not kept."""
         return self._built(program.lower())[0]
@@ -149,3 +172,24 @@ class ProgramPool:
     def keys(self) -> tuple[Hashable, ...]:
         """What is compiled."""
         return tuple(self._compiled)
+
+
+def program_stats(pool: ProgramPool, keys: Sequence[Hashable]) -> list[ProgramStats]:
+    """What the compiler says of the programs of some keys."""
+    found = []
+    for key in keys:
+        peak = getattr(pool.executable(key).memory_analysis(), "peak_memory_in_bytes", None)
+        found.append(ProgramStats(name_of(key), peak, pool.seconds[key]))
+    return found
+
+
+def name_of(key: Any) -> str:
+    """What tables call the program of a key."""
+    if isinstance(key, str):
+        return key
+    kind, *rest = key
+    return str(rest[0]) if isinstance(rest[0], StepShape) else " ".join([str(kind), *(_word(each) for each in rest)])
+
+
+def _word(part: Any) -> str:
+    return part.name.lower() if hasattr(part, "name") else str(part)

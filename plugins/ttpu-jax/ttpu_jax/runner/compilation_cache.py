@@ -15,6 +15,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from ttpu_core.errors import RequestError
+
 log = logging.getLogger("ttpu.engine")
 
 VARIABLE = "TTPU_COMPILE_CACHE"
@@ -87,6 +89,41 @@ def keep_compiled() -> Path | None:
         jax.config.update(JAX_SECONDS, SHORTEST)
     compilation_cache.reset_cache()  # JAX looks once in a process whether there is one
     return folder
+
+
+def compiled_folder(*, ahead: bool) -> Path:
+    """Where compiled programs are kept: JAX's cache, or with `ahead` the folder for devices of other machines.
+
+    Raises:
+        RequestError: nowhere.
+    """
+    folder = programs_folder("executables") if ahead else keep_compiled()
+    if folder is None:
+        raise RequestError(
+            f"`ttpu compile` keeps programs for later, but there is no folder for them: let {VARIABLE} name one that "
+            "only you may write to, and leave JAX's cache on."
+        )
+    return folder
+
+
+class CacheCounts:
+    """Counts, while it is entered, programs that JAX's cache had (`hits`) and those that it was given (`written`)."""
+
+    def __init__(self) -> None:
+        self.hits = self.written = 0
+        self._on = False
+
+    def __enter__(self) -> CacheCounts:
+        self._on = True
+        jax.monitoring.register_event_listener(self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._on = False  # listeners cannot be taken back one by one
+
+    def _heard(self, event: str, **_: Any) -> None:
+        self.hits += self._on and event == "/jax/compilation_cache/cache_hits"
+        self.written += self._on and event == "/jax/compilation_cache/cache_misses"
 
 
 @cache

@@ -23,11 +23,11 @@ from ttpu_core.errors import MappingError, RequestError, UnsupportedError
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Padded, Stack, Tensor, gather
 from ttpu_core.mapping.padding import Padding
 from ttpu_core.spec import Parameter
-from ttpu_serve.adapters.files import LowRankUpdate, read_adapter
-from ttpu_serve.api.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from ttpu_jax.causal_lm import JaxCausalLM
+    from ttpu_serve.api.engine_config import EngineConfig
+    from ttpu_serve.runner import AdapterWeights, LowRankUpdate
 
 DEFAULT_RANK = 16
 """Ranks that there is room for where neither `max_lora_rank` nor an adapter says."""
@@ -77,27 +77,23 @@ class Adapters:
         """What sets prefixes of this adapter apart, also from those of an earlier one of its name."""
         return f"{name}\0{self._generations[name]}".encode()
 
-    def load(
-        self, params: dict[str, Any], name: str, directory: str | Path, busy: Collection[int] = ()
-    ) -> None:
-        """Read an adapter into `params`, whose arrays are replaced; one of the same name is replaced, and requests that
-        use it finish with it. `busy` are the numbers of adapters that requests use.
+    def updates(self, weights: AdapterWeights) -> dict[str, LowRankUpdate]:
+        """What `put` takes, from an adapter as its files have it; from any thread.
 
         Raises:
-            RequestError: no room, a rank above `rank`, or no adapter there.
-            CheckpointError, MappingError, UnsupportedError: the adapter is damaged, another model's, or no plain LoRA
-                on kernels that adapters reach.
+            MappingError, UnsupportedError: the adapter is another model's, or changes what adapters do not reach.
         """
-        self.put(params, name, self.read(directory), busy)
-
-    def read(self, directory: str | Path) -> dict[str, LowRankUpdate]:
-        """What `put` takes, from an adapter's files; from any thread."""
-        return tensor_updates(self._mapping, self._sites, read_adapter(directory), directory)
+        return tensor_updates(self._mapping, self._sites, weights.updates, weights.source)
 
     def put(
         self, params: dict[str, Any], name: str, updates: Mapping[str, LowRankUpdate], busy: Collection[int] = ()
     ) -> None:
-        """As `load`, of updates by the mapping's tensors."""
+        """Write an adapter into `params`, whose arrays are replaced; one of the same name is replaced, and requests that
+        use it finish with it. `updates` are by the mapping's tensors, `busy` the numbers of adapters that requests use.
+
+        Raises:
+            RequestError: no room, or a rank above `rank`.
+        """
         if not isinstance(name, str) or not name:
             raise RequestError(f"an adapter was given the name {name!r}, but a text is needed: name it.")
         rank = max(update.rank for update in updates.values())
@@ -135,16 +131,17 @@ class Adapters:
         )
 
 
-def load_adapters(model: JaxCausalLM, config: EngineConfig) -> tuple[dict[str, Any], dict[str, Parameter], Adapters]:
-    """A model's parameters, and its parameter table, with room for adapters and those of `config.adapters` in it.
+def load_adapters(
+    model: JaxCausalLM, config: EngineConfig, given: Mapping[str, AdapterWeights]
+) -> tuple[dict[str, Any], dict[str, Parameter], Adapters]:
+    """A model's parameters, and its parameter table, with room for adapters and the `given` ones in it.
 
     Room is for `max_adapters` of `max_lora_rank` on every kernel that adapters reach; where `max_adapters` is not set,
     for the adapters given, on the kernels that they change.
 
     Raises:
-        RequestError, CheckpointError, MappingError, UnsupportedError: as `Adapters.load`.
+        RequestError, MappingError, UnsupportedError: as `Adapters.updates` and `Adapters.put`.
     """
-    given = dict(config.adapters or {})
     capacity = config.max_adapters or len(given)
     if len(given) > capacity:
         raise RequestError(
@@ -152,7 +149,7 @@ def load_adapters(model: JaxCausalLM, config: EngineConfig) -> tuple[dict[str, A
         )
     spec, mapping = model.programs.spec, model.architecture.mapping
     reached = {path: tensors for path, rule in mapping.rules if (tensors := reached_tensors(path, rule)) is not None}
-    read = {name: tensor_updates(mapping, reached, read_adapter(path), path) for name, path in given.items()}
+    read = {name: tensor_updates(mapping, reached, each.updates, each.source) for name, each in given.items()}
     changed = {tensor for updates in read.values() for tensor in updates}
     ranks_given = [update.rank for updates in read.values() for update in updates.values()]
     rank = config.max_lora_rank or max(ranks_given, default=DEFAULT_RANK)

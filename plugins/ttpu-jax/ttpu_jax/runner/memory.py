@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
 from ttpu_core.errors import RequestError
 from ttpu_jax.model.paged import PagedLayout
-from ttpu_serve.api.engine_config import EngineConfig
+
+if TYPE_CHECKING:
+    from ttpu_serve.api.engine_config import EngineConfig
 
 GIB = 2**30
 HOST_SHARE = 0.25
@@ -33,7 +36,7 @@ def free_bytes(device: jax.Device, reserved: int) -> int:
 def pages_per_group(
     config: EngineConfig, layout: PagedLayout, page_bytes: Sequence[int], free: int | None
 ) -> tuple[int, ...]:
-    """Pages of each group, with the page that is nobody's, that fill `free` bytes.
+    """Pages of each group, with the null page, that fill `free` bytes.
 
     Groups with a window or a chunk have pages for the windows of as many running sequences as can be, and for one step;
     those that keep everything have the rest. `free` None takes `config.num_pages` for the largest group.
@@ -142,7 +145,7 @@ def _advice(demand: _Demand, page_bytes: Sequence[int], free: int) -> str:
 
 
 def _bytes(counts: Sequence[int], page_bytes: Sequence[int]) -> int:
-    """Of so many pages of each group, and the one that is nobody's."""
+    """Of so many pages of each group, and the null page."""
     return sum((count + 1) * size for count, size in zip(counts, page_bytes, strict=True))
 
 

@@ -7,10 +7,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ttpu_core.files import write_whole
 from ttpu_jax.runner.compilation_cache import programs_folder
-from ttpu_jax.runner.runner import Runner
+
+if TYPE_CHECKING:
+    from ttpu_jax.runner.programs import EnginePrograms
 
 MORE = {"cpu": 2.0}
 """How many times as many pages have to fit before a number is given up for the larger one. On a CPU what pages may take
@@ -18,7 +21,7 @@ is a guess, which what else runs there changes."""
 A_LITTLE_MORE = 1.1
 
 
-def steady_pages(measured: tuple[int, ...], runner: Runner, page_bytes: Sequence[int]) -> tuple[int, ...]:
+def steady_pages(measured: tuple[int, ...], runner: EnginePrograms, page_bytes: Sequence[int]) -> tuple[int, ...]:
     """Pages per group: those that were remembered for such an engine, where they fit and are not much fewer."""
     path = _file(runner, page_bytes)
     before = _read(path)
@@ -31,7 +34,7 @@ def steady_pages(measured: tuple[int, ...], runner: Runner, page_bytes: Sequence
     return measured
 
 
-def remember_pages(pages: tuple[int, ...], runner: Runner, page_bytes: Sequence[int]) -> None:
+def remember_pages(pages: tuple[int, ...], runner: EnginePrograms, page_bytes: Sequence[int]) -> None:
     """Note them for the next start; where nothing can be written, nothing is."""
     path = _file(runner, page_bytes)
     if path is None:
@@ -42,7 +45,7 @@ def remember_pages(pages: tuple[int, ...], runner: Runner, page_bytes: Sequence[
         return
 
 
-def _file(runner: Runner, page_bytes: Sequence[int]) -> Path | None:
+def _file(runner: EnginePrograms, page_bytes: Sequence[int]) -> Path | None:
     """Named by what memory depends on: weights, devices, and what steps and pages are like."""
     folder = programs_folder("pages")
     if folder is None:
@@ -50,7 +53,7 @@ def _file(runner: Runner, page_bytes: Sequence[int]) -> Path | None:
     placement, config = runner.runtime.placement, runner.config
     mesh = {} if placement.mesh is None else dict(placement.mesh.shape)
     weights = sorted((path, tuple(value.shape), str(value.dtype)) for path, value in runner.params.items())
-    steps = (config.max_model_len, config.page_size, config.penalties, runner.buckets, runner.adapters)
+    steps = (config.max_model_len, config.page_size, config.penalties, runner.buckets, runner.has_adapters)
     pages = (tuple(page_bytes), str(runner.cache_dtype))
     described = repr((placement.devices[0].device_kind, mesh, weights, pages, steps))
     return folder / f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"

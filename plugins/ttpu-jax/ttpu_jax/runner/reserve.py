@@ -3,23 +3,27 @@ each device that must stay free for steps, what they leave there, and what reque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ttpu_jax.model.paged import state_bytes
+from ttpu_jax.model.paged import group_page_bytes, state_bytes
 from ttpu_jax.runner.buckets import StepShape
-from ttpu_jax.runner.compilation import Program
-from ttpu_jax.runner.runner import Runner
+from ttpu_jax.runner.compilation import Program, ProgramPool
+from ttpu_jax.runner.memory import free_bytes, pages_per_group
+from ttpu_jax.runner.page_count import steady_pages
+from ttpu_jax.runner.programs import EnginePrograms
+from ttpu_jax.runner.stats import first_device
 
 STEPS_IN_FLIGHT = 2
 """Steps whose outputs are held at once: the device works on one while the host reads the other."""
 
 
-def reserved_bytes(runner: Runner, temporaries: Callable[[Program], int]) -> int:
+def reserved_bytes(runner: EnginePrograms, temporaries: Callable[[Program], int]) -> int:
     """Bytes on each device: the temporaries of the largest program, the outputs of two steps, the sampling state, and
     recurrent states.
 
@@ -46,7 +50,51 @@ def device_bytes(arrays: Any) -> int:
     return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
-def _output_bytes(runner: Runner, shape: StepShape) -> int:
+def _output_bytes(runner: EnginePrograms, shape: StepShape) -> int:
     """Of a step's logits and residual stream, the latter whole on every device."""
     stream = runner._abstract((shape.tokens, runner.spec.hidden_size), runner.state_dtype)
     return device_bytes((runner._logits(shape.rows), stream))
+
+
+def fitting_pages(
+    runner: EnginePrograms, pool: ProgramPool, page_bytes: Sequence[int], draft: EnginePrograms | None = None
+) -> tuple[int, ...]:
+    """Pages per group: what was asked for, or what is free beside weights and what `reserved_bytes` counts.
+
+    Args:
+        pool: compiles the largest programs, whose temporaries are measured.
+        page_bytes: of a page of each group on one device.
+        draft: the draft model's programs. Its pages are counted with those of the largest group: the two follow the
+            same tokens.
+    """
+    config, placement = runner.config, runner.runtime.placement
+    if draft is not None:
+        own = group_page_bytes(
+            draft.spec, draft.layout, draft.config.page_size or 1, draft.runtime.placement, draft.cache_dtype
+        )
+        page_bytes = (page_bytes[0] + sum(own), *page_bytes[1:])
+    if config.num_pages is not None or not page_bytes:
+        return pages_per_group(config, runner.layout, page_bytes, None)
+    if config.kv_cache_memory is not None:
+        return pages_per_group(config, runner.layout, page_bytes, config.kv_cache_memory)
+    assert config.max_num_seqs is not None
+    device = first_device(placement)
+    reserved = 0
+    if device.platform != "cpu":
+
+        def temporaries(program: Program) -> int:
+            if program.key[0] == "step":  # type: ignore[index]
+                compiled = pool.build(program)  # not to keep: the number of pages will be another
+            else:
+                pool.compile([program])
+                compiled = pool.executable(program.key)
+            return int(compiled.memory_analysis().temp_size_in_bytes)
+
+        few = replace(config, num_pages=config.max_num_seqs + 2)
+        runner.num_pages = pages_per_group(few, runner.layout, page_bytes, None)
+        reserved = reserved_bytes(runner, temporaries)
+        if draft is not None:  # the smaller of two models that take turns
+            draft.num_pages = (2,) * len(draft.layout.groups)
+            reserved += reserved_bytes(draft, lambda program: 0)
+    free = free_bytes(device, reserved)
+    return steady_pages(pages_per_group(config, runner.layout, page_bytes, free), runner, page_bytes)

@@ -42,21 +42,6 @@ class Level(enum.IntEnum):
     """Penalties, biases, forbidden tokens and log-probabilities too."""
 
 
-def level_of(params: SamplingParams) -> Level:
-    """The lowest level that serves a request."""
-    special = (
-        params.has_penalties
-        or params.logprobs is not None
-        or params.logit_bias
-        or params.allowed_token_ids is not None
-        or params.guided is not None
-        or params.min_tokens > 0
-    )
-    if special:
-        return Level.ALL
-    return Level.GREEDY if params.is_greedy else Level.DRAW
-
-
 def column(params: SamplingParams, slot: int) -> np.ndarray:
     """What a request asks for, as int32 [fields]; its step is added where it is known."""
     values = np.zeros(len(_FIELDS), np.int32)
@@ -84,7 +69,7 @@ NEUTRAL = column(SamplingParams(temperature=0.0, seed=0), 0)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerState:
-    """What stays on the device between steps: the token sampled last, by slot [slots], the last being nobody's; and
+    """What stays on the device between steps: the token sampled last, by slot [slots], the last being no request's; and
     token counts by slot where penalties are served."""
 
     last_tokens: jax.Array

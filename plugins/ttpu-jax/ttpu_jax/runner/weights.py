@@ -6,28 +6,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ttpu_core.checkpoint import open_checkpoint
 from ttpu_core.checkpoint.header import TensorInfo, TensorReader, read_header
 from ttpu_core.errors import CheckpointError, MappingError, RequestError
-from ttpu_core.mapping import FlaxMapping, gather, pad_mapping
+from ttpu_core.mapping import FlaxMapping, gather
 from ttpu_jax.params.dtypes import stored_dtype
 from ttpu_jax.params.load import aligned_empty
-from ttpu_serve.execution.engine_core import EngineCore
 
 Shape = tuple[int, ...]
 Read = Callable[[str], np.ndarray]
 
 
-def update_weights(engine: EngineCore, weights: str | Path | Mapping[str, Any]) -> None:
-    """Replace some or all weights of an engine, awake or asleep. Running requests keep the tokens that they have and go
-    on with the new weights; nothing that the old ones computed is used again. One parameter at a time is on the host.
+class Weights(Protocol):
+    """Where parameters are replaced."""
+
+    def weight(self, path: str) -> tuple[Shape, np.dtype[Any]]:
+        """Shape and dtype of a parameter."""
+        ...
+
+    def replace_weight(self, path: str, value: np.ndarray) -> None:
+        """Put a host array of the same shape and dtype in a parameter's place."""
+        ...
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """How the weights of a served model are named, and who else holds them.
+
+    mapping: the checkpoint's tensors → parameters, padded as the model's are.
+    shared: the loaded model's own dictionary of arrays, which follows what is replaced.
+    """
+
+    mapping: FlaxMapping
+    shared: dict[str, Any]
+
+
+@contextmanager
+def opened_update(
+    held: Weights, mapping: FlaxMapping, weights: str | Path | Mapping[str, Any]
+) -> Iterator[Callable[[], None]]:
+    """Check new weights, all or some, and give what puts them in the old ones' place, one parameter at a time.
 
     Args:
+        held: the parameters, awake or asleep.
+        mapping: see `ServedWeights`.
         weights: a directory (of a checkpoint, or of safetensors files alone), or tensor name → numpy, jax or torch
             array. Names and shapes are those of the model's checkpoint; dtypes are converted to the model's. Tensors
             that the engine keeps in one array (queries, keys and values; gate and up; experts) come together.
@@ -37,16 +65,12 @@ def update_weights(engine: EngineCore, weights: str | Path | Mapping[str, Any]) 
         MappingError: tensors that the model does not have, or has in other shapes, or that miss others.
         CheckpointError: a file is damaged, or a tensor is not floating point.
     """
-    model = engine.model
-    assert model is not None
-    mapping = pad_mapping(model.architecture.mapping, model.paddings)
     with _opened(weights) as (source, shapes, read):
         names, asked = _asked(mapping, shapes, source)
-        runner = engine.runner
 
         def replace() -> None:
             for done, path in enumerate(asked):
-                shape, dtype = runner.weight(path)
+                shape, dtype = held.weight(path)
                 value = aligned_empty(shape, dtype)
                 try:
                     gather(mapping[path], lambda name: read(names[name]), value)
@@ -54,16 +78,16 @@ def update_weights(engine: EngineCore, weights: str | Path | Mapping[str, Any]) 
                     raise CheckpointError(
                         f"{error} {done} of {len(asked)} parameters had been replaced by then: update them again."
                     ) from error
-                runner.replace_weight(path, value)
+                held.replace_weight(path, value)
 
-        engine.update_weights(replace)
+        yield replace
 
 
 def _asked(mapping: FlaxMapping, shapes: Mapping[str, Shape], source: str) -> tuple[dict[str, str], list[str]]:
     """The mapping's tensor names → the source's, and the parameters that they make.
 
     Raises:
-        RequestError, MappingError: as `update_weights`.
+        RequestError, MappingError: as `opened_update`.
     """
     found = mapping.canonical(shapes)
     touched = [(path, rule) for path, rule in mapping.rules if any(leaf.name in found for leaf in rule.leaves())]

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ttpu_core.checkpoint.header import TensorInfo, TensorReader, read_header
 from ttpu_core.config import parse_json_object
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
-from ttpu_jax.params.dtypes import stored_dtype
+from ttpu_serve.runner import AdapterWeights, LowRankUpdate
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPER = "base_model.model."
@@ -41,24 +41,21 @@ REFUSED = {
 KEEPS_BASE = ("gaussian", "eva", "orthogonal")
 """Initialisations by name that leave the base model's weights alone; PiSSA, OLoRA, CorDA, LoftQ … change them."""
 
+STORED: Mapping[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
+"""Dtypes of adapters' tensors, by their names in safetensors files."""
+
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 
 
-@dataclass(frozen=True)
-class LowRankUpdate:
-    """`b` [out, rank], times its scale, times `a` [rank, in] is added to a module's weight [out, in]; float32."""
-
-    a: np.ndarray
-    b: np.ndarray
-
-    @property
-    def rank(self) -> int:
-        """Rows of `a`."""
-        return int(self.a.shape[0])
-
-
-def read_adapter(directory: str | Path) -> dict[str, LowRankUpdate]:
-    """Module of the base model, as transformers names it → its update.
+def read_adapter(directory: str | Path) -> AdapterWeights:
+    """An adapter's updates, by the modules of the base model.
 
     Raises:
         RequestError: there is no such directory, or no adapter in it.
@@ -86,7 +83,8 @@ def read_adapter(directory: str | Path) -> dict[str, LowRankUpdate]:
             factors.setdefault(match[1], {})[match[2]] = _read(info, reader)
     if not factors:
         raise CheckpointError(f"the adapter in {path} holds no tensors: save it again.")
-    return {module: _update(module, pair, config, path) for module, pair in factors.items()}
+    updates = {module: _update(module, pair, config, path) for module, pair in factors.items()}
+    return AdapterWeights(str(directory), updates)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -124,10 +122,19 @@ def _check_kind(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _read(info: TensorInfo, reader: TensorReader) -> np.ndarray:
-    stored = np.empty(info.shape, stored_dtype(info.dtype, info.name))
+    stored = np.empty(info.shape, _stored_dtype(info))
     if stored.size:
         reader.read_into(info, stored.reshape(-1).view(np.uint8).data)
     return stored.astype(np.float32)
+
+
+def _stored_dtype(info: TensorInfo) -> np.dtype[Any]:
+    if info.dtype not in STORED:
+        raise CheckpointError(
+            f"tensor {info.name!r} is stored as {info.dtype}, but adapters are read in {', '.join(STORED)}: save it in "
+            "one of those."
+        )
+    return np.dtype(STORED[info.dtype])
 
 
 def _update(module: str, pair: Mapping[str, np.ndarray], config: Mapping[str, Any], path: Path) -> LowRankUpdate:

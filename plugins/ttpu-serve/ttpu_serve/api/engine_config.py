@@ -9,7 +9,8 @@ from typing import Any
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import MAX_LOGPROBS
-from ttpu_core.spec import ArchitectureSpec
+from ttpu_serve.runner import SAMPLING_LEVELS
+from ttpu_serve.speculative.config import SpeculativeConfig, speculative_config
 
 KV_CACHE_DTYPES = {
     "auto": None,
@@ -20,9 +21,6 @@ KV_CACHE_DTYPES = {
     "float8_e4m3fn": "float8_e4m3fn",
     "int8": "int8",
 }
-SAMPLING_LEVELS = ("greedy", "draw", "all")
-PAGE_SIZES = {"cpu": 32, "tpu": 128}
-"""Tokens per page by platform: what attention reads fastest."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class EngineConfig:
     max_waiting: int | None = None
     sequence_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
-    speculative: Any = None
+    speculative: str | Mapping[str, Any] | SpeculativeConfig | None = None
     adapters: Mapping[str, str] | None = None
     max_adapters: int | None = None
     max_lora_rank: int | None = None
@@ -93,20 +91,39 @@ class EngineConfig:
                 "them."
             )
 
-    def filled(self, spec: ArchitectureSpec, platform: str) -> EngineConfig:
+    @property
+    def kv_dtype(self) -> str | None:
+        """The name of the dtype of cached keys and values; None is that of the model."""
+        return KV_CACHE_DTYPES[self.kv_cache_dtype]
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The settings of speculative decoding; None without.
+
+        Raises:
+            RequestError: `speculative` is none of what it may be.
+        """
+        return None if self.speculative is None else speculative_config(self.speculative)
+
+    def filled(
+        self, context: int, *, max_num_seqs: int, max_num_batched_tokens: int, page_size: int
+    ) -> EngineConfig:
         """With every choice made that does not depend on free memory.
+
+        Args:
+            context: the most tokens that the model's sequences can have.
+            max_num_seqs, max_num_batched_tokens, page_size: what a backend usually takes on its platform.
 
         Raises:
             RequestError: more tokens per sequence than the model's context holds.
         """
-        if self.max_model_len is not None and self.max_model_len > spec.context:
+        if self.max_model_len is not None and self.max_model_len > context:
             raise RequestError(
-                f"max_model_len is {self.max_model_len:,}, but this model's context holds {spec.context:,}: lower it."
+                f"max_model_len is {self.max_model_len:,}, but this model's context holds {context:,}: lower it."
             )
-        on_cpu = platform == "cpu"
-        length = self.max_model_len or spec.context
-        sequences = self.max_num_seqs or (64 if on_cpu else 256)
-        tokens = self.max_num_batched_tokens or max(512 if on_cpu else 2048, sequences)
+        length = self.max_model_len or context
+        sequences = self.max_num_seqs or max_num_seqs
+        tokens = self.max_num_batched_tokens or max(max_num_batched_tokens, sequences)
         if not self.enable_chunked_prefill and tokens < length:
             raise RequestError(
                 f"enable_chunked_prefill is off and max_num_batched_tokens is {tokens:,}, but a prompt may have "
@@ -128,7 +145,7 @@ class EngineConfig:
             max_model_len=length,
             max_num_seqs=sequences,
             max_num_batched_tokens=tokens,
-            page_size=self.page_size or PAGE_SIZES.get(platform, 16),
+            page_size=self.page_size or page_size,
         )
 
 

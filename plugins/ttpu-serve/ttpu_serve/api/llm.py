@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -154,16 +155,14 @@ class LLM:
         """Undo `sleep`."""
         self.engine.wake_up()
 
-    def update_weights(self, weights: Any) -> None:
+    def update_weights(self, weights: str | Path | Mapping[str, Any]) -> None:
         """Replace weights in place, as RL loops do between rollouts: a checkpoint's directory, or a mapping from the
         names under which transformers saves tensors to arrays; shapes must be those of the model.
 
         Raises:
             RequestError, MappingError, CheckpointError: what does not fit, before anything is replaced.
         """
-        from ttpu_jax.runner.weights import update_weights
-
-        update_weights(self.engine, weights)
+        self.engine.update_weights(weights)
 
     def close(self) -> None:
         """Give the devices' memory back for good."""

@@ -7,17 +7,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from ttpu_core.auto import AutoModelForTPU
 from ttpu_core.errors import RequestError
 from ttpu_core.registry import default_registry
-from ttpu_jax.causal_lm import JaxCausalLM
-from ttpu_jax.runner.build import build_engine
-from ttpu_jax.runner.compilation_cache import keep_compiled
+from ttpu_serve.api.build_engine import build_engine, serving_backend
 from ttpu_serve.api.engine_config import NAMES, EngineConfig
 from ttpu_serve.execution.engine_core import EngineCore
 
+BACKEND = "jax"
+"""The backend that loads checkpoints for engines."""
 ALIASES = {
     "speculative_config": "speculative",
     "gpu_memory_utilization": None,
@@ -44,9 +45,8 @@ def open_engine(model: Any, *, progress: Any = True, served_name: str = "", **op
     """
     engine_options, load_options = split_options(options)
     config = EngineConfig(**engine_options)
-    keep_compiled()  # before the first program of loading
     with _reported(progress) as report:
-        if isinstance(model, JaxCausalLM):
+        if not isinstance(model, str | Path):
             given = {name: value for name, value in load_options.items() if value not in (None, "auto")}
             if given:
                 raise RequestError(
@@ -55,7 +55,9 @@ def open_engine(model: Any, *, progress: Any = True, served_name: str = "", **op
                 )
             loaded = model
         else:
-            loaded = AutoModelForTPU.from_pretrained(model, backend="jax", progress=report, **load_options)
+            backend = serving_backend(BACKEND)
+            backend.keep_compiled()  # before the first program of loading
+            loaded = AutoModelForTPU.from_pretrained(model, backend=backend.name, progress=report, **load_options)
         return build_engine(loaded, config, report, name=served_name)
 
 
@@ -65,7 +67,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     Raises:
         RequestError: a name that nobody knows, or that vLLM knows and that means nothing here.
     """
-    loaders = AutoModelForTPU.from_pretrained, default_registry().backend("jax").load
+    loaders = AutoModelForTPU.from_pretrained, default_registry().backend(BACKEND).load
     known = {name for loader in loaders for name in signature(loader).parameters} - NOT_FOR_CALLERS
     engine: dict[str, Any] = {}
     load: dict[str, Any] = {}

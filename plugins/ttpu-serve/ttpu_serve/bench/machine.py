@@ -35,14 +35,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def devices() -> dict[str, Any]:
-    """What JAX runs on in this process."""
-    import jax
-
-    local = jax.local_devices()
-    return {"kind": local[0].device_kind, "platform": local[0].platform, "count": len(local)}
-
-
 def _cpu() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -118,7 +118,7 @@ def _offline(
 ) -> None:
     """Measure, and show or write the result."""
     from ttpu import SamplingParams
-    from ttpu_serve.bench.machine import devices, machine
+    from ttpu_serve.bench.machine import machine
     from ttpu_serve.bench.offline import measure
     from ttpu_serve.bench.report import as_json as plain
     from ttpu_serve.bench.report import print_offline
@@ -135,6 +135,7 @@ def _offline(
         read = sum(len(one.prompt_token_ids) for one in outputs)
         return read, sum(len(answer.token_ids) for one in outputs for answer in one.outputs)
 
+    devices = llm.engine.runner.devices
     with llm, bench_options.Bar("repetitions", warmups + rounds) as advance:
         summary: OfflineSummary = measure(
             answer, len(prompts), warmups=warmups, rounds=rounds, percentiles=points, on_round=advance
@@ -142,7 +143,10 @@ def _offline(
     document = {
         "benchmark": name,
         "settings": {"checkpoint": checkpoint, "prompts": len(prompts), **options},
-        "machine": {**machine(), "devices": devices()},
+        "machine": {
+            **machine(),
+            "devices": {"kind": devices.kind, "platform": devices.platform, "count": devices.count},
+        },
         "results": plain(summary),
     }
     if output is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +12,13 @@ import typer
 
 from ttpu_core.cli import options
 from ttpu_core.cli.console import LoadProgress, counted, in_bytes, print_json, stdout_console
-from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.backend import CompilesAhead
+from ttpu_core.errors import UnsupportedError
 from ttpu_serve.cli import engine_options
 
 if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
-    from ttpu_jax.runner.ahead import Ahead
+    from ttpu_serve.ahead import AheadSlice
     from ttpu_serve.execution.engine_core import EngineCore
 
 NOTE = (
@@ -97,9 +97,10 @@ def compile_programs(
         attn_implementation=attn_implementation,
         patch_pack=patch_pack,
     )
-    folder = _folder(ahead=bool(topology))
+    backend = _compiler()
+    folder = str(backend.compiled_folder(ahead=bool(topology)))
     if topology:
-        found = [_ahead(name, one, arguments, quiet) for one in topology]
+        found = [_ahead(backend, name, one, arguments, quiet) for one in topology]
         if as_json:
             slices = [_as_json(one) for one in found]
             print_json({"checkpoint": name, "note": NOTE, "kept_in": folder, "slices": slices})
@@ -107,7 +108,7 @@ def compile_programs(
             for one in found:
                 _print_ahead(name, one, arguments, folder)
         return
-    with CacheCounts() as counts, LoadProgress(quiet=quiet) as progress:
+    with backend.cache_counts() as counts, LoadProgress(quiet=quiet) as progress:
         from ttpu_serve.api.open_engine import open_engine
 
         core = open_engine(name, progress=progress, **arguments)
@@ -119,80 +120,44 @@ def compile_programs(
         _print_here(name, rows, counts, folder)
 
 
-class CacheCounts:
-    """Counts, while it is entered, programs that JAX's cache had (`hits`) and those that it was given (`written`)."""
-
-    def __init__(self) -> None:
-        self.hits = self.written = 0
-        self._on = False
-
-    def __enter__(self) -> CacheCounts:
-        import jax
-
-        self._on = True
-        jax.monitoring.register_event_listener(self._heard)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._on = False  # listeners cannot be taken back one by one
-
-    def _heard(self, event: str, **_: Any) -> None:
-        self.hits += self._on and event == "/jax/compilation_cache/cache_hits"
-        self.written += self._on and event == "/jax/compilation_cache/cache_misses"
-
-
-def _folder(*, ahead: bool) -> str:
-    """Where programs are kept.
+def _compiler() -> CompilesAhead:
+    """The backend that engines use.
 
     Raises:
-        RequestError: nowhere.
+        UnsupportedError: it compiles nothing ahead.
     """
-    from ttpu_jax.runner.compilation_cache import VARIABLE, keep_compiled, programs_folder
+    from ttpu_serve.api.build_engine import serving_backend
+    from ttpu_serve.api.open_engine import BACKEND
 
-    folder = programs_folder("executables") if ahead else keep_compiled()
-    if folder is None:
-        raise RequestError(
-            f"`ttpu compile` keeps programs for later, but there is no folder for them: let {VARIABLE} name one that "
-            "only you may write to, and leave JAX's cache on."
+    backend = serving_backend(BACKEND)
+    if not isinstance(backend, CompilesAhead):
+        raise UnsupportedError(
+            f"programs were to be compiled ahead, but the backend {backend.name!r} does not do that: start `ttpu serve` "
+            "right away."
         )
-    return str(folder)
+    return backend
 
 
 # -- slices that are not there --
 
 
-def _ahead(name: str, topology: str, arguments: Mapping[str, Any], quiet: bool) -> Ahead:
-    from ttpu_core.sharding.hardware import parse_topology
-    from ttpu_jax.aot.topology import tpu_topology
-    from ttpu_jax.runner.ahead import compile_ahead
-    from ttpu_jax.runner.page_count import remember_pages
+def _ahead(backend: CompilesAhead, name: str, topology: str, arguments: Mapping[str, Any], quiet: bool) -> AheadSlice:
     from ttpu_serve.api.engine_config import EngineConfig
     from ttpu_serve.api.open_engine import split_options
 
-    hosts = parse_topology(topology).num_hosts
-    if hosts > 1:
-        raise UnsupportedError(
-            f"programs for {topology} were asked for, which is {hosts} machines, but the engine serves from one: take "
-            "a slice that one machine holds, as in v5e:2x4."
-        )
-    devices = tpu_topology(topology).devices  # says what to install, or that there is no such slice, before all else
     engine, load = split_options(arguments)
     architecture, dtype = _described(name, load.get("patch_packs"), load["dtype"])
-    parallelism = _parallelism(architecture, devices, load, dtype)
     with LoadProgress(quiet=quiet) as progress:
-        found = compile_ahead(
+        found: AheadSliceSlice = backend.compile_ahead(
             architecture,
             topology,
             EngineConfig(**engine),
             dtype=dtype,
-            mesh=dict(parallelism.mesh) or None,
-            strategy=parallelism.strategy,
+            parallelism_strategy=load.get("parallelism_strategy"),
+            plan=load.get("plan"),
             attn_implementation=load.get("attn_implementation", "auto"),
-            progress=lambda _, done, total: progress("compile", done, total),
-            store=True,
+            progress=progress,
         )
-    if found.config.kv_cache_memory is None and found.num_pages:
-        remember_pages(found.num_pages, found.runner, found.page_bytes)
     return found
 
 
@@ -222,57 +187,38 @@ def _has_weights(path: Path) -> bool:
     return path.is_dir() and any(path.glob("*.safetensors"))
 
 
-def _parallelism(architecture: Architecture, devices: Sequence[Any], load: Mapping[str, Any], dtype: str) -> Any:
-    """As loading the checkpoint there would resolve it, but that nothing said means all devices."""
-    from ttpu_core.sharding.parallelism import AUTO, Parallelism, resolve_parallelism
-    from ttpu_core.sharding.request import plan_for, the_one_given
-    from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
-    from ttpu_jax.parallel import planned
-
-    asked, plan = load.get("parallelism_strategy"), load.get("plan")
-    the_one_given(None, parallelism_strategy=asked, plan=plan)
-    if plan is not None:
-        read = plan_for(plan, architecture.spec, dtype=dtype, quantization=None, rules=None, backend="JAX")
-        return read.parallelism
-    if asked is None:
-        return Parallelism((("tensor", len(devices)),))
-    if asked.strip().lower() == AUTO:
-        return planned(architecture.spec, list(devices), DEFAULT_STRATEGY, dtype)
-    return resolve_parallelism(asked, len(devices))
-
-
-def _as_json(found: Ahead) -> dict[str, Any]:
+def _as_json(found: AheadSlice) -> dict[str, Any]:
     return {
-        "topology": found.topology.name,
+        "topology": found.topology_name,
         "mesh": dict(found.mesh),
         "num_pages": list(found.num_pages),
-        "page_size": found.config.page_size,
+        "page_size": found.page_size,
         "weight_bytes": found.weight_bytes,
         "page_bytes": list(found.page_bytes),
-        "hbm_bytes": found.topology.chip.hbm_bytes,
+        "hbm_bytes": found.hbm_bytes,
         "programs": [
             {
                 "name": one.name,
-                **asdict(one.figures),
+                **one.figures.to_dict(),
                 "cache_bytes": one.cache_bytes,
                 "cache_in_place": one.cache_in_place if one.cache_bytes else None,
-                "compiled_before": one.compiled is None,
+                "compiled_before": one.compiled_before,
             }
             for one in found.programs
         ],
     }
 
 
-def _print_ahead(name: str, found: Ahead, arguments: Mapping[str, Any], folder: str) -> None:
+def _print_ahead(name: str, found: AheadSlice, arguments: Mapping[str, Any], folder: str) -> None:
     from rich import box
     from rich.table import Table
 
-    hbm = found.topology.chip.hbm_bytes
+    hbm = found.hbm_bytes
     mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        title=f"{name} on {found.topology.name}, {mesh}: {in_bytes(hbm)} per device",
+        title=f"{name} on {found.topology_name}, {mesh}: {in_bytes(hbm)} per device",
         title_justify="left",
     )
     table.add_column("program", no_wrap=True)
@@ -290,7 +236,7 @@ def _print_ahead(name: str, found: Ahead, arguments: Mapping[str, Any], folder: 
             f"{figures.kernels:,}",
             "; ".join(f"{count:,} {op}, {in_bytes(size)}" for op, count, size in figures.collectives) or "none",
             f"{'' if figures.counts_all else '≥ '}{figures.seconds * 1e3:.2f} ms",
-            f"{figures.compile_seconds:.1f} s" if one.compiled else "before",
+            "before" if one.compiled_before else f"{figures.compile_seconds:.1f} s",
         )
     console = stdout_console()
     console.print(table)
@@ -299,11 +245,11 @@ def _print_ahead(name: str, found: Ahead, arguments: Mapping[str, Any], folder: 
     console.print(NOTE)
 
 
-def _pages(found: Ahead) -> str:
+def _pages(found: AheadSlice) -> str:
     """What fits beside the weights, in words."""
     if not found.num_pages:
         return f"Weights take {in_bytes(found.weight_bytes)} per device; there are no pages."
-    size, groups = found.config.page_size or 1, found.runner.layout.groups
+    size, groups = found.page_size, found.page_groups
     parts = [
         f"{counted(pages, 'page')} of {size} tokens ({group.name}: {pages * size:,} tokens, "
         f"{in_bytes(pages * each)})"
@@ -312,7 +258,7 @@ def _pages(found: Ahead) -> str:
     return f"Weights take {in_bytes(found.weight_bytes)} per device; beside them fit {' and '.join(parts)}."
 
 
-def _command(name: str, found: Ahead, arguments: Mapping[str, Any]) -> str:
+def _command(name: str, found: AheadSlice, arguments: Mapping[str, Any]) -> str:
     """What serves with these programs."""
     given = {"parallelism_strategy": ",".join(f"{axis}={size}" for axis, size in found.mesh.items()), **arguments}
     if "plan" in given:
@@ -324,18 +270,12 @@ def _command(name: str, found: Ahead, arguments: Mapping[str, Any]) -> str:
 
 
 def _rows_here(core: EngineCore) -> list[dict[str, Any]]:
-    from ttpu_jax.runner.ahead import name_of
-
-    pool = core.runner.pool
-    rows: list[dict[str, Any]] = []
-    for key in (program.key for program in core.runner.programs()):  # the pool's are in the order of completion
-        memory = pool.executable(key).memory_analysis()
-        peak = getattr(memory, "peak_memory_in_bytes", None)
-        rows.append({"name": name_of(key), "peak_bytes": peak, "seconds": pool.seconds[key]})
-    return rows
+    return [
+        {"name": one.name, "peak_bytes": one.peak_bytes, "seconds": one.seconds} for one in core.runner.program_stats()
+    ]
 
 
-def _print_here(name: str, rows: Sequence[Mapping[str, Any]], counts: CacheCounts, folder: str) -> None:
+def _print_here(name: str, rows: Sequence[Mapping[str, Any]], counts: Any, folder: str) -> None:
     from rich import box
     from rich.table import Table
 

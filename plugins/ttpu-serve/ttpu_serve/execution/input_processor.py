@@ -1,5 +1,5 @@
-"""From what a caller asks to requests that can be scheduled. In: prompts and parameters; out: one `Answer` per answer,
-each with its `Request`, or one clear refusal."""
+"""From what a caller asks to requests that can be scheduled: one `SequenceOutput` per sequence that is asked for, each with
+its `Request`, or one clear refusal."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import SamplingParams
-from ttpu_jax.runner.runner import Runner
-from ttpu_jax.runner.sampler import level_of
 from ttpu_serve.execution.logit_rules import Rules
-from ttpu_serve.execution.sequence_output import Answer
+from ttpu_serve.execution.sampling_level import level_of
+from ttpu_serve.execution.sequence_output import SequenceOutput
 from ttpu_serve.guided.guides import GuideFactory, GuideState
-from ttpu_serve.scheduling.request import Request
-
-if TYPE_CHECKING:
-    from ttpu_jax.runner.lora import Adapters
+from ttpu_serve.runner import SAMPLING_LEVELS, ModelRunner
+from ttpu_serve.scheduling.request import Pooling, Request
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}, which may hold a "cache_salt" too."""
@@ -29,15 +26,15 @@ MOST_ANSWERS = 16_384
 MOST_PRIORITY = 2**31
 
 
-class Intake:
+class InputProcessor:
     """Reads requests for one engine."""
 
-    def __init__(self, runner: Runner, tokenizer: Any, stop_ids: frozenset[int], lora: Adapters | None) -> None:
-        assert runner.config.max_model_len is not None
-        self.runner, self.tokenizer, self.stop_ids, self.lora = runner, tokenizer, stop_ids, lora
-        self.max_model_len = runner.config.max_model_len
-        self.vocab_size = runner.spec.vocab_size
-        self.guides = GuideFactory(tokenizer, self.vocab_size, runner.vocab, stop_ids)
+    def __init__(self, runner: ModelRunner, tokenizer: Any, stop_ids: frozenset[int]) -> None:
+        self.runner, self.tokenizer, self.stop_ids = runner, tokenizer, stop_ids
+        self.limits, self.adapters = runner.limits, runner.adapters
+        self.max_model_len = self.limits.max_model_len
+        self.vocab_size = self.limits.vocab_size
+        self.guides = GuideFactory(tokenizer, self.vocab_size, self.limits.logit_columns, stop_ids)
         self._texts: dict[int, str] = {}
 
     def token_ids(self, prompt: Prompt) -> list[int]:
@@ -71,7 +68,7 @@ class Intake:
             )
         return int(token)
 
-    def answers(
+    def outputs(
         self,
         request_id: str,
         prompt: Prompt,
@@ -79,10 +76,10 @@ class Intake:
         *,
         priority: int = 0,
         adapter: str | None = None,
-        pooling: str | None = None,
+        pooling: Pooling | None = None,
         cache_salt: str | None = None,
-    ) -> list[Answer]:
-        """One per answer that is asked for, checked.
+    ) -> list[SequenceOutput]:
+        """One per sequence that is asked for (`params.n`), checked.
 
         Raises:
             RequestError: a prompt or value that cannot be served.
@@ -95,8 +92,8 @@ class Intake:
                 f"priority is {str(priority)[:40]}, but a whole number below 2**31 is needed: correct it."
             )
         self._check(ids, params, pooling)
-        if adapter is not None and (self.lora is None or adapter not in self.lora.names):
-            known = ", ".join(self.lora.names if self.lora else ()) or "none"
+        if adapter is not None and (self.adapters is None or adapter not in self.adapters.names):
+            known = ", ".join(self.adapters.names if self.adapters else ()) or "none"
             raise RequestError(f"the adapter {adapter!r} was asked for, but those loaded are: {known}.")
         if params.seed is None:
             params = replace(params, seed=secrets.randbelow(2**32))
@@ -106,13 +103,13 @@ class Intake:
         for index in range(count):
             own = params.answer(index) if count > 1 else params
             if index and own.prompt_logprobs is not None:
-                own = replace(own, prompt_logprobs=None)  # those of the first answer are those of all
-            # A character that no caller's id has a reason to hold keeps the names of several answers apart.
+                own = replace(own, prompt_logprobs=None)  # those of the first sequence are those of all
+            # A character that no caller's id has a reason to hold keeps the names of several sequences apart.
             name = request_id if count == 1 else f"{request_id}\0{index}"
-            made.append(self._answer(name, request_id, index, ids, own, priority, adapter, pooling, salt))
+            made.append(self._output(name, request_id, index, ids, own, priority, adapter, pooling, salt))
         return made
 
-    def _answer(
+    def _output(
         self,
         name: str,
         request_id: str,
@@ -121,16 +118,16 @@ class Intake:
         params: SamplingParams,
         priority: int,
         adapter: str | None,
-        pooling: Any,
+        pooling: Pooling | None,
         salt: bytes,
-    ) -> Answer:
+    ) -> SequenceOutput:
         room = self.max_model_len - len(ids)
         request = Request(
             name,
             ids,
             params,
             priority=priority,
-            adapter=self.lora.names[adapter] if self.lora and adapter else 0,
+            adapter=self.adapters.names[adapter] if self.adapters and adapter else 0,
             salt=salt,
             pooling=pooling,
             stop_ids=frozenset() if params.ignore_eos else self.stop_ids,
@@ -138,17 +135,17 @@ class Intake:
         )
         if params.prompt_logprobs is not None or pooling == "mean":
             request.findable = False  # every token of it has to pass
-        answer = Answer(request, request_id, index, self.tokenizer, self._text_of)
-        rules = Rules.for_request(request, self.vocab_size, self.runner.vocab)
+        output = SequenceOutput(request, request_id, index, self.tokenizer, self._text_of)
+        rules = Rules.for_request(request, self.vocab_size, self.limits.logit_columns)
         if rules.mask is not None or rules.early is not None or rules.always is not None:
-            answer.rules = rules
+            output.rules = rules
         if params.guided is not None:
             stops = request.stop_ids | {*params.stop_token_ids}
             guide = self.guides.compile(params.guided)
-            answer.guide = GuideState(guide, allowed=rules.mask, min_tokens=params.min_tokens, stop_ids=stops)
+            output.guide = GuideState(guide, allowed=rules.mask, min_tokens=params.min_tokens, stop_ids=stops)
         if params.prompt_logprobs is not None:
-            answer.prompt_logprobs = [None]
-        return answer
+            output.prompt_logprobs = [None]
+        return output
 
     def _salt(self, ids: list[int], adapter: str | None, cache_salt: str | None) -> bytes:
         """What sets a prompt's pages apart from those of equal tokens: what its owner chose, its adapter, and its
@@ -156,7 +153,7 @@ class Intake:
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt is {cache_salt!r}, but a text is needed: correct it, or leave it out.")
         chosen = blake2b(cache_salt.encode("utf-8", "surrogatepass")).digest() if cache_salt else b""
-        of_adapter = self.lora.salt(adapter) if self.lora and adapter else b""
+        of_adapter = self.adapters.salt(adapter) if self.adapters and adapter else b""
         return chosen + of_adapter + self.runner.length_salt(len(ids))
 
     def _text_of(self, token: int) -> str | None:
@@ -167,7 +164,7 @@ class Intake:
             self._texts[token] = str(self.tokenizer.decode([token]))
         return self._texts[token]
 
-    def _check(self, ids: list[int], params: SamplingParams, pooling: str | None) -> None:
+    def _check(self, ids: list[int], params: SamplingParams, pooling: Pooling | None) -> None:
         if pooling not in (None, "last", "mean"):
             raise RequestError(f"pooling is {pooling!r}, but last and mean are known: use one of them.")
         if params.n > MOST_ANSWERS:
@@ -184,22 +181,22 @@ class Intake:
                 f"min_tokens is {params.min_tokens}, but after the prompt's {len(ids):,} tokens only {room:,} fit into "
                 f"the {self.max_model_len:,} of this engine's sequences: lower it, or shorten the prompt."
             )
-        config = self.runner.config
+        limits = self.limits
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
-            if value is not None and value > self.runner.max_logprobs:
+            if value is not None and value > limits.max_logprobs:
                 raise RequestError(
-                    f"{name} is {value}, but this engine reports at most {self.runner.max_logprobs}: lower it, or "
+                    f"{name} is {value}, but this engine reports at most {limits.max_logprobs}: lower it, or "
                     "raise max_logprobs where the engine is built."
                 )
-        if params.prompt_logprobs is not None and not config.prompt_logprobs:
+        if params.prompt_logprobs is not None and not limits.prompt_logprobs:
             raise RequestError("prompt_logprobs was asked for, but this engine was built without: leave it out.")
-        if params.has_penalties and not config.penalties:
+        if params.has_penalties and not limits.penalties:
             raise RequestError("penalties were asked for, but this engine was built without: leave them out.")
-        if level_of(params) > self.runner.highest_level:
+        if level_of(params) > SAMPLING_LEVELS.index(limits.sampling_level):
             raise RequestError(
-                f"the request needs the sampling level {level_of(params).name.lower()!r}, but this engine was built "
-                f"with sampling_level={config.sampling_level!r}: ask for less, or raise it where the engine is built."
+                f"the request needs the sampling level {SAMPLING_LEVELS[level_of(params)]!r}, but this engine was built "
+                f"with sampling_level={limits.sampling_level!r}: ask for less, or raise it where the engine is built."
             )
         if params.stop and self.tokenizer is None:
             raise RequestError(

@@ -1,24 +1,26 @@
-"""One answer while it grows. In: sampled tokens; out: which of them count, why it ends, and what is new for the caller:
+"""One generated sequence while it grows: which of its sampled tokens count, why it ends, and what is new for the caller:
 text that is certain, tokens, log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ttpu_core.generation.detokenizer import TextStream
 from ttpu_serve.api.outputs import ErrorKind, Logprob, OutputDelta
+from ttpu_serve.execution.logit_rules import Rules
+from ttpu_serve.guided.guides import GuideState
 from ttpu_serve.scheduling.request import Request
 
 TokenLogprobs = dict[int, Logprob]
 
 
-class Answer:
+class SequenceOutput:
     """Text, log-probabilities and end of one request.
 
-    `request_id` and `index` are those of the caller's request, whose answer number `index` this is."""
+    `request_id` is that of the caller's request, whose sequence number `index` this is."""
 
     def __init__(
         self, request: Request, request_id: str, index: int, tokenizer: Any, text_of: Callable[[int], str | None]
@@ -34,8 +36,8 @@ class Answer:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.error_kind: ErrorKind = "engine"
-        self.rules: Any = None  # ttpu_serve.execution.logit_rules.Rules, where the request has some
-        self.guide: Any = None  # ttpu_serve.guided.guides.GuideState, where it is guided
+        self.rules: Rules | None = None
+        self.guide: GuideState | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.embedding: np.ndarray | None = None
         self.pooled: np.ndarray | None = None  # the sum of the prompt's tokens so far
@@ -129,22 +131,36 @@ class Answer:
             found.setdefault(other, Logprob(value, place + 1, self._text_of(other)))
         return found
 
-    def add_prompt_logprobs(self, start: int, targets: Sequence[int], values: Mapping[str, np.ndarray]) -> None:
-        """Note those of prompt tokens `start` and on; the first prompt token has none."""
+    def add_prompt_logprobs(
+        self,
+        start: int,
+        targets: Sequence[int],
+        logprobs: np.ndarray,
+        top_tokens: np.ndarray,
+        top_logprobs: np.ndarray,
+    ) -> None:
+        """Note those of prompt tokens `start` and on; the first prompt token has none.
+
+        Args:
+            start: the position of the first target. targets: token ids.
+            logprobs: float32 [targets]. top_tokens, top_logprobs: [targets, max_logprobs], likeliest first.
+        """
         if self.prompt_logprobs is None:
             self.prompt_logprobs = [None]
         count = self.request.params.prompt_logprobs or 0
         del self.prompt_logprobs[start:]  # a preempted prompt is read again
         for row, token in enumerate(targets):
-            tops = values["top_tokens"][row], values["top_logprobs"][row]
-            self.prompt_logprobs.append(self.logprobs_of(token, float(values["logprob"][row]), *tops, count))
+            tops = top_tokens[row], top_logprobs[row]
+            self.prompt_logprobs.append(self.logprobs_of(token, float(logprobs[row]), *tops, count))
 
     def _guide_ends(self, token: int) -> bool:
-        if self.guide.advance([token]) == 0:
-            reason = self.guide.error or "the answer left its grammar, which is an error of this engine: report it."
-            self.fail(reason, self.guide.fault)
+        guide = self.guide
+        assert guide is not None
+        if guide.advance([token]) == 0:
+            reason = guide.error or "the answer left its grammar, which is an error of this engine: report it."
+            self.fail(reason, guide.fault)
             return True
-        if self.guide.finished:
+        if guide.finished:
             self._end("stop")
             return True
         return False

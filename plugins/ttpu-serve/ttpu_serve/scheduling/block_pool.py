@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from ttpu_jax.ops.paged_attention.batch import NULL_PAGE
+from ttpu_serve.runner import NULL_PAGE
 
 
 class PagePool:
-    """Pages 1 to num_pages - 1 (`NULL_PAGE` is nobody's), each free, held by `refs[page]` sequences, or idle: held by
+    """Pages 1 to num_pages - 1 (`NULL_PAGE` is the null page), each free, held by `refs[page]` sequences, or idle: held by
     nobody, but cached under its hash until the page is needed (least recently used first)."""
 
     def __init__(self, num_pages: int) -> None:

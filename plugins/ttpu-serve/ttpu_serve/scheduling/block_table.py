@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from ttpu_core.errors import RequestError
-from ttpu_jax.ops.paged_attention.batch import NULL_PAGE
+from ttpu_serve.runner import NULL_PAGE, ModelRunner
 from ttpu_serve.scheduling.block_pool import PagePool
 
 Positions = TypeVar("Positions", int, np.ndarray)
@@ -51,6 +51,14 @@ class PageGroup:
         if self.chunk is not None:
             return position // self.chunk * self.chunk
         return position * 0 if self.window is None else position - (self.window - 1)
+
+
+def page_groups(runner: ModelRunner) -> tuple[PageGroup, ...]:
+    """The groups of a runner whose pages are made."""
+    return tuple(
+        PageGroup(group.name, pages, group.window, group.chunk)
+        for group, pages in zip(runner.page_groups, runner.num_pages, strict=True)
+    )
 
 
 class PageTables:

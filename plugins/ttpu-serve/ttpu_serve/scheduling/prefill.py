@@ -14,7 +14,7 @@ from ttpu_serve.scheduling.prefix_cache import Prefixes
 from ttpu_serve.scheduling.request import Request, Status
 from ttpu_serve.scheduling.running_queue import RunningRequests
 from ttpu_serve.scheduling.scheduler_output import SchedulerConfig
-from ttpu_serve.scheduling.waiting_queue import WaitingQueue, book_of
+from ttpu_serve.scheduling.waiting_queue import WaitingQueue, scheduling_of
 
 _MOST_PASSED_OVER = 32  # waiting requests that one step looks past, so that a long queue costs no more
 _LOOKED_UP_AGAIN = 16  # steps after which a request that found too few pages looks whether its prefix is cached by now
@@ -144,7 +144,7 @@ class Prefill:
 
     def _found(self, request: Request) -> int | None:
         """`Prefixes.find`; -1 where pages are too few now as before. Looking up a long prompt again is dear."""
-        short = book_of(request).short_of
+        short = scheduling_of(request).short_of
         if short is not None and self._plans % _LOOKED_UP_AGAIN:
             now = (pool.available for pool in self._pages.pools)
             if all(pages <= before for pages, before in zip(now, short, strict=True)):
@@ -159,9 +159,9 @@ class Prefill:
             return False
         hashes = self._prefixes.hashes(request, found)
         if not self._pages.fits(hashes, request.known, self.headroom(), whole):
-            book_of(request).short_of = tuple(pool.available for pool in self._pages.pools)
+            scheduling_of(request).short_of = tuple(pool.available for pool in self._pages.pools)
             return False
-        book_of(request).short_of = None
+        scheduling_of(request).short_of = None
         self._prefixes.enter(request, found)
         self._running.enter(request)
         self._pages.admit(request.slot, hashes, request.known)

@@ -12,7 +12,7 @@ import numpy as np
 from ttpu_serve.scheduling.block_table import PageTables
 from ttpu_serve.scheduling.request import Request
 from ttpu_serve.scheduling.running_queue import RunningRequests
-from ttpu_serve.scheduling.waiting_queue import book_of
+from ttpu_serve.scheduling.waiting_queue import scheduling_of
 
 _DIGEST_BYTES = 16
 _MOST_REGISTERED = 32  # requests whose full pages one step makes known: many fill a page at once, the rest can wait
@@ -49,25 +49,25 @@ class Prefixes:
     def find(self, request: Request) -> int | None:
         """Cached pages that a waiting request would begin with, one token at least being left to compute; None where
         it had better wait, since half of what is left to compute, or more, is being computed for another one."""
-        book, size = book_of(request), self._pages.page_size
-        if not book.looks_up:
+        state, size = scheduling_of(request), self._pages.page_size
+        if not state.looks_up:
             return 0
         most = (request.known - 1) // size
-        extend_hashes(book.hashes, request, most, size)
-        found = end = self._pages.match(book.hashes[:most])
-        while end < most and book.hashes[end] in self._claims:
+        extend_hashes(state.hashes, request, most, size)
+        found = end = self._pages.match(state.hashes[:most])
+        while end < most and state.hashes[end] in self._claims:
             end += 1
         shared, left = (end - found) * size, request.known - found * size
         return None if shared and 2 * shared >= left else found
 
     def enter(self, request: Request, found: int) -> None:
         """The request begins to run, with so many cached pages."""
-        book, prompt = book_of(request), len(request.prompt)
+        state, prompt = scheduling_of(request), len(request.prompt)
         request.computed = found * self._pages.page_size
         if not request.preemptions:  # what it finds later is its own
             request.cached = min(request.computed, prompt)
-        if book.looks_up:
-            for digest in book.hashes[found:]:
+        if state.looks_up:
+            for digest in state.hashes[found:]:
                 self._claims.setdefault(digest, request)
             if not request.preemptions:
                 self.query_tokens += prompt
@@ -75,9 +75,9 @@ class Prefixes:
 
     def leave(self, request: Request) -> None:
         """The request is about to lose its pages: what is in them may still be found."""
-        if book_of(request).looks_up:
+        if scheduling_of(request).looks_up:
             self._register(request, min(request.known, request.computed) // self._pages.page_size)
-            self._drop(request, book_of(request).hashes)
+            self._drop(request, scheduling_of(request).hashes)
 
     def register_full_pages(self) -> None:
         """Lets others find the pages that dispatched steps filled, of which all tokens are known."""
@@ -94,13 +94,13 @@ class Prefixes:
         for slot, pages, missing in zip(slots[rows].tolist(), full[rows].tolist(), behind[rows].tolist(), strict=True):
             request = running.by_slot[slot]
             assert request is not None
-            if not book_of(request).looks_up:
+            if not scheduling_of(request).looks_up:
                 registered[slot] = pages
             elif missing > 1:
                 self._register(request, pages)
             else:
                 next_ones.append(slot)
-                hashes = book_of(request).hashes
+                hashes = scheduling_of(request).hashes
                 extend_hashes(hashes, request, pages, self._pages.page_size)
                 digests.append(hashes[pages - 1])
                 self._drop(request, digests[-1:])
@@ -108,7 +108,7 @@ class Prefixes:
             self._pages.register_next(np.array(next_ones, np.int32), digests)
 
     def _register(self, request: Request, full: int) -> None:
-        hashes, before = book_of(request).hashes, int(self._pages.registered[request.slot])
+        hashes, before = scheduling_of(request).hashes, int(self._pages.registered[request.slot])
         extend_hashes(hashes, request, full, self._pages.page_size)
         self._pages.register(request.slot, hashes, full)
         self._drop(request, hashes[before:full])
@@ -121,4 +121,4 @@ class Prefixes:
 
     def hashes(self, request: Request, pages: int) -> Sequence[bytes]:
         """Those of its first pages, which were looked up."""
-        return book_of(request).hashes[:pages]
+        return scheduling_of(request).hashes[:pages]

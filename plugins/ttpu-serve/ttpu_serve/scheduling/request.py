@@ -5,9 +5,13 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from ttpu_core.generation.sampling_params import SamplingParams
+
+
+Pooling = Literal["last", "mean"]
+"""Which hidden states make a prompt's embedding: that of its last token, or the mean of all."""
 
 
 class Status(enum.Enum):
@@ -18,16 +22,35 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
+Key = tuple[float, int]
+"""A request's place in the order: less is sooner."""
+
+
+@dataclass(slots=True, eq=False)
+class SchedulingState:
+    """The scheduler's notes on a request.
+
+    key: its place in the order. looks_up: whether its prefix may be taken from the cache, and its pages by others.
+    hashes: of its first full pages, as far as they were asked for.
+    short_of: pages that were available per group when they were too few for it.
+    """
+
+    key: Key
+    looks_up: bool
+    hashes: list[bytes] = field(default_factory=list)
+    short_of: tuple[int, ...] | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and its one answer.
+    """A prompt and the one sequence that follows it.
 
-    The scheduler owns what is below `# scheduler`; the engine core owns `output`'s text side through `answer`.
+    The scheduler owns what is below `# scheduler`; its text is in its `SequenceOutput`.
 
     priority: lower is served sooner; equal ones in order of arrival.
     adapter: index of a loaded LoRA adapter, 0 for none. salt: makes prefixes of equal tokens differ (adapters, users).
     findable: its pages may be found by others, and those of others by it; not so where all of the prompt has to pass.
-    pooling: the request wants the prompt's embedding and no answer.
+    pooling: the request wants the prompt's embedding and no tokens.
     output: tokens generated and known to the host; `pending` more were sampled, or will be, in dispatched steps.
     computed: tokens whose keys and values are in the cache, or will be after the dispatched steps.
     """
@@ -40,12 +63,11 @@ class Request:
     adapter: int = 0
     salt: bytes = b""
     findable: bool = True
-    pooling: Literal["last", "mean"] | None = None
+    pooling: Pooling | None = None
     stop_ids: frozenset[int] = frozenset()
     max_output: int = 16  # params.max_tokens cut to the context
     output: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    answer: Any = None  # the engine core's own: text stream, log-probabilities, guide, times
     # scheduler
     status: Status = Status.WAITING
     pending: int = 0
@@ -54,7 +76,7 @@ class Request:
     slot: int = -1  # row of the scheduler's and the runner's per-request arrays while it runs
     preemptions: int = 0
     draft: list[int] = field(default_factory=list)  # tokens that a proposer expects next; at most one step old
-    book: Any = None  # the scheduler's and page tables' own notes
+    scheduling: SchedulingState | None = None  # from the time it is added
 
     @property
     def known(self) -> int:

@@ -16,10 +16,10 @@ from ttpu_serve.execution.errors import QueueFullError
 from ttpu_serve.scheduling.block_table import PageGroup, PageTables
 from ttpu_serve.scheduling.prefill import Prefill, PromptPart
 from ttpu_serve.scheduling.prefix_cache import Prefixes
-from ttpu_serve.scheduling.request import Request, Status
+from ttpu_serve.scheduling.request import Request, SchedulingState, Status
 from ttpu_serve.scheduling.running_queue import RunningRequests
 from ttpu_serve.scheduling.scheduler_output import ScheduledStep, SchedulerConfig, SchedulerStats
-from ttpu_serve.scheduling.waiting_queue import Book, WaitingQueue, key_of, place
+from ttpu_serve.scheduling.waiting_queue import WaitingQueue, key_of, place
 
 __all__ = ["PageGroup", "ScheduledStep", "Scheduler", "SchedulerConfig", "SchedulerStats"]
 
@@ -135,7 +135,7 @@ class Scheduler:
                 "(max_waiting): send it again later."
             )
         looks_up = config.caches_prefixes and request.findable
-        request.book = Book(place(request, self._added, config.aging_seconds), looks_up)
+        request.scheduling = SchedulingState(place(request, self._added, config.aging_seconds), looks_up)
         request.status = Status.WAITING
         self._added += 1
         self._requests[request.id] = request

@@ -6,32 +6,13 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-from ttpu_serve.scheduling.request import Request
+from ttpu_serve.scheduling.request import Key, Request, SchedulingState
 
-Key = tuple[float, int]
-
-
-@dataclass(slots=True, eq=False)
-class Book:
-    """The scheduler's notes on a request.
-
-    key: its place in the order. looks_up: whether its prefix may be taken from the cache, and its pages by others.
-    hashes: of its first full pages, as far as they were asked for.
-    short_of: pages that were available per group when they were too few for it.
-    """
-
-    key: Key
-    looks_up: bool
-    hashes: list[bytes] = field(default_factory=list)
-    short_of: tuple[int, ...] | None = None
-
-
-def book_of(request: Request) -> Book:
-    """The notes on a request that was added."""
-    book: Book = request.book
-    return book
+def scheduling_of(request: Request) -> SchedulingState:
+    """The scheduler's notes on a request that was added."""
+    assert request.scheduling is not None
+    return request.scheduling
 
 
 def place(request: Request, sequence: int, aging_seconds: float) -> Key:
@@ -45,7 +26,7 @@ def place(request: Request, sequence: int, aging_seconds: float) -> Key:
 
 def key_of(request: Request) -> Key:
     """The place of a request that was added."""
-    return book_of(request).key
+    return scheduling_of(request).key
 
 
 class WaitingQueue:

@@ -3,9 +3,3 @@
 Exact for every proposer: at each position the model samples with the noise that it would use there anyway (keyed by
 the request's seed and the position), and drafts count as long as they equal what was sampled. A guess changes how many
 steps an answer takes, never its tokens."""
-
-from ttpu_serve.speculative.config import SpeculativeConfig, speculative_config
-from ttpu_serve.speculative.ngram import NgramProposer
-from ttpu_serve.speculative.proposer import Proposer, make_proposer
-
-__all__ = ["NgramProposer", "Proposer", "SpeculativeConfig", "make_proposer", "speculative_config"]

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from ttpu_core.generation.sampling_params import SamplingParams
-from ttpu_jax.runner.runner import InFlight, Runner
-from ttpu_serve.scheduling.block_table import PageGroup, PageTables
+from ttpu_serve.execution.step_builder import StepBuilder
+from ttpu_serve.runner import InFlight, ModelRunner
+from ttpu_serve.scheduling.block_table import PageTables, page_groups
 from ttpu_serve.scheduling.request import Request
 from ttpu_serve.scheduling.scheduler_output import ScheduledStep
 
@@ -41,20 +41,18 @@ class DraftModelProposer:
 
     wants_hidden = False
 
-    def __init__(self, runner: Runner, vocab_size: int | None = None) -> None:
+    def __init__(self, runner: ModelRunner, vocab_size: int | None = None) -> None:
         """`runner` has its caches and serves nobody else; `vocab_size` is the larger model's."""
         self.runner = runner
-        config = runner.config
-        assert config.max_model_len and config.max_num_batched_tokens and config.page_size
-        self._length, self._budget = config.max_model_len, config.max_num_batched_tokens
-        self._vocab = min(vocab_size or runner.spec.vocab_size, runner.spec.vocab_size)
-        groups = [
-            PageGroup(group.name, pages, group.window, group.chunk)
-            for group, pages in zip(runner.layout.groups, runner.num_pages, strict=True)
-        ]
-        self.pages = PageTables(groups, runner.max_num_seqs, self._length, config.page_size)
+        limits = runner.limits
+        self._steps_for = StepBuilder(runner)
+        self._length, self._budget, self._own_vocab = (
+            limits.max_model_len, limits.max_num_batched_tokens, limits.vocab_size,
+        )  # fmt: skip
+        self._vocab = min(vocab_size or self._own_vocab, self._own_vocab)
+        self.pages = PageTables(page_groups(runner), limits.max_num_seqs, self._length, limits.page_size)
         self._followed: dict[str, _Followed] = {}
-        self._free = list(range(runner.max_num_seqs - 1, -1, -1))
+        self._free = list(range(limits.max_num_seqs - 1, -1, -1))
         self._round = 0
 
     def propose(self, requests: Sequence[Request], k: int) -> list[list[int]]:
@@ -78,13 +76,14 @@ class DraftModelProposer:
         if followed is not None:
             self._forget(followed)
 
-    def observe(self, requests: Sequence[Request], hidden: Any) -> None:
+    def observe(self, requests: Sequence[Request], hidden: np.ndarray) -> None:
         """Reads nothing of the larger model."""
 
     def sleep(self) -> None:
         """Move the weights to the host and drop the caches."""
         self._forget_all()
         self.runner.sleep()
+        self._steps_for.reset()
 
     def wake_up(self) -> None:
         """Undo `sleep`."""
@@ -120,7 +119,7 @@ class DraftModelProposer:
             followed.computed += 1
         followed.drafted = []
         new = request.tokens(followed.computed, request.known)
-        return followed if max(new, default=0) < self.runner.spec.vocab_size else None
+        return followed if max(new, default=0) < self._own_vocab else None
 
     def _make_room(self) -> None:
         """Forget whoever was not asked for longest, but nobody who is now."""
@@ -169,7 +168,7 @@ class DraftModelProposer:
             start + count == each.request.known for each, start, count in zip(chosen, starts, counts, strict=True)
         ]
         # What was sampled last in these slots were guesses; the newest tokens are the host's.
-        self.runner.forget_sampled(np.array([followed.slot for followed in chosen]))
+        self._steps_for.forget_sampled(np.array([followed.slot for followed in chosen]))
         done = self._step(chosen, starts, counts, samples)
         for followed, start, count in zip(chosen, starts, counts, strict=True):
             followed.computed = start + count
@@ -190,7 +189,7 @@ class DraftModelProposer:
         for step in steps:
             for followed, done, row in step:
                 if id(done) not in read:
-                    read[id(done)] = done.read()["token"]
+                    read[id(done)] = done.read().token
                 guesses[followed.request.id].append(int(read[id(done)][row]))
         for followed, _, _ in rows:
             # The last guess was not computed on, only made.
@@ -218,7 +217,7 @@ class DraftModelProposer:
             num_decodes=counts.count(1),
             generations=np.zeros(len(rows), np.int64),
         )
-        return self.runner.dispatch(step, self.pages.tables)
+        return self._steps_for.dispatch(step, self.pages.tables)[1]
 
 
 def _mirror(request: Request) -> Request:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
+
+import numpy as np
 
 from ttpu_core.errors import RequestError
 from ttpu_serve.scheduling.request import Request
@@ -36,7 +37,7 @@ class NgramProposer:
         """Forget its tokens."""
         self._texts.pop(request.id, None)
 
-    def observe(self, requests: Sequence[Request], hidden: Any) -> None:
+    def observe(self, requests: Sequence[Request], hidden: np.ndarray) -> None:
         """Reads nothing of the model."""
 
     def sleep(self) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
-from ttpu_core.errors import RequestError
+import numpy as np
+
 from ttpu_serve.scheduling.request import Request
-from ttpu_serve.speculative.config import DRAFT_MODEL, SpeculativeConfig
-from ttpu_serve.speculative.ngram import NgramProposer
-
-if TYPE_CHECKING:
-    from ttpu_jax.runner.runner import Runner
 
 
 class Proposer(Protocol):
@@ -35,7 +31,7 @@ class Proposer(Protocol):
         """The request is over, or aborted; it may never have been seen here."""
         ...
 
-    def observe(self, requests: Sequence[Request], hidden: Any) -> None:
+    def observe(self, requests: Sequence[Request], hidden: np.ndarray) -> None:
         """The stream [requests, hidden], after the final norm, from which each one's newest token was drawn; only
         called if `wants_hidden`, after every step and before `propose`."""
         ...
@@ -51,14 +47,3 @@ class Proposer(Protocol):
     def close(self) -> None:
         """Give back everything."""
         ...
-
-
-def make_proposer(config: SpeculativeConfig, draft: Runner | None = None, vocab_size: int | None = None) -> Proposer:
-    """The proposer of a method. `draft` runs the draft model (`load_draft`) of a model that has `vocab_size` tokens."""
-    if config.method == DRAFT_MODEL:
-        from ttpu_serve.speculative.draft_model import DraftModelProposer
-
-        if draft is None:
-            raise RequestError("a draft model was asked for, but not loaded: build the engine with build_engine.")
-        return DraftModelProposer(draft, vocab_size)
-    return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)

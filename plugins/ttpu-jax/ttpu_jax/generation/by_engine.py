@@ -1,0 +1,80 @@
+"""`generate` and `stream` of a model by its serving engine: the same events and completions as the loop without an
+engine gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ttpu_core.generation.events import StreamEvent, Timings
+from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_jax.generation.options import GenerationOptions
+from ttpu_jax.generation.results import Completion
+
+if TYPE_CHECKING:
+    from ttpu_serve.execution.engine_core import EngineCore
+
+
+def run(
+    engine: EngineCore,
+    prompts: list[list[int]],
+    options: GenerationOptions,
+    *,
+    stop_ids: frozenset[int],
+    context: int,
+    timings: Timings,
+) -> Iterator[tuple[StreamEvent, Completion]]:
+    """As `ttpu_jax.generation.loop.run`: events of all prompts as their tokens come.
+
+    Raises:
+        RequestError: at once, for a prompt or an option that the engine cannot serve.
+        TTPUError: at its step, where a request fails.
+    """
+    most = min(context, engine.max_model_len)
+    requests = [_params(options, index, prompt, stop_ids, most) for index, prompt in enumerate(prompts)]
+    events = engine.stream(prompts, requests, timings)
+    return _completed(events, [_completion(prompt, options, engine) for prompt in prompts], stop_ids)
+
+
+def _completed(
+    events: Iterator[StreamEvent], completions: list[Completion], stop_ids: frozenset[int]
+) -> Iterator[tuple[StreamEvent, Completion]]:
+    for event in events:
+        done = completions[event.index]
+        done.text = None if done.text is None else done.text + event.text
+        if event.finish_reason == "stop" and event.token_id in stop_ids:
+            done.stop_id = event.token_id
+        else:
+            done.token_ids.append(event.token_id)
+            if done.logprobs is not None and event.logprob is not None:
+                done.logprobs.append(event.logprob)
+            if done.top_logprobs is not None and event.top_logprobs is not None:
+                done.top_logprobs.append(event.top_logprobs)
+        if event.finish_reason is not None:
+            done.finish_reason = event.finish_reason
+        yield event, done
+
+
+def _completion(prompt: list[int], options: GenerationOptions, engine: EngineCore) -> Completion:
+    done = Completion(len(prompt), logprobs=None if options.logprobs is None else [])
+    done.top_logprobs = [] if options.logprobs else None
+    done.text = "" if engine.tokenizer is not None else None
+    return done
+
+
+def _params(
+    options: GenerationOptions, index: int, prompt: list[int], stop_ids: frozenset[int], context: int
+) -> SamplingParams:
+    """One prompt's request, with the refusals of the loop without an engine."""
+    limit = options.limit(len(prompt), context)
+    own = options.sampling()
+    values: dict[str, Any] = {name: getattr(own, name) for name in type(own).__dataclass_fields__}
+    params = SamplingParams(
+        **values,
+        max_tokens=limit,
+        stop=options.stop_strings,
+        stop_token_ids=tuple(sorted(stop_ids)),
+        ignore_eos=True,  # `stop_ids` are all that end it
+    )
+    return replace(params, seed=(int(own.seed or 0) + index) % 2**32)

@@ -1,0 +1,79 @@
+"""An engine's programs for a TPU slice, as `ttpu compile --topology` asks for them: the mesh is what loading the checkpoint
+there would choose, and what is compiled is kept for a machine that has such a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ttpu_core.architecture import Architecture
+from ttpu_core.errors import UnsupportedError
+from ttpu_core.sharding.hardware import parse_topology
+from ttpu_core.sharding.parallelism import AUTO, Parallelism, resolve_parallelism
+from ttpu_core.sharding.request import plan_for, the_one_given
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
+from ttpu_jax.aot.topology import tpu_topology
+from ttpu_jax.parallel import planned
+from ttpu_jax.runner.ahead import Ahead, compile_ahead
+from ttpu_jax.runner.page_count import remember_pages
+
+if TYPE_CHECKING:
+    from ttpu_serve.api.engine_config import EngineConfig
+
+
+def compile_slice(
+    architecture: Architecture,
+    topology: str,
+    config: EngineConfig,
+    *,
+    dtype: str,
+    parallelism_strategy: str | None = None,
+    plan: Any = None,
+    attn_implementation: str = "auto",
+    progress: Callable[[str, float, float], None] | None = None,
+) -> Ahead:
+    """Compile an engine's programs for a slice, and keep them; arguments are those of `JaxBackend.compile_ahead`.
+
+    Raises:
+        UnsupportedError: no such slice or mesh, several machines, or a program does not fit.
+        RequestError: settings that contradict the model or each other.
+        MissingDependencyError: libtpu is not installed.
+    """
+    hosts = parse_topology(topology).num_hosts
+    if hosts > 1:
+        raise UnsupportedError(
+            f"programs for {topology} were asked for, which is {hosts} machines, but the engine serves from one: take "
+            "a slice that one machine holds, as in v5e:2x4."
+        )
+    devices = tpu_topology(topology).devices  # says what to install, or that there is no such slice, before all else
+    parallelism = _parallelism(architecture, devices, parallelism_strategy, plan, dtype)
+    on_compile = None if progress is None else (lambda _, done, total: progress("compile", done, total))
+    found = compile_ahead(
+        architecture,
+        topology,
+        config,
+        dtype=dtype,
+        mesh=dict(parallelism.mesh) or None,
+        strategy=parallelism.strategy,
+        attn_implementation=attn_implementation,
+        progress=on_compile,
+        store=True,
+    )
+    if found.config.kv_cache_memory is None and found.num_pages:
+        remember_pages(found.num_pages, found.runner, found.page_bytes)
+    return found
+
+
+def _parallelism(
+    architecture: Architecture, devices: Sequence[Any], asked: str | None, plan: Any, dtype: str
+) -> Parallelism:
+    """As loading the checkpoint there would resolve it, but that nothing said means all devices."""
+    the_one_given(None, parallelism_strategy=asked, plan=plan)
+    if plan is not None:
+        read = plan_for(plan, architecture.spec, dtype=dtype, quantization=None, rules=None, backend="JAX")
+        return read.parallelism
+    if asked is None:
+        return Parallelism((("tensor", len(devices)),))
+    if asked.strip().lower() == AUTO:
+        return planned(architecture.spec, list(devices), DEFAULT_STRATEGY, dtype)
+    return resolve_parallelism(asked, len(devices))

@@ -1,0 +1,62 @@
+"""From what a row sampled to the tokens that count for its sequence. What goes wrong here is one request's affair."""
+
+from __future__ import annotations
+
+import logging
+
+from ttpu_serve.execution.prompt_outputs import NOT_A_NUMBER, finish_pooling
+from ttpu_serve.execution.sequence_output import SequenceOutput
+from ttpu_serve.runner import SampledRows
+
+log = logging.getLogger("ttpu.engine")
+
+
+def accepted(sampled: list[int], draft: list[int]) -> list[int]:
+    """The tokens that hold: the first that was sampled, and after each draft token that equals it the next one."""
+    count = 1
+    for guess, token in zip(draft, sampled, strict=False):
+        if guess != token:
+            break
+        count += 1
+    return sampled[:count]
+
+
+def take_row(output: SequenceOutput, sampled: list[int], row: int, values: SampledRows) -> list[int]:
+    """Give an output the tokens of its rows, of which the first is `row`, and bring its text and end up to them.
+
+    Returns:
+        The tokens that count; none where the request failed, which its output then says.
+    """
+    try:
+        return _take(output, sampled, row, values)
+    except Exception as error:
+        log.exception("request %s failed", output.request_id)
+        output.fail(f"this request met an error of the engine ({type(error).__name__}: {error}): report it.")
+        return []
+
+
+def _take(output: SequenceOutput, sampled: list[int], row: int, values: SampledRows) -> list[int]:
+    request = output.request
+    if request.pooling is not None:
+        finish_pooling(output)
+        return sampled[:1]
+    if output.guide is not None and output.guide.error is not None:
+        output.fail(output.guide.error, output.guide.fault)
+        return []
+    if min(sampled) < 0:
+        output.fail(NOT_A_NUMBER)
+        return []
+    logprobs = None
+    if request.params.logprobs is not None:
+        assert values.logprob is not None and values.top_tokens is not None and values.top_logprobs is not None
+        logprobs = [
+            output.logprobs_of(
+                token,
+                float(values.logprob[row + place]),
+                values.top_tokens[row + place],
+                values.top_logprobs[row + place],
+                request.params.logprobs,
+            )
+            for place, token in enumerate(sampled)
+        ]
+    return sampled[: output.take(sampled, logprobs)]

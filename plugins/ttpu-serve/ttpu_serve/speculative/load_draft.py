@@ -1,0 +1,83 @@
+"""The draft model of an engine: opened like every other model, on the devices of the larger one, and given a runner of
+the same sequences and steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ttpu_core.auto import AutoModelForTPU
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_serve.runner import SAMPLING_LEVELS, ModelRunner, OnProgress, RunnerLimits, ServedModel, ServingBackend
+from ttpu_serve.speculative.config import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from ttpu_serve.api.engine_config import EngineConfig
+
+
+def load_draft(
+    speculation: SpeculativeConfig,
+    model: ServedModel,
+    config: EngineConfig,
+    limits: RunnerLimits,
+    backend: ServingBackend,
+) -> ModelRunner:
+    """A runner, as yet without pages and programs, for an engine's draft model.
+
+    Args:
+        speculation: names the draft model's checkpoint.
+        model: the larger model, beside which it is loaded.
+        config: the engine's settings.
+        limits: those of the larger model's runner.
+        backend: the backend of both.
+
+    Raises:
+        RequestError: another vocabulary than the model's.
+        UnsupportedError: recurrent states, which cannot take back guesses.
+        TTPUError: it cannot be loaded.
+    """
+    assert speculation.model
+    draft: ServedModel = AutoModelForTPU.from_pretrained(
+        speculation.model, backend=backend.name, **backend.options_beside(model)
+    )
+    _check_vocabulary(draft, model)
+    own = replace(
+        config,
+        max_model_len=min(limits.max_model_len, draft.spec.context),
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        page_size=limits.page_size,
+        num_pages=None,
+        speculative=None,
+        adapters=None,
+        max_adapters=None,
+        # Guesses do without penalties, biases and log-probabilities.
+        sampling_level=min(limits.sampling_level, "draw", key=SAMPLING_LEVELS.index),
+        prompt_logprobs=False,
+    )
+    runner = backend.model_runner(draft, own)
+    if runner.limits.recurrent:
+        raise UnsupportedError(
+            f"{draft.name!r} was asked for as a draft model, but its layers have recurrent states, which cannot take "
+            "back guesses: use one with attention alone."
+        )
+    return runner
+
+
+def prepare_draft(draft: ModelRunner, num_pages: int, progress: OnProgress | None = None) -> None:
+    """Make its pages, as many in each group as the larger model has at most, and its programs."""
+    draft.allocate([num_pages] * len(draft.page_groups))
+    draft.compile(progress)
+
+
+def _check_vocabulary(draft: ServedModel, model: ServedModel) -> None:
+    """Refuse a tokenizer that differs. Sizes may: checkpoints of one family are padded differently."""
+    if draft.tokenizer is not None and model.tokenizer is not None:
+        same = draft.tokenizer.get_vocab() == model.tokenizer.get_vocab()
+    else:
+        same = draft.spec.vocab_size == model.spec.vocab_size
+    if not same:
+        raise RequestError(
+            f"{draft.name!r} was asked for as a draft model, but its tokens are not those of {model.name!r}: use a "
+            "smaller model of the same family."
+        )
