@@ -10,7 +10,7 @@ import pytest
 
 from ttpu_core.generation.detokenizer import TextStream
 from ttpu_core.generation.sampling_params import SamplingParams
-from ttpu_serve.execution.sequence_output import Answer
+from ttpu_serve.execution.sequence_output import SequenceOutput
 from ttpu_serve.scheduling.request import Request
 
 
@@ -109,7 +109,7 @@ def test_a_stop_string_that_ended_before_the_stream_is_armed_is_text() -> None:
 def test_a_stop_string_ends_an_answer_of_min_tokens_or_more(min_tokens: int, text: str, tokens: int) -> None:
     params = SamplingParams(max_tokens=5, min_tokens=min_tokens, stop=("ab",))
     tokenizer = letters(["x", "a", "b", "?"])
-    answer = Answer(Request("r", [0], params, max_output=5), "r", 0, tokenizer, lambda token: None)
+    answer = SequenceOutput(Request("r", [0], params, max_output=5), "r", 0, tokenizer, lambda token: None)
     count = 0
     while not answer.finished:
         count += answer.take([[1, 2, 1, 2, 0][count]])

@@ -117,8 +117,8 @@ class Verifies(Protocol):
 
 @runtime_checkable
 class Serves(Protocol):
-    """A backend whose models the serving engine drives. `ttpu_serve.runner.ServingBackend` is the same with the types of
-    the engine; loaded models have an attribute `backend`, its name."""
+    """A backend whose models the serving engine drives. `ttpu_serve.runner.ServingBackend` is the same with the types
+    of the engine; loaded models have an attribute `backend`, its name."""
 
     def model_runner(self, model: Any, config: Any, adapters: Mapping[str, Any] | None = None) -> Any:
         """A runner of a loaded model (`ttpu_serve.runner.ModelRunner`), without pages and programs.

@@ -246,6 +246,12 @@ class JaxBackend:
         }
 
 
+if TYPE_CHECKING:
+    from ttpu_serve.runner import ServingBackend
+
+    _SERVES: type[ServingBackend] = JaxBackend
+
+
 def _engine_config(task: str, enabled: bool, more: Mapping[str, Any]) -> Any:
     """The engine's settings, None without one."""
     if task != "inference":

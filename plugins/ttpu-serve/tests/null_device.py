@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ttpu_jax.ops.paged_attention.batch import NULL_PAGE
+from ttpu_serve.runner import NULL_PAGE
 from ttpu_serve.scheduling.block_table import PageGroup
 from ttpu_serve.scheduling.request import Request
 from ttpu_serve.scheduling.scheduler import ScheduledStep, Scheduler

@@ -12,7 +12,7 @@ import numpy as np
 from null_device import NullDevice, answer_alone
 
 from ttpu_core.generation.sampling_params import SamplingParams
-from ttpu_jax.ops.paged_attention.batch import NULL_PAGE
+from ttpu_serve.runner import NULL_PAGE
 from ttpu_serve.scheduling.block_table import PageGroup
 from ttpu_serve.scheduling.request import Request, Status
 from ttpu_serve.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig

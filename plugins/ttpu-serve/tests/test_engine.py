@@ -258,10 +258,11 @@ def test_a_proposer_that_wants_it_is_shown_the_stream_of_each_newest_token(
         def __getattr__(self, name: str) -> Any:
             return getattr(proposer, name)
 
-    proposer, engine.proposer = engine.proposer, Watching()
+    speculation = engine.speculation
+    proposer, speculation.proposer = speculation.proposer, Watching()
     try:
         everything = [(number, 0, None, 0) for number in range(len(REQUESTS))]
         assert serve(engine, everything) == dict(enumerate(alone))
     finally:
-        engine.proposer = proposer
+        speculation.proposer = proposer
     assert seen > len(REQUESTS)

@@ -136,7 +136,7 @@ class TestMemory:
     def test_a_model_that_is_too_large_is_refused_before_it_is_compiled(self) -> None:
         pytest.importorskip("libtpu")
         with pytest.raises(UnsupportedError, match=r"'v5e:1x1' .* GiB more than each device's 15\.75 GiB: use more"):
-            compile_ahead(llama(40), "v5e:1x1")
+            compile_ahead(llama(40), "v5e:1x1", EngineConfig())
 
     def test_pages_for_which_there_is_no_memory_are_refused(self) -> None:
         pytest.importorskip("libtpu")
@@ -162,7 +162,7 @@ class TestRefusals:
     def test_devices_that_would_repeat_each_other(self) -> None:
         pytest.importorskip("libtpu")
         with pytest.raises(UnsupportedError, match="one server per replica"):
-            compile_ahead(small(), "v5e:2x2", mesh={"data": 4})
+            compile_ahead(small(), "v5e:2x2", EngineConfig(), mesh={"data": 4})
 
     def test_more_tokens_than_the_context(self) -> None:
         pytest.importorskip("libtpu")

@@ -126,7 +126,7 @@ def test_what_goes_wrong_in_one_answer_is_no_other_requests_affair(llm: LLM) -> 
     engine, expected = llm.engine, tokens_of(llm)
     engine.add("good", PROMPT, GREEDY)
     engine.add("bad", OTHER, GREEDY)
-    answer = next(each for each in engine._answers.values() if each.request_id == "bad")
+    answer = next(each for each in engine._outputs.values() if each.request_id == "bad")
     answer.take = None  # type: ignore[assignment,method-assign]
     got: list[int] = []
     errors: list[str | None] = []

@@ -29,9 +29,10 @@ from ttpu_jax.model.low_rank import adapters_of_tokens
 from ttpu_jax.model.modules import Linear, Parameters, Runtime
 from ttpu_jax.params.placement import Placement
 from ttpu_jax.runner.lora import make_site, reached_tensors, tensor_updates
-from ttpu_serve.adapters.files import LowRankUpdate, read_adapter
+from ttpu_serve.adapters.files import read_adapter
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.execution.engine_core import EngineCore
+from ttpu_serve.runner import LowRankUpdate
 
 pytestmark = pytest.mark.slow  # together they take long; the lane of the newest jax does without
 

@@ -28,7 +28,7 @@ from ttpu_jax.params.initialize import abstract_parameters
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.placement import Placement
 from ttpu_jax.runner.buckets import buckets_for
-from ttpu_jax.runner.build import runner_for
+from ttpu_jax.runner.build import filled, runner_for
 from ttpu_jax.runner.memory import pages_per_group
 from ttpu_jax.runner.reserve import STEPS_IN_FLIGHT, reserved_bytes
 from ttpu_jax.runner.sampler import BLOCK_ROWS, FIELDS, Level, SamplerState, column, empty_rules, sample_rows
@@ -227,7 +227,7 @@ def test_reserved_are_the_largest_temporaries_two_outputs_and_the_state_of_one_d
     spec, _ = pad_for(default_registry().architecture(open_config(checkpoint)).spec, placement)
     params = abstract_parameters(spec.parameters, placement, jnp.float32)
     options = {name: value for name, value in OPTIONS.items() if name in NAMES} | {"sampling_level": "all"}
-    config, kind = EngineConfig(**options).filled(spec, "cpu"), np.dtype(np.float32)
+    config, kind = filled(EngineConfig(**options), spec, "cpu"), np.dtype(np.float32)
     runtime = Runtime(placement, ropes=different_ropes(spec.layers))
     runner = runner_for(spec, spec.parameters, runtime, params, config, kind)
     runner.num_pages = (9,)

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from ttpu_core.auto import AutoModelForTPU
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
-from ttpu_jax.runner.build import build_engine
-from ttpu_jax.runner.load_draft import load_draft, prepare_draft
+from ttpu_serve.api.build_engine import build_engine, serving_backend
 from ttpu_serve.api.engine_config import EngineConfig
 from ttpu_serve.scheduling.request import Request
-from ttpu_serve.speculative import NgramProposer, SpeculativeConfig, make_proposer, speculative_config
+from ttpu_serve.speculative.config import SpeculativeConfig, speculative_config
 from ttpu_serve.speculative.draft_model import DraftModelProposer
+from ttpu_serve.speculative.load_draft import load_draft, prepare_draft
+from ttpu_serve.speculative.make import make_proposer
+from ttpu_serve.speculative.ngram import NgramProposer
 
 # What callers write
 
@@ -302,9 +304,9 @@ def serve(engine, prompts=PROMPTS, params=PARAMS):
 
 @pytest.fixture(scope="module")
 def plain_answers(engine):
-    proposer, engine.proposer = engine.proposer, None
+    proposer, engine.speculation.proposer = engine.speculation.proposer, None
     answers = serve(engine)
-    engine.proposer = proposer
+    engine.speculation.proposer = proposer
     assert [len(answer) for answer in answers.values()] == [14, 14, 1, 14]
     assert engine.stats().drafted == 0
     return answers
@@ -334,12 +336,12 @@ def test_guided_answers_are_the_same_with_drafts(engine, method):
     params = [SamplingParams(0, guided=guided, max_tokens=40)]
     params += [SamplingParams(1.0, guided=guided, max_tokens=40, seed=seed, min_tokens=30) for seed in range(2)]
     prompts = [[*b'{"a":"xxxx","b":1}', 10]] * 3
-    proposer, engine.proposer = engine.proposer, None
+    proposer, engine.speculation.proposer = engine.speculation.proposer, None
     plain = serve(engine, prompts, params)
-    engine.proposer = NgramProposer() if method == "ngram" else proposer
+    engine.speculation.proposer = NgramProposer() if method == "ngram" else proposer
     before = engine.stats()
     assert serve(engine, prompts, params) == plain
-    engine.proposer = proposer
+    engine.speculation.proposer = proposer
     assert engine.stats().accepted > before.accepted
     for answer in plain.values():
         read = json.loads(bytes(answer))  # its tokens are bytes, and the end of its grammar its own
@@ -351,7 +353,7 @@ def test_nothing_of_a_finished_or_aborted_request_is_kept(engine):
     engine.add("aborted", PROMPTS[0], GREEDY)
     for _ in range(4):
         engine.step()
-    proposer = engine.proposer
+    proposer = engine.speculation.proposer
     assert sum(proposer.pages.pages_in_use) > 0
     engine.abort("aborted")
     serve(engine, PROMPTS[:1], PARAMS[:1])
@@ -372,7 +374,7 @@ def test_drafts_survive_sleep(engine, plain_answers):
 @in_engine
 def test_few_pages_cost_drafts_and_nothing_else(engine, plain_answers):
     """Only 3 of the draft model's pages are left: not enough for two requests at once."""
-    proposer = engine.proposer
+    proposer = engine.speculation.proposer
     pool = proposer.pages.pools[0]
     kept = pool.take(pool.available - 3)
     before = engine.stats().drafted
@@ -385,21 +387,24 @@ def test_few_pages_cost_drafts_and_nothing_else(engine, plain_answers):
 @in_engine
 def test_a_different_draft_model_changes_nothing_but_the_number_of_steps(engine, model, checkpoints, plain_answers):
     """Fewer layers, a smaller vocabulary, and a context that ends before the answers do."""
-    draft = load_draft(SpeculativeConfig("draft_model", model=str(checkpoints / "small")), model, engine.runner.config)
+    small = SpeculativeConfig("draft_model", model=str(checkpoints / "small"))
+    draft = load_draft(small, model, engine.runner.config, engine.runner.limits, serving_backend("jax"))
     prepare_draft(draft, 24)
-    original, engine.proposer = engine.proposer, DraftModelProposer(draft, 272)
+    original, engine.speculation.proposer = engine.speculation.proposer, DraftModelProposer(draft, 272)
     before = engine.stats()
     assert serve(engine) == plain_answers
     after = engine.stats()
     assert 0 < after.accepted - before.accepted < after.drafted - before.drafted
-    assert max(len(prompt) for prompt in PROMPTS) + 14 > engine.proposer._length == 40
-    engine.proposer.close()
-    engine.proposer = original
+    assert max(len(prompt) for prompt in PROMPTS) + 14 > engine.speculation.proposer._length == 40
+    engine.speculation.proposer.close()
+    engine.speculation.proposer = original
 
 
-def test_a_draft_model_of_other_tokens_is_refused(model, checkpoints):
+@in_engine
+def test_a_draft_model_of_other_tokens_is_refused(engine, model, checkpoints):
     with pytest.raises(RequestError, match=r"'foreign'.*tokens are not those of 'large'"):
-        load_draft(SpeculativeConfig("draft_model", model=str(checkpoints / "foreign")), model, EngineConfig())
+        foreign = SpeculativeConfig("draft_model", model=str(checkpoints / "foreign"))
+        load_draft(foreign, model, EngineConfig(), engine.runner.limits, serving_backend("jax"))
 
 
 def test_a_draft_model_must_be_loaded_by_whoever_makes_its_proposer():

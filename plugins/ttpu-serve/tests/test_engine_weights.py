@@ -15,7 +15,6 @@ from engine_cases import GREEDY, NEW, PROMPTS, Oracle, add, answers, collect, fi
 from safetensors.numpy import load_file, save_file
 
 from ttpu_core.errors import CheckpointError, MappingError, RequestError, TTPUError
-from ttpu_jax.runner.weights import update_weights
 from ttpu_serve.execution.engine_core import EngineCore
 
 pytestmark = pytest.mark.slow  # together they take long; the lane of the newest jax does without
@@ -47,7 +46,7 @@ def engine(
 ) -> EngineCore:
     """With the first checkpoint's weights."""
     core = engines[request.param]
-    update_weights(core, checkpoints[0])
+    core.update_weights(checkpoints[0])
     return core
 
 
@@ -73,7 +72,7 @@ def live_bytes() -> int:
 def test_updated_weights_answer_as_a_fresh_engine(engine: EngineCore, oracle: Oracle, checkpoints: list[Path]) -> None:
     held, shardings = live_bytes(), {path: value.sharding for path, value in engine.runner.params.items()}
     recompiles = engine.stats().recompiles
-    update_weights(engine, checkpoints[1])
+    engine.update_weights(checkpoints[1])
     assert_answers(engine, oracle, checkpoints[1])
     assert {path: value.sharding for path, value in engine.runner.params.items()} == shardings
     assert live_bytes() == held
@@ -85,7 +84,7 @@ def test_weights_come_as_arrays_of_any_floating_point(
 ) -> None:
     given: dict[str, Any] = {name: value.astype(np.float64) for name, value in tensors(checkpoints[2]).items()}
     given["lm_head.weight"] = jax.numpy.asarray(given["lm_head.weight"], np.float32)
-    update_weights(engine, given)
+    engine.update_weights(given)
     assert_answers(engine, oracle, checkpoints[2])
 
 
@@ -95,7 +94,7 @@ def test_weights_come_as_torch_tensors(
 ) -> None:
     torch = pytest.importorskip("torch")
     rounded = {name: torch.from_numpy(value).to(torch.bfloat16) for name, value in tensors(checkpoints[1]).items()}
-    update_weights(engines[None], rounded)
+    engines[None].update_weights(rounded)
     changes = {name: value.float().numpy() for name, value in rounded.items()}
     assert_answers(engines[None], oracle, with_weights(checkpoints[1], tmp_path / "rounded", changes))
 
@@ -109,7 +108,7 @@ def test_some_weights_are_replaced_and_the_others_stay(
     folder.mkdir()
     save_file({name: some[name] for name in QKV[:1]}, folder / "a.safetensors")
     save_file({name: value for name, value in some.items() if name != QKV[0]}, folder / "b.safetensors")
-    update_weights(engine, folder)
+    engine.update_weights(folder)
     assert_answers(engine, oracle, with_weights(checkpoints[0], tmp_path / "whole", some))
 
 
@@ -120,7 +119,7 @@ def test_running_requests_go_on_with_the_new_weights(
     name = add(engine, PROMPTS[1])
     while len(tokens.get(name, ())) < 3:
         collect(engine, tokens)
-    update_weights(engine, checkpoints[1])
+    engine.update_weights(checkpoints[1])
     (answer,) = finish(engine, [name], tokens)
     kept = oracle.uses(checkpoints[0]).logits([*PROMPTS[1], *answer])[len(PROMPTS[1]) - 1 : -1].argmax(-1) == answer
     new = oracle.uses(checkpoints[1]).logits([*PROMPTS[1], *answer])[len(PROMPTS[1]) - 1 : -1].argmax(-1) == answer
@@ -135,7 +134,7 @@ def test_what_the_old_weights_computed_is_not_used_again(
     answers(engine, [PROMPTS[1]])
     hits = engine.stats().prefix_hits
     assert answers(engine, [PROMPTS[1]]) and engine.stats().prefix_hits == hits + 32
-    update_weights(engine, checkpoints[1])
+    engine.update_weights(checkpoints[1])
     (answer,) = answers(engine, [PROMPTS[1]])
     assert engine.stats().prefix_hits == hits + 32
     assert oracle.uses(checkpoints[1]).agrees(PROMPTS[1], answer)
@@ -166,7 +165,7 @@ def test_weights_are_replaced_while_the_engine_sleeps(
 ) -> None:
     engine.sleep()
     held = live_bytes()
-    update_weights(engine, checkpoints[1])
+    engine.update_weights(checkpoints[1])
     assert live_bytes() == held
     engine.wake_up()
     assert_answers(engine, oracle, checkpoints[1])
@@ -174,7 +173,7 @@ def test_weights_are_replaced_while_the_engine_sleeps(
 
 def test_the_loaded_model_has_the_new_weights(engine: EngineCore, oracle: Oracle, checkpoints: list[Path]) -> None:
     expected = oracle.uses(checkpoints[1]).logits(PROMPTS[1])
-    update_weights(engine, checkpoints[1])
+    engine.update_weights(checkpoints[1])
     engine.sleep()
     engine.wake_up()
     assert engine.model is not None
@@ -201,12 +200,12 @@ def test_weights_that_do_not_fit_leave_the_engine_alone(
 ) -> None:
     error, words, change = BAD[what]
     core = engines[None]
-    update_weights(core, checkpoints[0])
+    core.update_weights(checkpoints[0])
     name = add(core, PROMPTS[0])
     core.step()
     preemptions = core.stats().preemptions
     with pytest.raises(error, match=words):
-        update_weights(core, change(tensors(checkpoints[1])))
+        core.update_weights(change(tensors(checkpoints[1])))
     assert oracle.uses(checkpoints[0]).agrees(PROMPTS[0], finish(core, [name])[0])
     assert core.stats().preemptions == preemptions
 
@@ -215,17 +214,17 @@ def test_a_directory_without_weights_or_with_a_damaged_file_is_refused(
     engines: dict[str | None, EngineCore], checkpoints: list[Path], oracle: Oracle, tmp_path: Path
 ) -> None:
     core = engines[None]
-    update_weights(core, checkpoints[0])
+    core.update_weights(checkpoints[0])
     with pytest.raises(RequestError, match="no safetensors files"):
-        update_weights(core, tmp_path)
+        core.update_weights(tmp_path)
     data = (checkpoints[1] / "model.safetensors").read_bytes()
     (tmp_path / "part.safetensors").write_bytes(data[:-8])
     with pytest.raises(CheckpointError, match=r"part\.safetensors"):
-        update_weights(core, tmp_path)
+        core.update_weights(tmp_path)
     for name in ("part", "again"):
         (tmp_path / f"{name}.safetensors").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"again\.safetensors and in part\.safetensors"):
-        update_weights(core, tmp_path)
+        core.update_weights(tmp_path)
     assert_answers(core, oracle, checkpoints[0])
 
 

@@ -2,13 +2,13 @@
 cross it. The engine schedules, samples by request and streams; a runner holds weights, pages and programs, and knows
 nothing of requests. No framework is imported here.
 
-**Runners that span hosts.** A runner may compute over several hosts, one process of the runner on each. The engine, with
-its scheduler and its server, runs on one of them. Every host must be told the same calls in the same order, since each
-of them may begin collectives: `allocate`, `compile`, `dispatch`, `prompt_logprobs`, `sleep`, `wake_up`,
+**Runners that span hosts.** A runner may compute over several hosts, one process of the runner on each. The engine,
+with its scheduler and its server, runs on one of them. Every host must be told the same calls in the same order,
+since each of them may begin collectives: `allocate`, `compile`, `dispatch`, `prompt_logprobs`, `sleep`, `wake_up`,
 `weight_update`, the adapters' `load` and `unload`, and `release`. Their arguments are plain values of this module,
 which pickle: a `RunnerStep` holds all that a host needs for a step, and refers to no object of the engine. `read` and
-`read_hidden` are for the engine's host alone: whatever they return is there. Directories of `weight_update` have to be
-readable on every host. What each host keeps between steps (the tokens sampled last, sampling parameters by slot,
+`read_hidden` are for the engine's host alone: whatever they return is there. Directories of `weight_update` have to
+be readable on every host. What each host keeps between steps (the tokens sampled last, sampling parameters by slot,
 penalty counts) follows from the steps that it was given.
 
 Runners are structural: they need not inherit from anything here, nor import it at run time. A small complete one, in
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 NULL_PAGE = 0
 """The page that padding is written to; no sequence ever holds it."""
 IN_FLIGHT = -1
-"""In `RunnerStep.tokens`: the token that was sampled last in the slot of its sequence, which the host has yet to read."""
+"""In `RunnerStep.tokens`: the token that was sampled last in the slot of its sequence, which the host has yet to
+read."""
 SAMPLING_LEVELS = ("greedy", "draw", "all")
 """What sampling can do: the likeliest token; temperature, top-k, top-p and min-p; rules for tokens, penalties and
 log-probabilities too."""
@@ -389,9 +390,9 @@ class AdapterSlots(Protocol):
 class ModelRunner(Protocol):
     """A model's side of an engine: weights, pages, programs.
 
-    Its life: made by a backend (`ttpu_core.backend.Serves.model_runner`), `allocate`, `compile`, then steps; `sleep` and
-    `wake_up` in between; `release` at the end. Steps are dispatched in order, computed in order, and may be read later.
-    """
+    Its life: made by a backend (`ttpu_core.backend.Serves.model_runner`), `allocate`, `compile`, then steps; `sleep`
+    and `wake_up` in between; `release` at the end. Steps are dispatched in order, computed in order, and may be read
+    later. """
 
     @property
     def limits(self) -> RunnerLimits:

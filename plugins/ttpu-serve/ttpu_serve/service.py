@@ -1,4 +1,5 @@
-"""The service "engine" (`ttpu_core.services.Engines`), by which backends reach this distribution without importing it."""
+"""The service "engine" (`ttpu_core.services.Engines`), by which backends reach this distribution without importing
+it."""
 
 from __future__ import annotations
 

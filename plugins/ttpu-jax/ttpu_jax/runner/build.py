@@ -1,5 +1,5 @@
-"""From a loaded model to a runner that an engine drives: settings are filled in for the platform, and step sizes chosen.
-Programs are not compiled yet, and caches not made."""
+"""From a loaded model to a runner that an engine drives: settings are filled in for the platform, and step sizes
+chosen. Programs are not compiled yet, and caches not made."""
 
 from __future__ import annotations
 

@@ -88,8 +88,9 @@ class Adapters:
     def put(
         self, params: dict[str, Any], name: str, updates: Mapping[str, LowRankUpdate], busy: Collection[int] = ()
     ) -> None:
-        """Write an adapter into `params`, whose arrays are replaced; one of the same name is replaced, and requests that
-        use it finish with it. `updates` are by the mapping's tensors, `busy` the numbers of adapters that requests use.
+        """Write an adapter into `params`, whose arrays are replaced; one of the same name is replaced, and requests
+        that use it finish with it. `updates` are by the mapping's tensors, `busy` the numbers of adapters that requests
+        use.
 
         Raises:
             RequestError: no room, or a rank above `rank`.

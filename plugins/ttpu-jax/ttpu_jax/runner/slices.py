@@ -1,5 +1,5 @@
-"""An engine's programs for a TPU slice, as `ttpu compile --topology` asks for them: the mesh is what loading the checkpoint
-there would choose, and what is compiled is kept for a machine that has such a slice."""
+"""An engine's programs for a TPU slice, as `ttpu compile --topology` asks for them: the mesh is what loading the
+checkpoint there would choose, and what is compiled is kept for a machine that has such a slice."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""From a loaded model to an engine that serves it: the model's backend makes a runner, whose pages fill the memory that is
-left and whose programs are compiled; scheduler, proposer and loop are made to its limits."""
+"""From a loaded model to an engine that serves it: the model's backend makes a runner, whose pages fill the memory that
+is left and whose programs are compiled; scheduler, proposer and loop are made to its limits."""
 
 from __future__ import annotations
 

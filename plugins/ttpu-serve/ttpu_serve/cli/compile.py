@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ttpu_core.backend import CompilesAhead
 from ttpu_core.cli import options
 from ttpu_core.cli.console import LoadProgress, counted, in_bytes, print_json, stdout_console
-from ttpu_core.backend import CompilesAhead
 from ttpu_core.errors import UnsupportedError
 from ttpu_serve.cli import engine_options
 
@@ -132,8 +132,8 @@ def _compiler() -> CompilesAhead:
     backend = serving_backend(BACKEND)
     if not isinstance(backend, CompilesAhead):
         raise UnsupportedError(
-            f"programs were to be compiled ahead, but the backend {backend.name!r} does not do that: start `ttpu serve` "
-            "right away."
+            f"programs were to be compiled ahead, but the backend {backend.name!r} does not do that: start `ttpu "
+            "serve` right away."
         )
     return backend
 
@@ -148,7 +148,7 @@ def _ahead(backend: CompilesAhead, name: str, topology: str, arguments: Mapping[
     engine, load = split_options(arguments)
     architecture, dtype = _described(name, load.get("patch_packs"), load["dtype"])
     with LoadProgress(quiet=quiet) as progress:
-        found: AheadSliceSlice = backend.compile_ahead(
+        found: AheadSlice = backend.compile_ahead(
             architecture,
             topology,
             EngineConfig(**engine),

@@ -1,5 +1,5 @@
-"""The engine's loop: requests come at any time, and each step gives what it added to their outputs. One thread calls it;
-while the device runs a step, this host decodes the last one's text and schedules the next."""
+"""The engine's loop: requests come at any time, and each step gives what it added to their outputs. One thread calls
+it; while the device runs a step, this host decodes the last one's text and schedules the next."""
 
 from __future__ import annotations
 

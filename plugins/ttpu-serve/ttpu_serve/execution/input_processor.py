@@ -1,5 +1,5 @@
-"""From what a caller asks to requests that can be scheduled: one `SequenceOutput` per sequence that is asked for, each with
-its `Request`, or one clear refusal."""
+"""From what a caller asks to requests that can be scheduled: one `SequenceOutput` per sequence that is asked for, each
+with its `Request`, or one clear refusal."""
 
 from __future__ import annotations
 
@@ -195,8 +195,9 @@ class InputProcessor:
             raise RequestError("penalties were asked for, but this engine was built without: leave them out.")
         if level_of(params) > SAMPLING_LEVELS.index(limits.sampling_level):
             raise RequestError(
-                f"the request needs the sampling level {SAMPLING_LEVELS[level_of(params)]!r}, but this engine was built "
-                f"with sampling_level={limits.sampling_level!r}: ask for less, or raise it where the engine is built."
+                f"the request needs the sampling level {SAMPLING_LEVELS[level_of(params)]!r}, but this engine was "
+                f"built with sampling_level={limits.sampling_level!r}: ask for less, or raise it where the engine is "
+                "built."
             )
         if params.stop and self.tokenizer is None:
             raise RequestError(

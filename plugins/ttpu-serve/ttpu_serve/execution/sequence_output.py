@@ -1,5 +1,5 @@
-"""One generated sequence while it grows: which of its sampled tokens count, why it ends, and what is new for the caller:
-text that is certain, tokens, log-probabilities."""
+"""One generated sequence while it grows: which of its sampled tokens count, why it ends, and what is new for the
+caller: text that is certain, tokens, log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Several prompts' tokens as one stream of the core's events, one per token, for models that generate by their engine."""
+"""Several prompts' tokens as one stream of the core's events, one per token, for models that generate by their
+engine."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from ttpu_serve.runner import NULL_PAGE
 
 
 class PagePool:
-    """Pages 1 to num_pages - 1 (`NULL_PAGE` is the null page), each free, held by `refs[page]` sequences, or idle: held by
-    nobody, but cached under its hash until the page is needed (least recently used first)."""
+    """Pages 1 to num_pages - 1 (`NULL_PAGE` is the null page), each free, held by `refs[page]` sequences, or idle: held
+    by nobody, but cached under its hash until the page is needed (least recently used first)."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages

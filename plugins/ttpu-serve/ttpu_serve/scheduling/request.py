@@ -9,7 +9,6 @@ from typing import Literal
 
 from ttpu_core.generation.sampling_params import SamplingParams
 
-
 Pooling = Literal["last", "mean"]
 """Which hidden states make a prompt's embedding: that of its last token, or the mean of all."""
 

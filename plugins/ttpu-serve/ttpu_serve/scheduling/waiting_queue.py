@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from ttpu_serve.scheduling.request import Key, Request, SchedulingState
 
+
 def scheduling_of(request: Request) -> SchedulingState:
     """The scheduler's notes on a request that was added."""
     assert request.scheduling is not None
