@@ -19,8 +19,8 @@ _EXPORTS = {
     "LLM": "ttpu_serve.api.llm",
     "SamplingParams": "ttpu_core.generation.sampling_params",
 }
-_BROUGHT_BY = {"ttpu_jax": '"ttpu-core[jax]"', "ttpu_torch_xla": '"ttpu-core[torch-xla]"'}
-"""What `pip install` takes for the modules of backends."""
+_BROUGHT_BY = {"ttpu_serve": '"ttpu-core[serve]"', "ttpu_torch_xla": '"ttpu-core[torch-xla]"'}
+"""What `pip install` takes for the modules of other distributions."""
 
 __all__ = ["LLM", "AsyncEngine", "AutoModelForTPU", "AutoXLAModelForCausalLM", "GuidedDecoding", "SamplingParams"]
 

@@ -18,6 +18,7 @@ from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_serve.bench.events import EventDecoder
 from ttpu_serve.bench.offline import measure
 from ttpu_serve.bench.summary import Distribution, parse_objectives, summarize
+from ttpu_serve.bench.tokenizer import load_tokenizer
 from ttpu_serve.bench.workload import Lengths, Prompt, arrivals, random_prompts, read_dataset
 from ttpu_serve.cli.bench import app
 
@@ -157,10 +158,8 @@ def test_random_prompts_have_lengths_in_range_and_repeat_with_their_seed() -> No
 
 
 def test_random_texts_have_as_many_of_a_tokenizers_tokens_as_asked_for(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     tiny.write_tokenizer(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
     for prompt in random_prompts(5, Lengths(20, 40), Lengths(1, 1), tokenizer=tokenizer):
         assert prompt.tokens == len(tokenizer.encode(str(prompt.content)))
         assert prompt.tokens is not None and 20 <= prompt.tokens <= 40

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ttpu_core.errors import RequestError
+from ttpu_serve.bench.tokenizer import WorkloadTokenizer
 
 WORDS = (
     "time", "people", "way", "water", "words", "day", "part", "sound", "work", "place", "year", "back", "thing", "name",
@@ -82,11 +83,11 @@ def random_prompts(
     seed: int = 0,
     prefix: int = 0,
     vocab_size: int | None = None,
-    tokenizer: Any = None,
+    tokenizer: WorkloadTokenizer | None = None,
 ) -> list[Prompt]:
     """Prompts of random lengths, after `prefix` tokens that all have in common.
 
-    With `vocab_size` they are token ids below it; with a transformers tokenizer, texts of so many of its tokens; with
+    With `vocab_size` they are token ids below it; with a tokenizer, texts of so many of its tokens; with
     neither, texts of so many common words, whose number of tokens only the server can tell.
     """
     random = np.random.default_rng(seed)
@@ -111,14 +112,16 @@ def random_prompts(
     ]
 
 
-def _readable(tokenizer: Any, random: np.random.Generator) -> np.ndarray:
+def _readable(tokenizer: WorkloadTokenizer, random: np.random.Generator) -> np.ndarray:
     """Some tokens of the vocabulary: no special ones, and none that is half a character."""
     special = set(tokenizer.all_special_ids)
     some = [token for token in random.permutation(len(tokenizer))[:MOST_TOKENS].tolist() if token not in special]
     return np.array([token for token in some if "\ufffd" not in tokenizer.decode([token])] or some)
 
 
-def _text_of(tokenizer: Any, allowed: np.ndarray, random: np.random.Generator, length: int) -> tuple[str, int]:
+def _text_of(
+    tokenizer: WorkloadTokenizer, allowed: np.ndarray, random: np.random.Generator, length: int
+) -> tuple[str, int]:
     """A text that has `length` tokens, or nearly (not every sequence of tokens is what its text is encoded to)."""
     ids = random.choice(allowed, length).tolist()
     text = tokenizer.decode(ids)
@@ -133,7 +136,7 @@ def _text_of(tokenizer: Any, allowed: np.ndarray, random: np.random.Generator, l
 
 
 def read_dataset(
-    path: str | Path, number: int | None, outputs: Lengths, *, seed: int = 0, tokenizer: Any = None
+    path: str | Path, number: int | None, outputs: Lengths, *, seed: int = 0, tokenizer: WorkloadTokenizer | None = None
 ) -> list[Prompt]:
     """Prompts of a file, `number` of them drawn without repetition as long as they last (None: all, in their order).
 
@@ -188,7 +191,12 @@ def _rows(path: str | Path, file: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _prompt(
-    path: str | Path, place: str, row: Any, outputs: Lengths, random: np.random.Generator, tokenizer: Any
+    path: str | Path,
+    place: str,
+    row: Any,
+    outputs: Lengths,
+    random: np.random.Generator,
+    tokenizer: WorkloadTokenizer | None,
 ) -> Prompt:
     answer = outputs.draw(random, 1)[0]
     if isinstance(row, str) and row:
@@ -214,7 +222,7 @@ def _prompt(
     )
 
 
-def _tokens(tokenizer: Any, text: str) -> int | None:
+def _tokens(tokenizer: WorkloadTokenizer | None, text: str) -> int | None:
     return None if tokenizer is None else len(tokenizer.encode(text))
 
 

@@ -78,10 +78,11 @@ def prompts(
     vocab_size: int | None = None,
     tokenizer: str | None = None,
 ) -> list[Prompt]:
+    from ttpu_serve.bench.tokenizer import load_tokenizer
     from ttpu_serve.bench.workload import Lengths, random_prompts, read_dataset
 
     inputs, outputs = Lengths.parse(input_tokens, "--input-tokens"), Lengths.parse(output_tokens, "--output-tokens")
-    loaded = None if tokenizer is None else _tokenizer(tokenizer)
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     if dataset is not None:
         return read_dataset(dataset, number, outputs, seed=seed, tokenizer=loaded)
     return random_prompts(
@@ -93,18 +94,6 @@ def prompts(
         vocab_size=vocab_size,
         tokenizer=loaded,
     )
-
-
-def _tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # transformers raises many kinds
-        reason = " ".join(str(error).split())[:200]
-        raise RequestError(
-            f"--tokenizer {name!r} was given, but it cannot be loaded ({reason}): name a directory."
-        ) from error
 
 
 def percentiles(text: str) -> tuple[float, ...]:
