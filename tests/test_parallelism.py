@@ -70,7 +70,7 @@ def test_a_named_strategy_takes_all_devices_or_says_how_many_it_could(name: str,
 @pytest.mark.parametrize(
     ("what", "devices", "sentence"),
     [
-        ("3d", 4, "cuts along data and fsdp and tensor, but 4 devices cannot be shared by 3 axes.*take 8, 12, 16"),
+        ("3d", 4, "shards along data and fsdp and tensor, but 4 devices cannot be shared by 3 axes.*take 8, 12, 16"),
         ("2d", 2, "2 devices cannot be shared by 2 axes of two or more: take 4, 6, 8"),
         ("2d", 7, "7 devices cannot be shared"),
         ("2x8", 8, "'2x8' was asked for, which is 16 devices, but there are 8: make it smaller"),

@@ -52,7 +52,7 @@ def test_links_close_into_rings_where_the_pod_does(name: str, wraps: tuple[bool,
         ("v5e", "size '' is not numbers"),
         ("v5e:2x2x2", "it has 3 dimensions and the interconnect of v5e has 2"),
         ("v5e:32x32", "1024 chips, but a v5e pod has 256"),
-        ("0*v5e:2x2", "no slice at all: write 1 slice as 'v5e:2x4' or several as '2[*]v5e:2x4'"),
+        ("0*v5e:2x2", "no slices, but at least 1 is needed: write 1 slice as 'v5e:2x4' or several as '2[*]v5e:2x4'"),
     ],
 )
 def test_a_name_that_does_not_exist_is_refused_with_what_does(name: str, message: str) -> None:

@@ -49,7 +49,7 @@ def test_a_text_part_that_is_no_object_is_refused() -> None:
 
 
 def test_a_text_part_of_another_type_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a text part of type 'other', but part, third are known there"):
+    with pytest.raises(ConfigError, match="a text part of type 'other', but the known types are part, third"):
         text_config(parent(text_config={"model_type": "other"}), ("part", "third"))
 
 

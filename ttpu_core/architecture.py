@@ -1,4 +1,5 @@
-"""From a config and the hooks that answer for it to an `Architecture`: the spec, the mapping, and who said so."""
+"""Joins the answers of the family hooks for one config into an `Architecture`: the spec, the mapping, and the
+plugins that described it."""
 
 from __future__ import annotations
 
@@ -14,8 +15,15 @@ from ttpu_core.spec import ArchitectureSpec, KernelChoice, LayerSpec, NormSpec
 
 @dataclass(frozen=True)
 class Architecture:
-    """A described model: what it is (`spec`), how its checkpoint is laid out (`mapping`), the normalised config, and
-    the plugins that described it (`family`, then patch packs in the order in which they were applied)."""
+    """A described model.
+
+    Args:
+        spec: the architecture.
+        mapping: the layout of its checkpoint.
+        config: the normalised config.
+        family: the family plugin.
+        patch_packs: applied patch packs, in order.
+    """
 
     spec: ArchitectureSpec
     mapping: FlaxMapping
@@ -30,7 +38,7 @@ def describe(hook: Any, config: ModelConfig, *, family: str, patch_packs: tuple[
     `hook` is a pluggy hook caller that holds the core's defaults, the family and the patch packs.
 
     Raises:
-        ConfigError: the config lacks a key, or holds a value that the family cannot honour.
+        ConfigError: the config lacks a key, or holds a value that the family does not support.
         MappingError: the mapping does not account for every parameter.
     """
     source_config = config
@@ -75,7 +83,7 @@ def _layer(hook: Any, config: ModelConfig, index: int, norm: NormSpec) -> LayerS
 
 
 def _all(answers: Iterable[Iterable[Any] | None]) -> list[Any]:
-    """Every plugin's list, the first registered plugin's first (pluggy asks the last registered first)."""
+    """The lists of all plugins, in the order of registration (pluggy asks the last registered plugin first)."""
     return [item for answer in reversed(list(answers)) for item in answer or ()]
 
 

@@ -1,5 +1,5 @@
-"""What the core answers when a family does not: the commonest decoder (llama's), read from the usual config keys.
-Families call these functions too, and replace the fields in which they differ."""
+"""The core's answers for hooks that a family leaves out: the commonest decoder (llama's), read from the usual config
+keys. Families call these functions too, and replace the fields in which they differ."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def activation(config: ModelConfig, key: str = "hidden_act", default: str = "sil
     """The activation that a config names.
 
     Raises:
-        ConfigError: a name that no backend knows.
+        ConfigError: no backend knows the name.
     """
     written = key in tuple(config)
     name = config.text(key) if written else default
@@ -58,10 +58,11 @@ def layer_type(
     *,
     assumed: str | None = None,
 ) -> str:
-    """A layer's entry in `layer_types`, or what is `assumed` where a config has no such list; None: it must be there.
+    """A layer's entry in `layer_types`. `assumed` is returned if the config has no such list; if it is None, the
+    list is required.
 
     Raises:
-        ConfigError: not one entry per layer, or a kind of layer that is not among `known`.
+        ConfigError: the list has another length than the layers, or an entry is not among `known`.
     """
     if assumed is not None and config.get("layer_types") is None:
         return assumed
@@ -81,13 +82,13 @@ def layer_type(
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """The config as it is."""
+    """The config unchanged."""
     return config
 
 
 @hookimpl
 def ttpu_embedding(config: ModelConfig) -> EmbeddingSpec:
-    """A plain table."""
+    """A plain embedding table."""
     return EmbeddingSpec(config.positive_int("vocab_size"), config.positive_int("hidden_size"))
 
 
@@ -105,13 +106,17 @@ def ttpu_norm(config: ModelConfig) -> NormSpec:
 
 @hookimpl
 def ttpu_block() -> BlockSpec:
-    """Norms before the sub-layers."""
+    """Pre-norm placement."""
     return BlockSpec()
 
 
 @hookimpl
 def ttpu_attention(config: ModelConfig) -> AttentionSpec:
-    """Grouped-query attention without windows."""
+    """Grouped-query attention without windows.
+
+    Raises:
+        ConfigError: the head counts or the hidden size do not divide.
+    """
     heads = config.positive_int("num_attention_heads")
     kv_heads = config.positive_int("num_key_value_heads", default=heads)
     if heads % kv_heads:
@@ -137,13 +142,13 @@ def ttpu_attention(config: ModelConfig) -> AttentionSpec:
 
 @hookimpl
 def ttpu_rope(config: ModelConfig, attention: AttentionSpec) -> RopeSpec:
-    """Rope as the config's rope parameters say."""
+    """Rope as described by the config's rope parameters."""
     return rope_from_config(config, head_dim=attention.head_dim)
 
 
 @hookimpl
 def ttpu_mixer() -> None:
-    """Attention."""
+    """None: every layer has attention."""
 
 
 @hookimpl

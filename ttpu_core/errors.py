@@ -1,5 +1,5 @@
-"""The errors that a user can put right. Each message is one sentence that says what was asked, what was found,
-what is allowed and what to do; the command line prints it and exits with status 2, without a traceback."""
+"""Errors that a user can correct. Each message is one sentence with four parts: the request, the finding, the
+allowed values, and the remedy. The command line prints it and exits with status 2, without a traceback."""
 
 
 class TTPUError(Exception):
@@ -11,24 +11,24 @@ class CheckpointError(TTPUError):
 
 
 class ConfigError(TTPUError):
-    """A model's config.json lacks a needed key or holds a value that no plugin can honour."""
+    """A model's config.json lacks a needed key or holds an unsupported value."""
 
 
 class MappingError(TTPUError):
-    """A checkpoint's tensors and a model's parameters do not account for each other."""
+    """A checkpoint's tensors and a model's parameters do not match."""
 
 
 class PluginError(TTPUError):
-    """A plugin is missing, broken, built for another core, or claims a taken name."""
+    """A plugin is missing, broken, built for another core, or claims a name that is taken."""
 
 
 class UnsupportedError(TTPUError):
-    """Something well-formed that the chosen backend or device cannot run."""
+    """A well-formed request that the chosen backend or device cannot run."""
 
 
 class RequestError(TTPUError, ValueError):
-    """A generation request whose values are out of range or contradict each other; `param` names the value at fault,
-    and `code` the kind of fault, where a program may want to know."""
+    """The values of a generation request are out of range or contradict each other. `param` names the wrong value,
+    and `code` the kind of error for programs."""
 
     def __init__(self, *message: object, param: str | None = None, code: str | None = None) -> None:
         super().__init__(*message)
@@ -36,11 +36,11 @@ class RequestError(TTPUError, ValueError):
 
 
 class MissingDependencyError(TTPUError, ImportError):
-    """A command or class needs a distribution that is not installed; the message names the `pip install`."""
+    """A command or class needs a distribution that is not installed. The message contains the `pip install` command."""
 
 
 class LaunchError(TTPUError):
-    """Several processes cannot be started, cannot find each other, or one of them failed."""
+    """Several processes cannot be started or cannot find each other, or one of them failed."""
 
 
 class PlanError(TTPUError):

@@ -1,5 +1,4 @@
-"""Files that are whole or not there. In: a path and a text, or bytes; out: the file, which a reader never sees half
-written."""
+"""Writes files atomically: a reader sees the whole file or none."""
 
 from __future__ import annotations
 
@@ -9,16 +8,18 @@ from pathlib import Path
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o666, replace: bool = True) -> None:
-    """Write a file beside its place, then put it there.
+    """Write a file under a temporary name in the same folder, then move it to its path.
 
     Args:
-        content: bytes as they are, a text in UTF-8.
-        mode: its permissions, less those that the process's umask takes away.
-        replace: whether a file that is there already makes room.
+        path: the file.
+        content: bytes, or text that is encoded in UTF-8.
+        mode: the file's permissions before the process's umask.
+        replace: whether an existing file is replaced.
 
     Raises:
-        FileExistsError: there is one, and it may not be replaced.
-        OSError: it cannot be written; nothing is left behind.
+        FileExistsError: the file exists and may not be replaced.
+        IsADirectoryError: the path is a directory.
+        OSError: the file cannot be written; nothing is left behind.
     """
     target = Path(path).expanduser()
     if target.is_dir():
@@ -30,33 +31,35 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes, *, mode: int
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.chmod(mode & ~_umask())  # mkstemp lets nobody else in
+        unfinished.chmod(mode & ~_umask())  # mkstemp gives access to the owner only
         if replace:
             unfinished.replace(target)
         else:
-            os.link(unfinished, target)  # unlike a rename, refuses what is there, even if it has just come
+            os.link(unfinished, target)  # unlike a rename, fails if the target exists, without a race
     finally:
         unfinished.unlink(missing_ok=True)
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """That a file can be written there, as far as that can be told before there is anything to write.
+    """Check early that a file can be written at this path.
 
     Raises:
-        OSError: it is a directory, or its folder is missing or may not be written to.
+        IsADirectoryError: the path is a directory.
+        NotADirectoryError: its folder does not exist.
+        PermissionError: its folder is not writable.
     """
     target = Path(path).expanduser()
     folder = target.absolute().parent
     if target.is_dir():
         raise IsADirectoryError(0, "it is a directory", str(target))
     if not folder.is_dir():
-        raise NotADirectoryError(0, "its folder is not there", str(folder))
+        raise NotADirectoryError(0, "its folder does not exist", str(folder))
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(0, "its folder may not be written to", str(folder))
+        raise PermissionError(0, "its folder is not writable", str(folder))
 
 
 def _umask() -> int:
-    """The process's umask, without changing it for a moment where the system can say it."""
+    """The process's umask. It is read from /proc if possible, since `os.umask` changes it for a moment."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):

@@ -1,6 +1,6 @@
-"""The questions that the core asks a family plugin. Each hook takes the config, answers with a frozen value, and runs
-once per config (once per layer where it takes `layer`); a hook that a family leaves out, or answers with None, falls
-to `ttpu_core.defaults`. An implementation may leave out arguments that it does not need."""
+"""The hooks that the core calls on a family plugin. Each hook takes the config and returns a frozen value. It runs
+once per config, or once per layer if it takes `layer`. `ttpu_core.defaults` answers a hook that a family leaves
+out or answers with None. An implementation may leave out arguments that it does not need."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec(firstresult=True)
 def ttpu_config(config: ModelConfig) -> ModelConfig | None:
-    """Fill in the config class's defaults, rename keys to the usual ones, pick the text part of a multimodal parent."""
+    """Fill in the config class's defaults, rename keys to the usual ones, and pick the text part of a multimodal
+    parent."""
 
 
 @hookspec(firstresult=True)
@@ -54,17 +55,17 @@ def ttpu_norm(config: ModelConfig) -> NormSpec | None:
 
 @hookspec(firstresult=True)
 def ttpu_final_norm(config: ModelConfig) -> NormSpec | None:
-    """The norm before the head, where it is another than `ttpu_norm`'s; kind "none" for no norm at all."""
+    """The norm before the head if it differs from `ttpu_norm`; kind "none" for no norm."""
 
 
 @hookspec(firstresult=True)
 def ttpu_block(config: ModelConfig, layer: int) -> BlockSpec | None:
-    """Where norms sit, what scales residuals, or a block of its own."""
+    """Norm placement and residual scaling of one layer, or a custom block."""
 
 
 @hookspec(firstresult=True)
 def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec | None:
-    """Softmax attention of one layer; a `rope` left None is answered by `ttpu_rope`."""
+    """Softmax attention of one layer. `ttpu_rope` answers a `rope` that is left None."""
 
 
 @hookspec(firstresult=True)
@@ -74,29 +75,29 @@ def ttpu_rope(config: ModelConfig, layer: int, attention: AttentionSpec) -> Rope
 
 @hookspec(firstresult=True)
 def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
-    """A mixer that replaces attention in this layer; None where the layer has attention."""
+    """A mixer that replaces attention in this layer, or None if the layer has attention."""
 
 
 @hookspec(firstresult=True)
 def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec | None:
-    """Feed-forward part of one layer, dense or mixture of experts."""
+    """Feed-forward part of one layer: dense or mixture of experts."""
 
 
 @hookspec(firstresult=True)
 def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMapping | None:
-    """How checkpoint tensors make up the parameters."""
+    """The rules that make parameters from checkpoint tensors."""
 
 
 @hookspec
 def ttpu_sharding_rules(config: ModelConfig) -> Iterable[tuple[str, tuple[str | None, ...]]] | None:
-    """Logical axes for parameters (a regular expression over Flax paths) where the usual ones do not serve."""
+    """Logical axes for parameters (by a regular expression over Flax paths) that replace the usual axes."""
 
 
 @hookspec
 def ttpu_torch_patches(config: ModelConfig) -> Iterable[TorchPatch] | None:
-    """Replacements in the stock PyTorch model; a later plugin's patch of the same target wins."""
+    """Replacements in the stock PyTorch model. A later plugin's patch of the same target wins."""
 
 
 @hookspec
 def ttpu_kernels(config: ModelConfig) -> Iterable[KernelChoice] | None:
-    """Implementations of operations, by backend; a later plugin's choice for the same operation wins."""
+    """Implementations of operations by backend. A later plugin's choice for the same operation wins."""

@@ -1,5 +1,6 @@
-"""What a process of several is told, by environment variables: where process 0 can be met, how many they are, which one
-it is. In: an environment; out: a checked `Contract`, or None for a process that is alone. Backends act on it."""
+"""The environment contract of one process among several: the address of process 0, the number of processes, and this
+process's number. `contract_of` reads and checks the variables; a process that runs alone has none. Backends act
+on the contract."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from ttpu_core.errors import LaunchError
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "TTPU_COORDINATOR", "TTPU_NUM_PROCESSES", "TTPU_PROCESS_ID"
 LOCAL_DEVICES, TIMEOUT = "TTPU_LOCAL_DEVICES", "TTPU_TIMEOUT"
 AUTO = "auto"
-"""As coordinator: the TPU runtime knows its slice, and finds address, count and number by itself."""
+"""A coordinator of "auto": the TPU runtime knows its slice and finds address, count and number by itself."""
 
 DEFAULT_TIMEOUT = 300
-"""Seconds that a process waits for the others, jax.distributed's own default."""
+"""Seconds that a process waits for the others; the default of jax.distributed."""
 
 LINGER_SECONDS = 0.5
 
@@ -27,9 +28,12 @@ LINGER_SECONDS = 0.5
 class Contract:
     """A process's place among the others.
 
-    coordinator: "host:port" where process 0 listens, or "auto". num_processes and process_id are None where the
-    coordinator is "auto" and the runtime has not been asked yet. local_devices: CPU devices that this process
-    simulates, None for the accelerators that are there. timeout: seconds to wait for the others.
+    Args:
+        coordinator: "host:port" of process 0, or "auto".
+        num_processes: number of processes; None if the coordinator is "auto" and the runtime has not been asked yet.
+        process_id: this process's number; None in the same case.
+        local_devices: number of CPU devices that this process simulates; None for real accelerators.
+        timeout: seconds to wait for the others.
     """
 
     coordinator: str
@@ -40,13 +44,13 @@ class Contract:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the coordinator, which is not "auto"."""
+        """Host and port of the coordinator, which must not be "auto"."""
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)
 
     def environment(self) -> dict[str, str]:
-        """The variables that say this, all of them: one without a value is empty, so that a value that the caller's own
-        environment has is not taken for it."""
+        """All variables of the contract. A variable without a value is empty, so that it overrides a value in the
+        caller's environment."""
         values = {
             COORDINATOR: self.coordinator,
             NUM_PROCESSES: self.num_processes,
@@ -58,10 +62,10 @@ class Contract:
 
 
 def contract_of(environment: Mapping[str, str]) -> Contract | None:
-    """What these variables say; None where they say nothing.
+    """The contract in these variables, or None if there is none.
 
     Raises:
-        LaunchError: some are set and others missing, or a value is not of its form or out of range.
+        LaunchError: some variables are set and others missing, or a value is malformed or out of range.
     """
     given = {name: environment.get(name, "").strip() for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID)}
     present = [name for name, value in given.items() if value]
@@ -90,7 +94,7 @@ def contract_of(environment: Mapping[str, str]) -> Contract | None:
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one that speaks: it is alone, or number 0. A backend that asked the runtime for the
+    """Whether this process prints for all: it runs alone or is number 0. A backend that asks the runtime for the
     number writes it into the environment."""
     return os.environ.get(PROCESS_ID, "0").strip() in ("", "0")
 
@@ -101,14 +105,15 @@ def is_one_of_several() -> bool:
 
 
 def leave_at_once(status: int) -> NoReturn:
-    """End this process, which failed, without what the interpreter does at its exit: a framework waits there for the
-    other processes, which may themselves be waiting for this one.
+    """End this failed process without the interpreter's exit handlers. A framework's handlers wait for the other
+    processes, which may be waiting for this one.
 
-    It lingers a moment, so that processes that fail alike say so, instead of complaining that this one is gone."""
+    The process waits a moment first, so that other processes that fail for the same reason report it, and not that
+    this one is gone."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # a closed pipe; there is nobody left to tell
+        except (OSError, ValueError):  # a closed pipe: nobody reads the message
             continue
     time.sleep(LINGER_SECONDS)
     os._exit(status)
@@ -116,7 +121,7 @@ def leave_at_once(status: int) -> NoReturn:
 
 def _check_address(coordinator: str) -> None:
     host, _, port = coordinator.rpartition(":")
-    bare = ":" in host and not (host.startswith("[") and host.endswith("]"))  # an IPv6 address, or half of one
+    bare = ":" in host and not (host.startswith("[") and host.endswith("]"))  # an IPv6 address without brackets
     if not host or bare or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise LaunchError(
             f"{COORDINATOR} is {coordinator!r}, but a host and a port are needed, such as 10.0.0.2:8476 or "

@@ -300,7 +300,7 @@ def test_the_command_refuses_what_makes_no_sense() -> None:
 
 @pytest.mark.parametrize("option", ["--json", "--badge", "--markdown"])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, option: str) -> None:
-    for path, why in ((tmp_path, "it is a directory"), (tmp_path / "none" / "a", "its folder is not there")):
+    for path, why in ((tmp_path, "it is a directory"), (tmp_path / "none" / "a", "its folder does not exist")):
         finished = invoke("llama", option, str(path))
         assert finished.exit_code == 2
         assert f"{option} was given" in finished.stderr and why in " ".join(finished.stderr.split())

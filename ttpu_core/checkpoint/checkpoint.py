@@ -1,5 +1,5 @@
-"""What comes in is a local directory or a Hugging Face Hub id. What goes out is a `Checkpoint`: its config
-and where each tensor's bytes lie, with no weight loaded."""
+"""Opens a local directory or a Hugging Face Hub id as a `Checkpoint`: its config and the location of each tensor's
+bytes. No weights are loaded."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from ttpu_core.errors import CheckpointError, MissingDependencyError
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
-"""What models run in."""
+"""The dtypes in which models run."""
 DTYPE_ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -28,9 +28,9 @@ HUB_IGNORED = ["*/*", "consolidated*.safetensors"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _PICKLE = re.compile(r".*\.(bin|pt|pth)(\.index\.json)?")
-# What transformers' and accelerate's trainers leave beside a model; pickles too, but never the weights.
+# Files that the trainers of transformers and accelerate write next to a model. They are pickles, but not weights.
 _NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|random_states).*")
-_HUB_REMEDIES = {  # by the name of huggingface_hub's error class, the special before the general
+_HUB_REMEDIES = {  # by the name of huggingface_hub's error class, subclasses first
     "GatedRepoError": "accept its licence on its page, then run `hf auth login`",
     "RepositoryNotFoundError": "check the name, or run `hf auth login` if it is private",
     "RevisionNotFoundError": "pass a branch, tag or commit that the repository has as revision",
@@ -40,10 +40,10 @@ _HUB_REMEDIES = {  # by the name of huggingface_hub's error class, the special b
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory with a config.json and, for everything but the config, safetensors files.
+    """A directory with a config.json and safetensors files. The files are needed for tensors only, not for the
+    config.
 
-    `source` is what the user asked for: the directory, or the Hub id that was downloaded to `path`.
-    """
+    `source` is the user's argument: the directory, or the Hub id that was downloaded to `path`."""
 
     path: Path
     config: ModelConfig
@@ -51,7 +51,11 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by name, from headers that are read once; CheckpointError if they are malformed."""
+        """Every tensor by name. The headers are read once.
+
+        Raises:
+            CheckpointError: the files are missing or malformed.
+        """
         weights = _find_weights(self)
         if weights.name == INDEX:
             return MappingProxyType(_read_index(weights))
@@ -64,7 +68,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """What its weights are meant to be held in: float32, bfloat16 or float16, by its config, else as stored."""
+        """The dtype for the weights: float32, bfloat16 or float16, from the config, or else from the stored tensors."""
         written = self.config.get("dtype") or self.config.get("torch_dtype")
         if isinstance(written, str) and DTYPE_ALIASES.get(written, written) in DTYPES:
             return DTYPE_ALIASES.get(written, written)
@@ -73,17 +77,17 @@ class Checkpoint:
 
     @property
     def weight_files(self) -> tuple[Path, ...]:
-        """The safetensors files that hold the tensors, sorted."""
+        """The safetensors files with tensors, sorted."""
         return tuple(sorted({info.file for info in self.tensors.values()}))
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the directory's files, sorted; a Hub cache's symlinks count, subdirectories do not."""
+        """Names of the directory's files, sorted. Symlinks of a Hub cache count, subdirectories do not."""
         return _file_names(self.path)
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """generation_config.json as a fresh dict, or an empty one where there is no such file."""
+        """generation_config.json as a fresh dict, empty if there is no such file."""
         file = self.path / GENERATION_CONFIG
         return _read_json(file, "a generation config") if file.is_file() else {}
 
@@ -91,8 +95,10 @@ class Checkpoint:
 def open_checkpoint(path_or_id: str | Path, *, revision: str | None = None) -> Checkpoint:
     """Open a local directory, or download a Hub repository named `org/name` at `revision` (default: main).
 
-    Raises CheckpointError for a missing path, a directory without config.json, and one whose weights are only
-    pickle files, which are never loaded; MissingDependencyError if huggingface_hub is needed and missing.
+    Raises:
+        CheckpointError: the path does not exist or is a file, the directory has no config.json, its weights are only
+            pickle files (which are never loaded), or the download failed.
+        MissingDependencyError: huggingface_hub is needed and not installed.
     """
     path = Path(path_or_id).expanduser()
     if path.is_dir():
@@ -125,7 +131,12 @@ def open_checkpoint(path_or_id: str | Path, *, revision: str | None = None) -> C
 
 
 def open_config(path: str | Path) -> ModelConfig:
-    """The config of a checkpoint directory, or of a config.json file anywhere."""
+    """The config of a checkpoint directory, or of any config.json file.
+
+    Raises:
+        CheckpointError: the directory has no config.json.
+        ConfigError: the file is unreadable or malformed.
+    """
     path = Path(path).expanduser()
     if not path.is_dir():
         return ModelConfig.from_file(path)
@@ -141,7 +152,7 @@ def open_config(path: str | Path) -> ModelConfig:
 
 
 def _find_weights(checkpoint: Checkpoint) -> Path:
-    """The single weight file or the index, in the order in which transformers looks for them."""
+    """The single weight file or the index, searched in the same order as transformers does."""
     names = checkpoint.files
     for name in (WEIGHTS, INDEX):
         if name in names:
@@ -156,7 +167,7 @@ def _find_weights(checkpoint: Checkpoint) -> Path:
             f"or save the model as one {WEIGHTS}."
         )
     remedy = f"put {WEIGHTS} there."
-    if not _is_local(checkpoint):  # a single pickle file is not downloaded, so it cannot be seen here
+    if not _is_local(checkpoint):  # pickle files are not downloaded, so they do not appear in `names`
         remedy = f"if its weights are pickle files that you trust, convert it with {_conversion(checkpoint)}"
     raise CheckpointError(
         f"the tensors of {checkpoint.source} were asked for, but {checkpoint.path} has no {WEIGHTS}, no "
@@ -165,7 +176,7 @@ def _find_weights(checkpoint: Checkpoint) -> Path:
 
 
 def _read_index(index: Path) -> dict[str, TensorInfo]:
-    """The tensors of all shards; one that lies in a shard without being in the index is kept, not dropped."""
+    """The tensors of all shards. Tensors that a shard holds and the index does not list are included."""
     weight_map = _read_json(index, "a safetensors index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _bad_index(index, "has no weight_map from tensor names to shard files")
@@ -200,7 +211,7 @@ def _unlisted(
 
 
 def _is_plain_name(shard: str) -> bool:
-    """No path, so that a downloaded index cannot make TTPU read a file elsewhere."""
+    """Whether the name has no path, so that a downloaded index cannot make TTPU read other files."""
     return shard.endswith(".safetensors") and not any(mark in shard for mark in ("/", "\\", "..", ":", "\0"))
 
 
@@ -233,7 +244,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
             "check the network connection, or pass a local directory",
         )
         at = f" at revision {revision!r}" if revision else ""
-        reason = next(iter(str(error).strip().splitlines()), "no reason given")  # more lines only advise
+        reason = next(iter(str(error).strip().splitlines()), "no reason given")  # further lines are advice
         reason = " ".join(reason.split()).partition(". ")[0][:200].rstrip(" .:")
         raise CheckpointError(
             f"{hub_id}{at} was asked for as a checkpoint, but there is no such directory and its download "

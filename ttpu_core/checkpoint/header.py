@@ -1,5 +1,5 @@
-"""What comes in is a *.safetensors file. What goes out is its header, checked to account for every byte of
-the file, as one `TensorInfo` (dtype, shape, byte range) per tensor, and the bytes themselves on request."""
+"""Reads the header of a *.safetensors file into one `TensorInfo` (dtype, shape, byte range) per tensor, checks that
+the tensors account for every byte of the file, and reads tensor bytes on request."""
 
 import os
 import threading
@@ -14,8 +14,8 @@ from ttpu_core.config import parse_json_object
 from ttpu_core.errors import CheckpointError
 from ttpu_core.spec.arithmetic import BITS
 
-# Why not safetensors.safe_open: it maps the file, and mapped pages count towards a host's peak RSS until the
-# kernel drops them; and a host wants only the byte ranges of its own shards, straight in its own buffers.
+# safetensors.safe_open maps the file, and mapped pages count towards a host's peak RSS until the kernel drops them.
+# A host also needs only the byte ranges of its own shards, read directly into its own buffers.
 
 _NUMPY_NAMES = (
     {"BOOL": "bool", "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64"}
@@ -25,7 +25,7 @@ _NUMPY_NAMES = (
     | {"F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn"}
 )
 DTYPE_BITS: Mapping[str, int] = MappingProxyType({stored: BITS[name] for stored, name in _NUMPY_NAMES.items()})
-"""Bits of one element by safetensors' dtype name; the names that safetensors 0.8 writes."""
+"""Bits per element by safetensors' dtype name; the names that safetensors 0.8 writes."""
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LENGTH_BYTES = 8  # the header's length comes first, little-endian
@@ -34,7 +34,7 @@ _LARGEST_DIM = 2**63 - 1
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `nbytes` bytes from `start` of `file` on, little-endian and row-major."""
+    """Location of a tensor: `nbytes` bytes of `file` from byte `start` on, little-endian and row-major."""
 
     name: str
     dtype: str
@@ -59,7 +59,11 @@ class SafetensorsHeader:
 
 
 def read_header(file: Path) -> SafetensorsHeader:
-    """Read and check the header of `file`; CheckpointError names the file and the malformed tensor."""
+    """Read and check the header of `file`.
+
+    Raises:
+        CheckpointError: the file is unreadable or malformed; the message names the file and the tensor.
+    """
     raw, data_start, file_bytes = _read_raw_header(file)
     try:
         entries = parse_json_object(raw)
@@ -78,10 +82,12 @@ def read_header(file: Path) -> SafetensorsHeader:
 def read_tensor_into(
     info: TensorInfo, buffer: memoryview, offset: int = 0, nbytes: int | None = None
 ) -> None:
-    """Read `nbytes` of the tensor from its byte `offset` on (default: to its end) into the start of `buffer`.
+    """Read `nbytes` bytes of the tensor, from byte `offset` on, into the start of `buffer`. The default reads to the
+    tensor's end.
 
-    `buffer` is writable, contiguous and holds at least `nbytes` (else ValueError); CheckpointError if the
-    file has become shorter than its header promised.
+    Raises:
+        ValueError: the range lies outside the tensor, or `buffer` is not writable, not contiguous or too small.
+        CheckpointError: the file is shorter than its header says.
     """
     nbytes = info.nbytes - offset if nbytes is None else nbytes
     if offset < 0 or nbytes < 0 or offset + nbytes > info.nbytes:
@@ -96,7 +102,7 @@ def read_tensor_into(
 
 
 class TensorReader:
-    """Reads ranges of tensors, from several threads if need be. Files stay open until it is closed."""
+    """Reads byte ranges of tensors. It may be used from several threads. Files stay open until `close`."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
@@ -114,10 +120,10 @@ class TensorReader:
             os.close(self._descriptors.popitem()[1])
 
     def read_into(self, info: TensorInfo, view: memoryview, offset: int = 0) -> None:
-        """Fill `view`, writable bytes, from the tensor's byte `offset` on.
+        """Fill `view`, a writable view of bytes, with the tensor's bytes from `offset` on.
 
         Raises:
-            CheckpointError: the file cannot be read, or has become shorter than its header promised.
+            CheckpointError: the file is unreadable, or shorter than its header says.
         """
         nbytes, position = len(view), info.start + offset
         try:
@@ -143,7 +149,7 @@ class TensorReader:
 
 
 def _read_raw_header(file: Path) -> tuple[bytes, int, int]:
-    """The header's bytes, where the tensors' bytes start, and the size of the whole file."""
+    """The header's bytes, the offset of the first tensor byte, and the size of the file."""
     try:
         with file.open("rb") as stream:
             file_bytes = os.fstat(stream.fileno()).st_size
@@ -199,7 +205,7 @@ def _tensor_info(file: Path, data_start: int, name: str, entry: Any) -> TensorIn
 
 
 def _check_coverage(file: Path, tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:
-    """Every byte after the header belongs to exactly one tensor; `tensors` are sorted by start."""
+    """Check that every byte after the header belongs to exactly one tensor. `tensors` are sorted by start."""
     position, before = data_start, "the header"
     for info in tensors:
         if info.start < position:

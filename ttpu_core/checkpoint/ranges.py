@@ -1,6 +1,6 @@
-"""Which bytes of a checkpoint a part of a parameter is made of. In: an expression of the mapping language and a box of
-its result; out: pieces, each a box of that result and where its elements lie in one checkpoint tensor, and of a piece
-the ranges of neighbouring elements, so that a process reads what it holds and nothing else."""
+"""Byte ranges of a checkpoint that make up a box of a parameter. `pieces` splits the box into pieces of single
+checkpoint tensors, and `ranges` lists the contiguous element ranges of a piece, so that a process reads only what
+it holds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ttpu_core.mapping.strides import Layout
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a parameter, and where its elements lie in the tensor of that name: `layout` has the box's dimensions,
-    and counts elements."""
+    """A box of a parameter whose elements lie in one checkpoint tensor. `layout` has the box's dimensions and gives
+    element positions in the tensor."""
 
     tensor: str
     box: Box
@@ -25,17 +25,17 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.layout.shape)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dimensions from the farthest steps in the tensor to the nearest: as they come when it is read."""
+        """The dimensions by descending stride in the tensor: the order in which sequential reading visits them."""
         shape, strides = self.layout.shape, self.layout.strides
         return tuple(sorted(range(len(shape)), key=lambda axis: (shape[axis] > 1, -abs(strides[axis]))))
 
     def split(self, most: int) -> Iterator[Piece]:
-        """Pieces of at most so many elements, cut along the dimension that is farthest apart in the tensor."""
+        """Pieces of at most `most` elements, split along the dimension with the largest stride."""
         axis = next((axis for axis in self.order if self.layout.shape[axis] > 1), None)
         if self.size <= most or axis is None:
             yield self
@@ -48,13 +48,13 @@ class Piece:
             yield from self.part(inside).split(most)
 
     def part(self, inside: Box) -> Piece:
-        """A box of this piece, counted from its own corner."""
+        """A box of this piece. `inside` is relative to the piece's first element."""
         box = tuple((low + start, low + stop) for (low, _), (start, stop) in zip(self.box, inside, strict=True))
         return Piece(self.tensor, box, self.layout.take([slice(*each) for each in inside]))
 
 
 def pieces(expression: Expression, box: Box) -> Iterator[Piece]:
-    """What a box of the expression's result is made of; what no piece covers is padding, and zero."""
+    """The pieces that make up a box of the expression's result. Elements in no piece are padding and equal zero."""
     if any(start >= stop for start, stop in box):
         return
     if isinstance(expression, Tensor):
@@ -77,9 +77,9 @@ def pieces(expression: Expression, box: Box) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of neighbouring elements: one for each index of `outer`, the sizes of the first dimensions of
-    `Piece.order`. The other dimensions lie within a run of `length` elements, of which every `step`-th is the piece's.
-    """
+    """Contiguous element runs of a piece. There is one run per index of `outer`, whose sizes are those of the first
+    dimensions of `Piece.order`. The other dimensions lie inside a run of `length` elements, of which every
+    `step`-th belongs to the piece."""
 
     outer: tuple[int, ...]
     length: int
@@ -87,8 +87,8 @@ class Runs:
 
 
 def runs_of(piece: Piece) -> Runs:
-    """The runs that a piece is made of, as long as they can be. Elements between those of a step are read and dropped:
-    the one case in which a process reads more than it holds."""
+    """The longest contiguous runs of a piece. With a step above 1, the elements in between are read and dropped: the
+    only case in which a process reads more than it holds."""
     shape = [piece.layout.shape[axis] for axis in piece.order]
     strides = [piece.layout.strides[axis] for axis in piece.order]
     if shape and shape[-1] > 1 and strides[-1] > 1:
@@ -108,14 +108,14 @@ def ranges(piece: Piece) -> Iterator[tuple[int, int]]:
 
 
 def offsets(shape: Iterable[int], strides: Iterable[int], first: int = 0) -> Iterator[int]:
-    """Where the elements of a view lie, in row-major order. Strides beyond the shape's dimensions are left out."""
+    """Positions of a view's elements in row-major order. Strides beyond the number of dimensions are ignored."""
     turns = [[number * stride for number in range(dim)] for dim, stride in zip(shape, strides, strict=False)]
     for turn in product(*turns):
         yield first + sum(turn)
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common, or None."""
+    """The intersection of two boxes, or None if it is empty."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return None if any(start >= stop for start, stop in shared) else shared
 
@@ -148,7 +148,7 @@ def _of_stack(expression: Stack, box: Box) -> Iterator[Piece]:
 
 
 def _moved(box: Box, source: Box, target: Box) -> Box:
-    """The box as it lies in `target`, which is `source` elsewhere."""
+    """The box moved by the distance from `source` to `target`."""
     return tuple(
         (start + there - here, stop + there - here)
         for (start, stop), (here, _), (there, _) in zip(box, source, target, strict=True)

@@ -1,5 +1,5 @@
-"""Fills arrays with parts of a parameter, straight from safetensors files. In: the parameter's rule, boxes of it and
-arrays for them; out: the arrays, filled. What is asked for is read and nothing else, each byte once."""
+"""Fills arrays with boxes of a parameter, directly from safetensors files. Only the needed bytes are read, each of
+them once."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 BLOCK_BYTES = 4 * 2**20
-"""What is read at once where it has to be converted, transposed or dealt out."""
+"""Block size for data that must be converted, transposed or distributed to several arrays."""
 
 LONG_RUN_BYTES = 64 * 2**10
-"""Runs of so many bytes are worth a system call each, and are read where they belong."""
+"""Minimum size of a run that is read directly into its place, at the cost of one system call."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies, and what its elements are."""
+    """A checkpoint tensor's location and element dtype."""
 
     info: TensorInfo
     dtype: np.dtype[Any]
@@ -39,16 +39,17 @@ def read_boxes(
     tensors: Mapping[str, StoredTensor],
     reader: TensorReader,
 ) -> None:
-    """Fill each array with its box of the parameter that `expression` makes; padding is zero.
+    """Fill each array with its box of the parameter that `expression` describes. Padding becomes zero. Boxes that
+    together fill a larger box are read together.
 
     Args:
-        parts: box → C-contiguous array of its shape, in any dtype; boxes do not overlap.
-        tensors: those of the expression, by the names that it uses.
-
-    Where the boxes fill a larger box together, that is read in one go and dealt out.
+        expression: the parameter's mapping rule.
+        parts: box → C-contiguous array of the box's shape, in any dtype; boxes do not overlap.
+        tensors: the expression's checkpoint tensors by name.
+        reader: reads the files.
 
     Raises:
-        CheckpointError: a file cannot be read, or has become shorter than its header promised.
+        CheckpointError: a file is unreadable, or shorter than its header says.
     """
     whole = _hull(list(parts))
     if _size(whole) == sum(map(_size, parts)):
@@ -65,7 +66,7 @@ def _read(
     tensors: Mapping[str, StoredTensor],
     reader: TensorReader,
 ) -> None:
-    """Boxes that fill `whole` together."""
+    """Read boxes that together fill `whole`, or a single box."""
     found = list(pieces(expression, whole))
     if sum(piece.size for piece in found) < _size(whole):
         for array in parts.values():
@@ -91,7 +92,7 @@ def _read(
 
 
 def _read_in_place(part: Piece, array: Array, box: Box, stored: StoredTensor, reader: TensorReader) -> bool:
-    """Read each run where it belongs in the array; False where it does not belong there as it is stored."""
+    """Read each run directly into its place in the array. False if the stored data cannot be used as it is."""
     runs = runs_of(part)
     inner = part.order[len(runs.outer) :]
     itemsize = array.dtype.itemsize
@@ -116,7 +117,7 @@ def _read_in_place(part: Piece, array: Array, box: Box, stored: StoredTensor, re
 def _deal_out(
     piece: Piece, parts: Sequence[tuple[Box, Array]], stored: StoredTensor, reader: TensorReader
 ) -> None:
-    """Read a piece block by block, and copy from each block to the arrays what is theirs."""
+    """Read a piece block by block, and copy the parts of each block to the arrays that hold them."""
     itemsize = stored.dtype.itemsize
     for block in piece.split(BLOCK_BYTES // itemsize):
         runs = runs_of(block)
@@ -141,7 +142,7 @@ def _size(box: Box) -> int:
 
 
 def _within(box: Box, other: Box) -> Box:
-    """The box, counted from the corner of the other."""
+    """The box relative to the first element of the other."""
     return tuple((start - low, stop - low) for (start, stop), (low, _) in zip(box, other, strict=True))
 
 

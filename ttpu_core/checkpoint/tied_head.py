@@ -1,5 +1,5 @@
-"""Checkpoints whose config ties the head to the embedding, and that hold a head of their own all the same. In: a
-checkpoint; out: its architecture, in which the bytes have decided."""
+"""Handles checkpoints whose config ties the head to the embedding although the weights hold a different head: the
+weights decide."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CHUNK = 64 * 2**20
 def described(
     registry: Registry, checkpoint: Checkpoint, patch_packs: Sequence[str] | None = None
 ) -> tuple[Checkpoint, Architecture]:
-    """A checkpoint with weights and its architecture, in which the head is tied only where the weights agree:
-    transformers too lets them decide.
+    """Open the architecture of a checkpoint with weights. The head is tied only if the weights agree, as in
+    transformers. Returns the checkpoint with its config corrected accordingly, and the architecture.
 
     Raises:
-        CheckpointError, ConfigError, MappingError, PluginError: what cannot be described, and why.
+        CheckpointError, ConfigError, MappingError, PluginError: the model cannot be described.
     """
     architecture = registry.architecture(checkpoint.config, patch_packs)
     if has_own_head(checkpoint, architecture):
@@ -31,7 +31,7 @@ def described(
 
 
 def has_own_head(checkpoint: Checkpoint, architecture: Architecture) -> bool:
-    """Whether a tensor that the mapping takes for a copy of the embedding is none.
+    """Whether a tensor that the mapping treats as a copy of the embedding differs from it.
 
     Raises:
         CheckpointError: a file is missing, truncated or malformed.
@@ -47,7 +47,7 @@ def has_own_head(checkpoint: Checkpoint, architecture: Architecture) -> bool:
 
 
 def _equal(one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two tensors are the same bit for bit, a part of both in memory at a time."""
+    """Whether two tensors are equal bit for bit. Only a chunk of each is in memory at a time."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     mine, its = bytearray(min(CHUNK, one.nbytes)), bytearray(min(CHUNK, one.nbytes))

@@ -1,5 +1,4 @@
-"""Which keys of a config.json nobody looked at although they may matter. In: a config that a family has read; out: keys
-that may change the forward pass, so that their being ignored can be said."""
+"""Finds the keys of a config.json that no plugin read although they may change the forward pass."""
 
 from __future__ import annotations
 
@@ -11,22 +10,22 @@ from ttpu_core.errors import UnsupportedError
 
 NOT_IN_THE_FORWARD_PASS = frozenset(
     {
-        # who wrote the file, and which classes it was written for
+        # origin of the file, and the classes that it was written for
         "architectures", "auto_map", "custom_pipelines", "_name_or_path", "name_or_path", "transformers_version",
         "_commit_hash", "unsloth_version", "unsloth_fixed", "for_llm_compressor", "tokenizer_class",
         "processor_class",
         "finetuning_task",
-        # how to hold and run it; the backend is told these separately
+        # dtype and runtime settings; the backend gets these separately
         "torch_dtype", "dtype", "use_bfloat16", "torchscript", "return_dict", "use_return_dict", "use_cache",
         "output_attentions", "output_hidden_states", "output_router_logits", "_attn_implementation",
         "attn_implementation", "_flash_attn_2_enabled", "use_flash_attn", "_experts_implementation",
         "gradient_checkpointing", "cache_implementation",
-        # tensor-parallel slices that Llama 2 was trained with: the same sums in another order
+        # number of tensor-parallel slices in Llama 2's training: the same sums in another order
         "pretraining_tp",
         # tokens and labels, which belong to the tokenizer, to generation and to classification heads
         "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "mask_token_id", "cls_token_id",
         "decoder_start_token_id", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params",
-        # what a multimodal model does with images and sound, from which nothing reaches text alone
+        # image and audio parts of a multimodal model, which do not affect text-only input
         "vision_config", "image_token_index", "image_token_id", "boi_token_index", "boi_token_id", "eoi_token_index",
         "eoi_token_id", "projector_hidden_act", "multimodal_projector_bias", "spatial_merge_size",
         "vision_feature_layer", "audio_config", "audio_token_id", "video_token_id", "boa_token_id", "eoa_token_id",
@@ -39,7 +38,7 @@ NOT_IN_THE_FORWARD_PASS = frozenset(
         # encoder-decoder machinery that transformers 4 wrote into every config
         "is_decoder", "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size",
         "tie_encoder_decoder", "encoder_no_repeat_ngram_size", "chunk_size_feed_forward", "pruned_heads", "prefix",
-        # generation defaults that transformers 4 wrote there too; generation_config.json is where they count
+        # generation defaults that transformers 4 wrote; generation_config.json is authoritative
         "do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
         "diversity_penalty", "num_beams", "num_beam_groups", "num_return_sequences", "no_repeat_ngram_size",
         "max_length", "min_length", "max_new_tokens", "early_stopping", "bad_words_ids", "suppress_tokens",
@@ -47,8 +46,7 @@ NOT_IN_THE_FORWARD_PASS = frozenset(
         "exponential_decay_length_penalty", "output_scores", "return_dict_in_generate",
     }
 )  # fmt: skip
-"""Keys of config.json, at any depth, that leave logits as they are. What is not here is reported when nobody reads it;
-`quantization_config`, for one, changes everything."""
+"""Keys of config.json, at any depth, that do not change logits. Any other key is reported if no plugin reads it."""
 
 
 CHANGES_THE_FORWARD_PASS: dict[str, tuple[Any, ...]] = {
@@ -65,16 +63,16 @@ CHANGES_THE_FORWARD_PASS: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (), "logits_scaling": (1.0,), "logit_scale": (1.0,), "residual_multiplier": (1.0,),
     "embedding_multiplier": (1.0,), "scale_emb": (1.0,), "scale_depth": (), "hidden_size_per_layer_input": (0,),
 }  # fmt: skip
-"""Keys that change logits in every model that has them, with the values (besides null) that change nothing: to ignore
-one would give wrong text in silence."""
+"""Keys that change logits in every model that has them, with their neutral values (besides null). Ignoring any other
+value would silently produce wrong text."""
 
 
 def refuse_ignored(config: ModelConfig) -> tuple[str, ...]:
-    """Sentences about keys that have no effect; ask after the config was read and before the weights are.
+    """Return one sentence per unread key that may have an effect. Call it after the config was read and before the
+    weights are.
 
     Raises:
-        UnsupportedError: a key that nobody reads is known to change the forward pass, so that nothing right can come
-            of ignoring it.
+        UnsupportedError: an unread key is known to change the forward pass, so the result would be wrong.
     """
     ignored = keys_ignored(config)
     for key in ignored:
@@ -95,7 +93,8 @@ def refuse_ignored(config: ModelConfig) -> tuple[str, ...]:
 
 
 def keys_ignored(config: ModelConfig) -> tuple[str, ...]:
-    """Keys with a value that no plugin read and that may change the forward pass, sorted; dotted inside a section."""
+    """Keys with a value that no plugin read and that may change the forward pass, sorted. Keys inside a section are
+    dotted."""
     return tuple(key for key in config.keys_unread() if not _harmless(key))
 
 
@@ -104,7 +103,7 @@ def _harmless(key: str) -> bool:
 
 
 def _value(config: ModelConfig, dotted: str) -> Any:
-    """The value of a key inside sections; counts as reading nothing."""
+    """The value of a dotted key. Does not count as a read."""
     value: Any = config.to_dict()
     for part in dotted.split("."):
         value = value[int(part) if isinstance(value, list) else part]

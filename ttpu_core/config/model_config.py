@@ -1,5 +1,5 @@
-"""What comes in is a model's config.json, as a file or as a mapping. What goes out is a `ModelConfig`, a
-frozen and hashable view whose typed readers refuse a value that no plugin could honour."""
+"""`ModelConfig`: a frozen, hashable view of a model's config.json. Its typed readers refuse values of the wrong
+kind."""
 
 import json
 import math
@@ -18,9 +18,11 @@ _LARGEST_REPR = 60  # characters of a refused value that an error message shows
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """Parse UTF-8 `raw` as one JSON object; ValueError holds a phrase that completes "the file ...".
+    """Parse UTF-8 `raw` as one JSON object. A key that is written twice is refused, because Python would silently
+    drop the first one.
 
-    A key that is written twice is refused, because Python would drop the first one in silence.
+    Raises:
+        ValueError: the bytes are not one JSON object. Its message completes the sentence "the file ...".
     """
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
@@ -42,23 +44,27 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ModelConfig:
-    """A read-only config.json; make one with `from_dict` or `from_file`, never with the constructor.
+    """A read-only config.json. Create one with `from_dict` or `from_file`, not with the constructor.
 
-    A null counts as absent everywhere. Lists come back as tuples and objects as `ModelConfig`, so that every
-    value is hashable. Two configs are equal if their JSON content is, whatever its file and whichever keys
-    were read.
-    """
+    A null counts as absent everywhere. Lists are returned as tuples and objects as `ModelConfig`, so that every
+    value is hashable. Two configs are equal if their JSON content is equal; the file and the keys that were read do
+    not matter."""
 
     _values: dict[str, Any]
     _content: str  # canonical JSON; unlike Python's == it tells true from 1
     _source: str
-    _family: str | None  # the model_type that messages name; a section inherits its parent's
+    _family: str | None  # the model_type for error messages; a section inherits its parent's
     _prefix: str  # "" for the whole config, "text_config." for a section
-    _read: set[str]  # dotted keys, shared by a config, its sections and what `with_defaults` derives from it
+    _read: set[str]  # dotted keys; shared by a config, its sections and all configs derived from it
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
-        """A config of JSON values: None, booleans, numbers, strings, lists or tuples, mappings of them."""
+        """A config of JSON values: None, booleans, numbers, strings, lists or tuples, and mappings of these.
+        `source` names the config in error messages.
+
+        Raises:
+            ConfigError: `mapping` is not a mapping, is nested too deeply, or holds a value that JSON cannot write.
+        """
         if not isinstance(mapping, Mapping):
             raise ConfigError(
                 f"{source} was asked for as a model config, but it is {_describe(mapping)} where a mapping from keys "
@@ -74,7 +80,11 @@ class ModelConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "ModelConfig":
-        """The config in a JSON file; ConfigError if it is missing or is not one JSON object."""
+        """The config in a JSON file.
+
+        Raises:
+            ConfigError: the file is missing, unreadable, or not one JSON object.
+        """
         path = Path(path)
         try:
             raw = path.read_bytes()
@@ -93,12 +103,16 @@ class ModelConfig:
 
     @property
     def source(self) -> str:
-        """The file that messages name."""
+        """The file name for error messages."""
         return self._source
 
     @property
     def model_type(self) -> str:
-        """The architecture's name, by which its plugin is found."""
+        """The architecture's name. Plugins are found by this name.
+
+        Raises:
+            ConfigError: the key is missing, or its value is not a valid name.
+        """
         name = self.text("model_type")
         if not name:
             raise self._refused("model_type", name, "an architecture's name such as 'llama'")
@@ -115,9 +129,12 @@ class ModelConfig:
     @overload
     def require(self, key: str, kind: type[T]) -> T: ...
     def require(self, key: str, kind: Any = None) -> Any:
-        """The value of `key`, which must be there; `kind` is int, float, bool, str, tuple or ModelConfig.
+        """The value of `key`, which must be present. `kind` is int, float, bool, str, tuple or ModelConfig.
 
-        A bool is not an int, an int serves as a float, and a float must be finite; else ConfigError.
+        A bool is not an int, an int is accepted as a float, and a float must be finite.
+
+        Raises:
+            ConfigError: the key is absent, or its value is of another kind.
         """
         wanted, convert = _KINDS[kind]
         return self._typed(key, wanted, convert, _REQUIRED)
@@ -127,7 +144,7 @@ class ModelConfig:
     @overload
     def positive_int(self, key: str, default: D) -> int | D: ...
     def positive_int(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A size: an integer above zero."""
+        """An integer above zero."""
         return self._typed(key, "a positive integer", _positive, default)
 
     @overload
@@ -151,7 +168,7 @@ class ModelConfig:
     @overload
     def flag(self, key: str, default: D) -> bool | D: ...
     def flag(self, key: str, default: Any = _REQUIRED) -> Any:
-        """true or false, and not 0, 1 or "true"."""
+        """A boolean: true or false, not 0, 1 or "true"."""
         return self._typed(key, *_KINDS[bool], default)
 
     @overload
@@ -167,7 +184,7 @@ class ModelConfig:
     @overload
     def items(self, key: str, default: D) -> tuple[Any, ...] | D: ...
     def items(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A list of anything, as a tuple."""
+        """A list of any values, as a tuple."""
         return self._typed(key, *_KINDS[tuple], default)
 
     @overload
@@ -187,41 +204,38 @@ class ModelConfig:
         return self._typed(key, "a list of numbers", _numbers, default)
 
     def section(self, key: str) -> "ModelConfig | None":
-        """The object under `key` (text_config, rope_parameters), or None where it is absent or null."""
+        """The object under `key` (text_config, rope_parameters), or None if it is absent or null."""
         return self._typed(key, *_KINDS[ModelConfig], None)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "ModelConfig":
-        """This config with a class's `defaults` for the keys that it does not write; reads count for both.
+        """This config with `defaults` for the keys that it does not write. Reads of the result also count for this
+        config.
 
         A key that is written as null stays null, as in transformers: `"sliding_window": null` means no window
-        although the class's default is one.
-        """
+        although the class's default is one."""
         return self.with_values({key: value for key, value in defaults.items() if key not in self._values})
 
     def with_values(self, values: Mapping[str, Any]) -> "ModelConfig":
-        """This config with `values` for these keys, whatever it writes; reads count for both.
-
-        For what a multimodal parent decides for its text part.
-        """
+        """This config with `values` in place of what it writes for these keys. Reads of the result also count for
+        this config. A multimodal parent sets values of its text part this way."""
         changed = _freeze_mapping(values, self._source, self._family, self._prefix, self._read)
         return _assemble(self._values | changed._values, self._source, changed._family, self._prefix, self._read)
 
     @property
     def keys_read(self) -> frozenset[str]:
-        """The keys that anyone has looked at; a section's keys are dotted (`rope_parameters.rope_theta`)."""
+        """The keys that were read. Keys inside a section are dotted (`rope_parameters.rope_theta`)."""
         start = len(self._prefix)
         return frozenset(key[start:] for key in self._read if key.startswith(self._prefix))
 
     def keys_unread(self) -> tuple[str, ...]:
-        """The keys with a value at which nobody has looked, sorted; dotted inside a section that was read.
+        """The keys with a value that were not read, sorted. Keys inside a section that was read are dotted.
 
-        Ask the checkpoint's own config, which shares its reads with everything derived from it; the result
-        of `with_defaults` also counts the keys that were filled in.
-        """
+        Call it on the checkpoint's own config, which shares its reads with all derived configs. A result of
+        `with_defaults` also lists the keys that were filled in."""
         return tuple(sorted(key.removeprefix(self._prefix) for key in _unread(self)))
 
     def to_dict(self) -> dict[str, Any]:
-        """A fresh dict of plain JSON values, nulls included; counts as reading nothing."""
+        """A fresh dict of plain JSON values, nulls included. Does not count as a read."""
         return dict(json.loads(self._content))
 
     def __contains__(self, key: str) -> bool:
@@ -314,7 +328,7 @@ def _assemble(
 
 
 def _unread(value: Any) -> Iterator[str]:
-    """Full dotted keys below a section, or below a list of sections, that hold a value nobody looked at."""
+    """Full dotted keys below a section, or below a list of sections, that hold a value and were not read."""
     if isinstance(value, tuple):
         for item in value:
             yield from _unread(item)
@@ -371,7 +385,7 @@ _KINDS: dict[type | None, tuple[str, Callable[[Any], Any]]] = {
 
 
 def _describe(value: Any) -> str:
-    """The value as config.json writes it, with its kind: the string "4096", the number 0, null, true."""
+    """The value as config.json writes it, with its kind, for example: the string "4096", the number 0, null."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     kinds = ((str, "string"), (int | float, "number"), (list | tuple, "list"), (dict | ModelConfig, "object"))

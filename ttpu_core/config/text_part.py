@@ -1,4 +1,4 @@
-"""The config of a multimodal model's text part, with what its parent decides."""
+"""The config of a multimodal model's text part, including the values that its parent decides."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def text_config(config: ModelConfig, types: Collection[str], *, tied: bool | None = None) -> ModelConfig:
-    """The text model's config: `config` itself, or its `text_config` with the special tokens and the head that the
-    parent decides.
+    """The text model's config: `config` itself, or its `text_config` with the parent's special tokens and tied head.
 
     Args:
-        types: model types that the text model may have; one that names none has the first.
-        tied: whether the head shares the embedding where the parent is silent, as the parent's class in transformers
-            has it; None leaves that to the text model.
+        config: the config of a text model or of a multimodal model.
+        types: accepted model types of the text part. The first is used if the text part names none.
+        tied: whether the head is tied if the parent does not say so (the default of the parent's transformers
+            class); None leaves the choice to the text model.
 
     Raises:
-        ConfigError: a text model of another type.
+        ConfigError: the text part has another model type.
     """
     text = config.section("text_config")
     if text is None:
@@ -32,9 +32,8 @@ def text_config(config: ModelConfig, types: Collection[str], *, tied: bool | Non
     found = text.text("model_type", default=next(iter(types)))
     if found not in types:
         raise ConfigError(
-            f"{config.source} of model_type {config.model_type!r} has a text part of type {found!r}, but "
-            f"{', '.join(types)} {'is' if len(types) == 1 else 'are'} known there: correct `text_config`, or update "
-            "the plugin."
+            f"{config.source} of model_type {config.model_type!r} has a text part of type {found!r}, but the known "
+            f"types are {', '.join(types)}: correct `text_config`, or update the plugin."
         )
     for key in decided:
         text.get(key)

@@ -1,12 +1,11 @@
 """The mapping language between Hugging Face tensors and Flax parameters. A rule says how one parameter is made of
-checkpoint tensors; because every operation is a view, the same rule read backwards writes the checkpoint again, bit
+checkpoint tensors. Every operation is a view, so the same rule read backwards writes the checkpoint again, bit
 for bit.
 
     Tensor("q_proj.weight", (H * D, E)).reshape(KV, G, D, E)                 rename and reshape
     Tensor("c_attn.weight", (E, 3 * E)).transpose(1, 0)[:E]                  transpose, and split by slicing
     Concat((q, k, v), axis=1)                                                fuse (grouped by KV head: axis 1)
-    Stack(tuple(expert(i) for i in range(X)))                                stack experts, or layers
-"""
+    Stack(tuple(expert(i) for i in range(X)))                                stack experts, or layers"""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A checkpoint tensor by name, with the shape it has on disk, seen through a chain of view operations."""
+    """A checkpoint tensor with its name and its shape on disk, seen through a chain of view operations."""
 
     name: str
     shape: Shape
@@ -37,7 +36,11 @@ class Tensor:
     result: Shape | None = None
 
     def reshape(self, *shape: int) -> Tensor:
-        """Split or merge neighbouring dimensions."""
+        """Split or merge neighbouring dimensions.
+
+        Raises:
+            MappingError: the number of elements differs, or the dimensions to merge are not neighbours on disk.
+        """
         if prod(shape) != prod(self.result_shape) or min(shape, default=0) < 0:
             raise MappingError(
                 f"the mapping reshapes {self.name!r} from {self.result_shape} to {shape}, which hold different numbers "
@@ -52,7 +55,11 @@ class Tensor:
         return self._then("reshape", shape, shape)
 
     def transpose(self, *order: int) -> Tensor:
-        """Permute the dimensions."""
+        """Permute the dimensions.
+
+        Raises:
+            MappingError: `order` is not a permutation of the dimensions.
+        """
         rank = len(self.result_shape)
         if sorted(order) != list(range(rank)):
             raise MappingError(
@@ -62,7 +69,11 @@ class Tensor:
         return self._then("transpose", order, tuple(self.result_shape[axis] for axis in order))
 
     def __getitem__(self, index: slice | int | tuple[slice | int, ...]) -> Tensor:
-        """Take a part; the other parts must be taken by other rules or by other leaves of this one."""
+        """Take a part. Other rules, or other leaves of this rule, must take the remaining parts.
+
+        Raises:
+            MappingError: an index is out of range, or there are more indices than dimensions.
+        """
         parts = index if isinstance(index, tuple) else (index,)
         outside = any(
             isinstance(part, int) and not -dim <= part < dim
@@ -91,7 +102,7 @@ class Tensor:
         """Where the view's elements lie in the tensor on disk."""
         layout: Layout | None = Layout.contiguous(self.shape)
         for operation, argument in self.views:
-            assert layout is not None  # `reshape` has refused what has no layout
+            assert layout is not None  # `reshape` refuses views that have no layout
             if operation == "reshape":
                 layout = layout.reshape(argument)
             elif operation == "transpose":
@@ -107,7 +118,7 @@ class Tensor:
         return any(operation == "take" for operation, _ in self.views)
 
     def view(self, array: np.ndarray) -> np.ndarray:
-        """The views applied to an array of `shape`; always shares memory with it."""
+        """Apply the views to `array`: [*shape]. The result: [*result_shape] shares memory with it."""
         for operation, argument in self.views:
             if operation == "reshape":
                 array = array.reshape(argument, copy=False)
@@ -127,7 +138,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Concat:
-    """Parts joined along an existing axis."""
+    """Expressions joined along an existing axis."""
 
     parts: tuple[Expression, ...]
     axis: int = 0
@@ -137,7 +148,11 @@ class Concat:
 
     @cached_property
     def result_shape(self) -> Shape:
-        """Shape of the whole."""
+        """Shape of the joined array.
+
+        Raises:
+            MappingError: the parts differ in another dimension than `axis`.
+        """
         shapes = [part.result_shape for part in self.parts]
         first = shapes[0]
         for shape in shapes[1:]:
@@ -149,7 +164,7 @@ class Concat:
         return (*first[: self.axis], sum(shape[self.axis] for shape in shapes), *first[self.axis + 1 :])
 
     def split(self, array: np.ndarray) -> Iterator[tuple[Expression, np.ndarray]]:
-        """Each part with its region of `array`."""
+        """Yield each part with its region of `array`: [*result_shape]."""
         start = 0
         for part in self.parts:
             stop = start + part.result_shape[self.axis]
@@ -164,7 +179,7 @@ class Concat:
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal parts joined along a new axis."""
+    """Expressions of equal shape joined along a new axis."""
 
     parts: tuple[Expression, ...]
     axis: int = 0
@@ -174,7 +189,11 @@ class Stack:
 
     @cached_property
     def result_shape(self) -> Shape:
-        """Shape of the whole."""
+        """Shape of the stacked array.
+
+        Raises:
+            MappingError: the parts differ in shape.
+        """
         shapes = {part.result_shape for part in self.parts}
         if len(shapes) != 1:
             raise MappingError(
@@ -185,7 +204,7 @@ class Stack:
         return (*first[: self.axis], len(self.parts), *first[self.axis :])
 
     def split(self, array: np.ndarray) -> Iterator[tuple[Expression, np.ndarray]]:
-        """Each part with its region of `array`."""
+        """Yield each part with its region of `array`: [*result_shape]."""
         for index, part in enumerate(self.parts):
             region: tuple[Any, ...] = (*(slice(None),) * self.axis, index, ...)
             yield part, array[region]
@@ -198,7 +217,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Padded:
-    """Another expression with parts of it repeated and zeros between them, as a mesh needs it."""
+    """Another expression with entries repeated and zeros inserted, as a mesh needs it."""
 
     part: Expression
     padding: Padding
@@ -218,7 +237,8 @@ ReadTensor = Callable[[str], "np.ndarray"]
 
 
 def gather(expression: Expression, read: ReadTensor, out: np.ndarray) -> None:
-    """HF → Flax: fill `out` (result shape, any dtype) from checkpoint tensors, one in memory at a time."""
+    """HF → Flax: fill `out`: [*result_shape], of any dtype, from checkpoint tensors. At most one tensor is in memory
+    at a time."""
     if isinstance(expression, Tensor):
         out[...] = expression.view(read(expression.name))
     elif isinstance(expression, Padded):
@@ -233,7 +253,8 @@ def gather(expression: Expression, read: ReadTensor, out: np.ndarray) -> None:
 
 
 def scatter(expression: Expression, value: np.ndarray, buffer: Callable[[Tensor], np.ndarray]) -> None:
-    """Flax → HF: write `value` into the checkpoint arrays that `buffer` hands out, one per tensor name."""
+    """Flax → HF: write `value`: [*result_shape] into the checkpoint arrays that `buffer` returns, one per tensor
+    name."""
     if isinstance(expression, Tensor):
         expression.view(buffer(expression))[...] = value
     elif isinstance(expression, Padded):
@@ -244,15 +265,15 @@ def scatter(expression: Expression, value: np.ndarray, buffer: Callable[[Tensor]
 
 
 def _parts(frozen: tuple[Any, ...]) -> tuple[int | slice, ...]:
-    """Indices as they were written; slices are kept as triples because they could not be hashed before Python 3.12."""
+    """The indices with slices restored from triples (slices are not hashable before Python 3.12)."""
     return tuple(part if isinstance(part, int) else slice(*part) for part in frozen)
 
 
 def _axis(verb: str, parts: tuple[Expression, ...], axis: int, new: int) -> int:
-    """`axis` counted from the front; `new` is 1 where the result has one dimension more than a part."""
+    """`axis` counted from the front. `new` is 1 if the result has one dimension more than a part, else 0."""
     if not parts:
         raise MappingError(
-            f"the mapping {verb} an empty list of tensors, but needs one or more: correct `ttpu_flax_mapping`."
+            f"the mapping {verb} an empty list of tensors, but one or more are needed: correct `ttpu_flax_mapping`."
         )
     rank = len(parts[0].result_shape) + new
     if not -rank <= axis < rank:

@@ -1,4 +1,4 @@
-"""The mapping of a whole model: a rule for each Flax parameter, read forwards to load a checkpoint and backwards to
+"""The mapping of a whole model: one rule per Flax parameter, read forwards to load a checkpoint and backwards to
 write one."""
 
 from __future__ import annotations
@@ -22,13 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlaxMapping:
-    """All rules of one model.
+    """All mapping rules of one model.
 
-    `rules` pairs a Flax path with its expression. `tied` names checkpoint tensors that repeat a parameter and are not
-    read. `ignored` are regular expressions of extras (rotary tables, multi-token-prediction heads). `prefixes` renames
-    leading parts of checkpoint names, first match wins, where a checkpoint's tensors are not under the usual names.
-    `alternatives` are sets of rules that stand in for those of the same paths where a checkpoint holds their tensors
-    (experts published as one tensor, and saved again as one per expert): see `suited_to`.
+    Args:
+        rules: pairs of Flax path and expression.
+        tied: checkpoint tensors that repeat a parameter and are not read.
+        ignored: regular expressions of tensors that are not read (rotary tables, multi-token-prediction heads).
+        prefixes: pairs (old, new) that rename leading parts of checkpoint names; the first match wins.
+        alternatives: sets of rules that replace the rules of the same paths if a checkpoint holds their tensors
+            (experts stored as one tensor, or as one tensor per expert); see `suited_to`.
+
+    Raises:
+        MappingError: two rules have the same path.
     """
 
     rules: tuple[tuple[str, Expression], ...]
@@ -43,16 +48,16 @@ class FlaxMapping:
         if len(self._by_path) != len(self.rules):
             twice = [path for path, count in Counter(path for path, _ in self.rules).items() if count > 1]
             raise MappingError(
-                f"the mapping has more than one rule for {_some(twice)}, but a parameter is made by one: remove the "
-                "others from `ttpu_flax_mapping`."
+                f"the mapping has more than one rule for {_some(twice)}, but a parameter has exactly one rule: remove "
+                "the others from `ttpu_flax_mapping`."
             )
 
     def __getitem__(self, path: str) -> Expression:
         return self._by_path[path]
 
     def suited_to(self, available: Iterable[str]) -> FlaxMapping:
-        """The mapping for a checkpoint that holds tensors of these names: with the first of the `alternatives` of which
-        it holds any, or with the usual rules."""
+        """The mapping for a checkpoint with tensors of these names. The first of the `alternatives` whose tensors
+        appear among the names is used; the usual rules are used if none does."""
         held = list(available)
         for rules in self.alternatives:
             wanted = {leaf.name: leaf.shape for _, rule in rules for leaf in rule.leaves()}
@@ -68,11 +73,11 @@ class FlaxMapping:
         return {leaf.name: leaf.shape for _, rule in self.rules for leaf in rule.leaves()}
 
     def check_parameters(self, parameters: Mapping[str, Parameter]) -> None:
-        """Hold the rules against the parameter table.
+        """Check the rules against the parameter table.
 
         Raises:
-            MappingError: a parameter without a rule, a rule without a parameter, a shape that does not agree, or a
-                checkpoint tensor of which the rules use only a part.
+            MappingError: a parameter has no rule, a rule has no parameter, a shape differs, or the rules use only a
+                part of a checkpoint tensor.
         """
         missing = [path for path in parameters if path not in self._by_path]
         if missing:
@@ -96,10 +101,11 @@ class FlaxMapping:
             self.suited_to(leaf.name for _, rule in rules for leaf in rule.leaves()).check_parameters(parameters)
 
     def resolve(self, available: Mapping[str, Shape], source: str = "the checkpoint") -> dict[str, str]:
-        """From the names that the rules use to the names in a checkpoint.
+        """Map the names that the rules use to the names in a checkpoint. `available` holds the checkpoint's names
+        and shapes.
 
         Raises:
-            MappingError: a tensor is missing, has another shape, or is accounted for by no rule.
+            MappingError: a tensor is missing or has another shape, or no rule accounts for a tensor.
         """
         wanted = self.tensors
         found: dict[str, str] = {}
@@ -135,13 +141,13 @@ class FlaxMapping:
         return found
 
     def canonical(self, available: Iterable[str]) -> dict[str, str]:
-        """From the names that the rules use, those of tied tensors included, to the names in a checkpoint."""
+        """Map the names that the rules use, and the names of tied tensors, to the names in a checkpoint."""
         wanted = self.tensors
         found = {self._canonical(actual, wanted): actual for actual in available}
         return {name: actual for name, actual in found.items() if name in wanted or name in self.tied}
 
     def _check_tensors(self) -> None:
-        """Every checkpoint tensor has one shape, and each of its elements is used once."""
+        """Check that every checkpoint tensor has one shape and that each of its elements is used once."""
         users: dict[str, list[Tensor]] = defaultdict(list)
         for _, rule in self.rules:
             for leaf in rule.leaves():
@@ -176,8 +182,8 @@ class FlaxMapping:
 
 
 def stack_layers(mapping: FlaxMapping, spec: ArchitectureSpec) -> FlaxMapping:
-    """The mapping for parameters stacked over equal layers: `groups.<g>.<position>.<path>` with a leading layers axis
-    instead of `layers.<i>.<path>`, as a decoder that scans over layers stores them."""
+    """The mapping for parameters stacked over equal layers, as a decoder that scans over layers stores them:
+    `groups.<g>.<position>.<path>` with a leading layers axis instead of `layers.<i>.<path>`."""
     rules = [rule for rule in mapping.rules if not rule[0].startswith(LAYERS)]
     by_path = dict(mapping.rules)
     for path, copies in stacked_paths(spec, by_path):
@@ -186,7 +192,8 @@ def stack_layers(mapping: FlaxMapping, spec: ArchitectureSpec) -> FlaxMapping:
 
 
 def pad_mapping(mapping: FlaxMapping, paddings: Mapping[str, Padding]) -> FlaxMapping:
-    """The mapping for parameters that are padded as `ttpu_core.sharding.padding` says, by Flax path."""
+    """The mapping for padded parameters. `paddings` holds the padding by Flax path, see
+    `ttpu_core.sharding.padding`."""
 
     def padded(rules: tuple[tuple[str, Expression], ...]) -> tuple[tuple[str, Expression], ...]:
         return tuple((path, Padded(rule, paddings[path]) if path in paddings else rule) for path, rule in rules)

@@ -1,6 +1,6 @@
-"""The usual layout of a checkpoint: one tensor per projection, named as most transformers models name them. In: an
-`ArchitectureSpec` and the names; out: the rules of its `FlaxMapping`. A family passes other `CheckpointNames`, or
-replaces rules of what it gets."""
+"""Mapping rules for checkpoints in the usual layout: one tensor per projection, named as in most transformers
+models. `standard_mapping` builds them from an `ArchitectureSpec`; a family passes other `CheckpointNames` or
+replaces single rules."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Rules = Iterator[tuple[str, Expression]]
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """Where a checkpoint in the usual layout keeps each role; `{layer}` and `{expert}` are numbers.
+    """Checkpoint tensor names by role. `{layer}` and `{expert}` stand for numbers.
 
-    `mlp_norm` None is "post_attention_layernorm", or "pre_feedforward_layernorm" in a layer that has a norm of that
-    name after its attention."""
+    If `mlp_norm` is None, the name is "pre_feedforward_layernorm" for sandwich placement and
+    "post_attention_layernorm" for any other placement."""
 
     layer: str = "model.layers.{layer}."
     embedding: str = "model.embed_tokens.weight"
@@ -71,7 +71,7 @@ class CheckpointNames:
     layer_scalar: str = "layer_scalar"
 
     def below(self, base: str, head: str = "lm_head") -> CheckpointNames:
-        """These names with the base model's tensors below `base` instead of "model."."""
+        """These names with the base model's tensors under the prefix `base` instead of "model."."""
         return replace(
             self,
             layer=f"{base}layers.{{layer}}.",
@@ -81,7 +81,7 @@ class CheckpointNames:
         )
 
     def norm(self, layer: LayerSpec, role: str) -> str:
-        """The name of one of a layer's norms over the residual stream."""
+        """The checkpoint name of one of a layer's norms over the residual stream."""
         if role == "mlp_norm" and self.mlp_norm is None:
             sandwich = layer.block.placement == "sandwich"
             return "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
@@ -90,15 +90,15 @@ class CheckpointNames:
 
 
 IGNORED_TENSORS: tuple[str, ...] = (r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)", r".*\.masked_bias")
-"""Buffers that old checkpoints carry and that follow from the config."""
+"""Buffers in old checkpoints that can be computed from the config."""
 
 BASE_MODEL_PREFIXES: tuple[tuple[str, str], ...] = (("", "model."),)
-"""A checkpoint of the base model alone has no `model.` before its names."""
+"""Prefix renaming for checkpoints of the base model alone, whose names lack `model.`."""
 
 
 def standard_mapping(spec: ArchitectureSpec, names: CheckpointNames | None = None) -> FlaxMapping:
-    """The mapping of a checkpoint in the usual layout. Parameters of custom parts have no usual names: add their rules
-    with `replace_rules`."""
+    """The mapping of a checkpoint in the usual layout. Parameters of custom parts have no usual names: add rules for
+    them with `replace_rules`."""
     names = names or CheckpointNames()
     embedding, hidden, vocab = spec.embedding, spec.hidden_size, spec.vocab_size
     rules: list[tuple[str, Expression]] = [("embed.embedding", Tensor(names.embedding, (vocab, hidden)))]
@@ -119,7 +119,7 @@ def standard_mapping(spec: ArchitectureSpec, names: CheckpointNames | None = Non
 
 
 def layer_rules(layer: LayerSpec, hidden: int, names: CheckpointNames, prefix: str) -> Rules:
-    """Rules of one layer by path within it; `prefix` stands before its tensors' names."""
+    """Rules of one layer by path within it. `prefix` is the prefix of the layer's tensor names."""
     for role in norm_names(layer):
         yield from norm_rules(role, layer.norm, prefix + names.norm(layer, role), hidden)
     if isinstance(layer.mixer, AttentionSpec):
@@ -181,8 +181,8 @@ def attention_rules(spec: AttentionSpec, hidden: int, names: CheckpointNames, pr
 
 
 def latent_attention_rules(mixer: MixerSpec, names: CheckpointNames, prefix: str) -> Rules:
-    """Rules for what `ttpu_core.spec.latent_attention` describes, as DeepSeek's checkpoints are laid out: each head's
-    part of the key, then of the value, in one tensor."""
+    """Rules for the parameters of `ttpu_core.spec.latent_attention`, as DeepSeek's checkpoints store them: one
+    tensor holds, for each head, the key's rows and then the value's rows."""
     shapes = {name: parameter.shape for name, parameter in mixer.parameters}
 
     def linear(path: str, name: str) -> Rules:
@@ -209,7 +209,14 @@ def latent_attention_rules(mixer: MixerSpec, names: CheckpointNames, prefix: str
 
 
 def mlp_rules(path: str, spec: MLPSpec, hidden: int, tensors: tuple[str, str, str]) -> Rules:
-    """Rules for the projections of a dense MLP, where gate, up and down are separate tensors."""
+    """Rules for a dense MLP whose gate, up and down projections are separate tensors. `tensors` holds their names.
+
+    Args:
+        path: Flax path of the MLP.
+        spec: the MLP.
+        hidden: features of the residual stream.
+        tensors: names of the gate, up and down projections.
+    """
     gate, up, down = tensors
     inner = spec.intermediate_size
     if spec.gated:
@@ -226,7 +233,7 @@ def mlp_rules(path: str, spec: MLPSpec, hidden: int, tensors: tuple[str, str, st
 
 
 def moe_rules(spec: MoESpec, hidden: int, names: CheckpointNames, prefix: str) -> Rules:
-    """Rules for a mixture whose experts are separate tensors, as checkpoints on disk have them."""
+    """Rules for a mixture of experts whose experts are separate tensors."""
     experts = range(spec.num_experts)
     router = prefix + names.router
     yield "moe.router.kernel", Tensor(f"{router}.weight", (spec.num_experts, hidden))
@@ -261,8 +268,8 @@ def stacked_experts(
     *,
     transposed: bool = False,
 ) -> dict[str, Expression]:
-    """Rules by Flax path for the gated experts of all layers, where those of a layer are one tensor each for all gates
-    and ups, and for all downs; `experts` stands before their names within a layer. See `stacked_expert_rules`."""
+    """Rules by Flax path for the gated experts of all layers, where each layer stores its experts in two stacked
+    tensors. `experts` is the prefix of their names within a layer. See `stacked_expert_rules`."""
     names = names or CheckpointNames()
     return {
         f"layers.{index}.{path}": rule
@@ -275,12 +282,14 @@ def stacked_experts(
 
 
 def stacked_expert_rules(spec: MoESpec, hidden: int, prefix: str, *, transposed: bool = False) -> Rules:
-    """Rules for one layer's gated experts in two tensors.
+    """Rules for one layer's gated experts in two stacked tensors.
 
     Args:
-        prefix: what stands before `gate_up_proj` [experts, 2 * inner, hidden], gates first, and `down_proj` [experts,
-            hidden, inner].
-        transposed: both have their last two dimensions the other way around.
+        spec: the mixture of experts.
+        hidden: features of the residual stream.
+        prefix: prefix of the names `gate_up_proj` [experts, 2 * inner, hidden], gates first, and `down_proj`
+            [experts, hidden, inner].
+        transposed: whether the last two dimensions of both tensors are swapped.
     """
     experts, inner = spec.num_experts, spec.intermediate_size
     if transposed:
@@ -294,7 +303,8 @@ def stacked_expert_rules(spec: MoESpec, hidden: int, prefix: str, *, transposed:
 
 
 def norm_rules(path: str, norm: NormSpec | None, name: str, size: int | tuple[int, ...]) -> Rules:
-    """Rules for a norm's scale and bias, which are flat in checkpoints; none for a norm that is not there."""
+    """Rules for a norm's scale and bias, which are flat in checkpoints. No rules if the norm is None or of kind
+    "none"."""
     if norm is None or norm.kind == "none":
         return
     shape = (size,) if isinstance(size, int) else size
@@ -305,7 +315,7 @@ def norm_rules(path: str, norm: NormSpec | None, name: str, size: int | tuple[in
 
 
 def replace_rules(mapping: FlaxMapping, rules: Mapping[str, Expression | None]) -> FlaxMapping:
-    """The mapping with some rules replaced or added, by Flax path, or taken out (None)."""
+    """The mapping with rules replaced or added by Flax path. A value of None removes a rule."""
     known = {path for path, _ in mapping.rules}
     kept = [(path, rules.get(path, rule)) for path, rule in mapping.rules]
     added = [(path, rule) for path, rule in rules.items() if path not in known]
@@ -314,7 +324,8 @@ def replace_rules(mapping: FlaxMapping, rules: Mapping[str, Expression | None]) 
 
 
 def with_alternative(mapping: FlaxMapping, rules: Mapping[str, Expression]) -> FlaxMapping:
-    """The mapping for checkpoints too that hold the tensors of these rules, by Flax path, instead of its own."""
+    """The mapping extended to checkpoints that hold the tensors of `rules` (by Flax path) in place of the usual
+    ones."""
     return replace(mapping, alternatives=(*mapping.alternatives, tuple(rules.items()))) if rules else mapping
 
 

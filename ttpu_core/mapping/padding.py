@@ -1,5 +1,5 @@
-"""How one parameter is padded: which parts of the original are repeated, and where zeros stand. In: an array as the
-checkpoint's architecture has it; out: the array as a mesh needs it, and back, bit for bit.
+"""Padding of one parameter: which entries of the original are repeated, and where zeros are inserted. `Padding`
+converts an array from the checkpoint's shape to the mesh's shape and back, bit for bit.
 
 `ttpu_core.sharding.padding` decides how a whole architecture is padded."""
 
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
-"""A part of an array: (start, stop) in each dimension."""
+"""A box inside an array: (start, stop) in each dimension."""
 
 Run = tuple[int, int]
-"""(first, count): so many entries from the original's number `first` on; first -1 means zeros."""
+"""(first, count): `count` consecutive entries of the original from number `first` on. A `first` of -1 means zeros."""
 
 
 @dataclass(frozen=True)
 class Padding:
-    """The original array of shape `original`, reshaped to `view`, of which the entries that `runs` name are taken
-    along `axis`, reshaped to `shape`.
+    """How one parameter is padded: reshape the original from `original` to `view`, take the entries that `runs`
+    names along `axis`, and reshape to `shape`.
 
-    Every entry of the original is taken once or more often. The view is that of `original` and of `shape` alike: both
-    as they are, or with two dimensions merged into the axis, or with one split into the axis and what follows it."""
+    Every entry of the original is taken at least once. `view` relates to `original` and to `shape` in the same way:
+    it equals them, or merges two of their dimensions into `axis`, or splits one into `axis` and the dimension after
+    it."""
 
     original: Shape
     shape: Shape
@@ -37,12 +38,12 @@ class Padding:
 
     @cached_property
     def index(self) -> tuple[int, ...]:
-        """For each entry along the axis of the result its number in the original, -1 for zeros."""
+        """For each entry along the result's axis, its number in the original, or -1 for zeros."""
         return tuple(number for first, count in self.runs for number in _numbers(first, count))
 
     @property
     def taken(self) -> Shape:
-        """The shape of the result before its last reshape."""
+        """The result's shape before the last reshape."""
         entries = sum(count for _, count in self.runs)
         return (*self.view[: self.axis], entries, *self.view[self.axis + 1 :])
 
@@ -53,7 +54,7 @@ class Padding:
         return len(set(real)) < len(real)
 
     def pad(self, array: np.ndarray) -> np.ndarray:
-        """array of `original`: of `shape`."""
+        """Pad `array`: [*original]. The result is [*shape]."""
         import numpy as np
 
         index = np.asarray(self.index)
@@ -62,17 +63,19 @@ class Padding:
         return taken.reshape(self.shape)
 
     def unpad(self, array: np.ndarray) -> np.ndarray:
-        """array of `shape`: of `original`. Of what was repeated the first is taken; the others are equal."""
+        """Undo `pad` for `array`: [*shape]. The result is [*original]. The first copy of each repeated entry is
+        taken; the copies are equal."""
         first = {number: place for place, number in reversed(list(enumerate(self.index)))}
         places = [first[number] for number in range(self.view[self.axis])]
         return array.reshape(self.taken).take(places, axis=self.axis).reshape(self.original)
 
     def project_gradient(self, array: np.ndarray) -> np.ndarray:
-        """The gradient of a padded parameter, of `shape`, such that a step along it leaves the parameter padded: what
-        replicas were given is added up and given to each of them, and zeros stay zeros.
+        """Project the gradient `array`: [*shape] of a padded parameter so that a step along it keeps the parameter
+        padded. The gradients of all copies of an entry are summed, each copy gets the sum, and the gradient of
+        padding is zero. The result is [*shape].
 
-        `unpad` of the result is the gradient of the original parameter. A norm of the result counts replicas
-        as often as they stand there: take it of what is unpadded."""
+        `unpad` of the result is the gradient of the original parameter. A norm of the padded result counts each
+        copy: compute norms after `unpad`."""
         import numpy as np
 
         along = np.moveaxis(array.reshape(self.taken), self.axis, 0)
@@ -82,7 +85,7 @@ class Padding:
         return self.pad(np.moveaxis(summed, 0, self.axis).reshape(self.original))
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """The parts of the result that are no zeros, each with the part of the original that it equals."""
+        """The boxes of the result that hold no zeros, each with the equal box of the original."""
         place = 0
         for first, count in self.runs:
             while count:
@@ -117,7 +120,7 @@ def _numbers(first: int, count: int) -> Iterator[int]:
 
 
 def _row(shape: Shape, view: Shape, axis: int) -> int | None:
-    """Entries of the view's axis in one row, where it merges two dimensions of `shape`; else None."""
+    """Entries per row if the view's axis merges two dimensions of `shape`, else None."""
     return shape[axis + 1] if len(shape) > len(view) else None
 
 
@@ -128,10 +131,10 @@ def _room(shape: Shape, view: Shape, axis: int, place: int) -> int:
 
 
 def _box(shape: Shape, view: Shape, axis: int, start: int, count: int) -> Box:
-    """The entries from `start` on, all in one row, as a box of `shape`."""
+    """`count` entries from `start` on, which lie in one row, as a box of `shape`."""
     row, box = _row(shape, view, axis), [(0, size) for size in shape]
     if row is None:
-        width = shape[axis] // view[axis]  # above 1 where the view splits a dimension
+        width = shape[axis] // view[axis]  # more than 1 if the view splits a dimension
         box[axis] = start * width, (start + count) * width
     else:
         box[axis] = start // row, start // row + 1

@@ -1,5 +1,5 @@
-"""Where the elements of a view lie in its tensor's memory, worked out from shapes alone. In: the view operations of a
-mapping rule; out: a `Layout`, and whether several of them use every element of the tensor exactly once."""
+"""Strides of a view of a checkpoint tensor, computed from shapes alone. `Layout` says where a view's elements lie in
+the tensor's memory; `covers_once` tells whether several views use every element of the tensor exactly once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from math import gcd, prod
 
 @dataclass(frozen=True)
 class Layout:
-    """A strided view, as numpy has it: element (i, j, ...) lies at `offset` + i * strides[0] + j * strides[1] + ...
-    Offset and strides count elements, not bytes."""
+    """A strided view, as numpy defines it: element (i, j, ...) lies at `offset` + i * strides[0] + j * strides[1] +
+    ... Offset and strides count elements, not bytes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -24,7 +24,7 @@ class Layout:
         return cls(shape, tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))), offset)
 
     def reshape(self, shape: tuple[int, ...]) -> Layout | None:
-        """The view in another shape of as many elements, or None where only a copy could have it."""
+        """The same elements in another shape, or None if only a copy could have that shape."""
         if 0 in shape:
             return Layout.contiguous(shape, self.offset)
         dims = iter(shape)
@@ -61,7 +61,8 @@ class Layout:
         return Layout((*shape, *self.shape[rest:]), (*strides, *self.strides[rest:]), offset)
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """(size, stride) of the dimensions, neighbours merged where one step of the outer is a turn of the inner."""
+        """(size, stride) of the dimensions. Neighbouring dimensions that together form one regular stride are
+        merged."""
         pending: tuple[int, int] | None = None
         for dim, stride in zip(self.shape, self.strides, strict=True):
             if dim == 1:
@@ -77,15 +78,18 @@ class Layout:
 
 
 def covers_once(size: int, layouts: Iterable[Layout]) -> bool:
-    """Whether the views use each of a tensor's `size` elements exactly once. Exact, and independent of the size for
-    the regular slicing that checkpoints need: what repeats is reduced to one turn before elements are counted."""
+    """Whether the views use each of a tensor's `size` elements exactly once.
+
+    The test is exact. For regular slices its cost does not grow with the size: a repeated pattern is checked for one
+    period only."""
     parts = [_Lattice.of(layout) for layout in layouts if prod(layout.shape)]
     return sum(part.count for part in parts) == size and _tiles(parts, size)
 
 
 @dataclass(frozen=True)
 class _Lattice:
-    """The set offset + sum of k * stride for 0 <= k < n, over (stride, n) by falling, positive stride."""
+    """The set offset + sum of k * stride for 0 <= k < n. `steps` holds the pairs (stride, n), strides positive and
+    in descending order."""
 
     offset: int
     steps: tuple[tuple[int, int], ...]
@@ -120,7 +124,8 @@ def _merge(steps: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _tiles(parts: list[_Lattice], size: int) -> bool:
-    """Whether parts of `size` elements in all, each without repeats of its own, fill range(size)."""
+    """Whether the parts together fill range(size). The parts have `size` elements in all, and none repeats an
+    element of its own."""
     start = 0
     pending = sorted(parts, key=lambda part: part.offset, reverse=True)
     while pending:
@@ -140,11 +145,11 @@ def _tiles(parts: list[_Lattice], size: int) -> bool:
 
 def _interleaved(parts: list[_Lattice], size: int) -> bool:
     inner = gcd(size, *(part.offset for part in parts), *(length for part in parts for length in _lengths(part)))
-    if inner > 1:  # all are made of runs of `inner` elements: count the runs
+    if inner > 1:  # every part consists of runs of `inner` elements: count runs instead of elements
         return _tiles([_shrunk(part, inner) for part in parts], size // inner)
     period = max((part.steps[0][0] for part in parts if part.steps), default=size)
     turns = [_one_turn(part, period, size) for part in parts]
-    if all(turns):  # all repeat with the same period throughout: look at the first turn
+    if all(turns):  # every part repeats with this period: check the first period only
         return _tiles([turn for turn in turns if turn], period)
     seen = bytearray(size)
     for part in parts:
@@ -155,11 +160,11 @@ def _interleaved(parts: list[_Lattice], size: int) -> bool:
             if any(seen[run]):
                 return False
             seen[run] = b"\1" * n
-    return True  # as many elements as there are, and none twice
+    return True  # the counts agree and no element is used twice
 
 
 def _lengths(part: _Lattice) -> Iterator[int]:
-    """The strides, and the length of the run of neighbouring elements that they carry."""
+    """The length of the part's innermost contiguous run, and its strides."""
     contiguous = part.steps[-1][1] if part.steps and part.steps[-1][0] == 1 else 1
     yield contiguous
     yield from (stride for stride, _ in part.steps if stride > 1)
@@ -171,7 +176,7 @@ def _shrunk(part: _Lattice, inner: int) -> _Lattice:
 
 
 def _one_turn(part: _Lattice, period: int, size: int) -> _Lattice | None:
-    """The part within one period, if it repeats with that period over the whole size."""
+    """The part within one period, or None if it does not repeat with that period over the whole size."""
     if not part.steps or part.offset >= period:
         return None
     (stride, n), *rest = part.steps

@@ -1,4 +1,4 @@
-"""What a program of a plan is predicted to take on each device: memory and time. A planner computes it."""
+"""Predicted memory and time of a plan's program on each device. A planner computes these values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ class MemoryEstimate:
     """Bytes on one device at the program's peak.
 
     Args:
-        weights: as the program is given them.
-        gradients: of the layers done by then, in the activations' dtype.
+        weights: the program's input weights.
+        gradients: gradients of the layers finished by then, in the activations' dtype.
         optimizer: two moments in float32.
         cache: keys, values and the states of other mixers.
-        activations: what a layer has at once, and in training what is kept of all layers.
-        logits: of the last tokens; in training of one part of the tokens, with the head's gradient.
-        temporaries: weights in another dtype or gathered from other devices, and the program's own.
+        activations: activations of one layer, and in training the activations saved for all layers.
+        logits: logits of the last tokens; in training, of one chunk of the tokens, with the head's gradient.
+        temporaries: weights converted to another dtype or gathered from other devices, and the program's own
+            buffers.
     """
 
     weights: int = 0
@@ -29,18 +30,18 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return sum(asdict(self).values())
 
     def parts(self) -> dict[str, int]:
-        """By name, what there is none of left out."""
+        """The non-zero parts by name."""
         return {name: size for name, size in asdict(self).items() if size}
 
 
 @dataclass(frozen=True, slots=True)
 class TimeEstimate:
-    """Seconds of one execution on every device at once. The first four are each resource's own time; `seconds` is less
-    than their sum, because they overlap. `bound` is the resource that takes longest."""
+    """Seconds of one execution; all devices work at the same time. `compute`, `hbm`, `ici` and `dcn` are the times
+    of each resource alone. `seconds` is less than their sum, because they overlap."""
 
     compute: float
     hbm: float
@@ -50,5 +51,5 @@ class TimeEstimate:
 
     @property
     def bound(self) -> str:
-        """compute, hbm, ici or dcn."""
+        """The resource that takes longest: compute, hbm, ici or dcn."""
         return max(("compute", "hbm", "ici", "dcn"), key=lambda name: getattr(self, name))

@@ -1,5 +1,5 @@
-"""What is known of TPUs before any is there. In: the name of a chip, or of slices of it such as `v5e:2x4` or
-`2*v5e:4x4`; out: peak rates, memory, links, hosts, and how the slice's links close into rings."""
+"""A table of TPU generations: peak rates, memory, interconnect and hosts. `parse_topology` reads slice names such as
+`v5e:2x4` or `2*v5e:4x4`. No TPU is needed."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """Figures of one JAX device: a chip, except on tpu7x, where a chip is two devices."""
+    """Figures of one JAX device. A device is one chip, except on tpu7x, where a chip is two devices."""
 
     name: str
-    device_kind: str  # what `jax.Device.device_kind` says
-    clock_hz: float  # turns the compiler's cycles into seconds
+    device_kind: str  # the value of `jax.Device.device_kind`
+    clock_hz: float  # converts the compiler's cycles into seconds
     bf16_flops: float  # peak, per second
     int8_ops: float | None  # peak of int8 × int8, per second; None: not faster than bfloat16, or not published
-    fp8_flops: float | None  # None: the chip computes on bfloat16 instead
+    fp8_flops: float | None  # None: the chip computes in bfloat16 instead
     hbm_bytes_per_second: float
-    hbm_bytes: int  # what the compiler lets one program use: the runtime keeps a little of the memory
+    hbm_bytes: int  # the compiler's limit for one program; the runtime reserves the rest of the memory
     ici_bytes_per_second: float  # one link, one direction
-    ici_links: int  # of a chip, two for each dimension of the interconnect
-    dimensions: int  # of the interconnect
-    pod_chips: int  # the largest pod that exists
+    ici_links: int  # links of one chip, two per dimension of the interconnect
+    dimensions: int  # dimensions of the interconnect
+    pod_chips: int  # chips of the largest pod
     devices_per_chip: int
     chips_per_host: int
-    dcn_bytes_per_second: float  # of a host, one direction, to other slices
+    dcn_bytes_per_second: float  # from one host to other slices, one direction
     example: str
 
 
 # Peak rates, bandwidths, pod sizes and chips of a host: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, divided by
-# the devices of a chip. hbm_bytes: "available HBM" in the refusals of libtpu 0.0.42. ici: the documents' bidirectional
-# figure for a chip, over its links and by two; see also jax-ml.github.io/scaling-book/tpus. fp8: the documents give v5p
-# and v6e their bfloat16 rate, and the compiler converts; only tpu7x multiplies it. int8: see each chip.
+# the devices of a chip. hbm_bytes: "available HBM" in error messages of libtpu 0.0.42. ici: the documents'
+# bidirectional figure for a chip, divided by its links and by two; see also jax-ml.github.io/scaling-book/tpus. fp8:
+# on v5p and v6e the documents state the bfloat16 rate, and the compiler converts; only tpu7x multiplies fp8. int8: see
+# each chip.
 # dcn: the network cards of a host (v5e 2 × 100 Gbit/s, v6e 4 × 200 Gbit/s), or the documents' figure for a chip (50
 # Gbit/s on v5p, 100 on tpu7x) times the chips of a host.
 CHIPS: Mapping[str, Chip] = MappingProxyType({
@@ -58,7 +59,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         pod_chips=4096,
         devices_per_chip=1,
         chips_per_host=4,
-        dcn_bytes_per_second=25e9,  # not published: taken to be that of v5p
+        dcn_bytes_per_second=25e9,  # not published: assumed equal to v5p
         example="v4:2x2x1",
     ),
     "v5e": Chip(
@@ -135,7 +136,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
     ),
 })
 
-# Names that people type, and the one that the compiler knows.
+# Common names of chips, and the compiler's names.
 _ALIASES: Mapping[str, str] = MappingProxyType({
     "v5litepod": "v5e",
     "v5lite": "v5e",
@@ -149,15 +150,15 @@ _ALIASES: Mapping[str, str] = MappingProxyType({
     "ironwood": "tpu7x",
 })
 
-# Sizes in chips that machines come in, the smallest first (cloud.google.com/tpu/docs), up to 256.
+# Slice sizes in chips that can be ordered (cloud.google.com/tpu/docs), the smallest first, up to 256 chips.
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _CUBIC = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8))
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`slices` equal slices of `size` chips each: links inside a slice are the interconnect's (ICI), between slices the
-    data centre network's (DCN)."""
+    """`slices` equal slices of `size` chips each. The interconnect (ICI) links chips inside a slice, the data centre
+    network (DCN) links slices."""
 
     chip: Chip
     size: tuple[int, ...]  # chips along each dimension of the interconnect
@@ -165,7 +166,7 @@ class Topology:
 
     @property
     def slice_name(self) -> str:
-        """One slice, as the compiler names it: `v5e:4x4`."""
+        """The compiler's name of one slice: `v5e:4x4`."""
         return f"{self.chip.name}:{'x'.join(map(str, self.size))}"
 
     @property
@@ -185,52 +186,57 @@ class Topology:
 
     @property
     def num_chips(self) -> int:
-        """Chips of all slices."""
+        """Chips of all slices together."""
         return self.slices * self.chips_per_slice
 
     @property
     def num_devices(self) -> int:
-        """JAX devices of all slices."""
+        """JAX devices of all slices together."""
         return self.slices * self.devices_per_slice
 
     @property
     def is_sold(self) -> bool:
-        """Whether a slice's size is one that slices come in; of three dimensions also any of whole 4x4x4 cubes."""
+        """Whether slices of this size can be ordered. Three-dimensional slices may also consist of whole 4x4x4
+        cubes."""
         cubes = self.chip.dimensions == 3 and all(length % 4 == 0 for length in self.size)
         return cubes or self.size in slice_sizes(self.chip)
 
     @property
     def host_bounds(self) -> tuple[int, ...] | None:
-        """The slice's size in three dimensions if one host holds it, else None: the compiler's own hosts of 2x2x1.
+        """The slice's size in three dimensions if one host holds it. None means the compiler's default hosts of
+        2x2x1.
 
-        libtpu's default makes two hosts of v5e:2x4 and refuses v5e:1x1.
-        """
+        libtpu's default makes two hosts of v5e:2x4 and refuses v5e:1x1."""
         if self.chips_per_slice > self.chip.chips_per_host:
             return None
         return tuple([*self.size, 1][:3])
 
     @property
     def num_hosts(self) -> int:
-        """Machines: a slice that one host can hold is one; larger ones come with 4 chips to a machine."""
+        """Number of hosts. A slice that fits one host has one; larger slices have 4 chips per host."""
         return self.slices * (1 if self.host_bounds else -(-self.chips_per_slice // 4))
 
     @property
     def wraps(self) -> tuple[bool, ...]:
         """Whether each dimension closes into a ring.
 
-        Three-dimensional slices made of whole 4x4x4 cubes are tori; on v5e and v6e only a whole side of a pod closes.
-        """
+        Three-dimensional slices of whole 4x4x4 cubes are tori. On v5e and v6e only a dimension as long as a side of
+        the pod closes."""
         if self.chip.dimensions == 3:
             return (all(length % 4 == 0 for length in self.size),) * 3
         return tuple(length == 16 for length in self.size)
 
 
 def chip_named(name: str) -> Chip:
-    """Returns the figures of chip `name` ("v5e"); raises `UnsupportedError`, with a suggestion, if there is none."""
+    """The figures of the chip `name` ("v5e").
+
+    Raises:
+        UnsupportedError: no chip has this name. The message suggests one.
+    """
     chip = CHIPS.get(name)
     if chip is not None:
         return chip
-    plain = name.lower().partition("-")[0]  # v5litepod-8 is how Google Cloud names a machine
+    plain = name.lower().partition("-")[0]  # Google Cloud names machines like v5litepod-8
     meant = CHIPS.get(_ALIASES.get(plain, plain))
     if meant is not None:
         advice = f"write {meant.name!r}, as in {meant.example!r}"
@@ -243,25 +249,25 @@ def chip_named(name: str) -> Chip:
 
 
 def chip_of_device_kind(kind: str) -> Chip | None:
-    """The chip behind `jax.Device.device_kind`, such as "TPU v5 lite"; None for what is no TPU, or an unknown one."""
+    """The chip for a value of `jax.Device.device_kind` such as "TPU v5 lite". None if the device is no known TPU."""
     for chip in CHIPS.values():
         if kind == chip.device_kind:
             return chip
-    # Some runtimes write the product's name instead: "TPU v5e", "TPU v6e", "TPU v7x".
+    # Some runtimes report the product's name instead: "TPU v5e", "TPU v6e", "TPU v7x".
     plain = kind.removeprefix("TPU").strip().lower().replace(" ", "")
     return CHIPS.get(_ALIASES.get(plain, plain)) if kind.startswith("TPU") else None
 
 
 def slice_sizes(chip: Chip) -> tuple[tuple[int, ...], ...]:
-    """Sizes in chips that slices come in, the smallest first, up to 256 chips."""
+    """Slice sizes in chips that can be ordered, the smallest first, up to 256 chips."""
     return _FLAT if chip.dimensions == 2 else _CUBIC
 
 
 def parse_topology(name: str) -> Topology:
-    """A chip and the size of a slice in chips, "v5e:2x4", "v5p:2x2x2"; several equal slices are "2*v5e:4x4".
+    """Parse a chip and the size of a slice in chips: "v5e:2x4", "v5p:2x2x2". Several equal slices are "2*v5e:4x4".
 
     Raises:
-        UnsupportedError: a name or size that does not exist.
+        UnsupportedError: the name or size does not exist.
     """
     found = re.fullmatch(r"\s*(\d+)\s*\*\s*(.*)", name)
     slices, slice_name = (int(found[1]), found[2]) if found else (1, name)
@@ -269,8 +275,8 @@ def parse_topology(name: str) -> Topology:
     chip = chip_named(chip_name)
     if slices < 1:
         raise UnsupportedError(
-            f"TPU topology {name!r} was asked for, which is no slice at all: write 1 slice as {chip.example!r} or "
-            f"several as '2*{chip.example}'."
+            f"TPU topology {name!r} was asked for, which has no slices, but at least 1 is needed: write 1 slice as "
+            f"{chip.example!r} or several as '2*{chip.example}'."
         )
     if not colon or re.fullmatch(r"\d+(x\d+)*", size_text) is None:
         raise UnsupportedError(

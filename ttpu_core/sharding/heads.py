@@ -1,5 +1,6 @@
-"""How attention heads are shared out among devices that do not divide them. In: the attention layers that have keys and
-values in common, and a number of devices; out: a `HeadSplit`, which pads the layers and their parameters."""
+"""Padding of attention heads for a number of devices that does not divide them. `head_splits` decides for each
+attention layer whether KV heads are repeated and heads of zeros are added; a `HeadSplit` then pads the layer and
+its parameters."""
 
 from __future__ import annotations
 
@@ -13,24 +14,33 @@ from ttpu_core.spec.parameters import fused_slots
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """`kv` KV heads: each of the original ones `replicas` times, in order, then heads of zeros. The queries of an
-    original head are shared out among its replicas, in order; where they do not suffice stand queries of zeros, whose
+    """How heads are padded. There are `kv` KV heads in all: each original KV head `replicas` times, in order, then
+    KV heads of zeros.
+
+    The replicas share the query heads of the original head, in order. Query heads of zeros fill up the groups; their
     columns of the output projection are zeros too."""
 
     replicas: int
     kv: int
 
     def apply(self, spec: AttentionSpec) -> AttentionSpec:
-        """The padded attention."""
+        """The padded attention layer."""
         features = None
         if _over_all_heads(spec):
-            # Zeros add nothing to a sum of squares, and replicas of keys add all of them as often.
+            # Zeros add nothing to a sum of squares, and key replicas multiply it by the number of replicas.
             features = spec.num_heads * spec.head_dim, self.replicas * spec.num_kv_heads * spec.head_dim
         heads = self.kv * self.group(spec)
         return replace(spec, num_heads=heads, num_kv_heads=self.kv, norm_features=features)
 
     def padding(self, path: str, spec: AttentionSpec, before: Parameter, after: Parameter) -> Padding:
-        """Of one of the layer's parameters by its path within it, `attention.…`; `spec` is the original."""
+        """The padding of one of the layer's parameters.
+
+        Args:
+            path: the parameter's path within the layer, `attention.…`.
+            spec: the original attention layer.
+            before: the parameter before padding.
+            after: the parameter after padding.
+        """
         role, shape = path.split(".")[1], before.shape
         view: tuple[int, ...]
         if role == "output":
@@ -43,11 +53,11 @@ class HeadSplit:
         return Padding(shape, after.shape, view, 0, merged_runs(self._queries(spec, beside)))
 
     def group(self, spec: AttentionSpec) -> int:
-        """Query heads of each KV head."""
+        """Query heads per KV head."""
         return -(-spec.q_per_kv // self.replicas)
 
     def slots(self, spec: AttentionSpec) -> int:
-        """Queries, keys and values of all heads, in heads."""
+        """Number of head-sized slots for the queries, keys and values of all heads."""
         beside = 0 if spec.kv_from_layer is not None else 1 if spec.value_is_key else 2
         return self.kv * (self.group(spec) + beside)
 
@@ -57,7 +67,7 @@ class HeadSplit:
             yield (head, 1) if head < spec.num_kv_heads else (-1, 1)
 
     def _queries(self, spec: AttentionSpec, beside: int = 0) -> Iterator[Run]:
-        """The queries of each KV head and, where they are fused, the `beside` keys and values after them."""
+        """The query heads of each KV head, followed by `beside` key and value heads if these are fused."""
         group, width = self.group(spec), spec.q_per_kv + beside
         for number, (head, _) in enumerate(self._keys(spec)):
             if head < 0:
@@ -71,8 +81,8 @@ class HeadSplit:
 
 
 def head_splits(spec: ArchitectureSpec, devices: int) -> dict[int, HeadSplit]:
-    """Layer → how its heads are padded for so many devices, of the layers whose heads need it and can be. A layer that
-    reads another's keys and values is padded with it."""
+    """Padding by layer index for `devices` devices. Only layers that need padding and allow it are included. A layer
+    that reads another layer's keys and values is padded together with it."""
     together: dict[int, list[int]] = {}
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.mixer, AttentionSpec):
@@ -91,7 +101,8 @@ def head_splits(spec: ArchitectureSpec, devices: int) -> dict[int, HeadSplit]:
 
 
 def _split(mixers: Sequence[AttentionSpec], devices: int) -> HeadSplit | None:
-    """The split with the fewest head slots; of equal ones that with the fewest KV heads, for the sake of the cache."""
+    """The split with the fewest head slots. Among equals, the one with the fewest KV heads, which keeps the cache
+    small."""
     heads = {mixer.num_kv_heads for mixer in mixers}
     if all(count % devices == 0 for count in heads) or len(heads) > 1 or any(map(_keeps_heads, mixers)):
         return None
@@ -104,7 +115,7 @@ def _split(mixers: Sequence[AttentionSpec], devices: int) -> HeadSplit | None:
 
 
 def _keeps_heads(spec: AttentionSpec) -> bool:
-    """Whether padded heads would change the result: they would count in statistics, or shift ALiBi's slopes."""
+    """Whether padded heads would change the result: through a norm's statistics or ALiBi's slopes."""
     of_all_heads = [spec.output_norm]
     if spec.qk_norm_scope == "full":
         of_all_heads += [norm for norm in (spec.q_norm, spec.k_norm) if norm is not None and norm.kind == "layer"]

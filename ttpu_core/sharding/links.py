@@ -11,17 +11,17 @@ from math import gcd, prod
 from ttpu_core.sharding.hardware import Topology
 from ttpu_core.sharding.strategy import MESH_AXES
 
-# An assumption, no measurement: about a microsecond a hop (jax-ml.github.io/scaling-book), and a ring that is used in
+# An assumption, not a measurement: about a microsecond per hop (jax-ml.github.io/scaling-book). A ring that is used in
 # both directions needs half as many hops.
 HOP_SECONDS = 0.5e-6
 DCN_SECONDS = 20e-6
-"""An assumption too: what one exchange between slices takes whatever its size."""
+"""Assumed latency of one exchange between slices, independent of its size."""
 
 LINE = 0.5
-"""The share of a ring's bandwidth that a line has: no link closes it, so one end sends everything the same way."""
+"""A line's share of a ring's bandwidth: no link closes the line, so an end sends all data in one direction."""
 
 PAIR = 3.0
-"""Rings' worth of bandwidth between the two devices of a tpu7x chip: six times one link's, as a line
+"""Bandwidth between the two devices of a tpu7x chip, in rings: six times the bandwidth of one link in a line
 (cloud.google.com/tpu/docs/tpu7x)."""
 
 
@@ -30,9 +30,16 @@ def collective_seconds(
 ) -> float:
     """Time of one collective on a ring that uses both directions of `axes` dimensions of the interconnect.
 
-    `result_bytes`: bytes of the result on one device. The factors are what one device sends, as a share of them, with
-    g = group size: an all-gather forwards every shard but its own; a reduce-scatter the same, its result being one
-    shard; an all-reduce is both; an all-to-all's pieces travel half as far. Scaling book, section 3, has the algebra.
+    With g = group size, the data that one device sends are, as a share of the result: all-gather, every shard but
+    its own; reduce-scatter, the same, with one shard as the result; all-reduce, both; all-to-all, half the distance.
+    See section 3 of the scaling book.
+
+    Args:
+        op: the kind of collective.
+        result_bytes: bytes of the result on one device.
+        group_size: number of devices that take part.
+        link_bytes_per_second: bandwidth of one link in one direction.
+        axes: number of dimensions of the interconnect that the ring uses.
     """
     if group_size <= 1:
         return 0.0
@@ -54,11 +61,11 @@ class Links:
     """The interconnect as a mesh uses it.
 
     Args:
-        rings: mesh axis → how many rings' worth of links it has: one for each dimension that it goes around, half for
-            one that is a line.
+        rings: mesh axis → its bandwidth in rings: one for each dimension that closes, half for a line.
         inside: mesh axis → devices along it inside one slice.
         slices: mesh axis → slices along it.
-        bytes_per_second: of a link, one direction; of a device's share of its host's network card.
+        ici_bytes_per_second: bandwidth of one link in one direction.
+        dcn_bytes_per_second: one device's share of its host's network card.
     """
 
     rings: Mapping[str, float]
@@ -68,10 +75,10 @@ class Links:
     dcn_bytes_per_second: float
 
     def seconds(self, op: str, result_bytes: float, mesh_axes: tuple[str, ...]) -> tuple[float, float]:
-        """Seconds of one collective over some mesh axes, on the interconnect and between slices.
+        """Seconds of one collective over some mesh axes: on the interconnect, and between slices.
 
-        Between slices each device exchanges only its own part of what is reduced, or gathered, inside its slice.
-        """
+        Between slices, each device exchanges only its own part of the data that was reduced or gathered inside its
+        slice."""
         group = prod(self.inside.get(axis, 1) for axis in mesh_axes)
         slices = prod(self.slices.get(axis, 1) for axis in mesh_axes)
         rings = sum(self.rings.get(axis, 0.0) for axis in mesh_axes if self.inside.get(axis, 1) > 1)
@@ -85,13 +92,15 @@ class Links:
 
 
 def links_of(mesh: Mapping[str, int], topology: Topology, dcn: Mapping[str, int] | None = None) -> Links:
-    """Which links each axis of a mesh has.
+    """The links of each mesh axis.
+
+    Meshes are laid out as by `jax.experimental.mesh_utils`: the last axes get whole dimensions of the slice if their
+    sizes allow it, else parts of dimensions.
 
     Args:
-        dcn: mesh axis → slices along it; None puts slices on the axes that talk least.
-
-    As meshes are laid out (`jax.experimental.mesh_utils`), the last axes get whole dimensions of the slice where their
-    sizes allow it, and parts of some otherwise.
+        mesh: mesh axis → devices along it.
+        topology: the slices.
+        dcn: mesh axis → slices along it; None puts slices on the axes that communicate least.
     """
     slices = dict(dcn) if dcn is not None else slice_axes(mesh, topology.slices)
     inside = {axis: size // slices.get(axis, 1) for axis, size in mesh.items()}
@@ -109,7 +118,7 @@ def links_of(mesh: Mapping[str, int], topology: Topology, dcn: Mapping[str, int]
 
 
 def slice_axes(mesh: Mapping[str, int], slices: int) -> dict[str, int]:
-    """Slices laid along the first axes that divide: `data`, then `fsdp`, ...; {} for one slice."""
+    """Distribute slices over the first mesh axes that they divide: `data`, then `fsdp`, ... Empty for one slice."""
     found, left = {}, slices
     for axis in MESH_AXES:
         if (along := gcd(mesh.get(axis, 1), left)) > 1:
@@ -126,7 +135,7 @@ class _Dimension:
 
 
 def _take(left: list[_Dimension], size: int) -> float:
-    """Takes `size` devices out of the dimensions that are left; returns their rings."""
+    """Take `size` devices out of the remaining dimensions. Returns their bandwidth in rings."""
     whole = [
         found
         for count in range(1, len(left) + 1)
@@ -150,7 +159,7 @@ def _take(left: list[_Dimension], size: int) -> float:
 
 
 def _rings(dimensions: tuple[_Dimension, ...]) -> float:
-    """A ring for each dimension that closes, half for a line; two lines make a grid, whose edge is a ring."""
+    """One ring per closed dimension, half per line. Two lines make a grid, whose edge is a ring."""
     outer = [one for one in dimensions if not one.pair]
     if not outer:
         return PAIR

@@ -1,10 +1,10 @@
-"""Sizes that a mesh does not divide are padded, so that tensor parallelism takes any head count. In: an architecture, a
-mesh and a strategy; out: the architecture with the padded sizes, and how each parameter is padded. Results are those
-of one device: what is added is multiplied by zeros, and KV heads are repeated for a part of their queries each.
+"""Padding of an architecture for a mesh that does not divide its sizes, so that tensor parallelism accepts any head
+count. `pad_architecture` returns the padded architecture and the padding of each parameter. Results equal those
+of one device: added entries are multiplied by zeros, and each copy of a KV head serves a part of its queries.
 
-What cannot be padded with equal results keeps its size, and `Strategy.mesh_axes` refuses it with the counts that
-divide it: norms over an MLP's inner features or over the outputs of all heads, activations that look at all features
-(sparsity), ALiBi, experts, the residual stream, and parts that a plugin describes itself."""
+Some sizes cannot be padded with equal results: norms over an MLP's inner features or over the outputs of all heads,
+activations that look at all features (sparsity), ALiBi, experts, the residual stream, and parts that a plugin
+describes itself. They keep their size, and `Strategy.mesh_axes` refuses them with the counts that divide them."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ Devices = Callable[[str], int]  # logical axis → how many devices share it
 def pad_architecture(
     spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy = DEFAULT_STRATEGY
 ) -> tuple[ArchitectureSpec, Paddings]:
-    """The architecture as a mesh needs it, and Flax path → padding of each parameter whose shape differs.
+    """The architecture padded for a mesh, and Flax path → padding of each parameter whose shape changes.
+
+    KV heads are repeated, each copy with its share of the queries, or KV heads of zeros are added: whichever needs
+    the fewest head-sized slots. On 8 devices, 28 query and 4 KV heads become 32 and 8; on 32 devices, 32 and 32.
+    Sizes that divide already stay unchanged, so padding twice changes nothing.
 
     Args:
+        spec: the architecture.
         mesh: mesh axis → number of devices along it.
-        strategy: which mesh axes cut heads, MLPs and the vocabulary.
-
-    Of KV heads repeated so and so often, each with its share of the queries, and of KV heads of zeros added, what needs
-    the fewest head-sized slots is taken: 28 query and 4 KV heads become 32 and 8 on 8 devices, 32 and 32 on 32. What
-    divides already is left as it is: padding twice changes nothing.
+        strategy: which mesh axes shard heads, MLPs and the vocabulary.
     """
     return _padded(spec, tuple(sorted((axis, size) for axis, size in mesh.items() if size > 1)), strategy)
 
 
 def stacked_paddings(padded: ArchitectureSpec, paddings: Paddings) -> dict[str, tuple[Padding | None, ...]]:
-    """For a decoder that scans over layers (`ttpu_core.spec.parameters.stacked_parameters`): path → the padding of each
-    copy along the leading axis. Parameters that are not stacked are left out."""
+    """The paddings for a decoder that scans over layers (`ttpu_core.spec.parameters.stacked_parameters`): path → the
+    padding of each copy along the leading axis. Parameters that are not stacked are omitted."""
     found = ((path, tuple(map(paddings.get, copies))) for path, copies in stacked_paths(padded, padded.parameters))
     return {path: copies for path, copies in found if any(copies)}
 
@@ -135,8 +136,8 @@ def _moe(spec: MoESpec, devices: int) -> MoESpec:
 
 
 def _latent(mixer: MixerSpec, devices: int) -> MixerSpec:
-    """Latent attention with heads of zeros after the others: the output's columns are merged, the other kernels' heads
-    are outermost."""
+    """Latent attention with heads of zeros appended. The output kernel merges heads into its columns; heads are the
+    first dimension of the other kernels."""
     heads: int = mixer.option("num_heads")
     padded = _multiple(heads, devices)
     if padded == heads:

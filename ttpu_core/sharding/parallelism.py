@@ -1,5 +1,5 @@
-"""What users ask for as `parallelism_strategy`. In: a strategy's name, a mesh as text, or the user's own rules, and how
-many devices there are; out: a `Parallelism`, the mesh and the table of what is cut along it."""
+"""Parses the argument `parallelism_strategy`: a strategy's name, a mesh as text, or the user's own rules. The result
+is a `Parallelism`: a mesh, and a table of logical axes sharded along it."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ NAMED: Mapping[str, tuple[str, ...]] = {
     "2d": ("fsdp", "tensor"),
     "3d": ("data", "fsdp", "tensor"),
 }
-"""The mesh axes of each named strategy, which share the devices as evenly as their number allows, later axes first."""
+"""The mesh axes of each named strategy. They share the devices as evenly as the number allows; later axes get the
+larger factors."""
 
 SHAPES: Mapping[int, tuple[str, ...]] = {1: ("tensor",), 2: ("data", "tensor"), 3: ("data", "fsdp", "tensor")}
-"""What the sizes of a shape such as 2x4 are, by how many there are."""
+"""The mesh axes of a shape such as 2x4, by its number of sizes."""
 
 DCN = "dcn."
 SIMULATED_BY = "XLA_FLAGS=--xla_force_host_platform_device_count"
-"""What says, on a CPU, how many devices there are; another backend may have another variable."""
+"""The setting that simulates several devices on a CPU. Another backend may have another variable."""
 
 Rules = Mapping[str, str | Sequence[str] | None]
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """A mesh and what is cut along it.
+    """A mesh, and how logical axes are sharded along it.
 
     Args:
         mesh: mesh axis → devices along it, in the order of `MESH_AXES`; empty for one device.
-        dcn: how many of them lie in different slices, which the data center network joins, for axes where any do.
+        dcn: mesh axis → slices along it, which the data centre network joins; only axes that span several slices.
         strategy: logical axis → mesh axes.
     """
 
@@ -51,16 +52,16 @@ class Parallelism:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
+        """Number of devices of the mesh."""
         return prod(size for _, size in self.mesh)
 
     @property
     def num_slices(self) -> int:
-        """Slices that the mesh spans."""
+        """Number of slices that the mesh spans."""
         return prod(size for _, size in self.dcn)
 
     def __str__(self) -> str:
-        """As `parse_parallelism` reads it."""
+        """The text that `parse_parallelism` reads."""
         slices = dict(self.dcn)
         parts = [f"{DCN}{axis}={size}" for axis, size in self.dcn]
         parts += [f"{axis}={size // slices.get(axis, 1)}" for axis, size in self.mesh if size > slices.get(axis, 1)]
@@ -77,14 +78,15 @@ def resolve_parallelism(
     """The mesh that a strategy means on `num_devices` devices.
 
     Args:
-        what: a name of `NAMED` ("fsdp", "3d"), a shape ("2x4": data × tensor), or a mesh ("data=2,tensor=4", with
-            "dcn.data=2," before it where two slices are joined). A name takes all devices; a mesh may take fewer.
-        rules: logical axis → the mesh axes that cut it, or None, in place of the usual ones.
-        simulated_by: what sets the number of devices on a CPU, for the refusal of a mesh that is too large.
-        argument: what the caller's argument is called, for a refusal of its value.
+        what: a name in `NAMED` ("fsdp", "3d"), a shape ("2x4": data × tensor), or a mesh ("data=2,tensor=4", with
+            "dcn.data=2," before it for two joined slices). A name uses all devices; a mesh may use fewer.
+        num_devices: number of available devices.
+        rules: logical axis → the mesh axes that shard it, or None; these replace the default rules.
+        simulated_by: the setting that simulates devices on a CPU, for the error message.
+        argument: the caller's name for the argument, for the error message.
 
     Raises:
-        UnsupportedError: no such strategy, axis or mesh, or one that these devices cannot form.
+        UnsupportedError: no such strategy, axis or mesh, or these devices cannot form it.
     """
     text = str(what).strip().lower()
     dcn: dict[str, int] = {}
@@ -107,10 +109,10 @@ def resolve_parallelism(
 
 
 def check_devices(parallelism: Parallelism, num_devices: int, name: str, simulated_by: str = SIMULATED_BY) -> None:
-    """That there are enough devices.
+    """Check that there are enough devices.
 
     Raises:
-        UnsupportedError: there are not.
+        UnsupportedError: there are too few.
     """
     needed = parallelism.num_devices
     if needed > num_devices:
@@ -131,7 +133,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def strategy_with(rules: Rules | None, usual: Strategy = DEFAULT_STRATEGY) -> Strategy:
-    """The usual table with a user's own rules in it.
+    """The strategy `usual` with the user's rules in place of its own.
 
     Raises:
         UnsupportedError: an unknown logical or mesh axis.
@@ -139,8 +141,8 @@ def strategy_with(rules: Rules | None, usual: Strategy = DEFAULT_STRATEGY) -> St
     if not rules:
         return usual
     table = dict(usual.rules)
-    for logical, cut in rules.items():
-        mesh_axes = () if cut is None else (cut,) if isinstance(cut, str) else tuple(cut)
+    for logical, by in rules.items():
+        mesh_axes = () if by is None else (by,) if isinstance(by, str) else tuple(by)
         _known("logical axis", (logical,), LOGICAL_AXES)
         _known("mesh axis", mesh_axes, MESH_AXES)
         table[logical] = mesh_axes
@@ -166,7 +168,7 @@ def _named(name: str, num_devices: int, argument: str) -> dict[str, int]:
         smallest = 2 ** len(axes)
         possible = [str(n) for n in range(smallest, 65) if _even_factors(n, len(axes))]
         raise UnsupportedError(
-            f"{argument} {name!r} was asked for, which cuts along {' and '.join(axes)}, but {num_devices} "
+            f"{argument} {name!r} was asked for, which shards along {' and '.join(axes)}, but {num_devices} "
             f"devices cannot be shared by {len(axes)} axes of two or more: take {', '.join(possible[:6])} or another "
             "such number of devices, or a strategy with fewer axes such as 'fsdp'."
         )
@@ -174,7 +176,7 @@ def _named(name: str, num_devices: int, argument: str) -> dict[str, int]:
 
 
 def _even_factors(number: int, count: int) -> tuple[int, ...] | None:
-    """`number` as a product of `count` factors of two or more, ascending and as even as can be, or None."""
+    """`number` as a product of `count` factors of two or more, ascending and as even as possible, or None."""
     if count == 1:
         return (number,) if number > 1 else None
     found = [
@@ -196,7 +198,7 @@ def _shape(text: str) -> dict[str, int]:
 
 
 def _axes(text: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Devices along each axis in all, and slices along it."""
+    """Devices along each axis over all slices, and slices along each axis."""
     inside: dict[str, int] = {}
     between: dict[str, int] = {}
     for part in text.split(","):

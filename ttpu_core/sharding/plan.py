@@ -1,5 +1,5 @@
-"""A plan: how a model is laid over TPU slices, and what that is predicted to take. It is made by the planner, saved as
-JSON, and accepted wherever a parallelism strategy is."""
+"""A plan: the layout of a model on TPU slices, and its predicted memory and time. The planner makes plans; they are
+saved as JSON and accepted in place of a parallelism strategy."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ttpu_core.spec import ArchitectureSpec
 VERSION = 1
 
 HEADROOM = 0.95
-"""The share of a device's memory that a plan may be predicted to take. Where memory is short, the compiler takes at
-most 4 % more than is predicted (60 programs, libtpu 0.0.42)."""
+"""The share of a device's memory that a plan may use by prediction. Near the limit the compiler uses at most 4 %
+more than predicted (60 programs, libtpu 0.0.42)."""
 
 
 @dataclass(frozen=True)
 class ProgramEstimate:
-    """One program of a plan, and what it is predicted to take on each device."""
+    """One program of a plan, with its predicted memory and time on each device."""
 
     workload: Workload
     memory: MemoryEstimate
@@ -38,14 +38,15 @@ class ProgramEstimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model on slices.
+    """The layout of a model on slices.
 
     Args:
-        fingerprint: of the model's parameters, see `fingerprint_of`.
-        topology: the slices' name, as in "v5e:2x4" or "2*v5e:4x4".
+        model_type: the model's type.
+        fingerprint: fingerprint of the model's parameters, see `fingerprint_of`.
+        topology: name of the slices, such as "v5e:2x4" or "2*v5e:4x4".
         mesh: mesh axis → devices along it, over all slices; empty for one device.
         dcn: mesh axis → slices along it.
-        strategy: which mesh axes cut which logical axes.
+        strategy: which mesh axes shard which logical axes.
         programs: decode and prefill, or the training step.
     """
 
@@ -59,34 +60,34 @@ class Plan:
 
     @property
     def slices(self) -> Topology:
-        """The hardware that the plan is for."""
+        """The plan's hardware."""
         return parse_topology(self.topology)
 
     @property
     def note(self) -> str | None:
-        """What else is to be known of the plan: that its slices cannot be had."""
+        """A warning that slices of this size cannot be ordered, or None."""
         if self.slices.is_sold:
             return None
         return f"{self.slices.slice_name} is not a size that {self.slices.chip.name} comes in"
 
     @property
     def parallelism(self) -> Parallelism:
-        """The mesh as backends take it."""
+        """The mesh and strategy, as backends take them."""
         return Parallelism(self.mesh, self.dcn, self.strategy)
 
     @property
     def hbm_bytes(self) -> int:
-        """What one program may take of a device."""
+        """Memory of a device that one program may use."""
         return self.slices.chip.hbm_bytes
 
     def program(self, task: str) -> ProgramEstimate | None:
-        """The program of a task, if the plan has it."""
+        """The program of a task, or None."""
         return next((one for one in self.programs if one.workload.task == task), None)
 
     @property
     def memory(self) -> MemoryEstimate:
-        """Of the program that takes most. A server that reads a prompt keeps the caches of all its rows, so a prefill
-        counts with the decode step's cache."""
+        """The estimate of the program that takes the most memory. A server that reads a prompt keeps the caches of
+        all its rows, so a prefill counts with the decode step's cache."""
         decode = self.program("decode")
         counted = [
             MemoryEstimate(**{**asdict(one.memory), "cache": max(one.memory.cache, decode.memory.cache)})
@@ -98,17 +99,17 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the programs are predicted to fit, with some room."""
+        """Whether the programs are predicted to fit, with `HEADROOM`."""
         return self.memory.total <= HEADROOM * self.hbm_bytes
 
     @property
     def seconds(self) -> float:
-        """What plans are ranked by, see `rank_seconds`."""
+        """The seconds by which plans are ranked, see `rank_seconds`."""
         return self.rank_seconds({one.workload.task: one.time.seconds for one in self.programs})
 
     def rank_seconds(self, seconds: Mapping[str, float]) -> float:
-        """From each program's seconds, by task, what the plan is ranked by: a training step; or a decode step, with its
-        share of the prompts if each row reads as many tokens as it writes."""
+        """The ranking value for each program's seconds by task: the time of a training step; or of a decode step
+        with its share of the prefill, if each row reads as many tokens as it writes."""
         decode, prefill = self.program("decode"), self.program("prefill")
         if decode is None or prefill is None:
             return sum(seconds.values())
@@ -117,12 +118,12 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all rows: trained on, or generated."""
+        """Tokens per second over all rows, in training or generation."""
         first = self.programs[0].workload
         return first.batch * (first.context if first.task == "train" else 1) / self.seconds
 
     def check(self, spec: ArchitectureSpec) -> None:
-        """That the plan was made for this model.
+        """Check that the plan was made for this model.
 
         Raises:
             PlanError: it was made for another one.
@@ -135,7 +136,7 @@ class Plan:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values. What follows from them is written too, to be read by people and other programs."""
+        """The plan as plain JSON values. Derived values are included for people and other programs."""
         return {
             "version": VERSION,
             "model_type": self.model_type,
@@ -162,17 +163,18 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Any, source: str = "the plan") -> Plan:
-        """What `to_json` gives.
+        """Read the result of `to_json`.
 
         Args:
-            source: what errors call it.
+            value: the parsed JSON.
+            source: name of the plan in error messages.
 
         Raises:
-            PlanError: another version, something missing or misshapen, or a mesh that is not one of the slices.
+            PlanError: another version, a missing or malformed value, or a mesh that does not fit the slices.
         """
         if not isinstance(value, Mapping) or "version" not in value:
             raise PlanError(
-                f"{source} was to be read as a plan, but it has no version, so it is none: make one with "
+                f"{source} was to be read as a plan, but it has no version, so it is not a plan: make one with "
                 "`ttpu plan CHECKPOINT --save PLAN.json`."
             )
         if value["version"] != VERSION:
@@ -219,7 +221,7 @@ class Plan:
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan; a reader sees the old file or the new one, never a part.
+        """Write the plan. A reader sees the old file or the new one, never a part.
 
         Raises:
             PlanError: the file cannot be written.
@@ -232,10 +234,10 @@ class Plan:
 
 
 def check_plan_file(path: str | os.PathLike[str]) -> None:
-    """That a plan can be saved there, before anything is computed for it.
+    """Check that a plan can be saved at this path, before it is computed.
 
     Raises:
-        PlanError: it cannot.
+        PlanError: it cannot be saved there.
     """
     try:
         check_target(path)
@@ -244,10 +246,10 @@ def check_plan_file(path: str | os.PathLike[str]) -> None:
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """A plan that `Plan.save` wrote.
+    """Read a plan that `Plan.save` wrote.
 
     Raises:
-        PlanError: the file is missing or is no plan of this version.
+        PlanError: the file is missing or not a plan of this version.
     """
     try:
         value = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -258,14 +260,14 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         ) from error
     except ValueError as error:
         raise PlanError(
-            f"the plan {str(path)!r} was asked for, but it is no JSON ({error}): write one with "
+            f"the plan {str(path)!r} was asked for, but it is not valid JSON ({error}): write one with "
             "`ttpu plan CHECKPOINT --save PLAN.json`."
         ) from error
     return Plan.from_json(value, f"the plan {str(path)!r}")
 
 
 def fingerprint_of(spec: ArchitectureSpec) -> str:
-    """The names and shapes of a model's parameters in sixteen characters: what a plan has to agree with."""
+    """A hash of the names and shapes of a model's parameters, in sixteen characters."""
     text = repr([(path, parameter.shape) for path, parameter in spec.parameters.items()])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -281,7 +283,7 @@ def _unwritable(path: str | os.PathLike[str], error: OSError) -> PlanError:
 
 
 def _strategy(rules: Any) -> Strategy:
-    """The whole table: a logical axis that it leaves out is not cut."""
+    """The whole table. A logical axis that it omits is not sharded."""
     if not isinstance(rules, Mapping):
         raise TypeError(f"the rules {rules!r} are no table of logical axes")
     for logical, by in rules.items():

@@ -1,5 +1,4 @@
-"""What a caller of `from_pretrained` says of how a model is cut, as every backend reads it. In: the arguments, of which
-one may be given; out: that one, a plan that suits, the slice that some devices are, or one clear refusal."""
+"""Checks the arguments of `from_pretrained` that say how a model is sharded. Every backend uses these functions."""
 
 from __future__ import annotations
 
@@ -16,14 +15,15 @@ from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.arithmetic import BITS
 
 STAND_IN = "v5p"
-"""The chip whose figures "auto" takes where the devices are no TPUs: one with much memory."""
+"""The chip that "auto" assumes if the devices are no TPUs: one with much memory."""
 
 
 def the_one_given(rules: Any, **arguments: Any) -> tuple[str, Any] | None:
-    """Name and value of the argument that is not None; None where all are.
+    """Name and value of the one argument that is not None, or None if all are None.
 
     Args:
-        rules: the caller's sharding rules, which say nothing where nothing says that the model is cut.
+        rules: the caller's sharding rules, which need one of the arguments.
+        arguments: the arguments that say how the model is sharded, by name.
 
     Raises:
         RequestError: more than one is given, or rules alone.
@@ -31,12 +31,12 @@ def the_one_given(rules: Any, **arguments: Any) -> tuple[str, Any] | None:
     given = {name: value for name, value in arguments.items() if value is not None}
     if len(given) > 1:
         raise RequestError(
-            f"{' and '.join(given)} were given, but each of them says how the model is cut: pass one of them."
+            f"{' and '.join(given)} were given, but each of them says how the model is sharded: pass one of them."
         )
     if rules and not given:
         raise RequestError(
-            f"sharding_rules for {', '.join(map(str, rules))} were given, but nothing says that the model is cut: pass "
-            "a parallelism_strategy too, such as 'fsdp', or leave the rules out."
+            f"sharding_rules for {', '.join(map(str, rules))} were given, but nothing says that the model is sharded: "
+            "pass a parallelism_strategy too, such as 'fsdp', or leave the rules out."
         )
     return next(iter(given.items()), None)
 
@@ -44,20 +44,19 @@ def the_one_given(rules: Any, **arguments: Any) -> tuple[str, Any] | None:
 def plan_for(
     plan: Any, spec: ArchitectureSpec, *, dtype: str, quantization: str | None, rules: Any, backend: str
 ) -> Plan:
-    """A plan that suits the model and its weights.
+    """A plan that suits the model and its weights. Warns if the plan was made for smaller weights.
 
     Args:
         plan: a `Plan`, or the file that `ttpu plan --save` wrote.
-        dtype: what weights are held in; a name that no plan has ("auto") is not compared.
-        quantization: what they are quantized to: "int8", "int4" or None.
-        rules: the caller's sharding rules, which a plan leaves no room for.
-        backend: what errors call the backend.
+        spec: the model.
+        dtype: dtype of the weights; a name that no plan has ("auto") is not compared.
+        quantization: quantization of the weights: "int8", "int4" or None.
+        rules: the caller's sharding rules, which contradict a plan.
+        backend: name of the backend for error messages.
 
     Raises:
-        RequestError: it is something else, or rules are given.
+        RequestError: `plan` is something else, or rules are given.
         PlanError: the plan is damaged, or was made for another model or for weights of another kind.
-
-    Warns of a plan that was made for smaller weights.
     """
     if rules:
         raise RequestError("plan and sharding_rules were given, but a plan has its own rules: pass one of them.")
@@ -87,7 +86,8 @@ def plan_for(
 
 
 def topology_of(chip: Chip, devices: int, slices: int) -> Topology | None:
-    """The topology that so many devices are, taken for slices of a size that is sold; None for a part of one chip."""
+    """The topology of `devices` devices in `slices` slices, assumed to have a size that can be ordered. None for a
+    part of one chip."""
     if devices < chip.devices_per_chip:
         return None
     count = devices // chip.devices_per_chip // slices
@@ -97,19 +97,21 @@ def topology_of(chip: Chip, devices: int, slices: int) -> Topology | None:
 
 
 def refuse_idle_axes(model_type: str, mesh: Mapping[str, int], busy: Collection[str]) -> None:
-    """Devices along an axis that cuts neither parameters nor tokens would all compute the same.
+    """Refuse a mesh axis along which neither parameters nor tokens are sharded, because its devices would all
+    compute the same.
 
     Args:
+        model_type: the model's type, for the error message.
         mesh: mesh axis → devices along it.
-        busy: mesh axes along which anything is cut.
+        busy: mesh axes along which anything is sharded.
 
     Raises:
-        UnsupportedError: there are such devices.
+        UnsupportedError: such an axis has several devices.
     """
     for axis, size in mesh.items():
         if size > 1 and axis not in busy:
             raise UnsupportedError(
-                f"the mesh has {size} devices along {axis!r}, but nothing of this {model_type} is cut along it, so "
-                f"that they would all do the same: use {', '.join(sorted(busy)) or 'no mesh'} instead, or name what it "
-                "cuts in sharding_rules."
+                f"the mesh has {size} devices along {axis!r}, but nothing of this {model_type} is sharded along it, so "
+                f"they would all compute the same: use {', '.join(sorted(busy)) or 'no mesh'} instead, or shard a "
+                "logical axis along it in sharding_rules."
             )

@@ -1,5 +1,5 @@
-"""From logical axes to mesh axes. In: the axes and shape of a parameter or an activation, and a mesh; out: the mesh
-axes that cut each dimension. One table serves every backend."""
+"""A strategy maps logical axes to mesh axes: which mesh axes shard each dimension of a parameter or an activation.
+All backends use the same table."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import axes
 
 MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")
-"""Mesh axes from the slowest links to the fastest: tensor parallelism talks most, so its devices are neighbours."""
+"""Mesh axes from the slowest links to the fastest. Tensor parallelism communicates most, so its devices are
+neighbours."""
 
 MeshAxes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Logical axis → mesh axes that cut it; a logical axis that is not listed is not cut."""
+    """Logical axis → the mesh axes that shard it. A logical axis that is not listed is not sharded."""
 
     rules: tuple[tuple[str, MeshAxes], ...]
 
     def mesh_axes(
         self, logical: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mapping[str, int], name: str
     ) -> tuple[MeshAxes, ...]:
-        """The mesh axes for each dimension; () where it is whole on every device. Mesh axes of size 1 cut nothing.
+        """The mesh axes that shard each dimension; () for a dimension that every device holds whole. Mesh axes of
+        size 1 are omitted.
 
         Args:
             logical: the logical axis of each dimension.
             shape: the size of each dimension.
             mesh: mesh axis → number of devices along it.
-            name: what the error calls it.
+            name: name of the array for the error message.
 
         Raises:
-            UnsupportedError: a dimension is not a multiple of the devices that would share it.
+            UnsupportedError: the devices do not divide a dimension.
         """
         table = dict(self.rules)
         taken: set[str] = set()

@@ -1,4 +1,5 @@
-"""What a compiler says of a plan's programs. A backend gives it; the command line shows it beside the prediction."""
+"""The compiler's figures for a plan's programs. A backend returns them, and the command line prints them beside the
+prediction."""
 
 from __future__ import annotations
 
@@ -7,15 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Verification:
-    """One program, compiled for slices that need not be there.
+    """One program, compiled for slices that need not be present.
 
     Args:
-        peak_bytes: on one device; None where the compiler refused the program.
-        seconds: a walk through the compiler's schedule, good for comparing programs.
-        collectives: kind of exchange, how often it is executed, and bytes of all its results on one device.
-        refused: the sentence that says why, else "".
-        compiler: its name and version.
-        cached: compiled on another day.
+        task: the program's task.
+        peak_bytes: peak memory on one device; None if the compiler refused the program.
+        seconds: estimate from the compiler's schedule, suitable for comparing programs.
+        collectives: kind of collective, number of executions, and bytes of all results on one device.
+        compile_seconds: duration of the compilation.
+        compiler: name and version of the compiler.
+        refused: the reason for a refusal, else "".
+        cached: whether the result comes from the cache.
     """
 
     task: str

@@ -1,4 +1,4 @@
-"""What a program is to do, as far as its memory and time depend on it."""
+"""Describes the work of a program as far as its memory and time depend on it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ Layers = Literal["unrolled", "scan"]
 Quantization = Literal["int8", "int4", "fp8"]
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""What a model may compute in."""
+"""The dtypes in which a model may compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One program: a decode step of `batch` rows over caches of `context` slots, a prefill of `batch` rows of `context`
-    tokens, or a training step on as many.
+    """One program: a decode step of `batch` rows over caches of `context` slots, a prefill of `batch` rows of
+    `context` tokens, or a training step on as many.
 
     Args:
-        dtype: of weights, activations and cache; a training step keeps weights, moments in float32 beside it.
-        layers: each layer compiled, or one in a loop over stacked parameters.
-        remat: a training step computes each layer's activations again for its gradient instead of keeping them.
-        quantization: of the layers' matrices, for decode and prefill.
+        task: decode, prefill or train.
+        batch: number of rows.
+        context: tokens, or cache slots, per row.
+        dtype: dtype of weights, activations and cache; a training step also keeps float32 weights and moments.
+        layers: "unrolled" compiles each layer; otherwise a loop over stacked parameters compiles one.
+        remat: a training step recomputes each layer's activations for its gradient instead of keeping them.
+        quantization: quantization of the layers' matrices, for decode and prefill.
 
     Raises:
-        RequestError: a size below 1, or a task, dtype or quantization that there is not.
+        RequestError: a size below 1, or an unknown task, dtype or quantization.
     """
 
     task: Task
@@ -48,7 +51,7 @@ class Workload:
         ):
             if word not in allowed:
                 raise RequestError(
-                    f"{name} {word!r} was asked for, but there is only {', '.join(map(str, allowed))}: write one of "
+                    f"{name} {word!r} was asked for, but only {', '.join(map(str, allowed))} are known: write one of "
                     "them."
                 )
         for name, size in (("batch", self.batch), ("context", self.context)):
@@ -62,14 +65,14 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of each row that the program is given."""
+        """Tokens per row that the program processes."""
         return 1 if self.task == "decode" else self.context
 
     @property
     def bytes_per_element(self) -> int:
-        """Of activations and cache."""
+        """Bytes per element of activations and cache."""
         return BITS[self.dtype] // 8
 
     def with_batch(self, batch: int) -> Workload:
-        """The same with other rows."""
+        """The same workload with another number of rows."""
         return replace(self, batch=batch)

@@ -1,4 +1,5 @@
-"""What an architecture is, as data: parts, the whole decoder, its parameters, logical axes, and rotary embeddings."""
+"""The description of an architecture as data: its parts, the whole decoder, its parameters, logical axes, and rotary
+embeddings."""
 
 from ttpu_core.spec.architecture_spec import ArchitectureSpec, LayerGroup
 from ttpu_core.spec.parts import (

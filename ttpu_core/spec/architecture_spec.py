@@ -1,5 +1,5 @@
-"""A whole decoder as data: `ttpu_core.architecture` joins the parts that family hooks give into an `ArchitectureSpec`,
-which is frozen, hashable (a static jit argument), printable, and the only thing that a backend reads."""
+"""A whole decoder as data. `ttpu_core.architecture` joins the parts from family hooks into an `ArchitectureSpec`,
+which is frozen, hashable (a static jit argument) and printable. Backends read nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ttpu_core.spec.parts import (
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """`repeats` copies of a run of layers, the first of them starting at `start`."""
+    """`repeats` copies of a run of layers. The first copy starts at layer `start`."""
 
     start: int
     unit: tuple[LayerSpec, ...]
@@ -35,8 +35,10 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class ArchitectureSpec:
-    """A whole decoder. `parameter_axes` overrides logical axes by parameter path pattern (from
-    `ttpu_sharding_rules`); `kernels` and `torch_patches` come from the family and from patch packs."""
+    """A whole decoder.
+
+    `parameter_axes` overrides logical axes by parameter path pattern (from `ttpu_sharding_rules`). `kernels` and
+    `torch_patches` come from the family and from patch packs."""
 
     model_type: str
     embedding: EmbeddingSpec
@@ -49,7 +51,7 @@ class ArchitectureSpec:
     torch_patches: tuple[TorchPatch, ...] = ()
 
     def __hash__(self) -> int:
-        """A hash of the fields, computed once: jit asks for it at every call, and 126 layers take 160 µs."""
+        """A hash of the fields, computed once: jit asks for it at every call, and hashing 126 layers takes 160 µs."""
         return self._hash
 
     @cached_property
@@ -57,17 +59,17 @@ class ArchitectureSpec:
         return hash(_fields(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: what is cached follows from them, and hashes of strings differ between processes."""
+        """The fields without cached values: caches can be recomputed, and string hashes differ between processes."""
         return {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model knows."""
+        """Number of tokens in the vocabulary."""
         return self.embedding.vocab_size
 
     @property
     def context(self) -> int:
-        """The most tokens that a sequence may have: the config's number, or that to which its rope stretches it."""
+        """Maximum sequence length in tokens: the config's number, or the length to which rope scaling extends it."""
         context = self.max_position_embeddings
         for rope in {layer.mixer.rope for layer in self.layers}:
             if rope is not None and rope.type in ("linear", "dynamic"):
@@ -83,22 +85,22 @@ class ArchitectureSpec:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return len(self.layers)
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """Every parameter by its Flax path, in model order, as shared decoders store them."""
+        """Every parameter by its Flax path, in model order."""
         return model_parameters(self)
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements over all parameters; a tied head counts once."""
+        """Number of elements of all parameters. A tied head counts once."""
         return sum(parameter.size for parameter in self.parameters.values())
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Elements that one token is multiplied by or looked up in: of a mixture's experts, those it is given."""
+        """Number of parameter elements that one token uses. Only the experts that a token is routed to count."""
         idle = 0
         for path, parameter in self.parameters.items():
             if ".moe.experts." in path:
@@ -108,21 +110,22 @@ class ArchitectureSpec:
         return self.num_parameters - idle
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """Bytes that one more token adds to the KV cache of one sequence, layers with windows counted like the rest."""
+        """Bytes that one more token adds to the KV cache of one sequence. Layers with windows count like other
+        layers."""
         return sum(kept_elements(layer.mixer) for layer in self.layers) * bytes_per_element
 
     @cached_property
     def kv_sources(self) -> frozenset[int]:
-        """The layers whose keys and values later layers read too."""
+        """Indices of the layers whose keys and values later layers read too."""
         mixers = (layer.mixer for layer in self.layers)
         sources = (mixer.kv_from_layer for mixer in mixers if isinstance(mixer, AttentionSpec))
         return frozenset(source for source in sources if source is not None)
 
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Runs of repeated layers: the shortest unit that repeats, then whatever is left over.
+        """Runs of repeated layers: the shortest unit that repeats, then the remaining layers.
 
-        Equal layers share one traced body, and a stacked parameter holds one group's copies of one layer. A layer whose
-        keys and values others read stands alone."""
+        Equal layers share one traced body, and a stacked parameter holds one group's copies of one layer. A layer
+        whose keys and values another layer reads forms its own group."""
         return tuple(_groups(self.layers, self.kv_sources))
 
 

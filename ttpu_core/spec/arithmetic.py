@@ -1,5 +1,5 @@
-"""What a model costs by formula: bits of each dtype, floating point operations of products and of attention, and what
-a token's keys and values take. The planner, an engine's metrics and the compiler's reports count with these."""
+"""Cost formulas of a model: bits per dtype, FLOPs of products and of attention, and KV cache elements per token. The
+planner, engine metrics and the compiler's reports use them."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ BITS: Mapping[str, int] = MappingProxyType(
     | dict.fromkeys(("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 8)
     | {"float6_e2m3fn": 6, "float6_e3m2fn": 6, "float4_e2m1fn": 4}
 )
-"""Bits of one element by dtype, as numpy and ml_dtypes name them."""
+"""Bits per element by dtype name, as numpy and ml_dtypes spell it."""
 
 QUANTIZED_BITS: Mapping[str, float] = MappingProxyType(
     {"int8": BITS["int8"], "fp8": BITS["float8_e4m3fn"], "int4": BITS["int4"] + BITS["bfloat16"] / 128}
 )
-"""Bits of one quantized weight with its scales: one scale for each output channel costs nothing, int4 has a bfloat16
-scale for every 128 weights."""
+"""Bits per quantized weight, scales included. One scale per output channel is negligible; int4 has a bfloat16 scale
+for every 128 weights."""
 
 
 def product_flops(elements: float, tokens: float) -> float:
-    """Operations of multiplying `tokens` vectors by kernels of so many elements: a multiplication and an addition for
-    each."""
+    """FLOPs of multiplying `tokens` vectors by a kernel of `elements` elements: one multiplication and one addition
+    per element."""
     return 2.0 * elements * tokens
 
 
 def attention_flops(heads: int, mixer: AttentionSpec, pairs: float) -> float:
-    """Operations of softmax attention: scores and weighted sums.
+    """FLOPs of softmax attention: scores and weighted sums.
 
     Args:
-        heads: query heads that are counted, all of the layer's or one device's.
-        pairs: (query token, key token) pairs that are attended to.
+        heads: query heads to count, of the whole layer or of one device.
+        mixer: the attention layer.
+        pairs: number of (query token, key token) pairs.
     """
     return 2.0 * heads * (mixer.head_dim + mixer.value_dim) * pairs
 
 
 def kv_elements(mixer: AttentionSpec) -> int:
-    """Elements of one token's keys and values that attention reads in this layer."""
+    """Elements per token of the keys and values that attention reads in this layer."""
     return mixer.num_kv_heads * (mixer.head_dim + mixer.value_dim)
 
 
 def kept_elements(mixer: AttentionSpec | MixerSpec) -> int:
-    """Elements that a layer keeps of each token: none where it reads another layer's keys and values."""
+    """Elements per token that a layer caches. Zero if it reads another layer's keys and values."""
     if isinstance(mixer, AttentionSpec):
         return 0 if mixer.kv_from_layer is not None else kv_elements(mixer)
     growing = (state for state in mixer.state if axes.SEQUENCE in state.axes)
@@ -56,13 +57,13 @@ def kept_elements(mixer: AttentionSpec | MixerSpec) -> int:
 
 
 def attended_tokens(mixer: AttentionSpec, context: int) -> int:
-    """Tokens of `context` that the last of them attends to: all of them, or those of its window or chunk."""
+    """Tokens that the last token of a context of `context` tokens attends to. A window or chunk limits it."""
     return min(context, mixer.window or mixer.chunk or context)
 
 
 def expert_shares(mlp: MLPSpec | MoESpec | None, tokens: int) -> tuple[float, float]:
-    """The share of the experts' kernels that `tokens` tokens read at most, and the share that multiplies each token;
-    both 1 where there are no experts."""
+    """The share of the experts' kernels that `tokens` tokens read at most, and the share that multiplies each token.
+    Both are 1 for a layer without experts."""
     if not isinstance(mlp, MoESpec):
         return 1.0, 1.0
     each = mlp.experts_per_token / mlp.num_experts

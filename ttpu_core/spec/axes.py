@@ -1,7 +1,7 @@
-"""The names of logical axes: what a dimension of a parameter or an activation *means*.
+"""The names of logical axes. A logical axis states the meaning of a dimension of a parameter or an activation.
 
-A family and the shared decoder name logical axes only; a strategy (`ttpu_core.sharding.strategy`) maps them to the axes
-of a device mesh."""
+A family and the shared decoder name logical axes only; a strategy (`ttpu_core.sharding.strategy`) maps them to mesh
+axes."""
 
 from typing import Final
 

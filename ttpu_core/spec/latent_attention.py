@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) in the core's vocabulary. In: its sizes; out: a
-`MixerSpec` that backends implement themselves. `ttpu_core.mapping.layout` has the rules for its checkpoint tensors.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as a `MixerSpec` that backends implement themselves.
+`ttpu_core.mapping.layout` has the rules for its checkpoint tensors.
 
-Keys and values of all heads are linear in one short latent vector per token, so that only this vector, and one rotated
-key that all heads share, are cached."""
+The keys and values of all heads are linear functions of one short latent vector per token. Only this vector and one
+rotated key, which all heads share, are cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATENT_ATTENTION = "latent_attention"
 """The mixer's name."""
 
 LATENT_NORM = NormSpec(eps=1e-6)
-"""What DeepSeek's code normalises latents by, whatever `rms_norm_eps` a config has."""
+"""DeepSeek's code normalises latents with this epsilon, whatever `rms_norm_eps` a config has."""
 
 
 def latent_attention(
@@ -40,16 +40,17 @@ def latent_attention(
 
     Args:
         hidden_size: features of the residual stream.
-        num_heads: heads, each with a key of its own.
-        kv_lora_rank: features of the latent that keys and values are made of.
+        num_heads: number of heads; each has its own key.
+        kv_lora_rank: features of the latent from which keys and values are computed.
         qk_nope_head_dim: features per head of queries and keys without positions.
-        qk_rope_head_dim: features per head that are rotated; those of the key are shared by all heads.
+        qk_rope_head_dim: rotated features per head; all heads share the rotated key.
         v_head_dim: features per head of values.
-        rope: its `rotary_dim` is `qk_rope_head_dim`; `NO_ROPE` leaves those features as they are.
-        q_lora_rank: features of the latent that queries are made of; None makes them of the stream itself.
-        scale: of the scores; None means (qk_nope_head_dim + qk_rope_head_dim) ** -0.5.
-        bias: on the projections to the latents and on the output's.
-        norm: of the latents.
+        rope: a rope with `rotary_dim` equal to `qk_rope_head_dim`, or `NO_ROPE` to leave these features unrotated.
+        q_lora_rank: features of the latent from which queries are computed; None computes them from the residual
+            stream.
+        scale: scale of the scores; None means (qk_nope_head_dim + qk_rope_head_dim) ** -0.5.
+        bias: whether the projections to the latents and the output projection have a bias.
+        norm: norm of the latents.
         query_temperature: scales queries by position.
 
     Raises:
@@ -86,8 +87,8 @@ def latent_attention(
 
 
 def yarn_softmax_scale(rope: RopeSpec, head_dim: int) -> float:
-    """The scale of the scores where yarn's `mscale_all_dim` sharpens them (DeepSeek-V2's code, as `yarn_apply_mscale`
-    of transformers has it): head_dim ** -0.5 * (1 + 0.1 * mscale_all_dim * log(factor)) ** 2."""
+    """The scale of the scores if yarn's `mscale_all_dim` sharpens them (DeepSeek-V2; `yarn_apply_mscale` in
+    transformers): head_dim ** -0.5 * (1 + 0.1 * mscale_all_dim * log(factor)) ** 2."""
     factor, mscale = rope.factor or 1.0, rope.mscale_all_dim or 0.0
     sharpened = 1.0 if factor <= 1 or rope.type == "default" else 1.0 + 0.1 * mscale * math.log(factor)
     return float(head_dim**-0.5 * sharpened**2)
@@ -100,7 +101,7 @@ def _parameters(options: Mapping[str, Any], hidden: int, *, bias: bool) -> Itera
     per_head = axes.Q_HEADS, axes.HEAD_DIM
 
     def down(name: str, size: int) -> Iterator[tuple[str, Parameter]]:
-        # Cut along the stream alone: the norm needs a latent whole, and it is short.
+        # Sharded along the residual stream only: the norm needs the whole latent, and the latent is short.
         yield f"{name}_down.kernel", Parameter((size, hidden), (None, axes.EMBED))
         if bias:
             yield f"{name}_down.bias", Parameter((size,), (None,), "zeros")
@@ -120,7 +121,7 @@ def _parameters(options: Mapping[str, Any], hidden: int, *, bias: bool) -> Itera
         yield "query_up.kernel", Parameter((heads, nope + rotated, q_rank), (*per_head, axes.LATENT))
     yield from down("kv", rank + rotated)
     yield from normed("kv", rank)
-    # Apart, because the cache is read without ever making keys or values of it.
+    # Separate kernels, because attention reads the cached latents without expanding them to keys and values.
     yield "key_up.kernel", Parameter((heads, nope, rank), (*per_head, axes.LATENT))
     yield "value_up.kernel", Parameter((heads, value, rank), (*per_head, axes.LATENT))
     yield "output.kernel", Parameter((hidden, heads * value), (axes.EMBED, axes.Q_HEADS))

@@ -1,9 +1,10 @@
-"""The parameter table: from an `ArchitectureSpec` to every parameter's Flax path, shape and logical axes. Backends
-allocate, load, shard and count from this table and from nothing else.
+"""The parameter table: every parameter's Flax path, shape and logical axes, derived from an `ArchitectureSpec`.
+Backends allocate, load, shard and count parameters from this table only.
 
-Kernels are stored [out, in], as Hugging Face stores them: the contraction runs over the minor dimension, which the TPU
-compiler schedules faster (Llama-3.1-8B decode on v5e:2x4, 4.4 ms against 5.4 ms) and XLA:CPU needs for fast bfloat16.
-Projections that read the same input are fused, grouped by KV head so that tensor parallelism cuts between groups."""
+Kernels are stored [out, in], as Hugging Face stores them: the contraction runs over the minor dimension. The TPU
+compiler schedules this faster (Llama-3.1-8B decode on v5e:2x4: 4.4 ms against 5.4 ms), and XLA:CPU needs it for fast
+bfloat16. Projections that read the same input are fused and grouped by KV head, so that tensor parallelism shards
+between groups."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def layer_parameters(layer: LayerSpec, hidden_size: int) -> dict[str, Parameter]
 def fused_slots(attention: AttentionSpec) -> tuple[int, int, int]:
     """How many head-sized slots query, key and value take in one KV head's group of the fused projection.
 
-    Values of another head size have a kernel of their own, values that are the keys have none, and a layer that reads
-    another layer's keys and values projects queries only."""
+    Values of another head size have their own kernel. Values that equal the keys have no kernel. A layer that reads
+    another layer's keys and values projects only queries."""
     if attention.kv_from_layer is not None:
         return attention.q_per_kv, 0, 0
     fused_value = not attention.value_is_key and attention.value_dim == attention.head_dim
@@ -55,7 +56,7 @@ def fused_slots(attention: AttentionSpec) -> tuple[int, int, int]:
 
 
 def norm_names(layer: LayerSpec) -> tuple[str, ...]:
-    """The norms over the residual stream that a layer's placement asks for."""
+    """The norms over the residual stream that a layer's placement requires."""
     has_mlp = layer.mlp is not None
     names = {
         "pre": ("input_norm", "mlp_norm"),
@@ -106,7 +107,7 @@ def _layer(layer: LayerSpec, hidden: int) -> Named:
 
 
 def _custom(spec: CustomSpec) -> Named:
-    """What a mixer, block or embedding of a plugin's own says that it stores."""
+    """The parameters that a plugin's own mixer, block or embedding declares."""
     for name, parameter in spec.parameters:
         if not _fits(parameter.axes, parameter.shape):
             raise PluginError(
@@ -252,8 +253,8 @@ def _with_axis_overrides(
 
 
 def stacked_parameters(spec: ArchitectureSpec) -> dict[str, Parameter]:
-    """The table for a decoder that scans over layers: `groups.<g>.<position>.<path>` with a leading layers axis
-    instead of `layers.<i>.<path>`, as `ttpu_core.mapping.stack_layers` maps them."""
+    """The parameter table of a decoder that scans over layers: `groups.<g>.<position>.<path>` with a leading layers
+    axis instead of `layers.<i>.<path>`. `ttpu_core.mapping.stack_layers` maps these parameters."""
     table = {path: parameter for path, parameter in spec.parameters.items() if not path.startswith(LAYERS)}
     for path, copies in stacked_paths(spec, spec.parameters):
         one = spec.parameters[copies[0]]
@@ -262,8 +263,8 @@ def stacked_parameters(spec: ArchitectureSpec) -> dict[str, Parameter]:
 
 
 def stacked_layers(spec: ArchitectureSpec) -> Iterator[tuple[str, LayerSpec, range]]:
-    """Each place of each group of repeated layers: its prefix `groups.<g>.<position>`, its layer, and the numbers of
-    the layers that are stacked there."""
+    """Each position of each group of repeated layers: the prefix `groups.<g>.<position>`, the layer, and the indices
+    of the layers that are stacked there."""
     for number, group in enumerate(spec.groups()):
         period = len(group.unit)
         for place, layer in enumerate(group.unit):
@@ -272,7 +273,7 @@ def stacked_layers(spec: ArchitectureSpec) -> Iterator[tuple[str, LayerSpec, ran
 
 
 def stacked_paths(spec: ArchitectureSpec, paths: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Stacked path and the paths of its copies, in the order of their layers, of all `paths` within layers."""
+    """For all `paths` within layers, the stacked path and the paths of its copies in layer order."""
     names: dict[str, list[str]] = {}
     for path in paths:
         if path.startswith(LAYERS):

@@ -1,7 +1,7 @@
-"""The parts of an architecture, as frozen values: what family hooks return.
+"""The parts of an architecture as frozen values. Family hooks return them.
 
-The fields are the knobs by which decoder-only models differ; a default is the commonest value. A layer that these
-knobs cannot describe names its own mixer or block by import string, per backend."""
+Each field is one of the ways in which decoder-only models differ; its default is the commonest value. A layer that
+these fields cannot describe names its own mixer or block by import string, per backend."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Scalar = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A normalisation. `offset` is added to the scale (1 for gemma's `1 + w`); `scale_in_fp32` multiplies by the scale
-    before the cast back to the activations' dtype (olmo2, gemma) instead of after it (llama). Kind "none" leaves its
-    input as it is."""
+    """A normalisation. Kind "none" leaves its input unchanged.
+
+    `offset` is added to the scale (1 for gemma's `1 + w`). `scale_in_fp32` multiplies by the scale before the cast
+    back to the activations' dtype (olmo2, gemma) instead of after it (llama)."""
 
     kind: NormKind = "rms"
     eps: float = 1e-6
@@ -76,16 +77,30 @@ class AlibiSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Softmax attention of one layer, with every head count per layer.
+    """Softmax attention of one layer. Every layer has its own head counts.
 
-    `scale` None means head_dim ** -0.5. Without `causal` a window reaches as far ahead as back. `clip_qkv` bounds
-    queries, keys and values after their norms and before rope; `output_norm` runs over all heads' features at once.
-    `window` counts the tokens a query sees, itself included; `chunk` bounds
-    attention to blocks of that many positions. `qk_norm_scope` "head" normalises each head with one shared scale,
-    "full" all heads at once before they are split, "per_head" each head with its own scale. `kv_from_layer` reads
-    the keys and values of an earlier layer; `value_is_key` takes the unrotated key projection as value. `norm_features`
-    are the features of queries and of keys that a norm over all heads counts where some heads are padding
-    (`ttpu_core.sharding.padding`)."""
+    Args:
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_dim: features per head of queries and keys.
+        v_head_dim: features per head of values; None means `head_dim`.
+        rope: rotation of queries and keys; None lets `ttpu_rope` answer.
+        scale: softmax scale; None means head_dim ** -0.5.
+        causal: whether a query sees only earlier tokens. Without it a window reaches as far ahead as back.
+        window: number of tokens that a query sees, itself included.
+        chunk: attention stays inside blocks of this many positions.
+        clip_qkv: bound on queries, keys and values, applied after their norms and before rope.
+        qk_norm_scope: "head" normalises each head with one shared scale, "full" normalises all heads together, and
+            "per_head" normalises each head with its own scale.
+        output_norm: norm over the features of all heads together.
+        value_is_key: the unrotated key projection serves as value.
+        kv_from_layer: index of the earlier layer whose keys and values this layer reads.
+        norm_features: numbers of query features and of key features that a norm over all heads counts if some heads
+            are padding (`ttpu_core.sharding.padding`).
+
+    Raises:
+        ConfigError: the number of query heads is not a positive multiple of the number of KV heads.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -116,7 +131,7 @@ class AttentionSpec:
     norm_features: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse query heads that the KV heads cannot share evenly, which `q_per_kv` would drop."""
+        """Check that the KV heads share the query heads evenly."""
         if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"attention was described with {self.num_heads} query heads for {self.num_kv_heads} key/value heads, "
@@ -125,7 +140,7 @@ class AttentionSpec:
 
     @property
     def q_per_kv(self) -> int:
-        """Query heads that read one KV head."""
+        """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -135,19 +150,19 @@ class AttentionSpec:
 
     @property
     def softmax_scale(self) -> float:
-        """What query-key products are multiplied by."""
+        """Factor that scales query-key products."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def kind(self) -> str:
-        """One word for tables: full, sliding, chunked."""
+        """The kind of mask in one word: full, sliding or chunked."""
         return "sliding" if self.window else "chunked" if self.chunk else "full"
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One cached tensor that a custom mixer carries from token to token, per sequence (no batch axis in `shape`). A
-    dimension whose axis is `sequence` has one entry per cached token, whatever number stands in `shape` (write 0)."""
+    """One tensor that a custom mixer caches per sequence; `shape` has no batch axis. A dimension whose axis is
+    `sequence` has one entry per cached token, and its number in `shape` is not read (write 0)."""
 
     name: str
     shape: tuple[int, ...]
@@ -159,9 +174,13 @@ class StateSpec:
 class CustomSpec:
     """A part that the shared decoder does not know.
 
-    `implementations` maps a backend's name to the import string (`package.module:object`) that only that backend
-    imports; a name without one is looked up among the backend's own. `options` are the values that it needs,
-    `parameters` what it stores."""
+    Args:
+        name: the part's name.
+        implementations: pairs of a backend's name and the import string (`package.module:object`) that only this
+            backend imports. Without an entry, the backend looks the name up among its own implementations.
+        parameters: the parameters that the part stores, by name.
+        options: the values that the part needs, by name.
+    """
 
     name: str
     implementations: tuple[tuple[str, str], ...] = ()
@@ -170,7 +189,7 @@ class CustomSpec:
 
     @property
     def kind(self) -> str:
-        """One word for tables."""
+        """The part's name, for tables."""
         return self.name
 
     def implementation(self, backend: str) -> str | None:
@@ -186,7 +205,7 @@ class CustomSpec:
 class MixerSpec(CustomSpec):
     """A token mixer that replaces attention (linear attention, MLA, a state-space model).
 
-    `state` is what it carries from token to token; `rope` is rotated by as attention's is."""
+    `state` lists the tensors that it caches from token to token. `rope` is its rotary embedding, if it has one."""
 
     state: tuple[StateSpec, ...] = ()
     rope: RopeSpec | None = None
@@ -196,8 +215,8 @@ class MixerSpec(CustomSpec):
 class MLPSpec:
     """A dense feed-forward layer: gated (down(act(gate(x)) * up(x))) or plain (down(act(up(x)))).
 
-    With `sparsity`, the activation is given only what exceeds that quantile of a token's features, taken for normally
-    distributed (gemma3n)."""
+    With `sparsity`, the activation gets only the amount by which a feature exceeds that quantile of the token's
+    features, which are assumed to be normally distributed (gemma3n)."""
 
     intermediate_size: int
     activation: ActivationSpec = ActivationSpec()
@@ -211,10 +230,10 @@ class MLPSpec:
 class RouterSpec:
     """How tokens choose experts.
 
-    `score` is applied to all logits before the choice, except "topk_softmax", which normalises the chosen ones only.
-    `correction_bias` is added for the choice but not for the weights. `renormalize` divides the chosen weights by their
-    sum plus `renormalize_eps`. With `groups`, experts are first cut to the
-    `top_groups` best groups by `group_score`. `weight_on` "input" multiplies the expert's input (llama4)."""
+    `score` is applied to all logits before the choice; "topk_softmax" normalises only the chosen logits.
+    `correction_bias` affects the choice but not the weights. `renormalize` divides the chosen weights by their sum
+    plus `renormalize_eps`. With `groups`, experts are first limited to the `top_groups` best groups by
+    `group_score`. `weight_on` "input" multiplies the expert's input (llama4)."""
 
     score: Literal["softmax", "sigmoid", "topk_softmax", "sparsemixer"] = "softmax"
     renormalize: bool = False
@@ -234,7 +253,11 @@ class RouterSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """A mixture of experts, with an optional shared expert and an optional dense MLP beside it."""
+    """A mixture of experts, with an optional shared expert and an optional dense MLP beside it.
+
+    Raises:
+        ConfigError: the number of experts per token or of groups does not fit the number of experts.
+    """
 
     num_experts: int
     experts_per_token: int
@@ -248,18 +271,18 @@ class MoESpec:
     dense: MLPSpec | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a choice that cannot be made."""
+        """Check that the router can choose the requested experts."""
         router, experts = self.router, self.num_experts
         if not 1 <= self.experts_per_token <= experts:
             raise ConfigError(
-                f"a mixture was described that gives each token {self.experts_per_token} of {experts} experts, but it "
-                "must be at least one and at most all: correct the config or `ttpu_mlp`."
+                f"a mixture was described that gives each token {self.experts_per_token} of {experts} experts, but the "
+                f"number must be from 1 to {experts}: correct the config or `ttpu_mlp`."
             )
         if router.groups < 1 or experts % router.groups or not 1 <= router.top_groups <= router.groups:
             raise ConfigError(
                 f"a mixture was described that chooses from {router.top_groups} of {router.groups} groups of {experts} "
-                "experts, but the groups must share the experts evenly and be as many: correct the config or "
-                "`ttpu_mlp`."
+                "experts, but the groups must divide the experts evenly, and no more groups can be chosen than there "
+                "are: correct the config or `ttpu_mlp`."
             )
         if router.top_groups * (experts // router.groups) < self.experts_per_token:
             raise ConfigError(
@@ -271,11 +294,11 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """How mixer and MLP sit on the residual stream.
+    """How mixer and MLP connect to the residual stream.
 
-    `residual_multiplier` scales what a sub-layer adds; `layer_scalar` is one learned factor on the layer's output. A
-    block with another topology names its own implementation as `custom`; it has the parameters of the layer's mixer,
-    MLP and norms (placement "none" for no norms), and its own."""
+    `residual_multiplier` scales the output of each sub-layer. `layer_scalar` is one learned factor on the layer's
+    output. A block with another topology names its own implementation as `custom`; it has the parameters of the
+    layer's mixer, MLP and norms (placement "none" for no norms), and its own parameters."""
 
     placement: Placement = "pre"
     residual_multiplier: float = 1.0
@@ -285,10 +308,12 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """Token embedding. `scale` multiplies it in the weights' dtype; `positions` rows of learned positions start at
-    `position_offset`. A `custom` embedding has parameters of its own beside the table, and may give each layer an
-    input beside the residual stream, or make the stream of several. `table_rows` counts the rows of table and head
-    where they are padded (`ttpu_core.sharding.padding`): those from `vocab_size` on belong to no token."""
+    """Token embedding.
+
+    `scale` multiplies the embedding in the weights' dtype. `positions` counts learned positions, which start at row
+    `position_offset`. A `custom` embedding has parameters besides the table; it may give each layer an additional
+    input, or split the residual stream into several. `table_rows` counts the rows of table and head if they are
+    padded (`ttpu_core.sharding.padding`): rows from `vocab_size` on belong to no token."""
 
     vocab_size: int
     hidden_size: int
@@ -301,7 +326,7 @@ class EmbeddingSpec:
 
     @property
     def rows(self) -> int:
-        """Rows of the token table and of the head, with those that belong to no token."""
+        """Rows of the token table and of the head, padding included."""
         return self.vocab_size if self.table_rows is None else self.table_rows
 
 
@@ -317,7 +342,7 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer. `norm` is the normalisation of the residual stream wherever the placement puts one."""
+    """One decoder layer. `norm` is used at every place where `block.placement` puts a norm."""
 
     mixer: AttentionSpec | MixerSpec
     mlp: MLPSpec | MoESpec | None
@@ -327,8 +352,10 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter's shape, the logical axis of each dimension (None: never sharded), how a fresh one is filled, and the
-    dtype that it keeps whatever the model's is (router biases, decay rates)."""
+    """Shape, logical axes, initialisation and dtype of a parameter.
+
+    An axis of None is never sharded. `dtype` is set for parameters that keep their dtype whatever the model's dtype
+    is (router biases, decay rates)."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -346,7 +373,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class TorchPatch:
-    """One replacement in the stock PyTorch model: what (`target` import path), by what, why, and when."""
+    """One replacement in the stock PyTorch model: the import path to replace, the replacement, the reason, and the
+    condition."""
 
     target: str
     replacement: str

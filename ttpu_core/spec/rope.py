@@ -1,6 +1,7 @@
-"""Rotary position embedding: from a config's rope parameters, in the old or the new JSON form, to a `RopeSpec`, and
-from a `RopeSpec` to inverse frequencies. The formulas are those of `transformers.modeling_rope_utils`, computed in
-float32 in the same order, so that every backend rotates by the same angles."""
+"""Rotary position embedding. `rope_from_config` reads a config's rope parameters, in the old or the new JSON form,
+into a `RopeSpec`; `inverse_frequencies` computes its frequencies. The formulas are those of
+`transformers.modeling_rope_utils`, computed in float32 in the same order, so that every backend rotates by the
+same angles."""
 
 from __future__ import annotations
 
@@ -30,12 +31,17 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 class RopeSpec:
     """How queries and keys of one layer are rotated.
 
-    `rotary_dim` counts the rotated leading features of a head (all of `head_dim` unless the factor is partial).
-    `layout` "half" pairs feature i with i + rotary_dim/2, "interleaved" pairs 2i with 2i + 1. `max_position_embeddings`
-    and `original_max_position_embeddings` are lengths in tokens. `sign` is -1 where a model rotates the other way.
-    `long_attention_factor` is that of sequences beyond the original context, where longrope has two (phimoe).
-    `proportion` is the share of pairs that "proportional" rope turns; the other pairs keep the angle zero.
-    `fp32` keeps cos and sin in float32 when they meet queries and keys of a lower precision."""
+    Args:
+        rotary_dim: number of leading features of a head that are rotated (`head_dim` unless the factor is partial).
+        layout: "half" pairs feature i with i + rotary_dim/2; "interleaved" pairs 2i with 2i + 1.
+        max_position_embeddings: context length in tokens.
+        original_max_position_embeddings: context length in tokens before rope scaling.
+        long_attention_factor: attention factor for sequences beyond the original context, if longrope has two
+            (phimoe).
+        proportion: share of pairs that "proportional" rope rotates; the angle of the other pairs is zero.
+        sign: -1 for models that rotate in the other direction.
+        fp32: keep cos and sin in float32 when queries and keys have a lower precision.
+    """
 
     type: RopeType = "default"
     theta: float = 10_000.0
@@ -66,7 +72,7 @@ class RopeSpec:
 
 
 NO_ROPE = RopeSpec(type="none")
-"""What `ttpu_rope` returns for a layer without positions (NoPE)."""
+"""The answer of `ttpu_rope` for a layer without positions (NoPE)."""
 
 
 def rope_from_config(
@@ -81,18 +87,21 @@ def rope_from_config(
 ) -> RopeSpec:
     """Read a config's rope parameters in either JSON form.
 
-    The new form is `rope_parameters` (flat, or keyed by layer type); the old one is `rope_theta`, `rope_scaling` with
-    `type` or `rope_type`, and `partial_rotary_factor`. `overrides` set fields of the result that a family knows and a
-    config does not say (`layout`, `fp32`, ...).
+    The new form is `rope_parameters` (flat, or keyed by layer type). The old form is `rope_theta`, `rope_scaling`
+    with `type` or `rope_type`, and `partial_rotary_factor`. `overrides` set fields of the result that a family knows
+    and the config does not state (`layout`, `fp32`, ...).
 
     Args:
+        config: the model's config.
+        head_dim: features per head.
+        layer_type: key into `rope_parameters` if they are keyed by layer type.
         theta: the family's default base.
-        theta_key: where the old form has the base, for layers that have one of their own.
-        partial: the model rotates the share `partial_rotary_factor` of a head's features; the classes of most types
-            never look at it, and where it is not read it is refused.
+        theta_key: key of the base in the old form, for layers that have their own base.
+        partial: whether the model rotates only the share `partial_rotary_factor` of a head's features. Most model
+            classes never read this key.
 
     Raises:
-        ConfigError: an unknown rope type, or a parameter that its type needs is missing.
+        ConfigError: an unknown rope type, a missing parameter that the type needs, or a value out of range.
     """
     section = _section(config, layer_type)
     if section is None:
@@ -111,8 +120,8 @@ def rope_from_config(
         share = section.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0))
     if not 0 < share <= 1:
         raise ConfigError(
-            f"{config.source} sets 'partial_rotary_factor' to {share:g}, but a share of a head's features is needed, "
-            "above 0 and up to 1: correct it."
+            f"{config.source} sets 'partial_rotary_factor' to {share:g}, but it must be above 0 and at most 1, a share "
+            "of a head's features: correct it."
         )
     # "proportional" turns only a share of the pairs, yet spans the whole head (transformers, gemma 4).
     rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * share)
@@ -157,10 +166,13 @@ def rope_from_config(
 def inverse_frequencies(rope: RopeSpec, length: int | None = None) -> tuple[np.ndarray, float]:
     """Inverse frequencies [rotary_dim / 2] in float32, and the factor that scales cos and sin.
 
-    `length` (tokens) matters only where `rope.depends_on_length`: None means a sequence within the original context.
+    `length` (tokens) matters only if `rope.depends_on_length`; None means a sequence within the original context.
 
     Sources: RoFormer (arXiv 2104.09864); NTK-aware scaling; YaRN (arXiv 2309.00071); LongRoPE (arXiv 2402.13753);
     Llama 3.1's smoothed interpolation; all as in `transformers.modeling_rope_utils`.
+
+    Raises:
+        ConfigError: the rope type has no frequencies ("none").
     """
     import numpy as np
 
@@ -198,7 +210,7 @@ def dynamic_base(rope: RopeSpec, length: Any) -> Any:
 
 
 def _section(config: ModelConfig, layer_type: str | None) -> ModelConfig | None:
-    """The flat rope parameters of one layer type; None where the config says that the layer has no rope."""
+    """The flat rope parameters of one layer type, or None if the config states that the layer has no rope."""
     # where a config has both forms, transformers takes the old one
     parameters = config.section("rope_scaling") or config.section("rope_parameters")
     if parameters is None:
@@ -226,7 +238,7 @@ def _factors(section: ModelConfig, key: str, length: int) -> tuple[float, ...]:
 
 
 def _check(config: ModelConfig, spec: RopeSpec) -> None:
-    """Refuse values whose formulas have no answer: a base or factor of zero or less, a division by zero."""
+    """Refuse values that make a formula undefined: a base or factor of zero or less, a division by zero."""
     positive = {"rope_theta": spec.theta, "factor": spec.factor, "attention_factor": spec.attention_factor}
     if spec.type == "llama3":
         positive |= {"low_freq_factor": spec.low_freq_factor, "high_freq_factor": spec.high_freq_factor}
@@ -259,7 +271,7 @@ def _llama3(rope: RopeSpec, plain: np.ndarray) -> np.ndarray:
     factor, low, high = rope.factor or 1.0, rope.low_freq_factor or 1.0, rope.high_freq_factor or 4.0
     wavelength = np.float32(2 * math.pi) / plain
     scaled = np.where(wavelength > context / low, plain / np.float32(factor), plain)
-    if low == high:  # a step without anything between (llama 4)
+    if low == high:  # a step without an interpolated range (llama 4)
         return scaled.astype(np.float32)
     smooth = (np.float32(context) / wavelength - np.float32(low)) / np.float32(high - low)
     smoothed = (1 - smooth) * scaled / np.float32(factor) + smooth * scaled

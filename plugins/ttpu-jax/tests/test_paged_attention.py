@@ -176,7 +176,7 @@ def test_on_eight_devices_each_has_its_heads_and_asks_no_other(spec: AttentionSp
     assert [x.sharding.shard_shape(x.shape)[2] for x in arrays] == [spec.num_kv_heads // ways] * len(arrays)
     size, cut = page_bytes(spec, 4, placement, dtype)
     assert (size * MIXED.num_pages, cut) == (sum(x.nbytes for x in arrays), ways)
-    context = AttentionContext(mesh=mesh, head_axes=placement.cut(axes.KV_HEADS, spec.num_kv_heads))
+    context = AttentionContext(mesh=mesh, head_axes=placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads))
     heads = NamedSharding(mesh, PartitionSpec(None, context.head_axes or None))
     new = [jax.device_put(x, heads) for x in (query, keys[: len(query)], values[: len(query)])]
 

@@ -38,7 +38,7 @@ def compiled(
     topology = tpu_topology(topology_name)
     mesh = make_mesh(topology, {"tensor": len(topology.devices)})
     placement = Placement(mesh)
-    heads = placement.cut(axes.KV_HEADS, spec.num_kv_heads)
+    heads = placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads)
     context = AttentionContext(mesh=mesh, head_axes=heads, platform="tpu")
     tokens, most = step
 

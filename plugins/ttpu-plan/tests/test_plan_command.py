@@ -157,10 +157,10 @@ def test_a_topology_that_is_not_sold_is_planned_with_a_note(config: Path) -> Non
 @pytest.mark.parametrize(
     ("target", "why"),
     [
-        ("nowhere/plan.html", "its folder is not there"),
+        ("nowhere/plan.html", "its folder does not exist"),
         ("folder.html", "it is a directory"),
-        ("config.json/plan.html", "its folder is not there"),
-        ("locked/plan.html", "its folder may not be written to"),
+        ("config.json/plan.html", "its folder does not exist"),
+        ("locked/plan.html", "its folder is not writable"),
     ],
 )
 def test_where_nothing_can_be_written_nothing_is_planned(

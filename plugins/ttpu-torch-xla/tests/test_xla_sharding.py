@@ -242,7 +242,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
     "a part of the devices": ({}, {"mesh": "tensor=4"}, 8, "on all 8 that there are"),
     "one device of several": ({}, {"mesh": "tensor=1"}, 8, "the mesh 'tensor=1', which is 1 device, but torch_xla"),
     "more devices than there are": ({}, {"mesh": "tensor=16"}, 8, "CPU_NUM_DEVICES=16 simulates"),
-    "an axis that cuts nothing": ({}, {"mesh": "expert=2,tensor=4"}, 8, "nothing of this llama is cut along it"),
+    "an axis that cuts nothing": ({}, {"mesh": "expert=2,tensor=4"}, 8, "nothing of this llama is sharded along it"),
     "no such strategy": ({}, {"sharding_strategy": "fdsp"}, 8, "sharding_strategy 'fdsp' was asked for"),
     "no such mesh": ({}, {"mesh": "fdsp"}, 8, "mesh 'fdsp' was asked for, but it is no strategy"),
     "rules alone": ({}, {"sharding_rules": {"mlp": None}}, 8, "sharding_rules for mlp were given, but nothing says"),

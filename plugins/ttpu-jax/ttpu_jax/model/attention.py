@@ -79,9 +79,9 @@ class Attention(nnx.Module):
             sinks=value_of(self.sinks),
             context=attention_ops.AttentionContext(
                 mesh=placement.mesh,
-                batch_axes=placement.cut(axes.BATCH, query.shape[0]),
-                head_axes=placement.cut(axes.KV_HEADS, spec.num_kv_heads),
-                sequence_axes=placement.cut(axes.SEQUENCE, query.shape[1]),
+                batch_axes=placement.mesh_axes(axes.BATCH, query.shape[0]),
+                head_axes=placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads),
+                sequence_axes=placement.mesh_axes(axes.SEQUENCE, query.shape[1]),
                 platform=placement.platform,
                 own_keys=cache is None or step.fresh,
                 options=self.runtime.attention_options,
@@ -104,7 +104,7 @@ class Attention(nnx.Module):
         assert isinstance(pages, PagedKV)
         context = attention_ops.AttentionContext(
             mesh=placement.mesh,
-            head_axes=placement.cut(axes.KV_HEADS, spec.num_kv_heads),
+            head_axes=placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads),
             platform=placement.platform,
             own_keys=False,
         )

@@ -132,9 +132,9 @@ class LatentAttention(nnx.Module):
             self.attention,
             context=attention_ops.AttentionContext(
                 mesh=placement.mesh,
-                batch_axes=placement.cut(axes.BATCH, query.shape[0]),
-                head_axes=placement.cut(axes.Q_HEADS, self.heads),
-                sequence_axes=placement.cut(axes.SEQUENCE, query.shape[1]),
+                batch_axes=placement.mesh_axes(axes.BATCH, query.shape[0]),
+                head_axes=placement.mesh_axes(axes.Q_HEADS, self.heads),
+                sequence_axes=placement.mesh_axes(axes.SEQUENCE, query.shape[1]),
                 platform=placement.platform,
                 own_keys=True,
                 options=self.runtime.attention_options,

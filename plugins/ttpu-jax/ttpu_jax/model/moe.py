@@ -104,8 +104,8 @@ class Experts(nnx.Module):
         )
         # Where a strategy cuts tokens along the experts' axes too, they are gathered for the experts.
         taken = {axis for each in cut for axis in each}
-        batch = tuple(a for a in placement.cut(axes.BATCH, x.shape[0]) if a not in taken)
-        sequence = tuple(a for a in placement.cut(axes.SEQUENCE, x.shape[1]) if a not in taken and a not in batch)
+        batch = tuple(a for a in placement.mesh_axes(axes.BATCH, x.shape[0]) if a not in taken)
+        sequence = tuple(a for a in placement.mesh_axes(axes.SEQUENCE, x.shape[1]) if a not in taken and a not in batch)
         assert x.shape[0] % prod(sizes[a] for a in batch) == 0
         return (*cut, batch, sequence)
 

@@ -63,11 +63,11 @@ class Placement:
         """Tell the compiler how rows of a table [batch, seq, hidden] are cut, whose features are cut over some of the
         devices that share the batch: over features first, so that the devices exchange rows and not the table. Where
         they share nothing else, the compiler does that by itself."""
-        features, batch = self.cut(logical.EMBED, x.shape[-1]), self.cut(logical.BATCH, x.shape[0])
+        features, batch = self.mesh_axes(logical.EMBED, x.shape[-1]), self.mesh_axes(logical.BATCH, x.shape[0])
         rest = tuple(axis for axis in batch if axis not in features)
         if self.mesh is None or not features or not rest:
             return x
-        sequence = tuple(axis for axis in self.cut(logical.SEQUENCE, x.shape[1]) if axis not in features)
+        sequence = tuple(axis for axis in self.mesh_axes(logical.SEQUENCE, x.shape[1]) if axis not in features)
         cut = PartitionSpec(rest or None, sequence or None, features)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, cut))
 
@@ -87,7 +87,7 @@ class Placement:
             return ()
         return tuple(a for a in dict(self.strategy.rules).get(axis, ()) if self.mesh.shape.get(a, 1) > 1)
 
-    def cut(self, axis: str, size: int) -> tuple[str, ...]:
+    def mesh_axes(self, axis: str, size: int) -> tuple[str, ...]:
         """The mesh axes that cut a dimension of this logical axis; none where it does not divide."""
         if self.mesh is None or self.divisible((axis,), (size,)) == (None,):
             return ()

@@ -15,7 +15,7 @@ from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Opt
 
 AUTO = "auto"
 DEFAULT_ON_TPU = "splash_attention"
-DEFAULT_ON_CUT_SEQUENCES = "ring_attention"
+DEFAULT_ON_SHARDED_SEQUENCES = "ring_attention"
 ABSORBED = "its own absorbed form"  # how latent attention reads its cache, whatever is asked for
 LENGTH = 2**31 - 1  # of the sequence that the plan is made for: longer than any window
 
@@ -91,7 +91,8 @@ def choose(
         chosen, reason = implementation(patch.implementation), patch.reason or f"chosen by {patch.source or 'a plugin'}"
         chosen.check_options(options)
     elif sequence_axes:
-        chosen, reason = IMPLEMENTATIONS[DEFAULT_ON_CUT_SEQUENCES], f"the sequence is cut along {sequence_axes[0]}"
+        chosen = IMPLEMENTATIONS[DEFAULT_ON_SHARDED_SEQUENCES]
+        reason = f"the sequence is sharded along {sequence_axes[0]}"
     else:
         splash = IMPLEMENTATIONS[DEFAULT_ON_TPU]
         splash.check_options(options)  # also where it is not taken: what is misspelt here would fail on a TPU

@@ -39,7 +39,7 @@ class Placement(Protocol):
 
     def sharding(self, axes: tuple[str | None, ...], shape: tuple[int, ...], name: str) -> Sharding: ...
 
-    def cut(self, axis: str, size: int) -> tuple[str, ...]: ...
+    def mesh_axes(self, axis: str, size: int) -> tuple[str, ...]: ...
 
 
 def empty_pages(
@@ -158,7 +158,7 @@ def _ways(spec: AttentionSpec, placement: Placement) -> int:
     """How many devices KV heads are cut over."""
     if placement.mesh is None:
         return 1
-    return math.prod(placement.mesh.shape[axis] for axis in placement.cut(axes.KV_HEADS, spec.num_kv_heads))
+    return math.prod(placement.mesh.shape[axis] for axis in placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads))
 
 
 def _shape(
