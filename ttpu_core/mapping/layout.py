@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack, Tensor
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MixerSpec, MLPSpec, MoESpec, NormSpec
-from ttpu_core.spec.latent_attention import LATENT_ATTENTION
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
+from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_core.spec.parameters import fused_slots, norm_names
 
 Rules = Iterator[tuple[str, Expression]]
@@ -124,7 +124,7 @@ def layer_rules(layer: LayerSpec, hidden: int, names: CheckpointNames, prefix: s
         yield from norm_rules(role, layer.norm, prefix + names.norm(layer, role), hidden)
     if isinstance(layer.mixer, AttentionSpec):
         yield from attention_rules(layer.mixer, hidden, names, prefix)
-    elif layer.mixer.name == LATENT_ATTENTION and not layer.mixer.implementations:
+    elif isinstance(layer.mixer, LatentAttentionSpec) and not layer.mixer.implementations:
         yield from latent_attention_rules(layer.mixer, names, prefix)
     if isinstance(layer.mlp, MLPSpec):
         yield from mlp_rules("mlp", layer.mlp, hidden, _mlp_names(names, prefix))
@@ -180,7 +180,7 @@ def attention_rules(spec: AttentionSpec, hidden: int, names: CheckpointNames, pr
         yield "attention.output.bias", Tensor(f"{prefix}{names.output}.bias", (hidden,))
 
 
-def latent_attention_rules(mixer: MixerSpec, names: CheckpointNames, prefix: str) -> Rules:
+def latent_attention_rules(mixer: LatentAttentionSpec, names: CheckpointNames, prefix: str) -> Rules:
     """Rules for the parameters of `ttpu_core.spec.latent_attention`, as DeepSeek's checkpoints store them: one
     tensor holds, for each head, the key's rows and then the value's rows."""
     shapes = {name: parameter.shape for name, parameter in mixer.parameters}
@@ -191,17 +191,17 @@ def latent_attention_rules(mixer: MixerSpec, names: CheckpointNames, prefix: str
         if f"{path}.bias" in shapes:
             yield f"mixer.{path}.bias", Tensor(f"{prefix}{name}.bias", (prod(out),))
 
-    norm: NormSpec = mixer.option("norm")
-    if mixer.option("q_lora_rank") is None:
+    norm = mixer.norm
+    if mixer.q_lora_rank is None:
         yield from linear("query", names.query)
     else:
         yield from linear("query_down", names.query_down)
-        yield from norm_rules("mixer.query_norm", norm, prefix + names.query_down_norm, mixer.option("q_lora_rank"))
+        yield from norm_rules("mixer.query_norm", norm, prefix + names.query_down_norm, mixer.q_lora_rank)
         yield from linear("query_up", names.query_up)
     yield from linear("kv_down", names.kv_down)
-    yield from norm_rules("mixer.kv_norm", norm, prefix + names.kv_down_norm, mixer.option("kv_lora_rank"))
+    yield from norm_rules("mixer.kv_norm", norm, prefix + names.kv_down_norm, mixer.kv_lora_rank)
     heads, key, rank = shapes["key_up.kernel"]
-    both = key + mixer.option("v_head_dim")
+    both = key + mixer.v_head_dim
     kernel = Tensor(f"{prefix}{names.kv_up}.weight", (heads * both, rank)).reshape(heads, both, rank)
     yield "mixer.key_up.kernel", kernel[:, :key]
     yield "mixer.value_up.kernel", kernel[:, key:]

@@ -17,8 +17,8 @@ from types import MappingProxyType
 from ttpu_core.mapping.padding import Padding
 from ttpu_core.sharding.heads import HeadSplit, head_splits
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MixerSpec, MLPSpec, MoESpec, Parameter, axes
-from ttpu_core.spec.latent_attention import LATENT_ATTENTION
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MLPSpec, MoESpec, Parameter, axes
+from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_core.spec.parameters import layer_parameters, stacked_paths
 
 __all__ = ["Padding", "Paddings", "pad_architecture", "stacked_paddings"]
@@ -90,8 +90,8 @@ def _layer(
     mixer, mlp = layer.mixer, layer.mlp
     if isinstance(mixer, AttentionSpec):
         mixer = mixer if split is None else split.apply(mixer)
-    elif mixer.name == LATENT_ATTENTION and not mixer.implementations:
-        mixer = _latent(mixer, devices(axes.Q_HEADS))
+    elif isinstance(mixer, LatentAttentionSpec) and not mixer.implementations:
+        mixer = mixer.with_heads(_multiple(mixer.num_heads, devices(axes.Q_HEADS)))
     if isinstance(mlp, MLPSpec):
         mlp = _mlp(mlp, devices(axes.MLP))
     elif mlp is not None:
@@ -105,9 +105,9 @@ def _layer(
 def _padding(path: str, layer: LayerSpec, split: HeadSplit | None, before: Parameter, after: Parameter) -> Padding:
     if isinstance(layer.mixer, AttentionSpec) and split is not None and path.startswith("attention."):
         return split.padding(path, layer.mixer, before, after)
-    if isinstance(layer.mixer, MixerSpec) and path == "mixer.output.kernel":
+    if isinstance(layer.mixer, LatentAttentionSpec) and path == "mixer.output.kernel":
         hidden, features = before.shape
-        heads: int = layer.mixer.option("num_heads")
+        heads = layer.mixer.num_heads
         added = after.shape[1] * heads // features - heads
         return Padding(before.shape, after.shape, (hidden, heads, features // heads), 1, ((0, heads), (-1, added)))
     return _grown(before, after)
@@ -132,27 +132,6 @@ def _moe(spec: MoESpec, devices: int) -> MoESpec:
         intermediate_size=_multiple(spec.intermediate_size, devices),
         shared=None if spec.shared is None else _mlp(spec.shared, devices),
         dense=None if spec.dense is None else _mlp(spec.dense, devices),
-    )
-
-
-def _latent(mixer: MixerSpec, devices: int) -> MixerSpec:
-    """Latent attention with heads of zeros appended. The output kernel merges heads into its columns; heads are the
-    first dimension of the other kernels."""
-    heads: int = mixer.option("num_heads")
-    padded = _multiple(heads, devices)
-    if padded == heads:
-        return mixer
-
-    def grown(name: str, parameter: Parameter) -> Parameter:
-        first, *rest = parameter.shape
-        if name == "output.kernel":
-            return replace(parameter, shape=(first, rest[0] // heads * padded))
-        return replace(parameter, shape=(padded, *rest)) if parameter.axes[0] == axes.Q_HEADS else parameter
-
-    return replace(
-        mixer,
-        parameters=tuple((name, grown(name, parameter)) for name, parameter in mixer.parameters),
-        options=tuple((name, padded if name == "num_heads" else value) for name, value in mixer.options),
     )
 
 

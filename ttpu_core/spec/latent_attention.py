@@ -1,5 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as a `MixerSpec` that backends implement themselves.
-`ttpu_core.mapping.layout` has the rules for its checkpoint tensors.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as a `LatentAttentionSpec`, a mixer that backends
+implement themselves. `ttpu_core.mapping.layout` has the rules for its checkpoint tensors.
 
 The keys and values of all heads are linear functions of one short latent vector per token. Only this vector and one
 rotated key, which all heads share, are cached."""
@@ -8,17 +8,91 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ttpu_core.errors import ConfigError
 from ttpu_core.spec import MixerSpec, NormSpec, Parameter, QueryTemperature, StateSpec, axes
 from ttpu_core.spec.rope import NO_ROPE, RopeSpec
 
-LATENT_ATTENTION = "latent_attention"
-"""The mixer's name."""
-
 LATENT_NORM = NormSpec(eps=1e-6)
 """DeepSeek's code normalises latents with this epsilon, whatever `rms_norm_eps` a config has."""
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec(MixerSpec):
+    """Latent attention of one layer; made by `latent_attention`. Its sizes are its options."""
+
+    @property
+    def num_heads(self) -> int:
+        """Heads, each with a key of its own."""
+        value: int = self.option("num_heads")
+        return value
+
+    @property
+    def q_lora_rank(self) -> int | None:
+        """Features of the latent that queries are made of; None: of the stream itself."""
+        value: int | None = self.option("q_lora_rank")
+        return value
+
+    @property
+    def kv_lora_rank(self) -> int:
+        """Features of the latent that keys and values are made of."""
+        value: int = self.option("kv_lora_rank")
+        return value
+
+    @property
+    def qk_nope_head_dim(self) -> int:
+        """Features per head of queries and keys without positions."""
+        value: int = self.option("qk_nope_head_dim")
+        return value
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        """Features per head that are rotated; the key's are shared by all heads."""
+        value: int = self.option("qk_rope_head_dim")
+        return value
+
+    @property
+    def v_head_dim(self) -> int:
+        """Features per head of values."""
+        value: int = self.option("v_head_dim")
+        return value
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        value: float = self.option("scale")
+        return value
+
+    @property
+    def norm(self) -> NormSpec:
+        """Of the latents."""
+        value: NormSpec = self.option("norm")
+        return value
+
+    @property
+    def query_temperature(self) -> QueryTemperature | None:
+        """Scales queries by position."""
+        value: QueryTemperature | None = self.option("query_temperature")
+        return value
+
+    def with_heads(self, num_heads: int) -> LatentAttentionSpec:
+        """The same with heads after the others: the output's columns are merged, and in the other kernels heads are
+        outermost."""
+        before = self.num_heads
+
+        def grown(name: str, parameter: Parameter) -> Parameter:
+            first, *rest = parameter.shape
+            if name == "output.kernel":
+                return replace(parameter, shape=(first, rest[0] // before * num_heads))
+            return replace(parameter, shape=(num_heads, *rest)) if parameter.axes[0] == axes.Q_HEADS else parameter
+
+        return replace(
+            self,
+            parameters=tuple((name, grown(name, parameter)) for name, parameter in self.parameters),
+            options=tuple((name, num_heads if name == "num_heads" else value) for name, value in self.options),
+        )
 
 
 def latent_attention(
@@ -35,7 +109,7 @@ def latent_attention(
     bias: bool = False,
     norm: NormSpec = LATENT_NORM,
     query_temperature: QueryTemperature | None = None,
-) -> MixerSpec:
+) -> LatentAttentionSpec:
     """Latent attention of one layer.
 
     Args:
@@ -77,8 +151,8 @@ def latent_attention(
         StateSpec("latent", (0, kv_lora_rank), (axes.SEQUENCE, None)),
         StateSpec("rope_key", (0, qk_rope_head_dim), (axes.SEQUENCE, None)),
     )
-    return MixerSpec(
-        LATENT_ATTENTION,
+    return LatentAttentionSpec(
+        "latent_attention",
         parameters=tuple(_parameters(options, hidden_size, bias=bias)),
         options=tuple(options.items()),
         state=state,

@@ -205,17 +205,23 @@ def test_gradients_are_projected_as_the_core_says() -> None:
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_training_step_leaves_the_model_that_one_device_has(stacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_step_leaves_the_model_that_one_device_has(stacked: bool) -> None:
     # Not AdamW, whose steps have no size: it would make a gradient of a rounding error one of the learning rate.
-    monkeypatch.setattr(steps, "optax", SteepestDescent())
+    descent = optax.sgd(0.5)
     spec = architecture(*[LAYERS["biases and sinks"]] * 2)
 
     def step(mesh: str | None) -> tuple[Model, dict[str, np.ndarray]]:
         model = Model(spec, mesh, stacked=stacked)
         program = steps.train_step(
-            spec, model.runtime, np.dtype(np.float32), batch=4, tokens=TOKENS.shape[1], stacked=stacked
+            spec,
+            model.runtime,
+            np.dtype(np.float32),
+            batch=4,
+            tokens=TOKENS.shape[1],
+            stacked=stacked,
+            optimizer=descent,
         )
-        after, _, _ = jax.jit(program.function)(model.params, optax.sgd(0.5).init(model.params), TOKENS)
+        after, _, _ = jax.jit(program.function)(model.params, descent.init(model.params), TOKENS)
         return model, {path: np.asarray(value) for path, value in after.items()}
 
     (_, expected), (cut, found) = step(None), step("tensor=8")
@@ -229,14 +235,6 @@ def test_a_training_step_leaves_the_model_that_one_device_has(stacked: bool, mon
             np.testing.assert_allclose(original, other, atol=2e-5)
             if padding is not None:
                 np.testing.assert_allclose(padding.pad(original), copy, atol=1e-7)
-
-
-class SteepestDescent:
-    """optax with one optimizer."""
-
-    adamw = staticmethod(lambda _: optax.sgd(0.5))
-    apply_updates = staticmethod(optax.apply_updates)
-    tree_utils = optax.tree_utils
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from engine_cases import NEW, PROMPTS, Oracle, add, answers, collect, finish, sm
 from safetensors.numpy import load_file, save_file
 from test_padded import LAYERS, architecture
 
+from ttpu import AutoModelForTPU
 from ttpu_core.errors import CheckpointError, MappingError, RequestError, TTPUError, UnsupportedError
 from ttpu_core.mapping import gather
 from ttpu_core.mapping.layout import standard_mapping
@@ -25,8 +26,8 @@ from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.spec import Parameter, axes
 from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
-from ttpu_jax.model.low_rank import adapters_of_tokens
 from ttpu_jax.model.modules import Linear, Parameters, Runtime
+from ttpu_jax.ops.kernels import LowRankKernel, dense, map_arrays, quantize, with_adapters
 from ttpu_jax.params.placement import Placement
 from ttpu_jax.runner.lora import make_site, reached_tensors, tensor_updates
 from ttpu_serve.adapters.files import read_adapter
@@ -150,8 +151,22 @@ def test_adapters_in_one_batch_answer_as_merged_weights_on_eight_devices(
     given = {name: str(adapters[name].path) for name in ("all", "some")}
     core = small_engine(base, adapters=given, parallelism_strategy="tensor=8")
     assert_all_merged(core, base, adapters, oracle)
-    held = core.runner.params["layers.0.mlp.down.lora_a"]
+    held = core.runner.params["layers.0.mlp.down.kernel"].a
     assert held.addressable_shards[0].data.size * 8 == held.size
+
+
+def test_adapters_are_served_on_top_of_quantized_kernels(base: Path, adapters: dict[str, Adapter]) -> None:
+    """Paged, next to requests without an adapter: the tokens are those of the kernels dequantized."""
+    given = {name: str(adapters[name].path) for name in ("all", "some")}
+    told = []
+    for hold in (quantize, lambda kernel: dense(quantize(kernel))):
+        model = AutoModelForTPU.from_pretrained(base)
+        kernels = [path for path in model.params if path.startswith("layers.") and path.endswith(".kernel")]
+        model.params.update({path: jax.jit(hold)(model.params[path]) for path in kernels})
+        core = small_engine(model, adapters=given)
+        assert isinstance(core.runner.params["layers.0.mlp.down.kernel"], LowRankKernel)
+        told.append(answers(core, PROMPTS, ["all", None, "some", None]))
+    assert told[0] == told[1]
 
 
 def test_adapters_are_loaded_and_unloaded_while_serving_without_compiling(
@@ -314,21 +329,19 @@ def test_adapters_need_no_exchange_of_their_own_on_a_tpu() -> None:
     """Where devices have a part of a projection's inputs each, what adapters add is exchanged with the product."""
     tokens, topology = 64, tpu_topology("v5e:2x4")
     placement = Placement(make_mesh(topology, {"tensor": 8}))
-    shapes = {"kernel": (256, 2048), "lora_a": (4, 16, 2048), "lora_b": (256, 4, 16)}
-    logical = {"kernel": (None, axes.MLP), "lora_a": (None, None, axes.MLP), "lora_b": (None, None, None)}
-    table = {name: Parameter(shape, logical[name]) for name, shape in shapes.items()}
+    table = {"kernel": Parameter((256, 2048), (None, axes.MLP))}
 
     def abstract(shape: tuple[int, ...], cut: tuple[str | None, ...], dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.sharding(cut, shape, "an argument"))
 
-    def project(arrays: dict[str, jax.Array], x: jax.Array, adapters: jax.Array) -> jax.Array:
-        with adapters_of_tokens(adapters):
-            out = Linear(Parameters(arrays, table), Runtime(placement))(x)
-        return placement.constrain(out, None, None, None)
+    def project(kernel: LowRankKernel, x: jax.Array, adapters: jax.Array) -> jax.Array:
+        arrays = {"kernel": with_adapters(kernel, adapters)}
+        return placement.constrain(Linear(Parameters(arrays, table), Runtime(placement))(x), None, None, None)
 
-    arrays = {name: abstract(shapes[name], logical[name]) for name in shapes}
+    shapes = LowRankKernel(*(jax.ShapeDtypeStruct(s, "bfloat16") for s in ((256, 2048), (4, 16, 2048), (256, 4, 16))))
+    kernel = map_arrays(shapes, (None, axes.MLP), lambda array, cut: abstract(array.shape, cut))
     x = abstract((1, tokens, 2048), (None, None, axes.MLP))
-    program = compile_for(topology, project, arrays, x, abstract((tokens,), (None,), "int32"))
+    program = compile_for(topology, project, kernel, x, abstract((tokens,), (None,), "int32"))
     assert [(each.op, each.count) for each in program.collectives] == [("all-reduce", 1)]
 
 

@@ -229,7 +229,7 @@ def test_reserved_are_the_largest_temporaries_two_outputs_and_the_state_of_one_d
     options = {name: value for name, value in OPTIONS.items() if name in NAMES} | {"sampling_level": "all"}
     config, kind = filled(EngineConfig(**options), spec, "cpu"), np.dtype(np.float32)
     runtime = Runtime(placement, ropes=different_ropes(spec.layers))
-    runner = runner_for(spec, spec.parameters, runtime, params, config, kind)
+    runner = runner_for(spec, runtime, params, config, kind)
     runner.num_pages = (9,)
     asked = []
 

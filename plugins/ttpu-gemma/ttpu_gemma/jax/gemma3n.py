@@ -12,7 +12,7 @@ from ttpu_core.spec import EmbeddingSpec, LayerSpec, NormSpec
 from ttpu_gemma.jax.per_layer import PerLayerEmbedding, PerLayerInput
 from ttpu_jax.model.attention import KeyValue
 from ttpu_jax.model.layers import Cache, DecoderLayer
-from ttpu_jax.model.modules import RESIDUAL, LayerInputs, Linear, Norm, Parameters, Runtime, Step, maybe
+from ttpu_jax.model.modules import RESIDUAL, LayerInputs, Linear, Norm, Parameters, Runtime, Step, maybe, value_of
 from ttpu_jax.ops.linear import linear
 
 SMALLEST_POWER = 1e-5  # a stream's mean square, when its magnitude is divided by
@@ -35,8 +35,11 @@ class StreamEmbedding(PerLayerEmbedding):
 
     def collapse(self, x: jax.Array) -> jax.Array:
         """The mean of the streams x [batch, seq, streams, hidden], all but the first projected back."""
-        first, kernels = x[:, :, :1], self.unembed[...]
-        back = [linear(x[:, :, 1 + stream], kernel) for stream, kernel in enumerate(kernels)]
+        first, kernels = x[:, :, :1], value_of(self.unembed)
+        back = [
+            linear(x[:, :, 1 + stream], jax.tree.map(lambda array, stream=stream: array[stream], kernels))
+            for stream in range(kernels.shape[0])
+        ]
         others = self.runtime.placement.constrain(jnp.stack(back, axis=2), *RESIDUAL, None)
         return jnp.concatenate([first, _as_large_as(first, others)], axis=2).mean(2)
 

@@ -12,18 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ttpu_core.spec import ArchitectureSpec, axes
+from ttpu_core.sharding.training_state import ADAMW
+from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.causal_model import causal_model
-from ttpu_jax.model.loss import next_token_loss
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.ops.sampling import SamplingFeatures, SamplingParams, sample, sampling_inputs
 from ttpu_jax.params.initialize import abstract_parameters
-from ttpu_jax.params.padding import pad_for, project_gradients
-from ttpu_jax.params.placement import Placement
+from ttpu_jax.params.padding import pad_for
+from ttpu_jax.train.step import TrainStep, abstract_tokens, adamw
 
 Task = Literal["decode", "prefill", "train"]
-LEARNING_RATE = 1e-4  # any number: the program is the same
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def inference_step(
         greedy = sampling_inputs([SamplingParams(seed=0)] * batch)
         return sample(logits[:, -1], greedy, None, jnp.zeros(batch, jnp.int32), SamplingFeatures()).token, updated
 
-    return AbstractProgram(step, (params, _tokens(batch, tokens, placement), cache), (2,), cache.layers, spec)
+    return AbstractProgram(step, (params, abstract_tokens(batch, tokens, placement), cache), (2,), cache.layers, spec)
 
 
 def train_step(
@@ -74,48 +73,27 @@ def train_step(
     batch: int,
     tokens: int,
     stacked: bool,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> AbstractProgram:
-    """One step of AdamW on the next-token loss of `batch` rows. Weights and moments are float32; the model computes in
-    `dtype`, and each layer's activations again for its gradient. Gives weights, optimizer state and loss. `spec` is not
-    padded yet: a step leaves replicas equal and zeros zero."""
+    """One step on the next-token loss of `batch` rows, as `ttpu_jax.train.step` makes it.
+
+    Args:
+        spec: not padded yet.
+        runtime: where arrays live and which attention runs.
+        dtype: what the model computes in; weights and moments are as `TrainingState` has them.
+        batch: rows.
+        tokens: of each row.
+        stacked: equal layers are stacked and scanned over.
+        optimizer: AdamW by default.
+
+    Returns:
+        The step, which gives weights, optimizer state and loss.
+    """
     placement = runtime.placement
     spec, paddings = pad_for(spec, placement)
-    model = causal_model(spec, runtime, stacked=stacked, remat=True)
-    table = model.parameters
-    params = abstract_parameters(table, placement, np.dtype(np.float32))
-    optimizer = optax.adamw(LEARNING_RATE)
-    state = _optimizer_state(optimizer, params, placement)
-
-    def step(params: dict[str, jax.Array], state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        def loss(params: dict[str, jax.Array]) -> jax.Array:
-            held = {path: value if table[path].dtype else value.astype(dtype) for path, value in params.items()}
-            return next_token_loss(model, held, tokens)
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        gradients = project_gradients(gradients, spec, paddings, stacked=stacked)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return AbstractProgram(step, (params, state, _tokens(batch, tokens, placement)), (0, 1), (params, state), spec)
-
-
-def _tokens(batch: int, tokens: int, placement: Placement) -> jax.ShapeDtypeStruct:
-    shape = (batch, tokens)
-    logical = placement.divisible((axes.BATCH, None), shape)
-    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.sharding(logical, shape, "the tokens"))
-
-
-def _optimizer_state(optimizer: Any, params: dict[str, jax.ShapeDtypeStruct], placement: Placement) -> Any:
-    """Moments lie where their weights do."""
-    whole = placement.sharding((), (), "the step count")
-
-    def like(leaf: Any, parameter: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parameter.sharding)
-
-    return optax.tree_utils.tree_map_params(
-        optimizer,
-        like,
-        jax.eval_shape(optimizer.init, params),
-        params,
-        transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
-    )
+    model = causal_model(spec, runtime, stacked=stacked, remat=ADAMW.remat)
+    step = TrainStep(model, dtype, paddings, optimizer=optimizer or adamw())
+    params = abstract_parameters(model.parameters, placement, np.dtype(ADAMW.master_dtype))
+    state = step.abstract_state(params)
+    arguments = (params, state, abstract_tokens(batch, tokens, placement))
+    return AbstractProgram(step, arguments, (0, 1), (params, state), spec)

@@ -39,13 +39,10 @@ class DecoderModel:
     runtime: Runtime
     stacked: bool = False
     remat: bool = False
-    table: Mapping[str, Parameter] | None = None
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
         """Flax path → shape, logical axes and initialization of each parameter."""
-        if self.table is not None:
-            return self.table
         return stacked_parameters(self.spec) if self.stacked else self.spec.parameters
 
     @cached_property
@@ -164,7 +161,6 @@ def causal_model(
     *,
     stacked: bool = False,
     remat: bool = False,
-    table: Mapping[str, Parameter] | None = None,
 ) -> DecoderModel:
     """The model of an architecture: the one place where a decoder is made.
 
@@ -173,6 +169,5 @@ def causal_model(
         runtime: where arrays live and which attention runs.
         stacked: equal layers are stacked and scanned over instead of unrolled.
         remat: a layer's activations are computed again for its gradient instead of being kept.
-        table: the parameters where they are more than the architecture's.
     """
-    return DecoderModel(spec, runtime, stacked, remat, table)
+    return DecoderModel(spec, runtime, stacked, remat)

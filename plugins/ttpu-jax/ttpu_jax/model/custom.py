@@ -15,12 +15,13 @@ from typing import Any
 
 from ttpu_core.errors import PluginError, UnsupportedError
 from ttpu_core.spec import CustomSpec, EmbeddingSpec, LayerSpec, MixerSpec
+from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_jax.model.modules import Parameters, Runtime
 
-BUILT_IN: dict[str, str] = {
-    "latent_attention": "ttpu_jax.model.latent_attention:LatentAttention",
+BUILT_IN: dict[type[CustomSpec], str] = {
+    LatentAttentionSpec: "ttpu_jax.model.latent_attention:LatentAttention",
 }
-"""Parts of the core's vocabulary that this backend brings itself."""
+"""Parts of the core's vocabulary that this backend brings itself, by the type of their spec."""
 
 
 def custom_mixer(spec: MixerSpec, values: Parameters, runtime: Runtime) -> Any:
@@ -47,12 +48,13 @@ def custom_class(spec: CustomSpec) -> Any:
         UnsupportedError: there is none for this backend.
         PluginError: the import string leads to no class.
     """
-    name = spec.implementation("jax") or BUILT_IN.get(spec.name)
+    name = spec.implementation("jax") or BUILT_IN.get(type(spec))
     if name is None:
         others = ", ".join(backend for backend, _ in spec.implementations) or "no backend"
         raise UnsupportedError(
             f"the part {spec.name!r} of this model has an implementation for {others}, but the JAX backend needs one "
-            f"of its own (it brings {', '.join(BUILT_IN)}): update the plugin, or use another backend."
+            f"of its own (it brings {', '.join(kind.__name__ for kind in BUILT_IN)}): update the plugin, or use "
+            "another backend."
         )
     module, _, attribute = name.partition(":")
     try:

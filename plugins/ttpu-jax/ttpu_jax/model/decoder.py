@@ -20,8 +20,8 @@ from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.custom import custom_block, custom_embedding
 from ttpu_jax.model.embedding import Embedding, Head
 from ttpu_jax.model.layers import Cache, DecoderLayer
-from ttpu_jax.model.low_rank import adapters_of_tokens
 from ttpu_jax.model.modules import RESIDUAL, LayerInputs, Norm, Parameters, Runtime, Step, maybe
+from ttpu_jax.ops.kernels import with_adapters
 from ttpu_jax.ops.paged_attention import RaggedBatch
 from ttpu_jax.ops.rope import rope_angles
 
@@ -232,8 +232,8 @@ def _apply_layer(
     definition: Any, is_source: bool, state: Any, x: jax.Array, step: Step, cache: Cache | None, inputs: LayerInputs
 ) -> tuple[jax.Array, Cache | None, KeyValue | None]:
     """One layer. Layers with equal definitions and shapes hit jit's cache and are traced once."""
-    with adapters_of_tokens(None if step.ragged is None else step.ragged.adapters):
-        x, cache, kv = nnx.merge(definition, state)(x, step, cache, None, inputs)
+    state = with_adapters(state, None if step.ragged is None else step.ragged.adapters)
+    x, cache, kv = nnx.merge(definition, state)(x, step, cache, None, inputs)
     return x, cache, kv if is_source else None
 
 

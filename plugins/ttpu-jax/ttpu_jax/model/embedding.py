@@ -51,7 +51,7 @@ class Head(nnx.Module):
 
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """x [..., hidden], table [vocab, hidden] of the embedding: [..., vocab]."""
-        kernel = table if self.kernel is None else self.kernel[...]
+        kernel = table if self.kernel is None else value_of(self.kernel)
         logits = linear(x, kernel, value_of(self.bias), out_dtype=jnp.dtype(jnp.float32))
         logits = logits if self.spec.multiplier == 1.0 else logits * self.spec.multiplier
         cap = self.spec.softcap

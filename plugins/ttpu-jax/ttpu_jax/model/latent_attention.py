@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ttpu_core.spec import AttentionSpec, MixerSpec, QueryTemperature, axes
-from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step
+from ttpu_core.spec import AttentionSpec, axes
+from ttpu_core.spec.latent_attention import LatentAttentionSpec
+from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step, value_of
 from ttpu_jax.ops import attention as attention_ops
 from ttpu_jax.ops.attention.reference import MASKED
+from ttpu_jax.ops.kernels import dense
 from ttpu_jax.ops.paged_attention import PagedKV, paged_attention, write
 from ttpu_jax.ops.rope import rotate
 from ttpu_jax.ops.temperature import query_factor
@@ -24,20 +26,17 @@ State = Mapping[str, jax.Array]
 class LatentAttention(nnx.Module):
     """Attention whose cache holds one latent and one rotated key per token."""
 
-    def __init__(self, spec: MixerSpec, values: Parameters, runtime: Runtime) -> None:
+    def __init__(self, spec: LatentAttentionSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
-        self.heads: int = spec.option("num_heads")
-        self.rank: int = spec.option("kv_lora_rank")
-        self.plain: int = spec.option("qk_nope_head_dim")
+        self.heads, self.rank, self.plain = spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim
         self.attention = AttentionSpec(
             num_heads=self.heads,
             num_kv_heads=self.heads,
-            head_dim=self.plain + spec.option("qk_rope_head_dim"),
-            v_head_dim=spec.option("v_head_dim"),
-            scale=spec.option("scale"),
+            head_dim=self.plain + spec.qk_rope_head_dim,
+            v_head_dim=spec.v_head_dim,
+            scale=spec.scale,
         )
-        norm = spec.option("norm")
-        short = spec.option("q_lora_rank") is not None
+        norm, short = spec.norm, spec.q_lora_rank is not None
         self.query_down = Linear(values.at("query_down"), runtime) if short else None
         self.query_norm = Norm(norm, values.at("query_norm")) if short else None
         self.query = Linear(values.at("query_up" if short else "query"), runtime)
@@ -73,7 +72,7 @@ class LatentAttention(nnx.Module):
         latent and rotated key, and whose first features are the value."""
         assert step.ragged is not None
         query, _ = self._queries(x, step)
-        key_up, value_up = self.key_up.kernel[...], self.value_up.kernel[...]
+        key_up, value_up = (dense(value_of(each.kernel), x.dtype) for each in (self.key_up, self.value_up))
         if self.runtime.placement.platform == "cpu":
             key_up, value_up = (a.astype(jnp.float32) for a in (key_up, value_up))
         dtype = key_up.dtype
@@ -100,7 +99,7 @@ class LatentAttention(nnx.Module):
         query = self._cut(self.query(x))
         rotated = self._rotated(query[..., self.plain :], step)
         query = jnp.concatenate([query[..., : self.plain], rotated], axis=-1)
-        temperature: QueryTemperature | None = self.spec.option("query_temperature")
+        temperature = self.spec.query_temperature
         if temperature is not None:
             factor = query_factor(temperature, step.query_positions)
             query = (query * factor[:, :, None, None]).astype(query.dtype)
@@ -152,7 +151,7 @@ class LatentAttention(nnx.Module):
     ) -> jax.Array:
         """As `_expanded`, of a cache: the latents are the keys of queries taken through `key_up`, and `value_up` is
         applied to what is mixed of them. Each cached token is read once for all heads, and never expanded."""
-        key_up, value_up = self.key_up.kernel[...], self.value_up.kernel[...]
+        key_up, value_up = (dense(value_of(each.kernel), query.dtype) for each in (self.key_up, self.value_up))
         if self.runtime.placement.platform == "cpu":  # as in the reference: XLA:CPU wants float32 operands
             key_up, value_up, latent, rope_key = (a.astype(jnp.float32) for a in (key_up, value_up, latent, rope_key))
         dtype = latent.dtype
@@ -178,16 +177,16 @@ class LatentAttention(nnx.Module):
         return self.runtime.placement.constrain(x, axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, None)
 
 
-def latent_pages(spec: MixerSpec) -> AttentionSpec:
+def latent_pages(spec: LatentAttentionSpec) -> AttentionSpec:
     """The attention that latent attention is in its absorbed form: all heads share one key, whose first features are
     the value."""
-    rank = spec.option("kv_lora_rank")
+    rank = spec.kv_lora_rank
     return AttentionSpec(
-        num_heads=spec.option("num_heads"),
+        num_heads=spec.num_heads,
         num_kv_heads=1,
-        head_dim=rank + spec.option("qk_rope_head_dim"),
+        head_dim=rank + spec.qk_rope_head_dim,
         v_head_dim=rank,
-        scale=spec.option("scale"),
+        scale=spec.scale,
     )
 
 

@@ -1,25 +1,38 @@
-"""The language model's loss: the mean cross-entropy of each next token, in nats."""
+"""The language model's loss: the cross-entropy of each next token, in nats."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
+from ttpu_core.sharding.training_state import ADAMW
 from ttpu_jax.model.causal_model import DecoderModel, Params
-
-TOKENS_AT_ONCE = 512  # of a row, for which logits are held: those of 4,096 tokens and 262,144 words take 4 GiB
 
 
 def next_token_loss(
     model: DecoderModel, params: Params, tokens: jax.Array, mask: jax.Array | None = None
 ) -> jax.Array:
-    """Mean cross-entropy in nats, a float32 scalar.
+    """Mean cross-entropy in nats, a float32 scalar; arguments as of `summed_next_token_loss`."""
+    total, count = summed_next_token_loss(model, params, tokens, mask)
+    return total / jnp.maximum(count, 1)
+
+
+def summed_next_token_loss(
+    model: DecoderModel,
+    params: Params,
+    tokens: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    tokens_at_once: int = ADAMW.loss_tokens,
+) -> tuple[jax.Array, jax.Array]:
+    """The summed cross-entropy in nats, a float32 scalar, and the number of tokens that were predicted.
 
     Args:
         model: what computes the logits.
         params: Flax path → array.
         tokens: int [batch, seq]; every token but a row's first is predicted from those before it.
         mask: bool [batch, seq], the real tokens; padding is neither seen nor predicted. None: all are real.
+        tokens_at_once: of a row, for which logits are held.
 
     Logits are computed for some tokens at a time, and again for the gradient, so that they never exist all at once.
     """
@@ -29,7 +42,7 @@ def next_token_loss(
     hidden, _ = model.hidden(params, tokens, positions)
     targets = jnp.roll(tokens, -1, axis=1)
     counted = mask & jnp.roll(mask, -1, axis=1).at[:, -1].set(False)
-    size = min(seq, TOKENS_AT_ONCE)
+    size = min(seq, tokens_at_once)
     whole = -(-seq // size) * size
 
     def parts(x: jax.Array) -> jax.Array:
@@ -40,10 +53,10 @@ def next_token_loss(
     @jax.checkpoint
     def part_loss(x: jax.Array, target: jax.Array, counts: jax.Array) -> jax.Array:
         logits = model.logits(params, x)
-        # A sum over the vocabulary instead of a gather, which a mesh that cuts it would need to see whole.
+        # A sum over the vocabulary instead of a gather, which a mesh that shards it would need to see whole.
         words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
         chosen = jnp.where(words == target[..., None], logits, 0.0).sum(-1)
         return jnp.where(counts, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0).sum()
 
     losses = jax.lax.map(lambda part: part_loss(*part), (parts(hidden), parts(targets), parts(counted)))
-    return losses.sum() / jnp.maximum(counted.sum(), 1)
+    return losses.sum(), counted.sum()

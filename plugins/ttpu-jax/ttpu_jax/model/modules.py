@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, axes
-from ttpu_jax.model.low_rank import low_rank_update
 from ttpu_jax.ops.activation import activate, gated_activation, sparsify
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.norm import normalize
@@ -112,23 +111,16 @@ class Norm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x @ kernel.T + bias, and what a token's LoRA adapter adds, where a serving engine holds some for this kernel."""
+    """x @ kernel.T + bias, whatever the kernel is: dense, quantized, or with LoRA adapters (`ttpu_jax.ops.kernels`)."""
 
     def __init__(self, values: Parameters, runtime: Runtime) -> None:
         self.on_one_device, self.widen_rows = runtime.placement.mesh is None, runtime.widen_rows
         self.kernel, self.bias = values["kernel"], values.get("bias")
-        self.lora_a, self.lora_b = values.get("lora_a"), values.get("lora_b")
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in]: [..., *out]."""
-        flatten = self.on_one_device
-        kernel, bias = self.kernel[...], value_of(self.bias)
-        product = linear(x, kernel, bias, out_dtype=out_dtype, flatten=flatten, widen_rows=self.widen_rows)
-        if self.lora_a is None or self.lora_b is None:
-            return product
-        added = low_rank_update(x, self.lora_a[...], self.lora_b[...], flatten=flatten)
-        # Added to the rounded product, as PEFT does: devices that have a part of it each exchange half the bytes.
-        return product if added is None else (product + added).astype(product.dtype)
+        kernel, bias = value_of(self.kernel), value_of(self.bias)
+        return linear(x, kernel, bias, out_dtype=out_dtype, flatten=self.on_one_device, widen_rows=self.widen_rows)
 
 
 class MLP(nnx.Module):
@@ -171,6 +163,6 @@ def maybe(norm: Norm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
 
 
-def value_of(variable: nnx.Param | None) -> jax.Array | None:
-    """The array in a variable that may be absent."""
-    return None if variable is None else variable[...]
+def value_of(variable: nnx.Param | None) -> Any:
+    """The array or kernel in a variable, None where it is absent."""
+    return None if variable is None else variable.get_value()

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from ttpu_core.spec import MoESpec, axes
 from ttpu_jax.model.modules import MLP, RESIDUAL, Linear, Norm, Parameters, Runtime, value_of
+from ttpu_jax.ops.kernels import map_arrays
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.moe import ExpertKernels, choose_experts, run_experts
 
@@ -35,7 +36,7 @@ class Router(nnx.Module):
             x = x * self.scale[...].astype(x.dtype) * jnp.asarray(spec.input_scale, x.dtype)
         # transformers rounds the logits to the activations' dtype, except where a choice is corrected in float32.
         out_dtype = jnp.dtype(jnp.float32) if spec.correction_bias else x.dtype
-        logits = linear(x, self.kernel[...], value_of(self.bias), out_dtype=out_dtype)
+        logits = linear(x, value_of(self.kernel), value_of(self.bias), out_dtype=out_dtype)
         logits = self.runtime.placement.constrain(logits, *RESIDUAL)
         return choose_experts(
             logits, spec, self.spec.experts_per_token, value_of(self.correction_bias), value_of(self.expert_scale)
@@ -56,7 +57,7 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         """x [batch, seq, hidden]; chosen and weights [batch, seq, experts_per_token]: as x."""
         up = self.gate_up if self.spec.gated else self.up
-        kernels = ExpertKernels(up.kernel[...], self.down.kernel[...], value_of(up.bias), value_of(self.down.bias))
+        kernels = ExpertKernels(*map(value_of, (up.kernel, self.down.kernel, up.bias, self.down.bias)))
         mesh, platform = self.runtime.placement.mesh, self.runtime.placement.platform
 
         def run(
@@ -71,7 +72,7 @@ class Experts(nnx.Module):
         experts, inner, batch, sequence = self._cuts(x)
 
         def on_one_device(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: ExpertKernels) -> jax.Array:
-            first = jax.lax.axis_index(experts) * len(kernels.up) if experts else 0
+            first = jax.lax.axis_index(experts) * kernels.up.shape[0] if experts else 0
             if kernels.down_bias is not None and inner:  # of the devices that share an expert, one adds its bias
                 at_start = jax.lax.axis_index(inner) == 0
                 kernels = kernels._replace(down_bias=jnp.where(at_start, kernels.down_bias, 0))
@@ -81,7 +82,8 @@ class Experts(nnx.Module):
         up_bias = (experts or None, *((None,) if self.spec.gated else ()), inner or None)
         cuts = ((*up_bias, None), (experts or None, None, inner or None), up_bias, (experts or None, None))
         in_specs = ExpertKernels._make(
-            None if kernel is None else PartitionSpec(*cut) for kernel, cut in zip(kernels, cuts, strict=True)
+            None if kernel is None else map_arrays(kernel, cut, lambda _, cut: PartitionSpec(*cut))
+            for kernel, cut in zip(kernels, cuts, strict=True)
         )
         # Partial sums leave the manual region apart and are added outside: the gradient of that sum is a copy, where
         # that of a psum inside would be a second one.

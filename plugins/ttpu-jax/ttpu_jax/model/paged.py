@@ -4,7 +4,7 @@ belongs to, and one cache per layer: pages for attention, a state per request sl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, StateSpec, axes
-from ttpu_core.spec.latent_attention import LATENT_ATTENTION
+from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_jax.model.cache import StateCache
 from ttpu_jax.model.latent_attention import latent_pages
 from ttpu_jax.ops.paged_attention import PagedKV, empty_pages, page_bytes
@@ -61,7 +61,7 @@ def paged_layout(spec: ArchitectureSpec, max_model_len: int) -> PagedLayout:
                 )
             if mixer.kv_from_layer is None:
                 key = tuple(None if n is None or n >= max_model_len else n for n in (mixer.window, mixer.chunk))
-        elif mixer.name == LATENT_ATTENTION:
+        elif isinstance(mixer, LatentAttentionSpec):
             key = (None, None)
         elif any(axes.SEQUENCE in state.axes for state in mixer.state):
             raise UnsupportedError(
@@ -126,7 +126,7 @@ def state_bytes(spec: ArchitectureSpec, max_num_seqs: int, placement: Placement,
     """Bytes on one device of the recurrent states of all request slots."""
     total = 0
     for layer in spec.layers:
-        if isinstance(layer.mixer, AttentionSpec) or layer.mixer.name == LATENT_ATTENTION:
+        if isinstance(layer.mixer, AttentionSpec | LatentAttentionSpec):
             continue
         for state in layer.mixer.state:
             array = _state(state, max_num_seqs, placement, dtype, True)
@@ -138,7 +138,7 @@ def _attention(layer: LayerSpec) -> tuple[AttentionSpec, bool]:
     """A layer's attention as its pages see it, and whether values lie in the keys."""
     if isinstance(layer.mixer, AttentionSpec):
         return layer.mixer, False
-    return latent_pages(layer.mixer), True
+    return latent_pages(cast(LatentAttentionSpec, layer.mixer)), True
 
 
 def _state(

@@ -8,19 +8,21 @@ multiplies every row by every kernel; so a TPU runs Pallas kernels and a CPU a l
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, singledispatch
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ttpu_jax.ops.kernels import Kernel, QuantizedKernel
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_linear(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, platform: str) -> jax.Array:
+
+def grouped_linear(x: jax.Array, kernels: Kernel, group_sizes: jax.Array, platform: str) -> jax.Array:
     """Row r of x times the kernel of r's group, accumulated in float32.
 
     Args:
         x: [rows, in], those of the first group first.
-        kernels: [groups, *out, in], in x's dtype.
+        kernels: [groups, *out, in]: an array, or one of `ttpu_jax.ops.kernels`.
         group_sizes: int32 [groups]; their sum is at most rows.
         platform: cpu, tpu or gpu, where this runs; "tpu-interpreted" runs the TPU's kernels on a CPU.
 
@@ -29,6 +31,25 @@ def grouped_linear(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, pla
         group are undefined, perhaps not even numbers, and so is x's gradient there: to make them zero would take as
         long as to write them.
     """
+    return _grouped(kernels, x, group_sizes, platform)
+
+
+@singledispatch
+def _grouped(kernels: Any, x: jax.Array, sizes: jax.Array, platform: str) -> jax.Array:
+    return _dense(x, kernels.astype(x.dtype), sizes, platform)
+
+
+@_grouped.register
+def _(kernels: QuantizedKernel, x: jax.Array, sizes: jax.Array, platform: str) -> jax.Array:
+    product = _dense(x, kernels.values.astype(x.dtype), sizes, platform)
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right")
+    scale = kernels.scale.reshape(len(sizes), -1).at[group].get(mode="clip")
+    return (product.astype(jnp.float32) * scale).astype(x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _dense(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, platform: str) -> jax.Array:
+    """`grouped_linear` of kernels [groups, *out, in] in x's dtype."""
     if platform.startswith("tpu"):
         from ttpu_jax.ops import grouped_tpu  # Pallas takes 0.4 s to import
 
@@ -41,7 +62,7 @@ def grouped_linear(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, pla
 def _with_residuals(
     x: jax.Array, kernels: jax.Array, sizes: jax.Array, platform: str
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return grouped_linear(x, kernels, sizes, platform), (x, kernels, sizes)
+    return _dense(x, kernels, sizes, platform), (x, kernels, sizes)
 
 
 def _gradients(
@@ -64,7 +85,7 @@ def _gradients(
     return to_x, to_kernels.astype(kernels.dtype).reshape(kernels.shape), None
 
 
-grouped_linear.defvjp(_with_residuals, _gradients)
+_dense.defvjp(_with_residuals, _gradients)
 
 
 def _merged(kernels: jax.Array) -> jax.Array:

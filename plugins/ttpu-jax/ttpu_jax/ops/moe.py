@@ -12,14 +12,15 @@ import jax.numpy as jnp
 from ttpu_core.spec import MoESpec, RouterSpec
 from ttpu_jax.ops.activation import activate, gated_activation
 from ttpu_jax.ops.grouped import grouped_linear
+from ttpu_jax.ops.kernels import Kernel
 
 
 class ExpertKernels(NamedTuple):
     """All experts' parameters: `up` [experts, 2, inner, hidden] with the gate first, or [experts, inner, hidden] where
     nothing is gated; `down` [experts, hidden, inner]; biases without the last dimension, or None."""
 
-    up: jax.Array
-    down: jax.Array
+    up: Kernel
+    down: Kernel
     up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
 
@@ -126,7 +127,7 @@ def run_experts(
     Returns:
         float32 [tokens, hidden]: in several parts, they have yet to be added up.
     """
-    count, experts = chosen.shape[1], len(kernels.up)
+    count, experts = chosen.shape[1], kernels.up.shape[0]
     # Assignments are numbered choice by choice, so that what they give is summed over a leading axis.
     expert = chosen.T.reshape(-1) - first
     here = (expert >= 0) & (expert < experts) if experts < spec.num_experts else None
@@ -164,14 +165,14 @@ def _where(kept: jax.Array | None, x: jax.Array) -> jax.Array:
 
 def _linear(
     x: jax.Array,
-    kernels: jax.Array,
+    kernels: Kernel,
     bias: jax.Array | None,
     expert: jax.Array,
     sizes: jax.Array,
     platform: str,
 ) -> jax.Array:
     """x [rows, in], kernels [experts, *out, in], expert [rows]: [rows, out]."""
-    product = grouped_linear(x, kernels.astype(x.dtype), sizes, platform)
+    product = grouped_linear(x, kernels, sizes, platform)
     return product if bias is None else product + _of_expert(bias.reshape(len(bias), -1).astype(x.dtype), expert)
 
 

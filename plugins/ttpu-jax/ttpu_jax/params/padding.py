@@ -28,7 +28,7 @@ def project_gradients(
     each of them, and zeros stay zeros. For use inside jit.
 
     Args:
-        gradients: Flax path → array, of a decoder over `padded`.
+        gradients: Flax path → array, of a decoder over `padded`; of all parameters or of some.
         paddings: of the unstacked parameters.
         stacked: the parameters are stacked over equal layers.
     """
@@ -38,7 +38,8 @@ def project_gradients(
             result[path] = _project(result[path], padding)
     if stacked:
         for path, copies in stacked_paddings(padded, paddings).items():
-            result[path] = _project_stacked(result[path], copies)
+            if path in result:
+                result[path] = _project_stacked(result[path], copies)
     return result
 
 

@@ -259,7 +259,7 @@ def abstract_runner(
     runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
     settings = filled(config, spec, placement.platform)
     params = abstract_parameters(spec.parameters, placement, kind)
-    runner = runner_for(spec, spec.parameters, runtime, params, settings, kind)
+    runner = runner_for(spec, runtime, params, settings, kind)
     if config.speculation is not None and config.speculation.model is not None:
         raise UnsupportedError(
             f"programs with the draft model {config.speculative!r} were asked for {topology.name!r}, but a draft model "

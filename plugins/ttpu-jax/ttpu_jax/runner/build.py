@@ -13,7 +13,7 @@ import numpy as np
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.mapping import pad_mapping
-from ttpu_core.spec import ArchitectureSpec, Parameter, axes
+from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.model.paged import paged_layout
@@ -59,10 +59,10 @@ def model_runner(
     keep_compiled()
     config = filled(config, spec, placement.platform)
     params: Mapping[str, Any] = model.params
-    table, loaded = spec.parameters, None
+    loaded = None
     if adapters or config.max_adapters:
-        params, table, loaded = load_adapters(model, config, adapters or {})
-    runner = runner_for(spec, table, runtime, params, config, model.dtype)
+        params, loaded = load_adapters(model, config, adapters or {})
+    runner = runner_for(spec, runtime, params, config, model.dtype)
     runner.pool.store = ProgramStore(placement.devices)
     runner.served = ServedWeights(pad_mapping(model.architecture.mapping, model.paddings), model.params)
     runner.adapters = None if loaded is None else LoadedAdapters(loaded, runner.params)
@@ -86,7 +86,6 @@ def filled(config: EngineConfig, spec: ArchitectureSpec, platform: str) -> Engin
 
 def runner_for(
     spec: ArchitectureSpec,
-    table: Mapping[str, Parameter],
     runtime: Runtime,
     params: Mapping[str, Any],
     config: EngineConfig,
@@ -95,7 +94,7 @@ def runner_for(
     """A runner whose programs are not compiled and whose caches are not made; weights may be only shapes.
 
     Args:
-        table: the parameters, adapters included.
+        params: Flax path → kernel or other array, on devices or only shapes.
         config: as `EngineConfig.filled` gives it.
         held: what weights are held in, and keys and values unless `config` says otherwise.
 
@@ -123,9 +122,7 @@ def runner_for(
     )
     asked = config.kv_dtype
     pages = held if asked is None else jnp.dtype(asked)
-    has_adapters = table is not spec.parameters
-    model = causal_model(spec, runtime, table=table)
-    return Runner(model, params, config, layout, buckets, pages, held, has_adapters=has_adapters)
+    return Runner(causal_model(spec, runtime), params, config, layout, buckets, pages, held)
 
 
 def refuse_idle_devices(placement: Any) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from ttpu_core.errors import MappingError, RequestError, UnsupportedError
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Padded, Stack, Tensor, gather
 from ttpu_core.mapping.padding import Padding
-from ttpu_core.spec import Parameter
+from ttpu_jax.ops.kernels import LowRankKernel, QuantizedKernel
 
 if TYPE_CHECKING:
     from ttpu_jax.causal_lm import JaxCausalLM
@@ -109,10 +109,8 @@ class Adapters:
                 a, b = site.matrices(updates, self.rank)
             else:
                 a, b = np.zeros((), np.float32), np.zeros((), np.float32)
-            for path, axis, value in ((f"{site.path}.lora_a", 0, a), (f"{site.path}.lora_b", -2, b)):
-                array = params[path]
-                one = np.broadcast_to(value, np.delete(array.shape, axis)).astype(array.dtype)
-                params[path] = _writer(array.sharding, axis)(array, one, np.int32(number - 1))
+            kernel: LowRankKernel = params[site.path]
+            params[site.path] = replace(kernel, a=_put(kernel.a, a, 0, number), b=_put(kernel.b, b, -2, number))
         self._loads += 1
         self.names[name], self._generations[name] = number, self._loads
 
@@ -134,8 +132,8 @@ class Adapters:
 
 def load_adapters(
     model: JaxCausalLM, config: EngineConfig, given: Mapping[str, AdapterWeights]
-) -> tuple[dict[str, Any], dict[str, Parameter], Adapters]:
-    """A model's parameters, and its parameter table, with room for adapters and the `given` ones in it.
+) -> tuple[dict[str, Any], Adapters]:
+    """A model's parameters, with room for adapters and the `given` ones in the kernels that they reach.
 
     Room is for `max_adapters` of `max_lora_rank` on every kernel that adapters reach; where `max_adapters` is not set,
     for the adapters given, on the kernels that they change.
@@ -154,7 +152,7 @@ def load_adapters(
     changed = {tensor for updates in read.values() for tensor in updates}
     ranks_given = [update.rank for updates in read.values() for update in updates.values()]
     rank = config.max_lora_rank or max(ranks_given, default=DEFAULT_RANK)
-    table, sites = dict(spec.parameters), {}
+    sites: dict[str, Site] = {}
     params: dict[str, Any] = dict(model.params)
     placement = model.programs.runtime.placement
     for path, tensors in reached.items():
@@ -164,23 +162,18 @@ def load_adapters(
         kernel = spec.parameters[path]
         site = make_site(path, used, mapping[path], rank * len(used), model.paddings.get(path))
         sites[path] = site
-        *out, inputs = zip(kernel.shape, kernel.axes, strict=True)
-        ranks = rank * len(used)
-        shapes = {
-            "lora_a": ((capacity, None), (ranks, None), inputs),
-            "lora_b": (*out, (capacity, None), (ranks, None)),
-        }
-        for name, dims in shapes.items():
-            sizes, logical = zip(*dims, strict=True)
-            parameter = Parameter(sizes, logical, "zeros", kernel.dtype)
-            own = f"{site.path}.{name}"
-            table[own] = parameter
-            sharding = placement.parameter(own, parameter)
-            params[own] = jnp.zeros(parameter.shape, params[path].dtype, device=sharding)
+        base, ranks = params[path], rank * len(used)
+        held = model.dtype if isinstance(base, QuantizedKernel) else base.dtype
+        a, b = (capacity, ranks, kernel.shape[-1]), (*kernel.shape[:-1], capacity, ranks)
+        params[path] = LowRankKernel(
+            base,
+            jnp.zeros(a, held, device=placement.sharding((None, None, kernel.axes[-1]), a, path)),
+            jnp.zeros(b, held, device=placement.sharding((*kernel.axes[:-1], None, None), b, path)),
+        )
     adapters = Adapters(mapping, sites, capacity, rank)
     for name, updates in read.items():
         adapters.put(params, name, updates)
-    return params, table, adapters
+    return params, adapters
 
 
 def tensor_updates(
@@ -262,7 +255,7 @@ def make_site(path: str, tensors: tuple[str, ...], rule: Expression, ranks: int,
             narrowed = Padded(narrowed, _with(padding, slice(-1, None), ranks))
         else:
             inputs = _with(padding, slice(0, 1), ranks)
-    return Site(path.removesuffix(".kernel"), tensors, narrowed, inputs)
+    return Site(path, tensors, narrowed, inputs)
 
 
 def _with(padding: Padding, where: slice, size: int) -> Padding:
@@ -299,6 +292,13 @@ def _narrowed(rule: Expression, ranks: int) -> Expression | None:
         else:
             return None
     return result
+
+
+def _put(array: jax.Array, value: np.ndarray, axis: int, number: int) -> jax.Array:
+    """The array of all adapters with `value` as that of adapter `number`; `axis` is theirs."""
+    one = np.broadcast_to(value, np.delete(array.shape, axis)).astype(array.dtype)
+    written: jax.Array = _writer(array.sharding, axis)(array, one, np.int32(number - 1))
+    return written
 
 
 @lru_cache(maxsize=64)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
+
 from ttpu_core.files import write_whole
 from ttpu_jax.runner.compilation_cache import programs_folder
 
@@ -52,7 +54,8 @@ def _file(runner: EnginePrograms, page_bytes: Sequence[int]) -> Path | None:
         return None
     placement, config = runner.runtime.placement, runner.config
     mesh = {} if placement.mesh is None else dict(placement.mesh.shape)
-    weights = sorted((path, tuple(value.shape), str(value.dtype)) for path, value in runner.params.items())
+    leaves = jax.tree_util.tree_leaves_with_path(runner.params)
+    weights = [(jax.tree_util.keystr(path), tuple(array.shape), str(array.dtype)) for path, array in leaves]
     steps = (config.max_model_len, config.page_size, config.penalties, runner.buckets, runner.has_adapters)
     pages = (tuple(page_bytes), str(runner.cache_dtype))
     described = repr((placement.devices[0].device_kind, mesh, weights, pages, steps))

@@ -16,6 +16,7 @@ from ttpu_core.spec import axes
 from ttpu_jax.model.causal_model import DecoderModel
 from ttpu_jax.model.decoder import Caches
 from ttpu_jax.model.paged import PagedLayout
+from ttpu_jax.ops.kernels import LowRankKernel
 from ttpu_jax.ops.sampling import LogitRules, Sampled, TokenCounts
 from ttpu_jax.runner.batch import BatchLayout
 from ttpu_jax.runner.buckets import Buckets, StepShape
@@ -49,20 +50,18 @@ class EnginePrograms:
         buckets: Buckets,
         cache_dtype: np.dtype[Any],
         state_dtype: np.dtype[Any],
-        *,
-        has_adapters: bool = False,
     ) -> None:
         """
         Args:
-            model: with a parameter table that includes adapters.
-            params: their arrays, or abstract ones.
+            model: what a step runs.
+            params: Flax path → kernel or other array, on devices or only shapes.
             config: as `EngineConfig.filled` gives it.
             cache_dtype: of cached keys and values. state_dtype: of recurrent states and the residual stream.
-            has_adapters: whether steps choose LoRA adapters.
         """
         self.model, self.spec, self.runtime, self.params = model, model.spec, model.runtime, dict(params)
         self.config, self.layout, self.buckets = config, layout, buckets
-        self.cache_dtype, self.state_dtype, self.has_adapters = cache_dtype, state_dtype, has_adapters
+        self.cache_dtype, self.state_dtype = cache_dtype, state_dtype
+        self.has_adapters = any(isinstance(value, LowRankKernel) for value in self.params.values())
         assert config.max_num_seqs and config.max_model_len and config.page_size
         self.max_num_seqs = config.max_num_seqs
         self.pages_per_sequence = -(-config.max_model_len // config.page_size)
@@ -145,11 +144,11 @@ class EnginePrograms:
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._whole)
 
-    def _abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return {
-            path: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
-            for path, value in self.params.items()
-        }
+    def _abstract_params(self) -> dict[str, Any]:
+        abstract: dict[str, Any] = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), self.params
+        )
+        return abstract
 
     def _logits(self, rows: int) -> jax.ShapeDtypeStruct:
         shape, placement = (rows, self.vocab), self.runtime.placement

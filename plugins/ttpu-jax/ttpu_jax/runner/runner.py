@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from ttpu_core.errors import UnsupportedError
 from ttpu_core.generation.sampling_params import MAX_LOGIT_BIAS
 from ttpu_jax.model.decoder import Caches
 from ttpu_jax.model.paged import GroupSpec, group_page_bytes
+from ttpu_jax.ops.kernels import QuantizedKernel, base_of, with_base
 from ttpu_jax.ops.sampling import LogitRules, Sampled
 from ttpu_jax.runner.batch import put_whole
 from ttpu_jax.runner.buckets import StepShape
@@ -107,7 +109,8 @@ class Runner(EnginePrograms):
         self._levels = np.zeros(self.max_num_seqs + 1, np.int8)
         self._prompts = np.zeros(self.max_num_seqs + 1, np.int32)
         self._adapters = np.zeros(self.max_num_seqs + 1, np.int32)
-        self._asleep: dict[str, tuple[np.ndarray, Any]] = {}
+        self._asleep: dict[str, Any] = {}
+        self._shardings: dict[str, Any] = {}
         self._no_rules: dict[int, LogitRules] = {}
 
     # -- what it is --
@@ -124,7 +127,7 @@ class Runner(EnginePrograms):
 
     def memory_stats(self) -> MemoryStats:
         """Bytes of weights, and of a cached number."""
-        weight_bytes = sum(value.nbytes for value in self.params.values())
+        weight_bytes = sum(array.nbytes for array in jax.tree.leaves(self.params))
         return MemoryStats(weight_bytes, self.cache_dtype.itemsize)
 
     def compile_stats(self) -> CompileStats:
@@ -172,14 +175,15 @@ class Runner(EnginePrograms):
 
     def sleep(self) -> None:
         """Move the weights to the host and drop the caches."""
-        self._asleep = {path: (np.asarray(value), value.sharding) for path, value in self.params.items()}
-        for value in self.params.values():
-            value.delete()
+        self._asleep = jax.tree.map(np.asarray, self.params)
+        self._shardings = jax.tree.map(lambda array: array.sharding, self.params)
+        for array in jax.tree.leaves(self.params):
+            array.delete()
         self.release()
 
     def wake_up(self) -> None:
         """Undo `sleep`, with empty caches."""
-        self.params.update({path: jax.device_put(value, sharding) for path, (value, sharding) in self._asleep.items()})
+        self.params.update(jax.tree.map(jax.device_put, self._asleep, self._shardings))
         self._asleep = {}
         self.allocate(self.num_pages)
         self._share()
@@ -199,24 +203,34 @@ class Runner(EnginePrograms):
             yield replace_and_share
 
     def weight(self, path: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Shape and dtype of a parameter, awake or asleep."""
-        value = self._asleep[path][0] if self._asleep else self.params[path]
-        return tuple(value.shape), np.dtype(value.dtype)
+        """Shape and dtype of a parameter, awake or asleep; of an adapted kernel, its base's.
+
+        Raises:
+            UnsupportedError: a quantized kernel.
+        """
+        base = base_of((self._asleep or self.params)[path])
+        if isinstance(base, QuantizedKernel):
+            raise UnsupportedError(
+                f"the weight {path!r} was to be updated, but it is quantized, and only dense weights are replaced "
+                "while serving: load the new checkpoint instead."
+            )
+        return tuple(base.shape), np.dtype(base.dtype)
 
     def replace_weight(self, path: str, value: np.ndarray) -> None:
         """Put a host array of the same shape and dtype in a parameter's place: on its devices, or where it sleeps."""
         if self._asleep:
-            self._asleep[path] = value, self._asleep[path][1]
+            self._asleep[path] = with_base(self._asleep[path], value)
             return
-        old = self.params[path]
-        self.params[path] = jax.device_put(value, old.sharding).block_until_ready()
+        kernel = self.params[path]
+        old = base_of(kernel)
+        self.params[path] = with_base(kernel, jax.device_put(value, old.sharding).block_until_ready())
         old.delete()
 
     def _share(self) -> None:
         """Give the loaded model this runner's arrays: those that it had are gone."""
         if self.served is not None:
             shared = self.served.shared
-            shared.update({path: self.params[path] for path in shared})
+            shared.update({path: base_of(self.params[path]) for path in shared})
 
     # -- steps --
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, KernelChoice, LayerSpec
-from ttpu_core.spec.latent_attention import LATENT_ATTENTION
+from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_jax.ops.attention.api import IMPLEMENTATIONS, REFERENCE, implementation
 from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Options
 
@@ -97,11 +97,11 @@ def choose(
         splash = IMPLEMENTATIONS[DEFAULT_ON_TPU]
         splash.check_options(options)  # also where it is not taken: what is misspelt here would fail on a TPU
         served = platform == "tpu" and any(
-            splash.serves(mixer, context, LENGTH, LENGTH) is None for _, mixer in mixers
+            splash.serves(mixer, context, LENGTH, LENGTH) is None for _, mixer, _ in mixers
         )
         chosen = splash if served else REFERENCE
         reason = "the default on a TPU" if served else "the reference implementation, compiled by XLA"
-    kinds = tuple(dict.fromkeys(_kind(kind, mixer, chosen, context, reason) for kind, mixer in mixers))
+    kinds = tuple(dict.fromkeys(_kind(*found, chosen, context, reason) for found in mixers))
     if asked not in (AUTO, REFERENCE.name) and not any(chosen.name in (kind.prefill, kind.decode) for kind in kinds):
         why = chosen.serves(mixers[0][1], context, LENGTH, LENGTH) if mixers else "its mixers are of other kinds"
         raise UnsupportedError(
@@ -133,24 +133,25 @@ def canonical_options(config: Mapping[str, Any] | None) -> Options:
     return tuple(sorted((name, value) for name, value in config.items() if value is not None))
 
 
-def _attention_in(layer: LayerSpec) -> tuple[str, AttentionSpec] | None:
-    """The kind of a layer and its attention over a sequence, if it has any."""
+def _attention_in(layer: LayerSpec) -> tuple[str, AttentionSpec, bool] | None:
+    """The kind of a layer, its attention over a sequence, and whether it reads a cache in a form of its own; None for a
+    layer without attention."""
     mixer = layer.mixer
     if isinstance(mixer, AttentionSpec):
-        return mixer.kind, mixer
-    if mixer.name != LATENT_ATTENTION:
+        return mixer.kind, mixer, False
+    if not isinstance(mixer, LatentAttentionSpec):
         return None
-    heads, dim = mixer.option("num_heads"), mixer.option("qk_nope_head_dim") + mixer.option("qk_rope_head_dim")
-    return mixer.kind, AttentionSpec(heads, heads, dim, v_head_dim=mixer.option("v_head_dim"))
+    dim = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
+    return mixer.kind, AttentionSpec(mixer.num_heads, mixer.num_heads, dim, v_head_dim=mixer.v_head_dim), True
 
 
 def _kind(
-    kind: str, mixer: AttentionSpec, chosen: Implementation, context: AttentionContext, reason: str
+    kind: str, mixer: AttentionSpec, absorbs: bool, chosen: Implementation, context: AttentionContext, reason: str
 ) -> KindChoice:
     on_sequence = chosen.serves(mixer, context, LENGTH, LENGTH)
     on_cache = chosen.serves(mixer, replace(context, own_keys=False), 1, LENGTH)
     prefill, decode = (REFERENCE.name if why else chosen.name for why in (on_sequence, on_cache))
-    if kind == LATENT_ATTENTION:
+    if absorbs:
         decode, on_cache = ABSORBED, None
     objections = tuple(dict.fromkeys(why for why in (on_sequence, on_cache) if why))
     if objections:
