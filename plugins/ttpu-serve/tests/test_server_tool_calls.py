@@ -10,10 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttpu_core.errors import RequestError
+from ttpu_serve.entry_points import loaded
 from ttpu_serve.server.chat_protocol import Tool
 from ttpu_serve.server.forced_calls import forced_calls
-from ttpu_serve.server.tool_calls import FORMATS, HERMES, LLAMA3, MISTRAL, Call, Until, format_of, parser, read_calls
+from ttpu_serve.tool_parsers.installed import GROUP, parser_for
+from ttpu_serve.tool_parsers.json_calls import Until, read_calls
+from ttpu_serve.tool_parsers.protocol import Call
 
+HERMES, LLAMA3, MISTRAL = FORMATS = ("hermes", "llama3_json", "mistral")
 ARGUMENTS = {"city": "Łódź", "days": [1, 2], "note": 'a "quoted" </b> { brace'}
 ONE = json.dumps({"name": "weather", "arguments": ARGUMENTS}, ensure_ascii=False)
 LLAMA = json.dumps({"name": "weather", "parameters": ARGUMENTS})
@@ -46,7 +50,7 @@ CASES: dict[str, list[tuple[str, str, int]]] = {
 
 
 def read(name: str, pieces: list[str]) -> tuple[str, list[Call]]:
-    reading = parser(name)
+    reading = loaded(GROUP, name).stream()
     said = [*(reading.push(piece) for piece in pieces), reading.finish()]
     return "".join(one.content for one in said), [call for one in said for call in one.calls]
 
@@ -82,7 +86,7 @@ def test_text_that_is_no_call_is_never_lost(name: str, pieces: list[str]) -> Non
 
 
 def test_what_is_certain_is_said_at_once() -> None:
-    reading = parser(HERMES)
+    reading = loaded(GROUP, HERMES).stream()
     assert reading.push("Let me ").content == "Let me "
     assert reading.push("see <tool").content == "see "
     assert reading.push("box").content == "<toolbox"
@@ -104,15 +108,16 @@ def test_what_is_no_list_of_calls_is_none(text: str) -> None:
         ("… <tool_call> …", HERMES),
         ("… [TOOL_CALLS] …", MISTRAL),
         ('… {"name": …, "parameters": …}', LLAMA3),
+        ('<tool_call>{"name": …, "parameters": …}', HERMES),
         ("{{ messages }}", None),
         (None, None),
     ],
 )
 def test_the_chat_template_shows_the_format(template: str | None, expected: str | None) -> None:
-    assert format_of("auto", template) == expected
-    assert format_of(HERMES, template) == HERMES
+    assert parser_for("auto", template) is (None if expected is None else loaded(GROUP, expected))
+    assert parser_for(HERMES, template) is loaded(GROUP, HERMES)
     with pytest.raises(RequestError, match="hermes"):
-        format_of("wizard", template)
+        parser_for("wizard", template)
 
 
 def test_forced_calls_keep_each_tools_own_definitions() -> None:

@@ -72,10 +72,18 @@ def serve(
         str,
         typer.Option(
             metavar="NAME",
-            help="How the model writes tool calls: hermes (also Qwen), llama3_json, mistral, or auto: by the template.",
+            help="How the model writes tool calls: hermes, llama3_json, mistral, …, or auto: by the template.",
             rich_help_panel=SERVER,
         ),
     ] = "auto",
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="How the model writes reasoning, told apart as reasoning_content: think. Else it is content.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     generation_config: Annotated[
         GenerationConfigChoice,
         typer.Option(help="Sampling's defaults: auto takes the checkpoint's.", rich_help_panel=SERVER),
@@ -190,6 +198,7 @@ def serve(
         api_keys=tuple(api_key or ()),
         chat_template=None if chat_template is None else read_template(chat_template),
         tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         default_sampling=_sampling_of(name) if generation_config is GenerationConfigChoice.auto else {},
         max_body_bytes=int(max_body_mib * MIB),
         max_prompt_tokens=max_prompt_tokens,
@@ -252,10 +261,12 @@ def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool) -> 
     """The application, once the model is loaded and its programs are compiled."""
     from ttpu_serve.api.async_engine import AsyncEngine
     from ttpu_serve.api.open_engine import open_engine
+    from ttpu_serve.reasoning_parsers import installed as reasoning
     from ttpu_serve.server.app import create_app
-    from ttpu_serve.server.tool_calls import format_of
+    from ttpu_serve.tool_parsers import installed as tools
 
-    format_of(settings.tool_call_parser, None)  # a wrong name is refused before a model is loaded
+    tools.check_parser(settings.tool_call_parser)  # a wrong name is refused before a model is loaded
+    reasoning.check_parser(settings.reasoning_parser)
     served = "" if Path(name).expanduser().exists() else name
     with LoadProgress(quiet=quiet) as progress:
         core = open_engine(name, progress=progress, served_name=served, **options_)

@@ -14,14 +14,16 @@ from fastapi import APIRouter, Request, Response
 
 from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
 from ttpu_serve.api.outputs import OutputDelta
-from ttpu_serve.server import forced_calls, sampling, tool_calls
+from ttpu_serve.reasoning_parsers.protocol import ReasoningStream
+from ttpu_serve.server import forced_calls, sampling
 from ttpu_serve.server.answers import TokenLogprobs, chat_logprobs, prompt_logprobs, said
 from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.chat_protocol import ChatRequest, Tool, ToolChoice
 from ttpu_serve.server.errors import ApiError, JSONResponse
 from ttpu_serve.server.events import EventStream, until_gone
 from ttpu_serve.server.service import Answers, Service
-from ttpu_serve.server.tool_calls import Call, Parser, Said
+from ttpu_serve.tool_parsers.json_calls import Forced
+from ttpu_serve.tool_parsers.protocol import Call, Parsed, ToolCallStream
 
 
 def router(service: Service) -> APIRouter:
@@ -43,38 +45,54 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
+@dataclass(frozen=True)
+class _New:
+    """What a delta added to a turn."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[Call, ...] = ()
+
+
 @dataclass
 class _Turn:
     """One answer while it grows. `named`: the tool whose arguments the whole text is. `most`: calls that are told of,
     where there is a limit."""
 
-    parser: Parser | None
+    parser: ToolCallStream | None
     named: Call | None
     most: int | None = None
+    reasoning_parser: ReasoningStream | None = None
     began: bool = False
     calls: int = 0
     text: str = ""
+    reasoning: str = ""
     made: list[Call] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     ids: list[int] = field(default_factory=list)
     delta: OutputDelta | None = None
 
-    def read(self, delta: OutputDelta) -> Said:
+    def read(self, delta: OutputDelta) -> _New:
         """What is new in it."""
         self.delta = delta
         self.ids += delta.token_ids
         if delta.logprobs is not None:
             self.logprobs = self.logprobs if self.logprobs is not None else []
             self.logprobs += delta.logprobs
+        ended, reasoning, text = delta.finish_reason is not None, "", delta.text
+        if self.reasoning_parser is not None:
+            reasoning, text = self.reasoning_parser.push(text)
+            if ended:
+                last = self.reasoning_parser.finish()
+                reasoning, text = reasoning + last[0], text + last[1]
         if self.parser is None:
-            return Said(delta.text)
-        new = self.parser.push(delta.text)
-        if delta.finish_reason is not None:
+            return _New(reasoning, text)
+        new = self.parser.push(text)
+        if ended:
             end = self.parser.finish()
-            new = Said(new.content + end.content, new.calls + end.calls)
-        if self.most is not None:
-            new = Said(new.content, new.calls[: max(0, self.most - self.calls)])
-        return new
+            new = Parsed(new.content + end.content, new.calls + end.calls)
+        calls = new.calls if self.most is None else new.calls[: max(0, self.most - self.calls)]
+        return _New(reasoning, new.content, calls)
 
     def ended_by(self, reason: str) -> str:
         """OpenAI's finish_reason; a call that was asked for by name ends with stop, as there."""
@@ -91,6 +109,7 @@ class Chat:
         self._tools: Sequence[Tool] = request.tools or ()
         self._choice = request.tool_choice or ("auto" if self._tools else "none")
         self._top = request.top_logprobs or 0
+        self._guided = False  # where a grammar holds from the first token on, there is no reasoning before it
 
     async def submit(self) -> Answers:
         """Check it all, and have the engine begin."""
@@ -99,6 +118,7 @@ class Chat:
         service.check_choices(1, request.answers)
         self._check_tools()
         params = sampling.of_chat(request, service.settings.default_sampling, self._guide())
+        self._guided = params.guided is not None
         params = self._with_markers(params)
         ids = await service.chat.encode(request, tools=self._choice != "none", most=service.most_prompt_tokens)
         service.check_length(ids, "messages")
@@ -114,6 +134,7 @@ class Chat:
                 turn = turns[number]
                 new = turn.read(said(delta, self._service.tokens))
                 turn.text += new.content
+                turn.reasoning += new.reasoning
                 turn.made += new.calls
                 turn.calls += len(new.calls)
         told = self._envelope("chat.completion")
@@ -156,6 +177,9 @@ class Chat:
                 piece({"tool_calls": [self._call(turn.named, 0, "")]})
                 turn.calls = 1
         logprobs = chat_logprobs(delta.logprobs, self._top, self._service.tokens) if delta.logprobs else None
+        if new.reasoning:
+            piece({"reasoning_content": new.reasoning}, logprobs=logprobs)
+            logprobs = None  # told with the first piece
         if turn.named is not None:
             if new.content or logprobs:
                 piece({"tool_calls": [{"index": 0, "function": {"arguments": new.content}}]}, logprobs=logprobs)
@@ -175,6 +199,8 @@ class Chat:
     def _message(self, number: int, turn: _Turn) -> dict[str, Any]:
         """A whole answer as a choice."""
         message: dict[str, Any] = {"role": "assistant", "content": turn.text, "refusal": None}
+        if turn.reasoning_parser is not None:
+            message["reasoning_content"] = turn.reasoning or None
         if turn.named is not None:
             turn.calls = 1
             calls = [Call(turn.named.name, turn.text, turn.named.id)]
@@ -214,15 +240,18 @@ class Chat:
         }
 
     def _turn(self) -> _Turn:
-        format_ = self._service.tool_format
-        new_id = tool_calls.short_id if format_ == tool_calls.MISTRAL else (lambda: Call("", "").id)
+        parser, reasoning = self._service.tool_parser, self._service.reasoning_parser
+        new_id = (lambda: Call("", "").id) if parser is None else parser.new_id
         if isinstance(self._choice, ToolChoice):
             return _Turn(None, Call(self._choice.function.name, "", new_id()))
         if self._choice == "required":
-            return _Turn(tool_calls.Forced(new_id), None)
-        if self._choice == "auto" and format_ is not None:
-            return _Turn(tool_calls.parser(format_), None, 1 if self._request.parallel_tool_calls is False else None)
-        return _Turn(None, None)
+            return _Turn(Forced(new_id), None)
+        turn = _Turn(None, None)
+        if reasoning is not None and not self._guided:
+            turn.reasoning_parser = reasoning.stream(self._service.chat.text)
+        if self._choice == "auto" and parser is not None:
+            turn.parser, turn.most = parser.stream(), 1 if self._request.parallel_tool_calls is False else None
+        return turn
 
     def _check_tools(self) -> None:
         """That the model is told of tools, and its calls are understood."""
@@ -234,7 +263,7 @@ class Chat:
                 "trained to call them, or start the server with a --chat-template that does.",
                 param="tools",
             )
-        if self._choice == "auto" and self._service.tool_format is None:
+        if self._choice == "auto" and self._service.tool_parser is None:
             raise ApiError(
                 "tools were given, but the chat template does not show how its model calls them: start the server with "
                 "--tool-call-parser, or pass tool_choice 'required' or the name of one.",
@@ -252,10 +281,12 @@ class Chat:
         return None
 
     def _with_markers(self, params: SamplingParams) -> SamplingParams:
-        """Parameters under which the text that begins a call is part of the answer, though it be a special token."""
-        format_ = self._service.tool_format
-        if self._choice != "auto" or format_ is None or self._request.skip_special_tokens is not None:
+        """Parameters under which the texts that begin a call or end reasoning are generated text, though they be
+        special tokens."""
+        parser, reasoning = self._service.tool_parser, self._service.reasoning_parser
+        markers = [] if reasoning is None else [*reasoning.markers]
+        if self._choice == "auto" and parser is not None:
+            markers.append(parser.marker)
+        if self._request.skip_special_tokens is not None or not any(map(self._service.tokens.is_special, markers)):
             return params
-        if self._service.tokens.is_special(tool_calls.MARKERS[format_]):
-            return replace(params, skip_special_tokens=False)
-        return params
+        return replace(params, skip_special_tokens=False)

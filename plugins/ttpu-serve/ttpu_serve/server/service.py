@@ -14,6 +14,7 @@ from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.api.async_engine import AsyncEngine, Pooling
 from ttpu_serve.api.output_queue import RequestTimeoutError
 from ttpu_serve.api.outputs import OutputDelta
+from ttpu_serve.reasoning_parsers.installed import parser_for as reasoning_parser_for
 from ttpu_serve.server.answers import Usage
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.events import ARRIVAL
@@ -22,7 +23,7 @@ from ttpu_serve.server.protocol import Generation, Prompt
 from ttpu_serve.server.settings import ServerSettings
 from ttpu_serve.server.template import ChatTemplate
 from ttpu_serve.server.tokens import Tokens
-from ttpu_serve.server.tool_calls import format_of
+from ttpu_serve.tool_parsers.installed import parser_for as tool_parser_for
 
 MAX_INPUTS = 2048
 """Texts that one request may have embedded: OpenAI's limit."""
@@ -43,7 +44,8 @@ class Service:
         self.tokens = Tokens(engine.core.tokenizer)
         self.chat = ChatTemplate(self.tokens, settings.chat_template)
         self.metrics = Metrics(self.names[0])
-        self.tool_format = format_of(settings.tool_call_parser, self.chat.text)
+        self.tool_parser = tool_parser_for(settings.tool_call_parser, self.chat.text)
+        self.reasoning_parser = reasoning_parser_for(settings.reasoning_parser)
 
     @property
     def max_model_len(self) -> int:

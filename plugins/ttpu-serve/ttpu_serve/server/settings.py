@@ -18,7 +18,9 @@ class ServerSettings:
 
     model_names: under which the model is served, the first one in answers; without any, the engine's own name.
     api_keys: one of them must come with every request but those for health, metrics and the page; none: anybody asks.
-    chat_template: a Jinja template instead of the checkpoint's. tool_call_parser: auto, hermes, llama3_json or mistral.
+    chat_template: a Jinja template instead of the checkpoint's. tool_call_parser: the name of an
+    installed parser, or auto: the one that knows the chat template. reasoning_parser: the name of an installed parser,
+    which tells reasoning from content; None tells nothing apart.
     default_sampling: where a request leaves temperature, top_p, top_k, min_p or repetition_penalty out.
     max_prompt_tokens: the longest prompt, below what the engine's context allows.
     max_choices: answers of one request, all its prompts together. max_concurrent: requests that are worked on at once;
@@ -33,6 +35,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_call_parser: str = "auto"
+    reasoning_parser: str | None = None
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     max_body_bytes: int = 8 * MIB
     max_prompt_tokens: int | None = None
