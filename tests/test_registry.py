@@ -385,9 +385,11 @@ def test_a_spec_that_cannot_be_hashed_is_refused_with_the_plugin_named(tmp_path:
 
 def test_a_third_partys_backend_is_found_by_its_entry_point(tmp_path: Path) -> None:
     source = """
+    from ttpu_core.loading import LoadOptions
     class Abacus:
         name = "abacus"
-        def load(self, architecture, checkpoint, **options): ...
+        options = LoadOptions
+        def open(self, architecture, checkpoint, options): ...
         def doctor(self): return {"beads": 100}
         def kernels(self, architecture): return {}
     """

@@ -24,7 +24,7 @@ def held(path: Path, config: dict[str, object], **tensors: np.ndarray) -> bool:
     (path / "config.json").write_text(json.dumps({**SIZES, **config}))
     save_file({name.replace("/", "."): tensor for name, tensor in tensors.items()}, path / "model.safetensors")
     checkpoint = open_checkpoint(path)
-    return has_own_head(checkpoint, default_registry().architecture(checkpoint.config))
+    return has_own_head(checkpoint, default_registry().architecture(checkpoint.config).mapping)
 
 
 TIED = {"model_type": "llama", "tie_word_embeddings": True}

@@ -4,27 +4,69 @@ by having its methods, and which is asked for with isinstance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from ttpu_core.loading import LoadOptions
 
 if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
     from ttpu_core.checkpoint import Checkpoint
+    from ttpu_core.generation.events import StreamEvent, Timings
     from ttpu_core.sharding.plan import Plan
     from ttpu_core.sharding.verification import Verification
     from ttpu_core.spec import Parameter
 
 
+Options = TypeVar("Options", bound=LoadOptions)
+
+
+class LoadedModel(Protocol):
+    """A model with its weights on a backend's devices, as `from_pretrained` returns it."""
+
+    def generate(self, *inputs: Any, **arguments: Any) -> Any:
+        """Continue prompts; names and meanings of the arguments are transformers'."""
+        ...
+
+
+class StreamingModel(Protocol):
+    """What the command line needs of a loaded model.
+
+    Attributes:
+        tokenizer: the checkpoint's transformers tokenizer, or None.
+        timings: of loading, and of the last call of `stream`.
+    """
+
+    tokenizer: Any
+    timings: Timings
+
+    def stream(self, prompt: Any, **arguments: Any) -> Iterator[StreamEvent]:
+        """Yield one event per new token."""
+        ...
+
+
 @runtime_checkable
-class Backend(Protocol):
-    """Runs what a family describes."""
+class Backend(Protocol[Options]):
+    """Runs what a family describes.
+
+    Attributes:
+        name: what users call it: the name of its entry point.
+        options: `LoadOptions`, or a subclass with options of its own.
+    """
 
     name: str
+    options: type[Options]
 
-    def load(self, architecture: Architecture, checkpoint: Checkpoint, **options: Any) -> Any:
-        """A model with the checkpoint's weights on this backend's devices."""
+    def open(self, architecture: Architecture, checkpoint: Checkpoint, options: Options) -> Any:
+        """A model with the checkpoint's weights on this backend's devices (`LoadedModel`).
+
+        Raises:
+            CheckpointError, MappingError: the weights do not account for the architecture's parameters.
+            RequestError: an option has a value that this backend refuses.
+            UnsupportedError: this backend cannot run the architecture on these devices.
+        """
         ...
 
     def doctor(self) -> Mapping[str, Any]:
@@ -90,8 +132,8 @@ class Patches(Protocol):
 class Streams(Protocol):
     """A backend whose models are those of another library, which the command line cannot stream by itself."""
 
-    def streaming(self, model: Any) -> Any:
-        """The model as the command line needs it: `tokenizer`, `timings`, `stream`."""
+    def streaming(self, model: Any) -> StreamingModel:
+        """The model as the command line needs it."""
         ...
 
 
@@ -129,7 +171,7 @@ class Serves(Protocol):
         """
         ...
 
-    def options_beside(self, model: Any) -> Mapping[str, Any]:
+    def options_beside(self, model: Any) -> LoadOptions:
         """Loading options for a second model on the devices of a loaded one, in the same dtype: a draft model."""
         ...
 

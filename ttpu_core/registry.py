@@ -114,7 +114,7 @@ class Registry:
             patch_packs=tuple(f"{record.name} ({record.distribution} {record.version})" for record in packs),
         )
 
-    def backend(self, name: str | None = None) -> Backend:
+    def backend(self, name: str | None = None) -> Backend[Any]:
         """An instance of a backend; None takes the default, see `default_backend`.
 
         Raises:

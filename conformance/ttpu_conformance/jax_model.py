@@ -23,6 +23,7 @@ from ttpu_core.spec.parameters import stacked_paths
 from ttpu_jax.aot.steps import inference_step
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.causal_lm import JaxCausalLM
+from ttpu_jax.load_options import JaxLoadOptions
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.params.export import export_tensors
 from ttpu_jax.params.padding import project_gradients
@@ -45,8 +46,10 @@ class JaxModel:
         attn_implementation: str = "auto",
     ) -> None:
         self.architecture = architecture
-        self.model: JaxCausalLM = JaxBackend().load(
-            architecture, checkpoint, dtype=dtype, mesh=mesh, attn_implementation=attn_implementation
+        self.model: JaxCausalLM = JaxBackend().open(
+            architecture,
+            checkpoint,
+            JaxLoadOptions(dtype=dtype, mesh=mesh, attn_implementation=attn_implementation),
         )
 
     @property

@@ -1,14 +1,13 @@
 """Checkpoints on disk: config.json and safetensors files, read without a framework."""
 
 from ttpu_core.checkpoint.checkpoint import (
-    DTYPE_ALIASES,
-    DTYPES,
     INDEX,
     WEIGHTS,
     Checkpoint,
     open_checkpoint,
     open_config,
 )
+from ttpu_core.checkpoint.dtypes import DTYPE_ALIASES, DTYPES, dtype_name
 from ttpu_core.checkpoint.header import TensorInfo, read_tensor_into
 
 __all__ = [
@@ -18,6 +17,7 @@ __all__ = [
     "WEIGHTS",
     "Checkpoint",
     "TensorInfo",
+    "dtype_name",
     "open_checkpoint",
     "open_config",
     "read_tensor_into",

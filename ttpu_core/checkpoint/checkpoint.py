@@ -11,14 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ttpu_core.checkpoint.dtypes import DTYPE_ALIASES, DTYPES
 from ttpu_core.checkpoint.header import SafetensorsHeader, TensorInfo, read_header
 from ttpu_core.config import ModelConfig, parse_json_object
 from ttpu_core.errors import CheckpointError, MissingDependencyError
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-DTYPES = ("float32", "bfloat16", "float16")
-"""The dtypes in which models run."""
-DTYPE_ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]

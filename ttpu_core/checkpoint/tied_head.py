@@ -3,40 +3,19 @@ weights decide."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
-from ttpu_core.architecture import Architecture
-from ttpu_core.checkpoint import Checkpoint, TensorInfo, read_tensor_into
-from ttpu_core.mapping import Tensor
-from ttpu_core.registry import Registry
+from ttpu_core.checkpoint.checkpoint import Checkpoint
+from ttpu_core.checkpoint.header import TensorInfo, read_tensor_into
+from ttpu_core.mapping import FlaxMapping, Tensor
 
 CHUNK = 64 * 2**20
 
 
-def described(
-    registry: Registry, checkpoint: Checkpoint, patch_packs: Sequence[str] | None = None
-) -> tuple[Checkpoint, Architecture]:
-    """Open the architecture of a checkpoint with weights. The head is tied only if the weights agree, as in
-    transformers. Returns the checkpoint with its config corrected accordingly, and the architecture.
-
-    Raises:
-        CheckpointError, ConfigError, MappingError, PluginError: the model cannot be described.
-    """
-    architecture = registry.architecture(checkpoint.config, patch_packs)
-    if has_own_head(checkpoint, architecture):
-        checkpoint = replace(checkpoint, config=checkpoint.config.with_values({"tie_word_embeddings": False}))
-        architecture = registry.architecture(checkpoint.config, patch_packs)
-    return checkpoint, architecture
-
-
-def has_own_head(checkpoint: Checkpoint, architecture: Architecture) -> bool:
+def has_own_head(checkpoint: Checkpoint, mapping: FlaxMapping) -> bool:
     """Whether a tensor that the mapping treats as a copy of the embedding differs from it.
 
     Raises:
         CheckpointError: a file is missing, truncated or malformed.
     """
-    mapping = architecture.mapping
     embedding = mapping["embed.embedding"]
     if not mapping.tied or not isinstance(embedding, Tensor):
         return False

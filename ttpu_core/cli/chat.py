@@ -44,7 +44,7 @@ def chat(
     parallelism_strategy: options.ParallelismStrategy = None,
     plan: options.PlanFile = None,
     attn_implementation: options.AttnImplementation = "auto",
-    backend: options.Backend = "jax",
+    backend: options.Backend = None,
     patch_pack: options.PatchPacks = None,
 ) -> None:
     """Talk with an instruction-tuned checkpoint.
@@ -75,17 +75,8 @@ def chat(
         stop=tuple(stop or ()),
         deterministic=deterministic,
     )
-    session = open_session(
-        name,
-        backend=backend,
-        dtype=dtype,
-        parallelism_strategy=parallelism_strategy,
-        plan=plan,
-        attn_implementation=attn_implementation,
-        patch_packs=patch_pack,
-        chat=True,
-        quiet=quiet,
-    )
+    loading = options.load_options(dtype, parallelism_strategy, plan, attn_implementation, patch_pack)
+    session = open_session(name, loading, backend=backend, chat=True, quiet=quiet)
     interactive = sys.stdin.isatty()
     if interactive and not quiet:
         note(HELP)

@@ -17,7 +17,7 @@ from ttpu_core.cli.session import Prompt, Session, checkpoint_name, open_session
 from ttpu_core.errors import RequestError
 
 if TYPE_CHECKING:
-    from ttpu_core.cli.session import Model
+    from ttpu_core.backend import StreamingModel
     from ttpu_core.generation.events import StreamEvent, Timings
 
 
@@ -52,7 +52,7 @@ def generate(
     parallelism_strategy: options.ParallelismStrategy = None,
     plan: options.PlanFile = None,
     attn_implementation: options.AttnImplementation = "auto",
-    backend: options.Backend = "jax",
+    backend: options.Backend = None,
     patch_pack: options.PatchPacks = None,
 ) -> None:
     """Continue a prompt, and print the text as it comes.
@@ -88,17 +88,8 @@ def generate(
     )
     text = read_prompt(prompt, prompt_file)
     asked: Prompt = [{"role": "user", "content": text}] if chat else text
-    session = open_session(
-        name,
-        backend=backend,
-        dtype=dtype,
-        parallelism_strategy=parallelism_strategy,
-        plan=plan,
-        attn_implementation=attn_implementation,
-        patch_packs=patch_pack,
-        chat=chat,
-        quiet=quiet,
-    )
+    loading = options.load_options(dtype, parallelism_strategy, plan, attn_implementation, patch_pack)
+    session = open_session(name, loading, backend=backend, chat=chat, quiet=quiet)
     with session.progress:
         shown = session.speaks and not as_json
         events = _collect(session, asked, decoding, logprobs, (text if echo else "") if shown else None)
@@ -205,7 +196,7 @@ def _top(event: StreamEvent) -> list[tuple[int, float]]:
     return sorted((event.top_logprobs or {}).items(), key=lambda pair: -pair[1])
 
 
-def _print_logprobs(events: list[StreamEvent], model: Model) -> None:
+def _print_logprobs(events: list[StreamEvent], model: StreamingModel) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text

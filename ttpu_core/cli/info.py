@@ -27,7 +27,7 @@ def info(
         typer.Argument(metavar="CHECKPOINT", help="A checkpoint's directory, a config.json, or a Hub id org/name."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    backend: Annotated[str, typer.Option(help="The backend whose kernels are named.")] = "jax",
+    backend: Annotated[str | None, typer.Option(help="The backend whose kernels are named.")] = None,
     patch_pack: Annotated[
         list[str] | None,
         typer.Option("--patch-pack", metavar="NAME", help="An installed patch pack to apply; repeat for more."),
@@ -149,7 +149,7 @@ def _file_facts(checkpoint: Checkpoint, architecture: Architecture) -> dict[str,
     }
 
 
-def _kernels(architecture: Architecture, backend: str) -> dict[str, Any]:
+def _kernels(architecture: Architecture, backend: str | None) -> dict[str, Any]:
     """What the backend answers, or the sentence that says which `pip install` brings it; info needs no backend."""
     from ttpu_core.backend import Patches
     from ttpu_core.errors import TTPUError
@@ -157,7 +157,7 @@ def _kernels(architecture: Architecture, backend: str) -> dict[str, Any]:
 
     try:
         runner = default_registry().backend(backend)
-        facts: dict[str, Any] = {"backend": backend, "operations": dict(runner.kernels(architecture))}
+        facts: dict[str, Any] = {"backend": runner.name, "operations": dict(runner.kernels(architecture))}
         if isinstance(runner, Patches):
             names = ("name", "target", "reason", "when", "source")
             facts["patches"] = [

@@ -6,11 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ttpu_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from ttpu_core.loading import LoadOptions
 
 SAMPLING, MODEL = "Sampling", "Model and devices"
 
@@ -48,7 +51,7 @@ AttnImplementation = Annotated[
     ),
 ]
 Backend = Annotated[
-    str,
+    str | None,
     typer.Option(metavar="NAME", help="The installed backend that runs the model.", rich_help_panel=MODEL),
 ]
 PatchPacks = Annotated[
@@ -104,6 +107,27 @@ Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="The same as --temperature 0.", rich_help_panel=SAMPLING)
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Neither progress nor timings on stderr.")]
+
+
+
+def load_options(
+    dtype: str,
+    parallelism_strategy: str | None,
+    plan: str | None,
+    attn_implementation: str,
+    patch_packs: list[str] | None,
+) -> LoadOptions:
+    """How a checkpoint is loaded, as the options above say it."""
+    from ttpu_core.loading import LoadOptions
+
+    return LoadOptions(
+        dtype=dtype,
+        parallelism_strategy=parallelism_strategy,
+        plan=plan,
+        attn_implementation=attn_implementation,
+        patch_packs=patch_packs,
+    )
+
 
 # Ranges are held here and not by Typer, whose answer to NaN ("should be greater than or equal to 0") explains nothing.
 # A backend checks them again; it may be stricter.

@@ -1,40 +1,31 @@
-"""From a checkpoint named on the command line to a loaded model. In: path, backend, dtype, mesh, patch packs; out: a
-`Session` that streams answers, with progress shown meanwhile."""
+"""From a checkpoint named on the command line to a loaded model: a `Session` that streams answers, with progress shown
+meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from ttpu_core.cli.console import LoadProgress, note
 from ttpu_core.cli.options import Decoding
 from ttpu_core.errors import RequestError
 
 if TYPE_CHECKING:
+    from ttpu_core.backend import StreamingModel
     from ttpu_core.checkpoint import Checkpoint
-    from ttpu_core.generation.events import StreamEvent, Timings
+    from ttpu_core.generation.events import StreamEvent
+    from ttpu_core.loading import LoadOptions
 
 Message = dict[str, str]
 Prompt = str | list[Message]
-
-
-class Model(Protocol):
-    """What the command line needs of a backend's model."""
-
-    tokenizer: Any
-    timings: Timings
-
-    def stream(self, prompt: Prompt, **arguments: Any) -> Iterator[StreamEvent]:
-        """Yield one event per new token."""
-        ...
 
 
 @dataclass(frozen=True)
 class Session:
     """A loaded model and what belongs to it."""
 
-    model: Model
+    model: StreamingModel
     checkpoint: Checkpoint
     progress: LoadProgress
 
@@ -66,52 +57,42 @@ def checkpoint_name(checkpoint: str | None, weights_dir: str | None) -> str:
     return named[0]
 
 
-def open_session(
-    name: str,
-    *,
-    backend: str,
-    dtype: str,
-    parallelism_strategy: str | None,
-    plan: str | None,
-    attn_implementation: str,
-    patch_packs: Sequence[str] | None,
-    chat: bool,
-    quiet: bool,
-) -> Session:
-    """Load a model; `chat` asks for a chat template, which is looked for before the weights are read.
+def open_session(name: str, options: LoadOptions, *, backend: str | None, chat: bool, quiet: bool) -> Session:
+    """Load a model, with progress on a terminal unless `quiet`; `chat` asks for a chat template, which is looked for
+    before the weights are read.
 
     Raises:
         TTPUError: the checkpoint, its plugin or the backend cannot be used, and why.
     """
     from ttpu_core.backend import Streams
     from ttpu_core.checkpoint import open_checkpoint
-    from ttpu_core.checkpoint.tied_head import described
-    from ttpu_core.config.key_audit import refuse_ignored
+    from ttpu_core.errors import UnsupportedError
+    from ttpu_core.loading import open_model
     from ttpu_core.registry import default_registry
 
-    checkpoint = open_checkpoint(name)
+    checkpoint = open_checkpoint(name, revision=options.revision)
     if chat and not has_chat_template(checkpoint):
         raise RequestError(
             f"a chat with {name} was asked for, but the checkpoint has no chat template (chat_template.jinja, or "
             f"`chat_template` in tokenizer_config.json), so it does not know turns: use `ttpu generate {name}` without "
             "--chat, or an instruction-tuned checkpoint."
         )
-    registry = default_registry()
-    checkpoint, architecture = described(registry, checkpoint, patch_packs)
-    for sentence in refuse_ignored(checkpoint.config):
-        note(f"warning: {sentence}.")
-    runner = registry.backend(backend)
     progress = LoadProgress(quiet=quiet)
     try:
-        asked = {
-            "parallelism_strategy": parallelism_strategy,
-            "plan": plan,
-            "attn_implementation": None if attn_implementation == "auto" else attn_implementation,
-        }
-        named = {name: value for name, value in asked.items() if value is not None}
-        model = runner.load(architecture, checkpoint, dtype=dtype, progress=progress, **named)
-        if isinstance(runner, Streams):
-            model = runner.streaming(model)
+        model: Any = open_model(
+            checkpoint,
+            replace(options, progress=progress),
+            backend=backend,
+            warn=lambda sentence: note(f"warning: {sentence}."),
+        )
+        runs = default_registry().backend(backend)
+        if isinstance(runs, Streams):
+            model = runs.streaming(model)
+        elif not hasattr(model, "stream"):
+            raise UnsupportedError(
+                f"text was to be streamed from {name}, but the models of the backend {runs.name!r} cannot: use another "
+                "--backend, or call the model from Python."
+            )
     except BaseException:  # also Ctrl-C: a bar that is left running would overwrite the error
         progress.close()
         raise

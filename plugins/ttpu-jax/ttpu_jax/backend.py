@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module, metadata, util
 from pathlib import Path
@@ -17,16 +16,16 @@ import numpy as np
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
-from ttpu_core.errors import CheckpointError, MissingDependencyError, RequestError
+from ttpu_core.errors import CheckpointError
 from ttpu_core.mapping import pad_mapping
 from ttpu_core.registry import default_registry
-from ttpu_core.sharding.parallelism import Rules
 from ttpu_core.sharding.plan import Plan
 from ttpu_core.sharding.verification import Verification
 from ttpu_core.spec import axes
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.distributed import initialize
 from ttpu_jax.generation.programs import Programs
+from ttpu_jax.load_options import JaxLoadOptions
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
@@ -37,14 +36,12 @@ from ttpu_jax.params.load import load_parameters
 from ttpu_jax.params.padding import pad_for
 
 if TYPE_CHECKING:
-    from ttpu_core.services import Engines
+    from ttpu_core.loading import ProgressCallback
     from ttpu_jax.runner.ahead import Ahead
     from ttpu_jax.runner.compilation_cache import CacheCounts
     from ttpu_jax.runner.runner import Runner
     from ttpu_serve.api.engine_config import EngineConfig
     from ttpu_serve.runner import AdapterWeights
-
-ProgressCallback = Callable[[str, float, float], None]
 
 
 class JaxBackend:
@@ -52,67 +49,38 @@ class JaxBackend:
 
     name = "jax"
 
-    def load(
-        self,
-        architecture: Architecture,
-        checkpoint: Checkpoint,
-        *,
-        dtype: Any = "auto",
-        mesh: Any = None,
-        parallelism_strategy: Any = None,
-        sharding_strategy: Any = None,
-        sharding_rules: Rules | None = None,
-        plan: Any = None,
-        attn_implementation: str = "auto",
-        attention_config: Mapping[str, Any] | None = None,
-        task: str = "inference",
-        enable_paged_attention: bool = False,
-        progress: ProgressCallback | None = None,
-        **more: Any,
-    ) -> JaxCausalLM:
-        """Read the weights onto the devices.
+    options = JaxLoadOptions
 
-        Args:
-            dtype: "auto" (as stored), "float32", "bfloat16", "float16", or a numpy, jax or torch dtype.
-            parallelism_strategy: how the model is cut over devices: "fsdp", "dp", "mp", "2d", "3d", "auto" (the planner
-                chooses), a shape such as "2x4" (data × tensor) or a mesh such as "data=2,tensor=4". None is one device.
-            sharding_strategy: the same.
-            mesh: the same, or a jax Mesh.
-            plan: a plan, or the file that `ttpu plan --save` wrote, instead of a strategy.
-            sharding_rules: logical axis → the mesh axes that cut it, or None, in place of the usual ones.
-            attn_implementation: "auto", "eager", "xla_flash_attention", "splash_attention", or an import string
-                `package.module:function`; what it does not serve (decode, for the two kernels) is "eager".
-            attention_config: settings of that implementation, such as {"sa_block_q": 1024} for splash_attention.
-            task: "inference"; there is no other yet.
-            enable_paged_attention: `generate` and `stream` use the serving engine: a paged KV cache, continuous
-                batching, prefix caching, programs compiled ahead.
-            progress: called as progress("load", bytes done, bytes in all) and progress("compile", done, in all).
-            more: with `enable_paged_attention`, settings of the engine, such as max_num_seqs
-                (`ttpu_serve.api.engine_config.EngineConfig`).
+    def open(self, architecture: Architecture, checkpoint: Checkpoint, options: JaxLoadOptions) -> JaxCausalLM:
+        """Read the weights onto the devices.
 
         Raises:
             CheckpointError, MappingError, UnsupportedError, RequestError: what cannot be loaded, and why.
         """
-        engine_config = _engine_config(task, enable_paged_attention, more)
         began = time.perf_counter()
         initialize()
         check_supported(architecture.spec)
         architecture = replace(architecture, mapping=architecture.mapping.suited_to(checkpoint.tensors))
-        held = model_dtype(dtype, checkpoint)
+        held = model_dtype(options.dtype, checkpoint)
         placement = placement_for(
             architecture.spec,
-            parallelism_strategy=parallelism_strategy,
-            sharding_strategy=sharding_strategy,
-            mesh=mesh,
-            plan=plan,
-            sharding_rules=sharding_rules,
+            parallelism_strategy=options.parallelism_strategy,
+            sharding_strategy=options.sharding_strategy,
+            mesh=options.mesh,
+            plan=options.plan,
+            sharding_rules=options.sharding_rules,
             dtype=held.name,
         )
         spec, paddings = pad_for(architecture.spec, placement)
         attention = attention_choice(
-            spec, attn_implementation, placement.platform, attention_config, placement.axes_of(axes.SEQUENCE)
+            spec,
+            options.attn_implementation or "auto",
+            placement.platform,
+            options.attention_config,
+            placement.axes_of(axes.SEQUENCE),
         )
         runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
+        progress = options.progress
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))
         mapping = pad_mapping(architecture.mapping, paddings)
         params = load_parameters(checkpoint, mapping, spec.parameters, placement, held, on_load)
@@ -124,8 +92,9 @@ class JaxBackend:
         tokenizer = load_tokenizer(checkpoint)
         seconds = time.perf_counter() - began
         model = JaxCausalLM(architecture, checkpoint, programs, params, held, tokenizer, seconds, paddings)
-        if engine_config is not None:
-            model.engine = default_registry().service("engine").build(model, engine_config, progress)
+        if options.enable_paged_attention:
+            engines = default_registry().service("engine")
+            model.engine = engines.build(model, options.engine_config or engines.config({}), progress)
         return model
 
     def model_runner(
@@ -141,9 +110,9 @@ class JaxBackend:
 
         return model_runner(model, config, adapters)
 
-    def options_beside(self, model: JaxCausalLM) -> Mapping[str, Any]:
+    def options_beside(self, model: JaxCausalLM) -> JaxLoadOptions:
         """Loading options for a second model on the devices of a loaded one, held in the same dtype."""
-        return {"dtype": model.dtype.name, "mesh": model.programs.runtime.placement.mesh}
+        return JaxLoadOptions(dtype=model.dtype.name, mesh=model.programs.runtime.placement.mesh)
 
     def keep_compiled(self) -> Path | None:
         """Switch JAX's persistent compilation cache on, unless the user has said where it is, or that there is none."""
@@ -187,7 +156,7 @@ class JaxBackend:
             dtype: what weights are held in.
             parallelism_strategy: how the model is sharded; None shards every layer over all devices.
             plan: a plan, or its file, in place of a strategy.
-            attn_implementation: as for `load`.
+            attn_implementation: as for loading.
             progress: called as progress("compile", programs done, programs in all).
 
         Raises:
@@ -250,32 +219,6 @@ if TYPE_CHECKING:
     from ttpu_serve.runner import ServingBackend
 
     _SERVES: type[ServingBackend] = JaxBackend
-
-
-def _engine_config(task: str, enabled: bool, more: Mapping[str, Any]) -> Any:
-    """The engine's settings, None without one."""
-    if task != "inference":
-        raise RequestError(
-            f"task={task!r} was asked for, but this version of the JAX backend loads models for inference: leave it "
-            "out."
-        )
-    service: Engines | None = None
-    if enabled:
-        service = default_registry().service("engine")
-    elif more:
-        with suppress(MissingDependencyError):  # it is only asked what it would take
-            service = default_registry().service("engine")
-    names = () if service is None else service.option_names
-    unknown = sorted(name for name in more if not enabled or name not in names)
-    if unknown:
-        engine = f", the engine's {', '.join(names)}" if enabled else ""
-        hint = ", or pass enable_paged_attention=True with it" if not enabled and set(unknown) <= set(names) else ""
-        raise RequestError(
-            f"from_pretrained() was given {', '.join(unknown)}, but the JAX backend takes dtype, parallelism_strategy, "
-            "sharding_strategy, mesh, plan, sharding_rules, attn_implementation, attention_config, task, "
-            f"enable_paged_attention and progress{engine}: leave it out{hint}."
-        )
-    return service.config(more) if enabled and service is not None else None
 
 
 def _attention_by_kind(

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_core.loading import LoadOptions
 from ttpu_core.spec import ArchitectureSpec
 
 if TYPE_CHECKING:
@@ -530,7 +531,7 @@ class ServingBackend(Protocol):
         """A runner for a loaded model, without pages and programs."""
         ...
 
-    def options_beside(self, model: Any) -> Mapping[str, Any]:
+    def options_beside(self, model: Any) -> LoadOptions:
         """Loading options for a second model on the same devices."""
         ...
 

@@ -31,7 +31,7 @@ class AutoXLAModelForCausalLM:
         attention_config: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """The stock transformers model on the XLA device; see `TorchXlaBackend.load` for what the arguments mean.
+        """The stock transformers model on the XLA device; see `TorchXlaLoadOptions` for what the arguments mean.
 
         On one device nothing is cut or wrapped, whatever the strategy.
 

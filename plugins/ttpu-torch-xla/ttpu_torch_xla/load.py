@@ -6,33 +6,17 @@ from typing import Any
 
 import torch
 
-from ttpu_core.checkpoint import DTYPE_ALIASES, DTYPES, Checkpoint
-from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
+from ttpu_core.checkpoint import DTYPES, Checkpoint
+from ttpu_core.errors import CheckpointError, UnsupportedError
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES}
-
-
-def model_dtype(dtype: Any, checkpoint: Checkpoint) -> str:
-    """The dtype that weights are held in, by name: what is asked for, or with "auto" what the checkpoint says.
-
-    Raises:
-        RequestError: no dtype that weights are held in.
-    """
-    name = str(dtype).removeprefix("torch.")
-    name = checkpoint.dtype if name == "auto" else DTYPE_ALIASES.get(name, name)
-    if name not in DTYPES:
-        raise RequestError(
-            f"dtype {dtype!r} was asked for, but weights are held in auto (as stored), {', '.join(DTYPES)}: pass one "
-            "of them; for int8 and int4 pass do_quant=True and a quantization_config."
-        )
-    return name
 
 
 def stock_model(checkpoint: Checkpoint, dtype: str, attention: str, *, quiet: bool = False) -> Any:
     """The model as transformers loads it, on the host.
 
     Args:
-        dtype: what `model_dtype` answers.
+        dtype: its name, see `ttpu_core.checkpoint.dtype_name`.
         attention: what transformers knows it by.
         quiet: without transformers' own progress bar.
 

@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ttpu_core.checkpoint import DTYPE_ALIASES, Checkpoint
-from ttpu_core.errors import CheckpointError, RequestError
+from ttpu_core.checkpoint import Checkpoint, dtype_name
+from ttpu_core.errors import CheckpointError
 
 _STORED: dict[str, Any] = {
     "F64": np.float64,
@@ -41,18 +41,4 @@ def model_dtype(name: Any, checkpoint: Checkpoint | None = None) -> np.dtype[Any
     Raises:
         RequestError: a dtype that models do not run in.
     """
-    if name is None or name == "auto":
-        name = "float32" if checkpoint is None else checkpoint.dtype
-    if isinstance(name, str):
-        text = name.removeprefix("torch.").removeprefix("jnp.")
-    elif type(name).__module__.startswith("torch"):
-        text = str(name).removeprefix("torch.")
-    else:
-        try:
-            text = np.dtype(name).name
-        except TypeError:
-            text = "no dtype"
-    text = DTYPE_ALIASES.get(text, text)
-    if text not in _MODEL:
-        raise RequestError(f"dtype {name!r} was asked for, but models run in {', '.join(_MODEL)}: use one, or 'auto'.")
-    return np.dtype(_MODEL[text])
+    return np.dtype(_MODEL[dtype_name(name, checkpoint)])

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from ttpu_core.auto import AutoModelForTPU
 from ttpu_core.errors import RequestError
-from ttpu_core.registry import default_registry
+from ttpu_core.loading import LoadOptions, open_model, refuse_unknown
 from ttpu_serve.api.build_engine import build_engine, serving_backend
 from ttpu_serve.api.engine_config import NAMES, EngineConfig
 from ttpu_serve.execution.engine_core import EngineCore
@@ -27,11 +24,8 @@ ALIASES = {
 }
 """Names that vLLM's callers know: what they are here, None for what has no meaning on these devices."""
 
-NOT_FOR_CALLERS = {
-    "path_or_id", "backend", "options", "self", "architecture", "checkpoint", "task", "enable_paged_attention", "more",
-    "progress",
-}  # fmt: skip
-"""Of what loading takes: what has an argument of its own, or is said by using an engine."""
+LOADING = frozenset(LoadOptions.names()) - {"progress"}
+"""What callers may say of loading a checkpoint; progress has an argument of its own."""
 
 
 def open_engine(model: Any, *, progress: Any = True, served_name: str = "", **options: Any) -> EngineCore:
@@ -53,11 +47,11 @@ def open_engine(model: Any, *, progress: Any = True, served_name: str = "", **op
                     f"a loaded model was given with {', '.join(given)}, but these say how to load one: leave them "
                     "out, or pass the checkpoint's directory."
                 )
-            loaded = model
+            loaded: Any = model
         else:
             backend = serving_backend(BACKEND)
             backend.keep_compiled()  # before the first program of loading
-            loaded = AutoModelForTPU.from_pretrained(model, backend=backend.name, progress=report, **load_options)
+            loaded = open_model(model, LoadOptions(progress=report, **load_options), backend=backend.name)
         return build_engine(loaded, config, report, name=served_name)
 
 
@@ -67,8 +61,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     Raises:
         RequestError: a name that nobody knows, or that vLLM knows and that means nothing here.
     """
-    loaders = AutoModelForTPU.from_pretrained, default_registry().backend(BACKEND).load
-    known = {name for loader in loaders for name in signature(loader).parameters} - NOT_FOR_CALLERS
+    refuse_unknown(options, (*NAMES, *LOADING, *ALIASES), "an engine", "it")
     engine: dict[str, Any] = {}
     load: dict[str, Any] = {}
     for name, value in options.items():
@@ -84,16 +77,8 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
             engine[own] = value
         elif name in NAMES:
             engine[name] = value
-        elif name in known:
-            load[name] = value
         else:
-            close = get_close_matches(name, (*NAMES, *known, *ALIASES), n=1)
-            meant = f" (did you mean {close[0]}?)" if close else ""
-            raise RequestError(
-                f"{name} was given, but neither loading nor the engine has a setting of that name{meant}: leave it "
-                f"out, or correct it. The engine has {', '.join(sorted(NAMES))}; "
-                f"loading has {', '.join(sorted(known))}."
-            )
+            load[name] = value
     return engine, load
 
 

@@ -165,8 +165,8 @@ def _described(name: str, patch_packs: Sequence[str] | None, dtype: str) -> tupl
     """The architecture and the dtype that a checkpoint's loading would find, as far as it is there: a config.json alone
     does not show a head of its own behind a tied one."""
     from ttpu_core.checkpoint import Checkpoint, open_checkpoint, open_config
-    from ttpu_core.checkpoint.tied_head import described
     from ttpu_core.errors import CheckpointError
+    from ttpu_core.loading import describe_checkpoint
     from ttpu_core.registry import default_registry
 
     path, registry = Path(name).expanduser(), default_registry()
@@ -176,7 +176,7 @@ def _described(name: str, patch_packs: Sequence[str] | None, dtype: str) -> tupl
         return registry.architecture(config, patch_packs), written if dtype == "auto" else dtype
     checkpoint: Checkpoint = open_checkpoint(name)
     try:
-        checkpoint, architecture = described(registry, checkpoint, patch_packs)
+        checkpoint, architecture = describe_checkpoint(checkpoint, patch_packs)
         stored = checkpoint.dtype
     except CheckpointError:  # some of its files are still to come
         architecture, stored = registry.architecture(checkpoint.config, patch_packs), "bfloat16"

@@ -4,10 +4,10 @@ the same sequences and steps."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from ttpu_core.auto import AutoModelForTPU
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.loading import open_model
 from ttpu_serve.runner import SAMPLING_LEVELS, ModelRunner, OnProgress, RunnerLimits, ServedModel, ServingBackend
 from ttpu_serve.speculative.config import SpeculativeConfig
 
@@ -37,9 +37,8 @@ def load_draft(
         TTPUError: it cannot be loaded.
     """
     assert speculation.model
-    draft: ServedModel = AutoModelForTPU.from_pretrained(
-        speculation.model, backend=backend.name, **backend.options_beside(model)
-    )
+    opened = open_model(speculation.model, backend.options_beside(model), backend=backend.name)
+    draft = cast(ServedModel, opened)
     _check_vocabulary(draft, model)
     own = replace(
         config,

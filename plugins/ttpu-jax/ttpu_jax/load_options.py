@@ -1,0 +1,64 @@
+"""What loading a model with the JAX backend takes beside what every backend takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from ttpu_core.errors import MissingDependencyError, RequestError
+from ttpu_core.loading import LoadOptions, refuse_unknown
+from ttpu_core.registry import default_registry
+
+if TYPE_CHECKING:
+    from ttpu_serve.api.engine_config import EngineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxLoadOptions(LoadOptions):
+    """`LoadOptions`, where `mesh` may also be a jax Mesh, and `attn_implementation` is "auto", "eager",
+    "xla_flash_attention", "splash_attention" or an import string `package.module:function`; what it does not serve
+    (decode, for the two kernels) is "eager".
+
+    Args:
+        task: "inference"; there is no other yet.
+        enable_paged_attention: `generate` and `stream` use the serving engine: a paged KV cache, continuous batching,
+            prefix caching, programs compiled ahead.
+        engine_config: the engine's settings, with `enable_paged_attention`; None is its defaults. Callers of
+            `from_pretrained` pass each setting by its own name, such as max_num_seqs.
+    """
+
+    task: str = "inference"
+    enable_paged_attention: bool = False
+    engine_config: EngineConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.task != "inference":
+            raise RequestError(
+                f"task={self.task!r} was asked for, but this version of the JAX backend loads models for inference: "
+                "leave it out."
+            )
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], backend: str) -> Self:
+        """The options that a caller of `from_pretrained` gave by name, among them settings of the engine.
+
+        Raises:
+            MissingDependencyError: paged attention is enabled, but the engine is not installed.
+            RequestError: a name that is not known, or a value that is refused.
+        """
+        enabled = bool(given.get("enable_paged_attention", False))
+        engine: Any = None
+        # Without the engine it is only asked which names it would take.
+        with suppress(*(() if enabled else (MissingDependencyError,))):
+            engine = default_registry().service("engine") if enabled or set(given) - set(cls.names()) else None
+        settings = () if engine is None else engine.option_names
+        misplaced = not enabled and any(name in settings for name in given)
+        advice = ", or pass enable_paged_attention=True with it" if misplaced else ""
+        known = (*cls.names(), *settings) if enabled else cls.names()
+        refuse_unknown(given, known, "from_pretrained()", f"the {backend} backend", advice)
+        own = {name: value for name, value in given.items() if name not in settings}
+        if enabled and "engine_config" not in own:
+            own["engine_config"] = engine.config({name: given[name] for name in given if name in settings})
+        return cls(**own)

@@ -1,0 +1,164 @@
+"""The one way to open a model: a checkpoint's name and `LoadOptions` come in, a model on a backend's devices goes
+out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from ttpu_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from ttpu_core.architecture import Architecture
+    from ttpu_core.backend import LoadedModel
+    from ttpu_core.checkpoint import Checkpoint
+    from ttpu_core.sharding.parallelism import Rules
+
+ProgressCallback = Callable[[str, float, float], None]
+OwnOptions = TypeVar("OwnOptions", bound="LoadOptions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a checkpoint is loaded, as every backend understands it. A backend adds its own options in a subclass, which
+    it names as `Backend.options`.
+
+    Args:
+        dtype: "auto" (as stored), "float32", "bfloat16", "float16", or a numpy, jax or torch dtype.
+        revision: a branch, tag or commit of a Hub repository.
+        patch_packs: names of installed patch packs, applied in order; None takes those of TTPU_PATCH_PACKS.
+        parallelism_strategy: how the model is sharded over devices: "fsdp", "dp", "mp", "2d", "3d", "auto" (the planner
+            chooses), a shape such as "2x4" (data × tensor) or a mesh such as "data=2,tensor=4". None is one device.
+        sharding_strategy: the same.
+        mesh: the same, or a mesh of the backend.
+        plan: a plan, or the file that `ttpu plan --save` wrote, instead of a strategy.
+        sharding_rules: logical axis → the mesh axes that shard it, or None, in place of the usual ones.
+        attn_implementation: the attention that runs: "auto", or a name that the backend knows.
+        attention_config: settings of that implementation, such as {"sa_block_q": 1024} for splash_attention.
+        progress: called as progress("load", bytes done, bytes in all) and progress("compile", done, in all).
+    """
+
+    dtype: Any = "auto"
+    revision: str | None = None
+    patch_packs: Sequence[str] | None = None
+    parallelism_strategy: Any = None
+    sharding_strategy: Any = None
+    mesh: Any = None
+    plan: Any = None
+    sharding_rules: Rules | None = None
+    attn_implementation: str | None = "auto"
+    attention_config: Mapping[str, Any] | None = None
+    progress: ProgressCallback | None = None
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], backend: str) -> Self:
+        """The options that a caller of `from_pretrained` gave by name; `backend` is what errors call the backend.
+
+        Raises:
+            RequestError: a name that this backend does not know, or a value that it refuses.
+        """
+        refuse_unknown(given, cls.names(), "from_pretrained()", f"the {backend} backend")
+        return cls(**given)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names of all options, sorted."""
+        return tuple(sorted(option.name for option in fields(cls)))
+
+    def suited_to(self, kind: type[OwnOptions]) -> OwnOptions:
+        """These options as those of a backend, whose own ones keep their defaults.
+
+        Raises:
+            RequestError: they are another backend's.
+        """
+        if isinstance(self, kind):
+            return self
+        if type(self) is not LoadOptions:
+            raise RequestError(
+                f"the options are {type(self).__name__}, but this backend takes {kind.__name__}: pass those, or "
+                "LoadOptions."
+            )
+        return kind(**{name: getattr(self, name) for name in self.names()})
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], caller: str, taker: str, advice: str = "") -> None:
+    """Refuse names of options that nobody knows, with the closest known name.
+
+    Args:
+        given: the names that a caller used.
+        known: the names that there are.
+        caller: what was called with them, as in "from_pretrained()".
+        taker: what takes those that are known, as in "the engine".
+        advice: what the error says beside "leave it out, or correct it".
+
+    Raises:
+        RequestError: a name is not known.
+    """
+    known = sorted(known)
+    unknown = sorted(set(given) - set(known))
+    if not unknown:
+        return
+    close = next((match for name in unknown for match in get_close_matches(name, known, n=1)), None)
+    meant = f" (did you mean {close}?)" if close else ""
+    raise RequestError(
+        f"{caller} was given {', '.join(unknown)}{meant}, but {taker} takes {', '.join(known)}: leave it out, or "
+        f"correct it{advice}."
+    )
+
+
+def describe_checkpoint(
+    checkpoint: Checkpoint, patch_packs: Sequence[str] | None = None
+) -> tuple[Checkpoint, Architecture]:
+    """A checkpoint with weights and its architecture, in which the head is tied to the embedding only if the weights
+    agree, whatever the config says: transformers too lets them decide.
+
+    Raises:
+        CheckpointError, ConfigError, MappingError, PluginError: what cannot be described, and why.
+    """
+    from ttpu_core.checkpoint.tied_head import has_own_head
+    from ttpu_core.registry import default_registry
+
+    registry = default_registry()
+    architecture = registry.architecture(checkpoint.config, patch_packs)
+    if has_own_head(checkpoint, architecture.mapping):
+        checkpoint = replace(checkpoint, config=checkpoint.config.with_values({"tie_word_embeddings": False}))
+        architecture = registry.architecture(checkpoint.config, patch_packs)
+    return checkpoint, architecture
+
+
+def open_model(
+    source: str | Path | Checkpoint,
+    options: LoadOptions,
+    *,
+    backend: str | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> LoadedModel:
+    """A model with a checkpoint's weights on a backend's devices.
+
+    Args:
+        source: a checkpoint's directory, a Hub id of the form org/name, or an opened checkpoint.
+        options: how it is loaded: `LoadOptions`, or the backend's own.
+        backend: the name of an installed backend; None takes the default, see `Registry.default_backend`.
+        warn: called with a sentence for each key in config.json that may matter and that no plugin reads; None warns.
+
+    Raises:
+        CheckpointError, ConfigError, MappingError: the checkpoint's files are missing or malformed.
+        PluginError: no usable plugin describes its model type, or a patch pack is not installed.
+        MissingDependencyError: the backend, or what it needs, is not installed.
+        RequestError: an option has a value that the backend refuses.
+        UnsupportedError: the backend cannot run this architecture, or the weights are quantized.
+    """
+    from ttpu_core.checkpoint import Checkpoint, open_checkpoint
+    from ttpu_core.config.key_audit import refuse_ignored
+    from ttpu_core.registry import default_registry
+
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, revision=options.revision)
+    checkpoint, architecture = describe_checkpoint(checkpoint, options.patch_packs)
+    for sentence in refuse_ignored(checkpoint.config):
+        warnings.warn(sentence, stacklevel=3) if warn is None else warn(sentence)
+    runs = default_registry().backend(backend)
+    return runs.open(architecture, checkpoint, options.suited_to(runs.options))
