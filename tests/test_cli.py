@@ -33,6 +33,7 @@ FAKE_BACKEND = '''
 import time
 from types import SimpleNamespace
 from ttpu_core.errors import RequestError
+from ttpu_core.loading import LoadOptions
 
 LOADS, CALLS = [], []
 
@@ -76,9 +77,12 @@ class Model:
 
 class Backend:
     name = "fake"
-    def load(self, architecture, checkpoint, *, progress=None, **options):
-        LOADS.append(options)
-        if options.get("dtype") == "slow":
+    options = LoadOptions
+    def open(self, architecture, checkpoint, options):
+        progress, usual = options.progress, LoadOptions()
+        given = {name: getattr(options, name) for name in options.names() if name != "progress"}
+        LOADS.append({name: value for name, value in given.items() if value != getattr(usual, name)})
+        if options.dtype == "slow":
             for done in (0, 50, 100):
                 progress("load", done * 2**20, 100 * 2**20)
                 time.sleep(0.3)

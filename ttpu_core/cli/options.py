@@ -117,7 +117,15 @@ def load_options(
     attn_implementation: str,
     patch_packs: list[str] | None,
 ) -> LoadOptions:
-    """How a checkpoint is loaded, as the options above say it."""
+    """How a checkpoint is loaded, as the options above say it.
+
+    Args:
+        dtype: `Dtype`.
+        parallelism_strategy: `ParallelismStrategy`.
+        plan: `PlanFile`.
+        attn_implementation: `AttnImplementation`.
+        patch_packs: `PatchPacks`.
+    """
     from ttpu_core.loading import LoadOptions
 
     return LoadOptions(

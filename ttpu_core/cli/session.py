@@ -58,11 +58,19 @@ def checkpoint_name(checkpoint: str | None, weights_dir: str | None) -> str:
 
 
 def open_session(name: str, options: LoadOptions, *, backend: str | None, chat: bool, quiet: bool) -> Session:
-    """Load a model, with progress on a terminal unless `quiet`; `chat` asks for a chat template, which is looked for
-    before the weights are read.
+    """Load a model for the command line.
+
+    Args:
+        name: a checkpoint's directory or Hub id.
+        options: how it is loaded; progress is shown on a terminal.
+        backend: the name of an installed backend, None for the default one.
+        chat: a chat template is needed, which is looked for before the weights are read.
+        quiet: show no progress.
 
     Raises:
         TTPUError: the checkpoint, its plugin or the backend cannot be used, and why.
+        RequestError: there is no chat template.
+        UnsupportedError: the backend's models cannot stream.
     """
     from ttpu_core.backend import Streams
     from ttpu_core.checkpoint import open_checkpoint
