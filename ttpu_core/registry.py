@@ -13,15 +13,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import metadata
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 
 from ttpu_core import defaults, distributions, hookspecs
 from ttpu_core.architecture import Architecture, describe
-from ttpu_core.backend import Backend, Launches
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError
+
+if TYPE_CHECKING:
+    from ttpu_core.backend import Backend, Launches
 
 ARCHITECTURES = "ttpu.architectures"
 BACKENDS = "ttpu.backends"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ttpu_core.errors import RequestError
-from ttpu_jax.ops import sampling
+from ttpu_core.generation.token_choice import TokenChoice
 
 MAX_LOGPROBS = 20
 """Alternatives that one token may be reported with, unless the engine is told otherwise: the OpenAI API's limit."""
@@ -39,7 +39,7 @@ class GuidedDecoding:
 
 
 @dataclass(frozen=True)
-class SamplingParams(sampling.SamplingParams):
+class SamplingParams(TokenChoice):
     """How one request wants its tokens chosen, and when to stop; names are vLLM's and OpenAI's.
 
     temperature: 1 unless said otherwise; 0 is greedy. The other numbers are those of the base class.

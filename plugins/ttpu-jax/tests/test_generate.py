@@ -383,9 +383,10 @@ def test_decode_compiles_once_and_values_never_cause_a_compile(tmp_path: Path) -
 def test_the_cache_is_donated(model: Any) -> None:
     import jax
 
-    from ttpu_jax.ops.sampling import SamplingParams, features_of, sampling_inputs
+    from ttpu_core.generation.token_choice import TokenChoice
+    from ttpu_jax.ops.sampling import features_of, sampling_inputs
 
-    params = [SamplingParams()]
+    params = [TokenChoice()]
     state = model.programs.start(np.zeros(1, np.int32), 16, 64)
     before = state.cache.layers[0].key
     model.programs.prefill(state, np.ones((1, 16), np.int32), sampling_inputs(params), features_of(params), fresh=True)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from ttpu_core.errors import RequestError
+from ttpu_core.generation.token_choice import TokenChoice
 from ttpu_jax.ops import sampling
-from ttpu_jax.ops.sampling import Sampled, SamplingFeatures, SamplingParams
+from ttpu_jax.ops.sampling import Sampled, SamplingFeatures
 from ttpu_jax.ops.threshold import (
     keep_min_p,
     keep_top_k,
@@ -35,7 +36,7 @@ def random_logits(batch: int, vocab: int, seed: int = 0, spread: float = 3.0) ->
 
 def run(
     logits: np.ndarray | jax.Array,
-    requests: Sequence[SamplingParams],
+    requests: Sequence[TokenChoice],
     step: int | np.ndarray = 0,
     counts: sampling.TokenCounts | None = None,
     features: SamplingFeatures | None = None,
@@ -137,7 +138,7 @@ def test_the_chain_of_penalty_temperature_and_filters_equals_that_of_transformer
     torch = pytest.importorskip("torch")
     process = pytest.importorskip("transformers.generation.logits_process")
     vocab, prompt, output = 400, [3, 5, 5, 399], [7, 5, 7]
-    request = SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.3, seed=1)
+    request = TokenChoice(temperature=0.7, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.3, seed=1)
     logits = random_logits(1, vocab)
     theirs = torch.tensor(logits)
     for warper in (
@@ -159,7 +160,7 @@ def test_the_chain_of_penalty_temperature_and_filters_equals_that_of_transformer
 
 def test_presence_and_frequency_count_output_tokens_only() -> None:
     logits = np.array([[1.0, 2.0, 3.0, 4.0]], np.float32)
-    request = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
+    request = TokenChoice(presence_penalty=0.5, frequency_penalty=0.25)
     counts = sampling.start_row(sampling.empty_counts(1, 4), 0, jnp.asarray([0, 1, -1, 9]))
     for token in (2, 2, 3, -1, 9):
         counts = sampling.update(counts, jnp.asarray([token]))
@@ -177,7 +178,7 @@ def test_a_new_request_forgets_the_row_it_takes_over() -> None:
 
 def test_penalties_change_the_greedy_choice() -> None:
     logits = np.array([[1.0, 2.0, 1.9]], np.float32)
-    request = SamplingParams(repetition_penalty=1.5)
+    request = TokenChoice(repetition_penalty=1.5)
     counts = sampling.start_row(sampling.empty_counts(1, 3), 0, jnp.asarray([1]))
     assert run(logits, [request], counts=counts).token.tolist() == [2]
     with pytest.raises(ValueError, match="counts is None"):
@@ -186,8 +187,8 @@ def test_penalties_change_the_greedy_choice() -> None:
 
 def test_greedy_takes_the_lowest_index_among_equals_even_beside_sampling_rows() -> None:
     logits = np.array([[0.0, 5.0, 5.0, -1.0]] * 3, np.float32)
-    assert run(logits, [SamplingParams()] * 3).token.tolist() == [1, 1, 1]
-    requests = [SamplingParams(), SamplingParams(temperature=9.0, seed=3), SamplingParams(temperature=1e-6)]
+    assert run(logits, [TokenChoice()] * 3).token.tolist() == [1, 1, 1]
+    requests = [TokenChoice(), TokenChoice(temperature=9.0, seed=3), TokenChoice(temperature=1e-6)]
     for step in range(5):
         tokens = run(logits, requests, step).token.tolist()
         assert (tokens[0], tokens[2]) == (1, 1)
@@ -205,16 +206,16 @@ def chi_square_limit(freedom: int) -> float:
 @pytest.mark.parametrize(
     "request_",
     [
-        SamplingParams(temperature=1.0, seed=0),
-        SamplingParams(temperature=0.5, seed=0),
-        SamplingParams(temperature=2.0, top_k=6, seed=0),
-        SamplingParams(temperature=1.0, top_p=0.8, seed=0),
-        SamplingParams(temperature=1.0, min_p=0.1, seed=0),
+        TokenChoice(temperature=1.0, seed=0),
+        TokenChoice(temperature=0.5, seed=0),
+        TokenChoice(temperature=2.0, top_k=6, seed=0),
+        TokenChoice(temperature=1.0, top_p=0.8, seed=0),
+        TokenChoice(temperature=1.0, min_p=0.1, seed=0),
     ],
     ids=["plain", "cold", "top_k", "top_p", "min_p"],
 )
 @pytest.mark.parametrize("vary", ["seed", "step"])
-def test_frequencies_match_probabilities(request_: SamplingParams, vary: str) -> None:
+def test_frequencies_match_probabilities(request_: TokenChoice, vary: str) -> None:
     draws, vocab = 20_000, 12
     logits = random_logits(1, vocab, seed=5, spread=1.0)
     scaled = logits.astype(np.float64)[0] / request_.temperature
@@ -249,15 +250,15 @@ def test_gumbel_noise_is_finite_and_reaches_the_rare_end() -> None:
 # Each request by itself
 
 
-def mixed_requests() -> list[SamplingParams]:
+def mixed_requests() -> list[TokenChoice]:
     return [
-        SamplingParams(temperature=1.0, seed=1),
-        SamplingParams(temperature=0.8, top_k=20, seed=2),
-        SamplingParams(temperature=1.2, top_p=0.9, seed=3),
-        SamplingParams(),
-        SamplingParams(temperature=1.0, min_p=0.05, seed=4),
-        SamplingParams(temperature=1.5, top_k=100, top_p=0.7, min_p=0.01, seed=2**32 - 1),
-        SamplingParams(temperature=0.9, repetition_penalty=1.2, presence_penalty=0.3, seed=6),
+        TokenChoice(temperature=1.0, seed=1),
+        TokenChoice(temperature=0.8, top_k=20, seed=2),
+        TokenChoice(temperature=1.2, top_p=0.9, seed=3),
+        TokenChoice(),
+        TokenChoice(temperature=1.0, min_p=0.05, seed=4),
+        TokenChoice(temperature=1.5, top_k=100, top_p=0.7, min_p=0.01, seed=2**32 - 1),
+        TokenChoice(temperature=0.9, repetition_penalty=1.2, presence_penalty=0.3, seed=6),
     ]
 
 
@@ -290,7 +291,7 @@ def test_noise_and_filters_are_bitwise_equal_across_batch_sizes() -> None:
 
 def test_seeds_and_steps_give_different_tokens_and_the_same_seed_the_same() -> None:
     logits = np.zeros((1, 1000), np.float32)
-    request = SamplingParams(temperature=1.0, seed=5)
+    request = TokenChoice(temperature=1.0, seed=5)
     by_step = [int(run(logits, [request], step).token[0]) for step in range(8)]
     assert by_step == [int(run(logits, [request], step).token[0]) for step in range(8)]
     by_seed = [int(run(logits, [dataclasses.replace(request, seed=seed)]).token[0]) for seed in range(8)]
@@ -299,7 +300,7 @@ def test_seeds_and_steps_give_different_tokens_and_the_same_seed_the_same() -> N
 
 
 def test_an_unseeded_request_draws_a_seed_once() -> None:
-    request = SamplingParams(temperature=1.0).with_seed()
+    request = TokenChoice(temperature=1.0).with_seed()
     assert request.seed is not None
     assert request.with_seed() is request
     assert int(sampling.sampling_inputs([request]).seed[0]) == request.seed
@@ -318,7 +319,7 @@ def test_new_values_do_not_recompile() -> None:
     features = sampling.features_of(mixed_requests()[:6])
     logits, steps = jnp.asarray(random_logits(2, 64)), jnp.zeros((2,), jnp.int32)
     for first in mixed_requests()[:6]:
-        inputs = sampling.sampling_inputs([first, SamplingParams(temperature=0.3, top_k=7)])
+        inputs = sampling.sampling_inputs([first, TokenChoice(temperature=0.3, top_k=7)])
         step_once(logits, inputs, steps, features=features)
     assert compiled == [features]
 
@@ -329,8 +330,8 @@ def test_new_values_do_not_recompile() -> None:
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = random_logits(2, 50)
     requests = [
-        SamplingParams(temperature=0.5, top_k=3, seed=1, logprobs=4),
-        SamplingParams(repetition_penalty=2.0),
+        TokenChoice(temperature=0.5, top_k=3, seed=1, logprobs=4),
+        TokenChoice(repetition_penalty=2.0),
     ]
     counts = sampling.start_row(sampling.empty_counts(2, 50), 1, jnp.asarray([1, 2]))
     sampled = run(logits, requests, counts=counts)
@@ -345,18 +346,18 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 def test_only_the_logprobs_asked_for_are_returned() -> None:
     logits = random_logits(1, 50)
-    assert run(logits, [SamplingParams()]).logprob is None
-    chosen_only = run(logits, [SamplingParams(logprobs=0)])
+    assert run(logits, [TokenChoice()]).logprob is None
+    chosen_only = run(logits, [TokenChoice(logprobs=0)])
     assert chosen_only.logprob is not None and chosen_only.top_tokens is None
     with pytest.raises(ValueError, match="51, but the vocabulary has 50"):
-        run(logits, [SamplingParams(logprobs=51)])
+        run(logits, [TokenChoice(logprobs=51)])
 
 
 @pytest.mark.parametrize(
     "request_",
-    [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9, top_k=5, seed=0)],
+    [TokenChoice(), TokenChoice(temperature=1.0, top_p=0.9, top_k=5, seed=0)],
 )
-def test_rows_that_are_no_distribution_give_minus_one_alone(request_: SamplingParams) -> None:
+def test_rows_that_are_no_distribution_give_minus_one_alone(request_: TokenChoice) -> None:
     logits = random_logits(5, 50)
     requests = [dataclasses.replace(request_, logprobs=0)] * 5
     sound = run(logits, requests).token.tolist()
@@ -370,7 +371,7 @@ def test_rows_that_are_no_distribution_give_minus_one_alone(request_: SamplingPa
 
 def test_bfloat16_logits_are_computed_on_in_float32() -> None:
     logits = jnp.asarray(random_logits(1, 50), jnp.bfloat16)
-    requests = [SamplingParams(temperature=1.0, seed=0, logprobs=0)]
+    requests = [TokenChoice(temperature=1.0, seed=0, logprobs=0)]
     narrow, wide = run(logits, requests), run(logits.astype(jnp.float32), requests)
     assert narrow.logprob is not None and narrow.logprob.dtype == jnp.float32
     assert (narrow.token, narrow.logprob) == (wide.token, wide.logprob)
@@ -381,9 +382,9 @@ def test_bfloat16_logits_are_computed_on_in_float32() -> None:
 
 def test_features_are_the_least_that_serve_all_requests() -> None:
     assert sampling.features_of([]) == SamplingFeatures()
-    assert sampling.features_of([SamplingParams(top_k=5, top_p=0.5, min_p=0.1)]) == SamplingFeatures()
+    assert sampling.features_of([TokenChoice(top_k=5, top_p=0.5, min_p=0.1)]) == SamplingFeatures()
     assert sampling.features_of(mixed_requests()) == SamplingFeatures(True, True, True, True, True, -1)
-    requests = [SamplingParams(temperature=1.0, logprobs=0), SamplingParams(top_k=5, logprobs=3)]
+    requests = [TokenChoice(temperature=1.0, logprobs=0), TokenChoice(top_k=5, logprobs=3)]
     assert sampling.features_of(requests) == SamplingFeatures(sample=True, logprobs=3)
     assert hash(sampling.features_of(requests)) == hash(SamplingFeatures(sample=True, logprobs=3))
 
@@ -405,10 +406,10 @@ def test_features_are_the_least_that_serve_all_requests() -> None:
 def test_values_out_of_range_are_refused_by_name(name: str, values: list[Any]) -> None:
     for value in values:
         with pytest.raises(RequestError, match=f"^{name} is .*must be"):
-            SamplingParams(**{name: value})
+            TokenChoice(**{name: value})
 
 
 def test_values_at_the_ends_of_the_ranges_are_accepted() -> None:
-    SamplingParams(temperature=0, top_k=0, top_p=1, min_p=1, presence_penalty=-2, frequency_penalty=2, seed=0)
-    request = SamplingParams(temperature=2.0, top_k=10**12, seed=2**32 - 1, logprobs=0)
+    TokenChoice(temperature=0, top_k=0, top_p=1, min_p=1, presence_penalty=-2, frequency_penalty=2, seed=0)
+    request = TokenChoice(temperature=2.0, top_k=10**12, seed=2**32 - 1, logprobs=0)
     assert int(sampling.sampling_inputs([request]).top_k[0]) == 2**31 - 1

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ttpu_core.generation.token_choice import TokenChoice
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime
-from ttpu_jax.ops.sampling import SamplingFeatures, SamplingParams, sample, sampling_inputs
+from ttpu_jax.ops.sampling import SamplingFeatures, sample, sampling_inputs
 from ttpu_jax.params.initialize import abstract_parameters
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.train.step import TrainStep, abstract_tokens, adamw
@@ -59,7 +60,7 @@ def inference_step(
         params: dict[str, jax.Array], tokens: jax.Array, cache: KVCache
     ) -> tuple[jax.Array, KVCache | None]:
         logits, updated = model.forward(params, tokens, cache=cache, last_only=True, fresh=tokens.shape[1] > 1)
-        greedy = sampling_inputs([SamplingParams(seed=0)] * batch)
+        greedy = sampling_inputs([TokenChoice(seed=0)] * batch)
         return sample(logits[:, -1], greedy, None, jnp.zeros(batch, jnp.int32), SamplingFeatures()).token, updated
 
     return AbstractProgram(step, (params, abstract_tokens(batch, tokens, placement), cache), (2,), cache.layers, spec)

@@ -14,12 +14,13 @@ import numpy as np
 from ttpu_core.errors import RequestError, TTPUError
 from ttpu_core.generation.detokenizer import TextStream
 from ttpu_core.generation.events import FinishReason, StreamEvent, Timings
+from ttpu_core.generation.token_choice import TokenChoice
 from ttpu_jax.distributed import shared_seed
 from ttpu_jax.generation.options import GenerationOptions
 from ttpu_jax.generation.programs import PREFILL_CHUNK, Programs, cache_bucket, prompt_bucket, prompts_seen
 from ttpu_jax.generation.prompts import left_pad
 from ttpu_jax.generation.results import Completion
-from ttpu_jax.ops.sampling import Sampled, SamplingParams, features_of, sampling_inputs
+from ttpu_jax.ops.sampling import Sampled, features_of, sampling_inputs
 
 
 @dataclass
@@ -118,7 +119,7 @@ def _row(prompt: list[int], options: GenerationOptions, tokenizer: Any, context:
     return _Row(completion, text, limit)
 
 
-def _row_seed(params: SamplingParams, index: int) -> SamplingParams:
+def _row_seed(params: TokenChoice, index: int) -> TokenChoice:
     """Prompts of one call draw differently, though they share a seed; the first one draws as if it were alone."""
     return replace(params, seed=(int(params.seed or 0) + index) % 2**32)
 

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from ttpu_core.errors import RequestError
-from ttpu_jax.ops.sampling import SamplingParams
+from ttpu_core.generation.token_choice import TokenChoice
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -73,13 +73,13 @@ class GenerationOptions:
             )
         return min(wanted, room)
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self) -> TokenChoice:
         """The values that the sampler needs; greedy unless `do_sample`.
 
         Raises:
             RequestError: a value that is out of range, whether or not it would be used.
         """
-        params = SamplingParams(
+        params = TokenChoice(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k or 0,
             top_p=1.0 if self.top_p is None else self.top_p,

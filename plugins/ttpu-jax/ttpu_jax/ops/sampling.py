@@ -7,78 +7,16 @@ penalties, temperature, top-k, top-p, min-p.
 """
 
 import dataclasses
-import numbers
-import secrets
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ttpu_core.errors import RequestError
+from ttpu_core.generation.token_choice import MIN_TEMPERATURE, TokenChoice
 from ttpu_jax.ops.threshold import keep_min_p, keep_top_k, keep_top_p
 
-MIN_TEMPERATURE = 1e-5
-"""Below this temperature a request is greedy: its logits, divided by less, would leave float32's range."""
-
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _INT32_MAX = 2**31 - 1
-_SEEDS = 2**32
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How one request wants its tokens chosen.
-
-    temperature: 0 (or less than MIN_TEMPERATURE) is greedy. top_k: number of tokens, 0 is off. top_p, min_p:
-    probabilities; 1 and 0 are off. repetition_penalty: 1 is off (Keskar et al. 2019, arXiv:1909.05858).
-    presence_penalty, frequency_penalty: in logits, 0 is off, as OpenAI's API defines them.
-    seed: None draws one from the operating system. logprobs: None for none, 0 for the chosen token's, n for
-    the n likeliest tokens' as well. Raises RequestError for a value out of range.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        """Raises RequestError, in one sentence, for the first value that is not a number or is out of
-        range."""
-        _check("temperature", self.temperature, "a finite number, 0 or more (0 is greedy)", low=0)
-        _check("top_k", self.top_k, "a whole number, 0 or more (0 is off)", low=0, whole=True)
-        _check("top_p", self.top_p, "above 0 and at most 1 (1 is off)", low=0, high=1, above=True)
-        _check("min_p", self.min_p, "from 0 to 1 (0 is off)", low=0, high=1)
-        _check("repetition_penalty", self.repetition_penalty, "above 0 (1 is off)", low=0, above=True)
-        _check("presence_penalty", self.presence_penalty, "from -2 to 2 (0 is off)", low=-2, high=2)
-        _check("frequency_penalty", self.frequency_penalty, "from -2 to 2 (0 is off)", low=-2, high=2)
-        if self.seed is not None:
-            allowed = "None or a whole number from 0 to 2**32 - 1"
-            _check("seed", self.seed, allowed, low=0, high=_SEEDS - 1, whole=True)
-        if self.logprobs is not None:
-            _check("logprobs", self.logprobs, "None or a whole number, 0 or more", low=0, whole=True)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken every time."""
-        return self.temperature < MIN_TEMPERATURE
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether the tokens seen so far change the logits."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
-    def with_seed(self) -> "SamplingParams":
-        """Itself if it has a seed, otherwise a copy with a fresh one from the operating system."""
-        return self if self.seed is not None else dataclasses.replace(self, seed=secrets.randbelow(_SEEDS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +36,7 @@ class SamplingFeatures:
     logprobs: int = -1
 
 
-def features_of(requests: Sequence[SamplingParams]) -> SamplingFeatures:
+def features_of(requests: Sequence[TokenChoice]) -> SamplingFeatures:
     """The least features that serve all of `requests`; a greedy request needs no filter."""
     sampled = [request for request in requests if not request.is_greedy]
     return SamplingFeatures(
@@ -126,10 +64,10 @@ class SamplingInputs:
     seed: jax.Array
 
 
-def sampling_inputs(requests: Sequence[SamplingParams]) -> SamplingInputs:
+def sampling_inputs(requests: Sequence[TokenChoice]) -> SamplingInputs:
     """`requests`, in row order, as device arrays.
 
-    A request without a seed gets a fresh one at each call; `SamplingParams.with_seed` fixes it beforehand.
+    A request without a seed gets a fresh one at each call; `TokenChoice.with_seed` fixes it beforehand.
     """
     seeded = [request.with_seed() for request in requests]
 
@@ -349,22 +287,3 @@ def _first_highest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _inside(tokens: jax.Array, vocab: int) -> jax.Array:
     """Token ids with the negative ones moved past the vocabulary, where a scatter drops them."""
     return jnp.where(tokens < 0, vocab, tokens)
-
-
-def _check(
-    name: str,
-    value: object,
-    allowed: str,
-    *,
-    low: float,
-    high: float = _FLOAT32_MAX,
-    above: bool = False,
-    whole: bool = False,
-) -> None:
-    """Raises RequestError unless `value` is a number in [low, high], or with `above` in (low, high]."""
-    kind = numbers.Integral if whole else numbers.Real
-    if isinstance(value, bool | np.bool_) or not isinstance(value, kind):
-        raise RequestError(f"{name} is {value!r}, of type {type(value).__name__}: it must be {allowed}")
-    number: float = value  # type: ignore[assignment]
-    if not low <= number <= high or (above and number == low):  # NaN compares false
-        raise RequestError(f"{name} is {value!r}: it must be {allowed}")
