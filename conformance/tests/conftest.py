@@ -1,5 +1,6 @@
 """Eight virtual devices, one thread for torch; set before JAX is imported."""
 
-from ttpu_conformance.environment import prepare
+from ttpu_conformance.case import Options
+from ttpu_conformance.session import prepare
 
-prepare()
+prepare(Options())

@@ -11,22 +11,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ttpu_conformance.declaration import BASE, Declaration, Published, Slice, Variant, declaration_for
 from ttpu_conformance.environment import Device
 from ttpu_conformance.errors import NotProven
+from ttpu_conformance.model_under_test import BackendUnderTest, ModelUnderTest, backend_under_test
 from ttpu_conformance.tiny import SEQUENCE, random_model, tiny_config, written_config
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint, open_checkpoint
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import PluginError
 from ttpu_core.registry import ARCHITECTURES, PATCH_PACKS, PluginRecord, Registry, default_registry
-
-if TYPE_CHECKING:
-    from ttpu_conformance.jax_model import JaxModel
 
 ROWS = 4
 """Sequences of a test batch."""
@@ -37,11 +35,12 @@ UNPUBLISHED = "unpublished"
 
 @dataclass(frozen=True)
 class Options:
-    """What holds for all cases of a run."""
+    """What holds for all cases of a run; `backend` None is the one that runs models where none is named."""
 
     device: Device = "cpu"
     patch_packs: tuple[str, ...] = ()
     attn_implementation: str = "auto"
+    backend: str | None = None
 
 
 class Reference:
@@ -167,8 +166,13 @@ class Case:
         """What the plugin says of the config."""
         return self.describe(self.config())
 
+    @property
+    def backend(self) -> BackendUnderTest:
+        """What runs our models."""
+        return backend_under_test(self.options.backend)
+
     @cached_property
-    def model(self) -> JaxModel:
+    def model(self) -> ModelUnderTest:
         """Our model in float32, on one device."""
         return self.load()
 
@@ -179,11 +183,9 @@ class Case:
         mesh: str | None = None,
         architecture: Architecture | None = None,
         attn_implementation: str | None = None,
-    ) -> JaxModel:
+    ) -> ModelUnderTest:
         """Our model of the checkpoint."""
-        from ttpu_conformance.jax_model import JaxModel
-
-        return JaxModel(
+        return self.backend.load(
             architecture or self.architecture,
             self.checkpoint,
             dtype=dtype,

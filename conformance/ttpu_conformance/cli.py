@@ -62,6 +62,9 @@ def conformance(
         list[str] | None,
         typer.Option("--patch-pack", metavar="NAME", help="Check under this patch pack; repeat for more."),
     ] = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which backend runs the models, else the default one.")
+    ] = None,
     attn_implementation: Annotated[str, typer.Option(metavar="NAME", help="As in from_pretrained.")] = "auto",
     jobs: Annotated[
         int | None,
@@ -85,12 +88,14 @@ def conformance(
 
       ttpu conformance --all --level quick
 
+      ttpu conformance llama --backend torch_xla
+
       ttpu conformance llama --compile-for v5e,v6e --json llama.json
     """
     from ttpu_conformance.case import Options
-    from ttpu_conformance.environment import missing_device, prepare
+    from ttpu_conformance.model_under_test import backend_under_test
     from ttpu_conformance.selection import levels_on
-    from ttpu_conformance.session import Request, usual_jobs
+    from ttpu_conformance.session import Request, prepare, usual_jobs
     from ttpu_core.errors import MissingDependencyError, RequestError, UnsupportedError
     from ttpu_core.files import write_whole
     from ttpu_core.registry import default_registry
@@ -112,9 +117,10 @@ def conformance(
             '`pip install "ttpu-conformance[tpu]"`.'
         )
     device = DeviceChoice.tpu if require_tpu else device
-    prepare(device.value)
+    options = Options(device.value, tuple(patch_pack or ()), attn_implementation, backend)
+    prepare(options)
     if require_tpu:
-        missing = missing_device("tpu")
+        missing = backend_under_test(backend).missing_device("tpu")
         if missing:
             raise UnsupportedError(f"--require-tpu was given, but {missing}: run this on a TPU machine.")
     request = Request(
@@ -122,7 +128,7 @@ def conformance(
         levels_on(device.value),
         tuple(only or ()),
         chips,
-        Options(device.value, tuple(patch_pack or ()), attn_implementation),
+        options,
     )
     report = None
     for report in _reports(types, request, jobs or usual_jobs(types, request.options)):
@@ -141,6 +147,7 @@ def conformance(
 
 def _reports(types: list[str], request: Request, jobs: int) -> Iterator[Report]:
     """A report of all results so far, after each model type."""
+    from ttpu_conformance.model_under_test import backend_under_test
     from ttpu_conformance.report import make_report
     from ttpu_conformance.session import check_types
 
@@ -163,7 +170,8 @@ def _reports(types: list[str], request: Request, jobs: int) -> Iterator[Report]:
             elif jobs > 1:
                 status.update(f"{len(done)} of {counted(len(types), 'model type')} ({line})")
             missing = [kind for kind in types if kind not in done]
-            yield make_report([result for kind in types for result in done.get(kind, [])], request.depth, missing)
+            so_far = [result for kind in types for result in done.get(kind, [])]
+            yield make_report(so_far, request.depth, backend_under_test(request.options.backend), missing)
 
 
 def refuse_unwritable(option: str, file: Path | None) -> None:
@@ -193,7 +201,7 @@ def chips_named(text: str | None) -> tuple[str, ...]:
     """
     if text is None:
         return ()
-    from ttpu_jax.aot.topology import chip_named
+    from ttpu_core.sharding.hardware import chip_named
 
     return tuple(chip_named(name.strip()).name for name in text.split(","))
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from ttpu_conformance.case import Case
 from ttpu_conformance.hypotheses import Hypothesis, hypotheses
-from ttpu_conformance.jax_model import JaxModel, residual_stream
 from ttpu_conformance.measure import FLOAT32, relative_error
+from ttpu_conformance.model_under_test import ModelUnderTest, ShowsResidualStream
 from ttpu_conformance.overlay import described_as
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import TTPUError
@@ -97,17 +97,19 @@ def first_difference(case: Case, architecture: Architecture) -> Place | None:
     ids = case.reference.token_ids
     if relative_error(model.logits(ids), case.reference.logits) <= FLOAT32:
         return None
+    if not isinstance(model, ShowsResidualStream):
+        return None
     streams = _reference_streams(case)
     if streams is None:
         why = "transformers does not show this model's residual stream"
         return Place(f"where they first differ cannot be seen, since {why}", EVERY_HOOK, None)
     for layers, wanted in enumerate(streams):
-        errors = _errors(residual_stream(model, ids, layers, several=_several(wanted)), wanted)
+        errors = _errors(model.residual_stream(ids, layers, several=_several(wanted)), wanted)
         if not errors.max() <= STREAM:
             # A mistake that every token shares shows at the first one too, if not always above the tolerance.
             shared = not errors[0] <= SHARED * errors.max()
             token = 0 if shared else int(np.argmax(~(errors <= STREAM)))
-            return _place(layers, model.spec.num_layers, token)
+            return _place(layers, architecture.spec.num_layers, token)
     head = ("ttpu_head", "ttpu_flax_mapping")
     if _several(streams[-1]):
         return Place("the models agree up to the final norm", ("ttpu_final_norm", "ttpu_embedding", *head), None)
@@ -147,11 +149,11 @@ def _explanation(case: Case, architecture: Architecture, place: Place) -> Hypoth
     return None
 
 
-def _agrees(case: Case, model: JaxModel, place: Place, streams: list[np.ndarray]) -> bool:
+def _agrees(case: Case, model: ModelUnderTest, place: Place, streams: list[np.ndarray]) -> bool:
     ids = case.reference.token_ids
-    if place.layers is not None:
+    if place.layers is not None and isinstance(model, ShowsResidualStream):
         wanted = streams[place.layers]
-        errors = _errors(residual_stream(model, ids, place.layers, several=_several(wanted)), wanted)
+        errors = _errors(model.residual_stream(ids, place.layers, several=_several(wanted)), wanted)
         return bool(errors.max() <= STREAM)
     if "do not fit" in place.sentence:
         return True  # it could be loaded

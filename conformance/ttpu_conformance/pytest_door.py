@@ -11,10 +11,11 @@ from typing import Any
 from ttpu_conformance.case import Case, Options, cases_of
 from ttpu_conformance.check import Depth, Level
 from ttpu_conformance.declaration import Declaration
-from ttpu_conformance.environment import Device, prepare
+from ttpu_conformance.environment import Device
 from ttpu_conformance.errors import CheckFailure
 from ttpu_conformance.runner import outcome
 from ttpu_conformance.selection import Item, checks_for, levels_on
+from ttpu_conformance.session import prepare
 from ttpu_core.registry import Registry
 
 
@@ -62,6 +63,7 @@ def parametrize_with_checks(
     only: Iterable[str] = (),
     patch_packs: Iterable[str] = (),
     attn_implementation: str = "auto",
+    backend: str | None = None,
     registry: Registry | None = None,
     declaration: Declaration | None = None,
 ) -> Any:
@@ -76,18 +78,20 @@ def parametrize_with_checks(
         only: check ids, instead of all.
         patch_packs: installed patch packs under which to check.
         attn_implementation: as in `from_pretrained`.
+        backend: which runs the models; None is the one that runs models where none is named.
         registry, declaration: instead of the environment's plugins and the plugin's own conformance.toml.
 
-    The sharded checks need eight devices. On a CPU this sets XLA_FLAGS for that, which counts if JAX has not yet looked
-    for devices; where a test module uses it earlier, set the variable in `conftest.py`.
+    The sharded checks need eight devices. On a CPU this sets the backend's variables for that, XLA_FLAGS for JAX, which
+    count if it has not started yet; where a test module uses it earlier, set them in `conftest.py`.
 
     Raises:
+        MissingDependencyError: the backend is not installed.
         PluginError, DeclarationError, RequestError: while tests are collected.
     """
     import pytest
 
-    prepare(device)
-    options = Options(device, patch_packs=tuple(patch_packs), attn_implementation=attn_implementation)
+    options = Options(device, tuple(patch_packs), attn_implementation, backend)
+    prepare(options)
     wanted = levels_on(device) if levels is None else tuple(levels)
     parameters = []
     for model_type in model_types:

@@ -9,21 +9,23 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
+from ttpu_conformance.model_under_test import BackendUnderTest
 from ttpu_conformance.runner import Result
 
-DISTRIBUTIONS = ("ttpu-conformance", "ttpu-core", "ttpu-jax", "jax", "libtpu", "torch", "transformers")
+DISTRIBUTIONS = ("ttpu-conformance", "ttpu-core", "torch", "transformers")
 
 
 @dataclass(frozen=True)
 class Report:
-    """A run: versions by distribution, the kind of device, the results in order, and the model types that have none
-    yet."""
+    """A run: versions by distribution, the kind of device, the results in order, the model types that have none yet,
+    and the backend."""
 
     versions: dict[str, str | None]
     device: str
     level: str
     results: tuple[Result, ...]
     missing: tuple[str, ...] = ()
+    backend: str = ""
 
     @property
     def counts(self) -> Counter[str]:
@@ -56,6 +58,7 @@ class Report:
             "suite": "ttpu-conformance",
             "versions": self.versions,
             "plugins": sorted({result.plugin for result in self.results}),
+            "backend": self.backend,
             "device": self.device,
             "level": self.level,
             "passed": self.passed,
@@ -71,7 +74,7 @@ class Report:
         results = tuple(Result(**result) for document in documents for result in document["results"])
         last = documents[-1]
         missing = tuple(name for document in documents for name in document.get("missing", ()))
-        return cls(last["versions"], last["device"], last["level"], results, missing)
+        return cls(last["versions"], last["device"], last["level"], results, missing, last.get("backend", ""))
 
     def badge(self) -> dict[str, Any]:
         """What shields.io reads from an endpoint."""
@@ -89,13 +92,13 @@ class Report:
         return {"schemaVersion": 1, "label": "ttpu conformance", "message": message, "color": color}
 
 
-def make_report(results: Sequence[Result], level: str, missing: Sequence[str] = ()) -> Report:
-    """A report of results that were got in this process, without those of some model types."""
-    import jax
-
-    kinds = sorted({device.device_kind for device in jax.devices()})
-    versions = {name: _version(name) for name in DISTRIBUTIONS}
-    return Report(versions, ", ".join(kinds), level, tuple(results), tuple(missing))
+def make_report(
+    results: Sequence[Result], level: str, backend: BackendUnderTest, missing: Sequence[str] = ()
+) -> Report:
+    """A report of results that were got on a backend on this machine, without those of some model types."""
+    versions = {name: _version(name) for name in (*DISTRIBUTIONS, *backend.distributions)}
+    kinds = ", ".join(backend.device_kinds())
+    return Report(versions, kinds, level, tuple(results), tuple(missing), backend.name)
 
 
 def _counted(counts: Mapping[str, int]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ttpu_conformance.case import Case
 from ttpu_conformance.check import Level
-from ttpu_conformance.environment import Device, missing_device
+from ttpu_conformance.environment import Device
 from ttpu_conformance.errors import CheckFailure, NoReference, NotApplicable, NotProven
 from ttpu_conformance.measure import Measured
 from ttpu_conformance.selection import Item
@@ -49,14 +49,7 @@ def run(items: Iterable[Item]) -> Iterator[Result]:
         yield run_one(item)
     if previous is not None:
         previous.clear()
-        forget_programs()
-
-
-def forget_programs() -> None:
-    """Let go of what JAX keeps of functions that will not be called again: a process may map only so many programs."""
-    import jax
-
-    jax.clear_caches()
+        previous.backend.forget_programs()  # a process may map only so many programs
 
 
 def run_one(item: Item) -> Result:
@@ -106,16 +99,17 @@ def outcome(item: Item) -> Outcome:
     return found
 
 
-def needed_device(item: Item) -> Device:
-    """The device that a check needs: kernels are checked on a TPU, and descriptions and compilers run anywhere."""
+def needed_device(item: Item) -> Device | None:
+    """The device that a check needs: kernels are checked on a TPU; descriptions and compilers need none."""
     if item.check.level == "device":
         return "tpu"
-    return "cpu" if item.check.level in ("contract", "compile") else item.case.options.device
+    return None if item.check.level in ("contract", "compile") else item.case.options.device
 
 
 def _attempt(item: Item) -> Outcome:
     try:
-        missing = missing_device(needed_device(item))
+        device = needed_device(item)
+        missing = item.case.backend.missing_device(device) if device else None
         if missing:
             raise NotProven(missing)
         measured = item.check(item.case)

@@ -10,9 +10,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
+from ttpu_conformance import environment
 from ttpu_conformance.case import Options, cases_of
 from ttpu_conformance.check import Depth, Level
-from ttpu_conformance.environment import prepare
+from ttpu_conformance.environment import VIRTUAL_DEVICES
+from ttpu_conformance.model_under_test import backend_under_test
 from ttpu_conformance.runner import Result, run
 from ttpu_conformance.selection import Item, checks_for
 from ttpu_core.errors import TTPUError
@@ -44,6 +46,16 @@ class Request:
         return list(checks_for(cases, self.depth, levels=self.levels, only=self.only))
 
 
+def prepare(options: Options) -> None:
+    """Make this process ready for a run, before the backend starts in it.
+
+    Raises:
+        MissingDependencyError: the backend is not installed.
+    """
+    environment.prepare()
+    backend_under_test(options.backend).prepare(options.device, VIRTUAL_DEVICES)
+
+
 def usual_jobs(types: Sequence[str], options: Options) -> int:
     """How many processes serve: one for each core and type, and a TPU serves one alone."""
     return 1 if options.device == "tpu" else min(os.cpu_count() or 1, len(types), MOST_JOBS)
@@ -63,7 +75,7 @@ def check_types(
         return
     # Spawned: JAX and torch have threads, which a fork would lose.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, context, initializer=prepare, initargs=(request.options.device,))
+    pool = ProcessPoolExecutor(jobs, context, initializer=prepare, initargs=(request.options,))
     try:
         # Those with most checks first, so that none of them is left over for one process alone at the end.
         largest_first = sorted(types, key=lambda model_type: -len(request.items(model_type)))

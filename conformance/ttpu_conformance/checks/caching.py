@@ -34,7 +34,7 @@ def check_chunked_prefill(case: Case) -> Measured:
 
 
 def _in_parts(case: Case, lengths: list[int], how: str) -> Measured:
-    ours = case.model.logits_in_parts(case.reference.token_ids, lengths, fresh=True)
+    ours = case.model.logits_in_parts(case.reference.token_ids, lengths)
     error = relative_error(ours, case.logits)
     measured = hold(error, FLOAT32, f"{how} the logits differ from those of the whole sequence")
     return replace(measured, note=AS_A_PROMPT) if depends_on_length(case.architecture.spec) else measured

@@ -3,20 +3,13 @@ slice, and exchange between devices what they should and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
 from ttpu_conformance.case import Case, CompileCase
 from ttpu_conformance.check import check
 from ttpu_conformance.errors import NotProven, fail
 from ttpu_conformance.measure import Measured
+from ttpu_conformance.model_under_test import CompiledProgram, CompilesForChips, able
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
-from ttpu_core.sharding.parallelism import parse_mesh
 from ttpu_core.spec import ArchitectureSpec, MoESpec
-
-if TYPE_CHECKING:
-    from ttpu_jax.aot.report import ProgramReport
-    from ttpu_jax.aot.slices import Place
 
 GIB = 2**30
 ROWS, CONTEXT = 32, 2048  # of decode; a prefill reads one row of CONTEXT tokens, a train step one row a device
@@ -67,19 +60,19 @@ def check_compiled_train(case: Case) -> Measured:
     return _measured(report)
 
 
-def _compiled(case: Case, task: Any) -> ProgramReport:
-    from ttpu_jax.aot.slices import fitting_report
-
+def _compiled(case: Case, task: str) -> CompiledProgram:
+    backend = able(case.backend, CompilesForChips, "compiles no published size here")
     assert isinstance(case, CompileCase)
-    architecture = case.architecture
+    declared, train = case.slice, task == "train"
     try:
-        report = fitting_report(
-            architecture,
-            _places(case, task),
-            task=task,
-            batch={"decode": ROWS, "prefill": 1, "train": None}[task],
+        report = backend.compiled(
+            case.architecture,
+            case.chip,
+            task,
+            rows=ROWS,
             context=CONTEXT,
-            layers="unrolled" if task == "decode" else "scan",
+            slice_name=declared.train_slice if train else declared.slice,
+            mesh=declared.train_mesh if train else declared.mesh,
         )
     except MissingDependencyError as error:
         raise NotProven(str(error)) from error
@@ -91,29 +84,7 @@ def _compiled(case: Case, task: Any) -> ProgramReport:
     return report
 
 
-def _places(case: CompileCase, task: str) -> Iterator[Place]:
-    """Slices and meshes to try: the declared one alone, or the smallest that may hold the model and larger ones."""
-    from ttpu_jax.aot.slices import inference_slices, training_slices
-    from ttpu_jax.aot.topology import chip_named
-
-    chip, spec, declared = chip_named(case.chip), case.architecture.spec, case.slice
-    train = task == "train"
-    name = declared.train_slice if train else declared.slice
-    mesh = declared.train_mesh if train else declared.mesh
-    found = (
-        training_slices(spec, chip)
-        if train
-        else inference_slices(spec, chip, spec.kv_bytes_per_token(2) * ROWS * CONTEXT)
-    )
-    if name is None:
-        yield from found
-    elif mesh is not None:
-        yield name, parse_mesh(mesh)
-    else:
-        yield next(((slice_, usual) for slice_, usual in found if slice_ == name), (name, {}))
-
-
-def check_collectives(spec: ArchitectureSpec, report: ProgramReport) -> None:
+def check_collectives(spec: ArchitectureSpec, report: CompiledProgram) -> None:
     """Refuse exchanges that a program should not need, and those that are too large to be activations."""
     mesh = dict(report.mesh)
     allowed = TRAINING if report.task == "train" else INFERENCE | (WITH_EXPERTS if mesh.get("expert", 1) > 1 else {})
@@ -147,7 +118,7 @@ def _copies(spec: ArchitectureSpec) -> int:
     return max([1, *(layer.mlp.experts_per_token for layer in spec.layers if isinstance(layer.mlp, MoESpec))])
 
 
-def _measured(report: ProgramReport) -> Measured:
+def _measured(report: CompiledProgram) -> Measured:
     mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh)
     exchanged = ", ".join(f"{one.count} {one.op}" for one in report.collectives) or "no collectives"
     note = (

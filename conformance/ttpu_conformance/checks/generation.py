@@ -8,12 +8,11 @@ import numpy as np
 
 from ttpu_conformance.case import Case
 from ttpu_conformance.check import check
-from ttpu_conformance.errors import fail
+from ttpu_conformance.errors import NotApplicable, fail
+from ttpu_conformance.model_under_test import CountsPrograms, TracesDecoding
 
 NEW_TOKENS = 24
 PROMPTS = (11, 8, 5)  # tokens; with the new ones they pass every tiny window
-COMPILED = "/jax/core/compile/backend_compile_duration"
-"""What JAX reports when it has compiled a program."""
 
 
 @check("numerics", scope="heavy", quick="base")
@@ -50,8 +49,18 @@ def check_decode_compiles_once(case: Case) -> None:
 
     The last part guards the backend, whose programs are kept by shape; what a plugin's own mixer or block can spoil are
     the first two."""
-    _refuse_changing_layers(case)
-    first, again = (case.model.decode_program(len(PROMPTS), max(PROMPTS) + NEW_TOKENS) for _ in range(2))
+    model = case.model
+    if not isinstance(model, TracesDecoding | CountsPrograms):
+        raise NotApplicable("this backend neither shows its decode program nor counts what it compiles")
+    if isinstance(model, TracesDecoding):
+        _refuse_changing_program(case, model)
+    if isinstance(model, CountsPrograms):
+        _refuse_compiling_again(case, model)
+
+
+def _refuse_changing_program(case: Case, model: TracesDecoding) -> None:
+    _refuse_changing_layers(case, model)
+    first, again = (model.decode_program(len(PROMPTS), max(PROMPTS) + NEW_TOKENS) for _ in range(2))
     if first != again:
         lines = zip(first.splitlines(), again.splitlines(), strict=False)
         one, other = next(((a, b) for a, b in lines if a != b), ("", ""))
@@ -59,7 +68,6 @@ def check_decode_compiles_once(case: Case) -> None:
             f"the decode program traced anew is another: {_short(one)!r} became {_short(other)!r}; a mixer, block or "
             "embedding must depend on nothing but its spec, and draw no number while it is traced."
         )
-    _refuse_compiling_again(case)
 
 
 def generated(case: Case) -> tuple[list[list[int]], list[list[int]]]:
@@ -70,9 +78,9 @@ def generated(case: Case) -> tuple[list[list[int]], list[list[int]]]:
     return ids, _generate(case, *prompts).tolist()
 
 
-def _refuse_changing_layers(case: Case) -> None:
+def _refuse_changing_layers(case: Case, model: TracesDecoding) -> None:
     layers = case.architecture.spec.layers
-    first, again = case.model.layer_definitions(), case.model.layer_definitions()
+    first, again = model.layer_definitions(), model.layer_definitions()
     for index, (one, other) in enumerate(zip(first, again, strict=True)):
         if one != other or hash(one) != hash(other):
             fail(
@@ -88,33 +96,22 @@ def _refuse_changing_layers(case: Case) -> None:
             )
 
 
-def _refuse_compiling_again(case: Case) -> None:
-    import jax
-
-    compiled: list[str] = []
-
-    def listen(event: str, duration_secs: float, **about: str | int) -> None:
-        if event == COMPILED:
-            compiled.append(event)
-
+def _refuse_compiling_again(case: Case, model: CountsPrograms) -> None:
     padded, mask = _prompts(case.architecture.spec.vocab_size)
     _generate(case, padded, mask)
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        _generate(case, padded // 2, mask)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    if compiled:
+    count = model.programs_of(lambda: _generate(case, padded // 2, mask))
+    if count.compiles:
         fail(
-            f"generating again with the same shapes compiled {len(compiled)} programs: something outside the decode "
+            f"generating again with the same shapes compiled {count.compiles} programs: something outside the decode "
             "program depends on the values of tokens, or makes a new function at each call."
         )
+    if count.fallbacks:
+        fail(f"generating leaves {', '.join(sorted(count.fallbacks))} to the host: replace them by a torch patch.")
 
 
 def _generate(case: Case, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """The new tokens [rows, NEW_TOKENS]."""
-    options = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    return np.asarray(case.model.model.generate(ids, attention_mask=mask, **options))[:, ids.shape[1] :]
+    return np.asarray(case.model.greedy_tokens(ids, mask, NEW_TOKENS))
 
 
 def _short(line: str) -> str:

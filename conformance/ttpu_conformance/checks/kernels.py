@@ -6,28 +6,25 @@ from ttpu_conformance.case import Case
 from ttpu_conformance.check import check
 from ttpu_conformance.errors import NotApplicable
 from ttpu_conformance.measure import BFLOAT16_FLOOR, BFLOAT16_SHARE, Measured, hold, typical_error
+from ttpu_conformance.model_under_test import HasAttentionImplementations, able
 from ttpu_core.errors import UnsupportedError
-
-REFERENCE = "eager"
 
 
 @check("device", scope="heavy")
 def check_attention_kernels(case: Case) -> Measured:
     """In bfloat16 on the device every attention implementation is as near to exact logits as the reference is."""
-    from ttpu_jax.ops.attention import IMPLEMENTATIONS
-
+    backend = able(case.backend, HasAttentionImplementations, "has one implementation of attention")
+    reference, *others = backend.attention_implementations()
     exact, ids = case.reference.logits, case.reference.token_ids
 
     def error_of(name: str) -> float:
         return typical_error(case.load(dtype="bfloat16", attn_implementation=name).logits(ids), exact)
 
-    allowed = BFLOAT16_SHARE * error_of(REFERENCE) + BFLOAT16_FLOOR
+    allowed = BFLOAT16_SHARE * error_of(reference) + BFLOAT16_FLOOR
     worst = 0.0
     served: list[str] = []
     refused: list[str] = []
-    for name in IMPLEMENTATIONS:
-        if name == REFERENCE:
-            continue
+    for name in others:
         try:
             error = error_of(name)
         except UnsupportedError as reason:

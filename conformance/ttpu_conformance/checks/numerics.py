@@ -18,6 +18,7 @@ from ttpu_conformance.measure import (
     relative_error,
     typical_error,
 )
+from ttpu_conformance.model_under_test import RecordsPrograms, able
 from ttpu_conformance.rope_length import CONTEXT_KEYS, depends_on_length, rope_of, short_context
 from ttpu_conformance.tiny import SEQUENCE
 from ttpu_core.errors import TTPUError
@@ -91,6 +92,20 @@ def check_batch_invariance(case: Case) -> Measured:
         FLOAT32,
         "a row's logits change with its place and its neighbours in the batch",
     )
+
+
+@check("numerics", scope="type", quick="base")
+def check_forward_is_one_program(case: Case) -> None:
+    """Where operations are recorded one by one, a forward pass is one program, and none of it runs on the host."""
+    model = able(case.model, RecordsPrograms, "traces a forward pass as a whole")
+    ids = case.reference.token_ids[:, : SEQUENCE - 1]  # of a shape that nothing was compiled for
+    count = model.programs_of(lambda: case.model.logits(ids))
+    if count.compiles > 1 or count.fallbacks:
+        fail(
+            f"a forward pass compiles {count.compiles} programs and leaves to the host "
+            f"{', '.join(sorted(count.fallbacks)) or 'no operation'}: `ttpu inspect` says where; replace what reads values "
+            "in `ttpu_torch_patches`."
+        )
 
 
 @check("numerics")

@@ -5,23 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ttpu_conformance.case import Case
 from ttpu_conformance.check import check
-from ttpu_conformance.environment import missing_virtual_devices
+from ttpu_conformance.environment import VIRTUAL_DEVICES
 from ttpu_conformance.errors import NotApplicable, NotProven, fail
 from ttpu_conformance.measure import FLOAT32, Measured, hold, relative_error
+from ttpu_conformance.model_under_test import ShowsSharding, StacksLayers, able
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.sharding.padding import pad_architecture
-from ttpu_core.sharding.parallelism import parse_mesh
-from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
-from ttpu_core.spec import ArchitectureSpec, MoESpec
-
-if TYPE_CHECKING:
-    from ttpu_conformance.jax_model import JaxModel
+from ttpu_core.spec import MoESpec
 
 FSDP = ("fsdp=8", "fsdp=4", "fsdp=2")
 TENSOR = ("fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2", "fsdp=4,tensor=2", "data=4,tensor=2", "tensor=2")
@@ -45,22 +39,23 @@ MOST_NAMED = 4
 @check("sharded", scope="heavy")
 def check_sharded_fsdp(case: Case) -> Measured:
     """Logits with parameters cut along `fsdp` are those of one device, and the parameters are really cut."""
-    mesh = _first_that_fits(case.architecture.spec, FSDP)
+    mesh = _first_that_fits(case, FSDP)
     model, error = _sharded(case, mesh)
-    if model.replicated_share > REPLICATED:
+    share = model.replicated_share()
+    if share > REPLICATED:
         fail(
-            f"on the mesh {mesh} {model.replicated_share:.0%} of the parameters lie whole on every device, where "
+            f"on the mesh {mesh} {share:.0%} of the parameters lie whole on every device, where "
             f"{REPLICATED:.0%} is allowed: name logical axes for the large ones in `ttpu_sharding_rules`, or in the "
             "mixer's parameters."
         )
-    return _held(mesh, error, f"{model.replicated_share:.1%} of the parameters lie whole on every device")
+    return _held(mesh, error, f"{share:.1%} of the parameters lie whole on every device")
 
 
 @check("sharded", scope="heavy")
 def check_sharded_tensor(case: Case) -> Measured:
     """Logits with heads, MLP and vocabulary cut along `tensor` are those of one device, and the kernels are really
     cut."""
-    return _cut(case, _first_that_fits(case.architecture.spec, TENSOR), "tensor")
+    return _cut(case, _first_that_fits(case, TENSOR), "tensor")
 
 
 @check("sharded", scope="heavy")
@@ -68,13 +63,17 @@ def check_sharded_experts(case: Case) -> Measured:
     """Logits with experts cut along `expert` are those of one device, and the experts are really cut."""
     if not any(isinstance(layer.mlp, MoESpec) for layer in case.architecture.spec.layers):
         raise NotApplicable("this model has no experts that the core knows of")
-    return _cut(case, _first_that_fits(case.architecture.spec, EXPERT), "expert", within=".experts.")
+    return _cut(case, _first_that_fits(case, EXPERT), "expert", within=".experts.")
 
 
 @check("numerics", scope="heavy")
 def check_stacked_layers(case: Case) -> Measured:
     """Logits with equal layers stacked and scanned over are those of unrolled layers."""
-    ours = case.model.stacked_logits(case.reference.token_ids)
+    model = able(case.model, StacksLayers, "runs its layers one by one")
+    try:
+        ours = model.stacked_logits(case.reference.token_ids)
+    except UnsupportedError as error:
+        raise NotApplicable(str(error)) from error
     return hold(relative_error(ours, case.logits), FLOAT32, "with layers stacked the logits differ from unrolled ones")
 
 
@@ -98,14 +97,12 @@ def _cut(case: Case, mesh: str, axis: str, within: str = "") -> Measured:
     return _held(mesh, error, f"{share:.1%} of the kernels' elements are cut along {axis!r}")
 
 
-def _sharded(case: Case, mesh: str) -> tuple[JaxModel, float]:
+def _sharded(case: Case, mesh: str) -> tuple[ShowsSharding, float]:
     """The model on a mesh, and the error of its logits."""
-    missing = missing_virtual_devices()
-    if missing:
-        raise NotProven(missing)
     ids = np.concatenate([case.reference.token_ids] * 2)  # eight rows, for eight devices
     model = case.load(mesh=mesh)
-    return model, relative_error(model.logits(ids), np.concatenate([case.logits] * 2))
+    error = relative_error(model.logits(ids), np.concatenate([case.logits] * 2))
+    return able(model, ShowsSharding, "does not show how its parameters are sharded"), error
 
 
 def _held(mesh: str, error: float, note: str) -> Measured:
@@ -113,17 +110,17 @@ def _held(mesh: str, error: float, note: str) -> Measured:
     return replace(measured, note=f"{mesh}: {note}")
 
 
-def _first_that_fits(spec: ArchitectureSpec, meshes: Iterable[str]) -> str:
-    """The first mesh whose axes divide every parameter, padded where it can be."""
+def _first_that_fits(case: Case, meshes: Iterable[str]) -> str:
+    """The first mesh on which the backend can shard the model."""
+    missing = case.backend.missing_devices(VIRTUAL_DEVICES)
+    if missing:
+        raise NotProven(missing)
     refused = None
-    for text in meshes:
-        mesh = parse_mesh(text)
+    for mesh in meshes:
         try:
-            padded, _ = pad_architecture(spec, mesh)
-            for path, parameter in padded.parameters.items():
-                DEFAULT_STRATEGY.mesh_axes(parameter.axes, parameter.shape, mesh, path)
+            case.backend.refuse_mesh(case.architecture.spec, mesh)
         except UnsupportedError as error:
             refused = error
             continue
-        return text
+        return mesh
     return str(fail(f"no mesh of {', '.join(meshes)} divides the tiny model ({refused}): declare sizes that are even."))

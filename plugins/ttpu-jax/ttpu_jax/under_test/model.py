@@ -1,13 +1,14 @@
-"""The one place where the kit touches the JAX backend's inside. In: an architecture and a checkpoint; out: logits in
-every way that the shared decoder can be run, and gradients by checkpoint tensor name."""
+"""A loaded model as the conformance kit asks it: logits in every way that the shared decoder can be run, and gradients
+by checkpoint tensor name."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +28,17 @@ from ttpu_jax.load_options import JaxLoadOptions
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.params.export import export_tensors
 from ttpu_jax.params.padding import project_gradients
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+"""What JAX reports when it has compiled a program."""
+
+
+@dataclass(frozen=True)
+class ProgramCount:
+    """Programs that were compiled; JAX leaves no operation to the host."""
+
+    compiles: int
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
 
 
 class JaxModel:
@@ -61,16 +73,15 @@ class JaxModel:
         """float32 [batch, seq, vocab] of whole sequences, by calling the model as a user does."""
         return np.asarray(self.model(ids, attention_mask=mask).logits, np.float32)
 
-    def logits_in_parts(self, ids: np.ndarray, lengths: Sequence[int], *, fresh: bool) -> np.ndarray:
-        """Logits when the tokens come in parts of these lengths, each written into the cache after the one before.
-
-        `fresh` says of the first part that the cache is empty, which is how a prefill begins."""
+    def logits_in_parts(self, ids: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        """float32 [batch, seq, vocab] when the tokens [batch, seq] come in parts of these lengths, each written into
+        the cache after the one before; the first one finds it empty, as a prefill does."""
         slots = -(-ids.shape[1] // 8) * 8 + 8  # a few more than are used
         state = self.model.programs.start(np.zeros(len(ids), np.int32), ids.shape[1], slots)
         cache, parts, begin = state.cache, [], 0
         for length in lengths:
             part, cache = self._step(
-                self.model.params, ids[:, begin : begin + length].astype(np.int32), cache, fresh and begin == 0
+                self.model.params, ids[:, begin : begin + length].astype(np.int32), cache, begin == 0
             )
             parts.append(np.asarray(part, np.float32)[..., : self.spec.vocab_size])
             begin += length
@@ -98,32 +109,34 @@ class JaxModel:
         mapping = pad_mapping(self.architecture.mapping, self.model.paddings)
         return float(value), export_tensors(mapping, gradients)
 
-    def served(self, prompts: list[list[int]], new_tokens: int, *, prefill: int) -> list[list[list[int]]]:
-        """Greedy tokens after prompts that the engine serves together, twice: it runs fewer at once than there are, and
-        has pages for fewer still."""
-        from ttpu_core.generation.sampling_params import SamplingParams
-        from ttpu_serve.api.llm import LLM
+    def greedy_tokens(self, ids: np.ndarray, mask: np.ndarray, new_tokens: int) -> np.ndarray:
+        """int [batch, new_tokens] after left-padded prompts [batch, seq]."""
+        whole = self.model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, ignore_eos=True)
+        return np.asarray(whole)[:, ids.shape[1] :]
 
-        page, running = 4, len(prompts) - 1
-        longest = max(map(len, prompts)) + new_tokens
-        settings: dict[str, Any] = {
-            "max_model_len": longest,
-            "max_num_seqs": running,
-            "max_num_batched_tokens": prefill,
-            "sequence_buckets": (running,),
-            "token_buckets": (prefill,),
-            "page_size": page,
-            "num_pages": 2 * (-(-longest // page)) + 1,
-            "sampling_level": "greedy",
-            "penalties": False,
-            "prompt_logprobs": False,
-            "strict_compile": True,
-        }
-        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-        with LLM(self.model, progress=None, **settings) as llm:
-            return [[output.outputs[0].token_ids for output in llm.generate(prompts, params)] for _ in range(2)]
+    def save(self, folder: Path) -> None:
+        """As a user does."""
+        self.model.save_pretrained(folder)
 
-    @property
+    def for_engine(self) -> JaxCausalLM:
+        """The model itself."""
+        return self.model
+
+    def programs_of(self, run: Callable[[], Any]) -> ProgramCount:
+        """What calling `run` compiles, as JAX reports it."""
+        compiled: list[str] = []
+
+        def listen(event: str, duration_secs: float, **about: str | int) -> None:
+            if event == COMPILED:
+                compiled.append(event)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            run()
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+        return ProgramCount(len(compiled))
+
     def replicated_share(self) -> float:
         """The share of the parameters' elements that lie whole on every device."""
         arrays = self.model.params.values()
@@ -145,6 +158,30 @@ class JaxModel:
                 whole[re.sub(r"\.\d+\.", ".*.", path)] += array.size / elements
         return 1 - sum(whole.values()), dict(sorted(whole.items(), key=lambda one: -one[1]))
 
+    def residual_stream(self, ids: np.ndarray, layers: int, *, several: bool = False) -> np.ndarray:
+        """The residual stream [batch, seq, hidden] after so many layers; after all of them, with the final norm. Where
+        a model has `several`, all of them [batch, seq, streams, hidden], without that norm.
+
+        The model is cut there, so that no module needs to be opened."""
+        spec, runtime = self.spec, self.model.programs.runtime
+        cut = replace(
+            spec,
+            layers=spec.layers[:layers],
+            head=HeadSpec(tied=True),
+            final_norm=spec.final_norm if layers == spec.num_layers and not several else None,
+            parameter_axes=(),
+        )
+        model = causal_model(cut, runtime)
+        params = {path: array for path, array in self.model.params.items() if path in model.parameters}
+
+        def run(params: Any, ids: jax.Array, positions: jax.Array) -> jax.Array:
+            decoder = model.module(params)
+            if several:
+                decoder.embed.collapse = lambda x: x  # type: ignore[method-assign]
+            return decoder.hidden(ids, positions)[0]
+
+        return np.asarray(jax.jit(run)(params, ids.astype(np.int32), _positions(ids)), np.float32)
+
     def layer_definitions(self) -> list[Any]:
         """What jit tells the layers' traced bodies apart by, from a decoder that is made anew."""
         return [nnx.split(layer)[0] for layer in self.model.module.layers]
@@ -164,31 +201,6 @@ class JaxModel:
             return self.model.programs.model.forward(params, ids, cache=cache, fresh=fresh)
 
         return jax.jit(step, static_argnums=3)
-
-
-def residual_stream(loaded: JaxModel, ids: np.ndarray, layers: int, *, several: bool = False) -> np.ndarray:
-    """The residual stream [batch, seq, hidden] after so many layers; after all of them, with the final norm. Where a
-    model has `several`, all of them [batch, seq, streams, hidden], without that norm.
-
-    The model is cut there, so that no module needs to be opened."""
-    spec, runtime = loaded.spec, loaded.model.programs.runtime
-    cut = replace(
-        spec,
-        layers=spec.layers[:layers],
-        head=HeadSpec(tied=True),
-        final_norm=spec.final_norm if layers == spec.num_layers and not several else None,
-        parameter_axes=(),
-    )
-    model = causal_model(cut, runtime)
-    params = {path: array for path, array in loaded.model.params.items() if path in model.parameters}
-
-    def run(params: Any, ids: jax.Array, positions: jax.Array) -> jax.Array:
-        decoder = model.module(params)
-        if several:
-            decoder.embed.collapse = lambda x: x  # type: ignore[method-assign]
-        return decoder.hidden(ids, positions)[0]
-
-    return np.asarray(jax.jit(run)(params, ids.astype(np.int32), _positions(ids)), np.float32)
 
 
 def stack(spec: ArchitectureSpec, params: dict[str, jax.Array]) -> dict[str, jax.Array]:

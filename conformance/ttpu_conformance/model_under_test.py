@@ -1,0 +1,316 @@
+"""What the kit asks of a backend, as protocols. A backend joins with an entry point of the group
+`ttpu.models_under_test` that has its own name and names a class like `BackendUnderTest`, which needs to import nothing
+of the kit.
+
+`BackendUnderTest` and `ModelUnderTest` are what every check may use. Each of the other protocols is for some checks
+only: they do not apply to a backend or model that lacks its methods, and say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+
+from ttpu_conformance.environment import Device
+from ttpu_conformance.errors import NotApplicable
+from ttpu_core.architecture import Architecture
+from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.errors import MissingDependencyError
+from ttpu_core.registry import default_registry
+from ttpu_core.spec import ArchitectureSpec
+
+GROUP = "ttpu.models_under_test"
+
+
+class ModelUnderTest(Protocol):
+    """A loaded model."""
+
+    def logits(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+        """float32 [batch, seq, vocab] of token ids [batch, seq], as a user calls the model; `mask` [batch, seq] is 0 at
+        padding."""
+        ...
+
+    def logits_in_parts(self, ids: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        """float32 [batch, seq, vocab] when the tokens [batch, seq] come in parts of these lengths, each written into
+        the cache after the one before."""
+        ...
+
+    def greedy_tokens(self, ids: np.ndarray, mask: np.ndarray, new_tokens: int) -> np.ndarray:
+        """int [batch, new_tokens] after left-padded prompts [batch, seq], as a user generates; end tokens end
+        nothing."""
+        ...
+
+    def loss_and_gradients(self, ids: np.ndarray) -> tuple[float, Mapping[str, np.ndarray]]:
+        """The mean next-token cross entropy of token ids [batch, seq], and its gradient for each tensor of the
+        checkpoint by the name that the mapping has for it."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint, as a user does."""
+        ...
+
+
+class BackendUnderTest(Protocol):
+    """How the kit starts a backend, and loads models with it.
+
+    Attributes:
+        distributions: whose versions a report names.
+    """
+
+    name: str
+    distributions: tuple[str, ...]
+
+    def prepare(self, device: Device, virtual_devices: int) -> None:
+        """Set the environment variables that the backend reads when it starts, for numbers on `device`, with so many
+        devices on a CPU; what the user has set stays. Starts nothing."""
+        ...
+
+    def missing_device(self, device: Device) -> str | None:
+        """Why numbers cannot be computed on a device here; None if they can. Starts the backend."""
+        ...
+
+    def missing_devices(self, count: int) -> str | None:
+        """Why models cannot be sharded over so many devices in this process; None if they can."""
+        ...
+
+    def device_kinds(self) -> tuple[str, ...]:
+        """What the devices are called, each kind once."""
+        ...
+
+    def load(
+        self,
+        architecture: Architecture,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str,
+        mesh: str | None,
+        attn_implementation: str,
+    ) -> ModelUnderTest:
+        """A model on one device, or on a mesh such as "fsdp=2,tensor=4".
+
+        Raises:
+            TTPUError: the checkpoint does not fit the description, or the backend cannot run it so.
+        """
+        ...
+
+    def refuse_mesh(self, spec: ArchitectureSpec, mesh: str) -> None:
+        """Return where a model can be sharded on a mesh.
+
+        Raises:
+            UnsupportedError: it cannot, and why.
+        """
+        ...
+
+    def forget_programs(self) -> None:
+        """Let go of what is kept of programs that will not run again."""
+        ...
+
+
+@runtime_checkable
+class StacksLayers(Protocol):
+    """A model that can run equal layers stacked, in one loop."""
+
+    def stacked_logits(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [batch, seq, vocab] with equal layers stacked and scanned over.
+
+        Raises:
+            UnsupportedError: this model's layers cannot be stacked.
+        """
+        ...
+
+
+@runtime_checkable
+class ShowsResidualStream(Protocol):
+    """A model that is built from the description, so that a changed description can explain a difference."""
+
+    def residual_stream(self, ids: np.ndarray, layers: int, *, several: bool = False) -> np.ndarray:
+        """The residual stream [batch, seq, hidden] after so many layers; after all of them, with the final norm. Where
+        a model has `several`, all of them [batch, seq, streams, hidden], without that norm."""
+        ...
+
+
+@runtime_checkable
+class ShowsSharding(Protocol):
+    """A model that says how its parameters are sharded."""
+
+    def replicated_share(self) -> float:
+        """The share of the parameters' elements that lie whole on every device."""
+        ...
+
+    def share_cut(self, axis: str, within: str = "") -> tuple[float | None, Mapping[str, float]]:
+        """How much of the kernels whose paths contain `within` is sharded along a mesh axis.
+
+        Returns:
+            The share of their elements that is, None where there are no such kernels; and the shares of those that are
+            not, by path without its layer's number, the largest first."""
+        ...
+
+
+@runtime_checkable
+class TracesDecoding(Protocol):
+    """A model whose decode program can be traced anew."""
+
+    def layer_definitions(self) -> Sequence[Any]:
+        """What tells the layers' traced bodies apart, of layers that are made anew."""
+        ...
+
+    def decode_program(self, rows: int, slots: int) -> str:
+        """The text of the decode program before the compiler sees it, traced anew with layers that are made anew."""
+        ...
+
+
+class ProgramCount(Protocol):
+    """What a backend did.
+
+    Attributes:
+        compiles: programs that were compiled.
+        fallbacks: operations that ran on the host because the backend has none of them → times.
+    """
+
+    @property
+    def compiles(self) -> int: ...
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]: ...
+
+
+@runtime_checkable
+class CountsPrograms(Protocol):
+    """A model whose backend counts what it compiles."""
+
+    def programs_of(self, run: Callable[[], Any]) -> ProgramCount:
+        """What calling `run` compiles and leaves to the host."""
+        ...
+
+
+@runtime_checkable
+class RecordsPrograms(CountsPrograms, Protocol):
+    """A model whose operations are recorded one by one, so that a forward pass may come apart into several programs."""
+
+    recorded: bool
+
+
+@runtime_checkable
+class IsServed(Protocol):
+    """A model that the serving engine runs."""
+
+    def for_engine(self) -> Any:
+        """What `ttpu.LLM` takes in the place of a checkpoint."""
+        ...
+
+
+@runtime_checkable
+class HasAttentionImplementations(Protocol):
+    """A backend with several implementations of attention."""
+
+    def attention_implementations(self) -> Sequence[str]:
+        """Their names, the reference first."""
+        ...
+
+
+class CompiledProgram(Protocol):
+    """What the compiler says of one program. Sizes are bytes on one device, times are seconds of one run."""
+
+    @property
+    def task(self) -> Any: ...
+    @property
+    def topology(self) -> str: ...
+    @property
+    def mesh(self) -> tuple[tuple[str, int], ...]: ...
+    @property
+    def layers(self) -> Any: ...
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def hbm_bytes(self) -> int: ...
+    @property
+    def cache_bytes(self) -> int: ...
+    @property
+    def aliased_bytes(self) -> int: ...
+    @property
+    def cache_in_place(self) -> bool: ...
+    @property
+    def collectives(self) -> Sequence[Any]: ...
+    @property
+    def predicted_seconds(self) -> float: ...
+    @property
+    def compile_seconds(self) -> float: ...
+
+
+@runtime_checkable
+class CompilesForChips(Protocol):
+    """A backend that compiles for TPUs that are not there."""
+
+    def compiled(
+        self,
+        architecture: Architecture,
+        chip: str,
+        task: str,
+        *,
+        rows: int,
+        context: int,
+        slice_name: str | None,
+        mesh: str | None,
+    ) -> CompiledProgram | None:
+        """The program of a task, "decode", "prefill" or "train", on a slice of a chip.
+
+        Args:
+            rows: sequences of decode; a prefill reads one, a training step one for each device.
+            context: cache slots of a row, and tokens of a prefill and of a training step.
+            slice_name: the slice; None for the smallest that holds it.
+            mesh: its mesh; None for the backend's choice.
+
+        Returns:
+            None where no slice of up to 256 chips holds it.
+
+        Raises:
+            MissingDependencyError: the compiler is not installed.
+            UnsupportedError: it does not fit, or cannot be compiled.
+        """
+        ...
+
+
+T = TypeVar("T")
+
+
+def able(thing: Any, protocol: Callable[..., T], what: str) -> T:
+    """The same object as one that has the methods of a protocol, which is one of the classes above.
+
+    Raises:
+        NotApplicable: it has not; `what` ends the sentence that says so.
+    """
+    if not isinstance(thing, protocol):  # type: ignore[arg-type]
+        raise NotApplicable(f"this backend {what}")
+    found: T = thing
+    return found
+
+
+@cache
+def backend_under_test(name: str | None = None) -> BackendUnderTest:
+    """The backend of a name, by its entry point; None takes the one that runs models where none is named.
+
+    Raises:
+        MissingDependencyError: no backend of this name can be checked here.
+    """
+    name = name or default_registry().default_backend()
+    found = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in found:
+        raise MissingDependencyError(
+            f"conformance on the backend {name!r} was asked for, but the installed backends with an entry point in "
+            f"{GROUP} are {', '.join(sorted(found)) or 'none'}: install its distribution, such as "
+            f"ttpu-{name.replace('_', '-')}, or name another with --backend."
+        )
+    made: BackendUnderTest = found[name].load()()
+    return made

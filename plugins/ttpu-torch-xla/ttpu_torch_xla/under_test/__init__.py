@@ -1,0 +1,1 @@
+"""This backend as the conformance kit checks it (`ttpu_conformance.model_under_test`)."""
