@@ -103,8 +103,8 @@ def check_forward_is_one_program(case: Case) -> None:
     if count.compiles > 1 or count.fallbacks:
         fail(
             f"a forward pass compiles {count.compiles} programs and leaves to the host "
-            f"{', '.join(sorted(count.fallbacks)) or 'no operation'}: `ttpu inspect` says where; replace what reads values "
-            "in `ttpu_torch_patches`."
+            f"{', '.join(sorted(count.fallbacks)) or 'no operation'}: `ttpu inspect` says where; replace what reads "
+            "values in `ttpu_torch_patches`."
         )
 
 
