@@ -252,6 +252,14 @@ def plain_spec() -> ArchitectureSpec:
     return default_registry().architecture(ModelConfig.from_dict(tiny.CONFIG)).spec
 
 
+def test_neither_torch_nor_jax_is_needed_to_write_a_package(folder: Path) -> None:
+    code = "import sys; sys.modules.update(dict.fromkeys(('torch', 'jax', 'flax', 'transformers'))); "
+    code += "from ttpu_core.cli.main import main; sys.argv = ['ttpu', 'new-plugin', 'olmo']; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+    assert "ttpu-olmo is in ttpu-olmo" in done.stdout, done.stderr
+    assert (folder / "ttpu-olmo/ttpu_olmo/olmo.py").is_file()
+
+
 @pytest.mark.torch
 @pytest.mark.slow
 def test_the_package_of_a_llama_like_type_passes_its_conformance_as_it_stands(installed: Environment) -> None:

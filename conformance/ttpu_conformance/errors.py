@@ -37,5 +37,9 @@ class NoReference(NotProven):
 
 
 def fail(sentence: str, *, error: float | None = None, tolerance: float | None = None) -> Any:
-    """Raise a `CheckFailure`."""
+    """Fail a check.
+
+    Raises:
+        CheckFailure: always.
+    """
     raise CheckFailure(sentence, error=error, tolerance=tolerance)

@@ -30,22 +30,22 @@ class ModelUnderTest(Protocol):
     """A loaded model."""
 
     def logits(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-        """float32 [batch, seq, vocab] of token ids [batch, seq], as a user calls the model; `mask` [batch, seq] is 0 at
-        padding."""
+        """float32 [batch, seq, vocab] of token `ids` [batch, seq], as a user calls the model; `mask` [batch, seq] is 0
+        at padding."""
         ...
 
     def logits_in_parts(self, ids: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-        """float32 [batch, seq, vocab] when the tokens [batch, seq] come in parts of these lengths, each written into
-        the cache after the one before."""
+        """float32 [batch, seq, vocab] when the token `ids` [batch, seq] come in parts of these lengths, each written
+        into the cache after the one before."""
         ...
 
     def greedy_tokens(self, ids: np.ndarray, mask: np.ndarray, new_tokens: int) -> np.ndarray:
-        """int [batch, new_tokens] after left-padded prompts [batch, seq], as a user generates; end tokens end
-        nothing."""
+        """int [batch, new_tokens] after left-padded prompts, `ids` [batch, seq] with a `mask` [batch, seq], as a user
+        generates; end tokens end nothing."""
         ...
 
     def loss_and_gradients(self, ids: np.ndarray) -> tuple[float, Mapping[str, np.ndarray]]:
-        """The mean next-token cross entropy of token ids [batch, seq], and its gradient for each tensor of the
+        """The mean next-token cross entropy of token `ids` [batch, seq], and its gradient for each tensor of the
         checkpoint by the name that the mapping has for it."""
         ...
 
@@ -90,7 +90,14 @@ class BackendUnderTest(Protocol):
         mesh: str | None,
         attn_implementation: str,
     ) -> ModelUnderTest:
-        """A model on one device, or on a mesh such as "fsdp=2,tensor=4".
+        """A loaded model.
+
+        Args:
+            architecture: what the plugin says of the checkpoint's config.
+            checkpoint: as transformers saved it.
+            dtype: "float32" or "bfloat16".
+            mesh: such as "fsdp=2,tensor=4"; None for one device.
+            attn_implementation: "auto", or one of `attention_implementations`.
 
         Raises:
             TTPUError: the checkpoint does not fit the description, or the backend cannot run it so.
@@ -115,7 +122,7 @@ class StacksLayers(Protocol):
     """A model that can run equal layers stacked, in one loop."""
 
     def stacked_logits(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [batch, seq, vocab] with equal layers stacked and scanned over.
+        """float32 [batch, seq, vocab] of token `ids` [batch, seq], with equal layers stacked and scanned over.
 
         Raises:
             UnsupportedError: this model's layers cannot be stacked.
@@ -128,8 +135,9 @@ class ShowsResidualStream(Protocol):
     """A model that is built from the description, so that a changed description can explain a difference."""
 
     def residual_stream(self, ids: np.ndarray, layers: int, *, several: bool = False) -> np.ndarray:
-        """The residual stream [batch, seq, hidden] after so many layers; after all of them, with the final norm. Where
-        a model has `several`, all of them [batch, seq, streams, hidden], without that norm."""
+        """The residual stream [batch, seq, hidden] of token `ids` [batch, seq] after so many layers; after all of them,
+        with the final norm. Where a model has `several`, all of them [batch, seq, streams, hidden], without that
+        norm."""
         ...
 
 

@@ -20,9 +20,10 @@ from ttpu_conformance.rope_json import old_style
 from ttpu_core.config import ModelConfig
 from ttpu_core.config.key_audit import keys_ignored
 from ttpu_core.errors import ConfigError, TTPUError
+from ttpu_core.registry import BACKENDS, default_registry
 from ttpu_core.spec.axes import PARAMETER_AXES
 
-FRAMEWORKS = ("torch", "torch_xla", "jax", "jaxlib", "flax", "transformers", "ttpu_jax")
+FRAMEWORKS = ("torch", "torch_xla", "jax", "jaxlib", "flax", "transformers")
 UNKNOWN = "a_key_that_no_plugin_can_know"
 
 _IN_ANOTHER_PROCESS = """
@@ -190,7 +191,7 @@ def _described_elsewhere(case: Case) -> tuple[str, list[str]]:
         "entry_points": [(point.name, point.value, point.group) for point in case.entry_points],
         "config": case.reference.config,
         "patch_packs": case.options.patch_packs,
-        "frameworks": FRAMEWORKS,
+        "frameworks": (*FRAMEWORKS, *sorted(_backend_packages())),
     }
     finished = subprocess.run(
         [sys.executable, "-c", _IN_ANOTHER_PROCESS], input=json.dumps(job), capture_output=True, text=True, timeout=300
@@ -200,6 +201,11 @@ def _described_elsewhere(case: Case) -> tuple[str, list[str]]:
         fail(f"another process cannot describe the config: {last}")
     digest, imported = json.loads(finished.stdout)
     return digest, imported
+
+
+def _backend_packages() -> set[str]:
+    """Top-level packages of the backends that are installed."""
+    return {record.value.partition(":")[0].partition(".")[0] for record in default_registry().plugins(BACKENDS)}
 
 
 def _parts(where: str, value: Any) -> Iterator[tuple[str, Any]]:

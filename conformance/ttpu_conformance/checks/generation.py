@@ -48,7 +48,11 @@ def check_decode_compiles_once(case: Case) -> None:
     again compiles nothing.
 
     The last part guards the backend, whose programs are kept by shape; what a plugin's own mixer or block can spoil are
-    the first two."""
+    the first two.
+
+    Raises:
+        NotApplicable: the backend can say neither.
+    """
     model = case.model
     if not isinstance(model, TracesDecoding | CountsPrograms):
         raise NotApplicable("this backend neither shows its decode program nor counts what it compiles")

@@ -68,7 +68,11 @@ def check_sharded_experts(case: Case) -> Measured:
 
 @check("numerics", scope="heavy")
 def check_stacked_layers(case: Case) -> Measured:
-    """Logits with equal layers stacked and scanned over are those of unrolled layers."""
+    """Logits with equal layers stacked and scanned over are those of unrolled layers.
+
+    Raises:
+        NotApplicable: the backend cannot stack these layers.
+    """
     model = able(case.model, StacksLayers, "runs its layers one by one")
     try:
         ours = model.stacked_logits(case.reference.token_ids)

@@ -21,7 +21,8 @@ from typing import Any
 from ttpu_core.errors import RequestError
 
 PREFIX = "ttpu-"
-OWN_NAMES = ("core", "jax", "torch-xla", "conformance")  # distributions of TTPU that describe no architecture
+OWN_NAMES = ("core", "jax", "torch-xla", "plan", "launch", "serve", "conformance")
+"""Distributions of TTPU that describe no architecture."""
 LINE = 120
 
 

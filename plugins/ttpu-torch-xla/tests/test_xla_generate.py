@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("torch_xla")
 
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
-from xla_tiny import Tiny, model_types, prompt, tiny
+from xla_tiny import Tiny, prompt, tiny
 
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_torch_xla.checkpointing import checkpoint_layers
@@ -35,33 +35,6 @@ pytestmark = pytest.mark.torch
 NEW, PROGRAMS = 24, 3
 IDS, MASK = prompt(3, 21, left={1: 8})
 SHORT, SHORT_MASK = prompt(3, 18, seed=1, left={2: 3})  # of the same bucket
-
-
-@pytest.fixture(scope="module", params=model_types())
-def case(request: pytest.FixtureRequest) -> Iterator[Tiny]:
-    with tiny(request.param) as made:
-        greedy = {"do_sample": False, "max_new_tokens": NEW}
-        made.stock["padded"] = made.model.generate(IDS, attention_mask=MASK, **greedy)
-        made.stock["short"] = made.model.generate(SHORT, attention_mask=SHORT_MASK, **greedy)
-        made.move()
-        install(made.model)
-        yield made
-
-
-def test_greedy_tokens_are_stock_tokens_from_few_programs(case: Tiny) -> None:
-    case.runtime.reset_counters()
-    ours = case.model.generate(IDS, attention_mask=MASK, do_sample=False, max_new_tokens=NEW)
-    first = case.runtime.counters()
-    assert ours.tolist() == case.stock["padded"].tolist()
-    assert first.compiles <= PROGRAMS
-    assert not first.fallbacks
-
-    case.runtime.reset_counters()
-    ours = case.model.generate(SHORT, attention_mask=SHORT_MASK, do_sample=False, max_new_tokens=NEW - 2)
-    second = case.runtime.counters()
-    assert ours.tolist() == case.stock["short"][:, : SHORT.shape[1] + NEW - 2].tolist()
-    assert second.compiles == 0, "a prompt of another length, in the same bucket, compiles nothing"
-    assert not second.fallbacks
 
 
 class Pair:

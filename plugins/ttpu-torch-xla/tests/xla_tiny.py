@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ttpu_conformance.declaration import BASE, declaration_for
+from ttpu_conformance.declaration import BASE, Declaration, declaration_for
 from ttpu_conformance.errors import NoReference
 from ttpu_conformance.tiny import random_model, written_config
 from ttpu_core import ModelConfig, default_registry
@@ -48,6 +48,14 @@ def _changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     """With whole keys replaced, those of the text part one by one."""
     text = {"text_config": {**base["text_config"], **changes["text_config"]}} if "text_config" in changes else {}
     return {**base, **changes, **text}
+
+
+def declared(model_type: str) -> Declaration:
+    """What the family declares of a model type, with fewer layers and no variants but the base."""
+    [record] = [one for one in default_registry().plugins(ARCHITECTURES) if one.name == model_type]
+    whole = declaration_for(model_type, record.value)
+    base = _changed(whole.base, FEWER_LAYERS.get(model_type, {}))
+    return replace(whole, base=base, variants=(whole.variant(BASE),), heavy=(), published=(), expected_failures=())
 
 
 def model_types() -> list[str]:
@@ -92,9 +100,7 @@ class Tiny:
 @contextmanager
 def tiny(model_type: str, attention: str = "eager") -> Iterator[Tiny]:
     """A model on the host, in float32, with the patches that the backend chooses for it in place."""
-    [record] = [one for one in default_registry().plugins(ARCHITECTURES) if one.name == model_type]
-    declaration = declaration_for(model_type, record.value)
-    declaration = replace(declaration, base=_changed(declaration.base, FEWER_LAYERS.get(model_type, {})))
+    declaration = declared(model_type)
     variant = declaration.variant(BASE)
     try:
         model = random_model(declaration, variant)

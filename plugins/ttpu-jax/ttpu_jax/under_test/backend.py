@@ -80,7 +80,15 @@ class JaxUnderTest:
         mesh: str | None,
         attn_implementation: str,
     ) -> JaxModel:
-        """A model on one device or on a mesh."""
+        """A loaded model.
+
+        Args:
+            architecture: what the plugin says of the checkpoint's config.
+            checkpoint: as transformers saved it.
+            dtype: "float32" or "bfloat16".
+            mesh: such as "fsdp=2,tensor=4"; None for one device.
+            attn_implementation: as `from_pretrained` takes it.
+        """
         from ttpu_jax.under_test.model import JaxModel
 
         return JaxModel(architecture, checkpoint, dtype=dtype, mesh=mesh, attn_implementation=attn_implementation)

@@ -57,6 +57,15 @@ class JaxModel:
         mesh: str | None = None,
         attn_implementation: str = "auto",
     ) -> None:
+        """Load it.
+
+        Args:
+            architecture: what the plugin says of the checkpoint's config.
+            checkpoint: as transformers saved it.
+            dtype: of weights and activations.
+            mesh: such as "fsdp=2,tensor=4"; None for one device.
+            attn_implementation: as `from_pretrained` takes it.
+        """
         self.architecture = architecture
         self.model: JaxCausalLM = JaxBackend().open(
             architecture,
@@ -70,12 +79,13 @@ class JaxModel:
         return self.architecture.spec
 
     def logits(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-        """float32 [batch, seq, vocab] of whole sequences, by calling the model as a user does."""
+        """float32 [batch, seq, vocab] of whole sequences `ids` [batch, seq], by calling the model as a user does;
+        `mask` [batch, seq] is 0 at padding."""
         return np.asarray(self.model(ids, attention_mask=mask).logits, np.float32)
 
     def logits_in_parts(self, ids: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-        """float32 [batch, seq, vocab] when the tokens [batch, seq] come in parts of these lengths, each written into
-        the cache after the one before; the first one finds it empty, as a prefill does."""
+        """float32 [batch, seq, vocab] when the token `ids` [batch, seq] come in parts of these lengths, each written
+        into the cache after the one before; the first one finds it empty, as a prefill does."""
         slots = -(-ids.shape[1] // 8) * 8 + 8  # a few more than are used
         state = self.model.programs.start(np.zeros(len(ids), np.int32), ids.shape[1], slots)
         cache, parts, begin = state.cache, [], 0
@@ -88,7 +98,8 @@ class JaxModel:
         return np.concatenate(parts, axis=1)
 
     def stacked_logits(self, ids: np.ndarray) -> np.ndarray:
-        """Logits with equal layers stacked and scanned over, instead of unrolled."""
+        """float32 [batch, seq, vocab] of token `ids` [batch, seq], with equal layers stacked and scanned over, instead
+        of unrolled."""
         spec = self.model.programs.spec
         params = stack(spec, self.model.params)
         model = causal_model(spec, self.model.programs.runtime, stacked=True)
@@ -97,7 +108,8 @@ class JaxModel:
         return logits[..., : self.spec.vocab_size]
 
     def loss_and_gradients(self, ids: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
-        """Mean next-token cross entropy, and its gradient for each checkpoint tensor by name."""
+        """Mean next-token cross entropy of token `ids` [batch, seq], and its gradient for each checkpoint tensor by
+        name."""
 
         def loss(params: dict[str, jax.Array], ids: jax.Array, positions: jax.Array) -> jax.Array:
             logits = self.model.programs.model.forward(params, ids, positions)[0]
@@ -110,7 +122,7 @@ class JaxModel:
         return float(value), export_tensors(mapping, gradients)
 
     def greedy_tokens(self, ids: np.ndarray, mask: np.ndarray, new_tokens: int) -> np.ndarray:
-        """int [batch, new_tokens] after left-padded prompts [batch, seq]."""
+        """int [batch, new_tokens] after left-padded prompts, `ids` [batch, seq] with a `mask` [batch, seq]."""
         whole = self.model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, ignore_eos=True)
         return np.asarray(whole)[:, ids.shape[1] :]
 
@@ -159,8 +171,8 @@ class JaxModel:
         return 1 - sum(whole.values()), dict(sorted(whole.items(), key=lambda one: -one[1]))
 
     def residual_stream(self, ids: np.ndarray, layers: int, *, several: bool = False) -> np.ndarray:
-        """The residual stream [batch, seq, hidden] after so many layers; after all of them, with the final norm. Where
-        a model has `several`, all of them [batch, seq, streams, hidden], without that norm.
+        """The residual stream [batch, seq, hidden] of token `ids` [batch, seq] after so many layers; after all of them,
+        with the final norm. Where a model has `several`, all of them [batch, seq, streams, hidden], without that norm.
 
         The model is cut there, so that no module needs to be opened."""
         spec, runtime = self.spec, self.model.programs.runtime

@@ -53,7 +53,7 @@ def device_type() -> str:
 
 
 def is_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the runtime's device; nothing is started."""
+    """Whether a tensor of any shape is on the runtime's device; nothing is started."""
     return tensor.device.type == runtime_class().device_type
 
 

@@ -98,15 +98,15 @@ class TorchRuntime(Protocol):
         ...
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the host on the device."""
+        """A tensor of the host, of any shape, on the device, of the same shape."""
         ...
 
     def shard(self, tensor: torch.Tensor, mesh: Any, cut: tuple[Cut, ...]) -> None:
-        """Shard a tensor along mesh axes, one entry per dimension."""
+        """Shard a tensor of any shape along mesh axes, one entry per dimension."""
         ...
 
     def sharding_of(self, tensor: torch.Tensor) -> str:
-        """How a tensor is sharded, as XLA writes it; empty where it is not."""
+        """How a tensor of any shape is sharded, as XLA writes it; empty where it is not."""
         ...
 
     def wrap_fsdp(self, layers: torch.nn.ModuleList, mesh: Any) -> None:
@@ -123,7 +123,8 @@ class TorchRuntime(Protocol):
     def dot(
         self, x: torch.Tensor, w: torch.Tensor, contracted: tuple[Sequence[int], Sequence[int]], sums: torch.dtype
     ) -> torch.Tensor:
-        """The product of x and w over the contracted dimensions of each, summed in the dtype `sums`."""
+        """The product [..., n] of x [..., k] and w [k, n], or of what else is contracted over these dimensions of each,
+        summed in the dtype `sums`."""
         ...
 
     def jax_operation(self, name: str, hlo_module: bytes) -> JaxOperation:

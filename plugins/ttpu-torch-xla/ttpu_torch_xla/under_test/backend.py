@@ -70,7 +70,15 @@ class TorchUnderTest:
         mesh: str | None,
         attn_implementation: str,
     ) -> TorchModel:
-        """A model on one device or on a mesh."""
+        """A loaded model.
+
+        Args:
+            architecture: what the plugin says of the checkpoint's config.
+            checkpoint: as transformers saved it.
+            dtype: "float32" or "bfloat16".
+            mesh: such as "fsdp=2,tensor=4"; None for one device.
+            attn_implementation: as `from_pretrained` takes it.
+        """
         from ttpu_torch_xla.under_test.model import TorchModel
 
         return TorchModel(architecture, checkpoint, dtype=dtype, mesh=mesh, attn_implementation=attn_implementation)

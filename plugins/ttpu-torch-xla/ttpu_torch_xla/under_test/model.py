@@ -43,17 +43,33 @@ class TorchModel:
         dtype: str = "float32",
         mesh: str | None = None,
         attn_implementation: str = "auto",
-        **options: Any,
+        scan_layers: bool = False,
     ) -> None:
+        """Load it.
+
+        Args:
+            architecture: what the plugin says of the checkpoint's config.
+            checkpoint: as transformers saved it.
+            dtype: of weights and activations.
+            mesh: such as "fsdp=2,tensor=4"; None for one device.
+            attn_implementation: as `from_pretrained` takes it.
+            scan_layers: as `from_pretrained` takes it.
+        """
         gc.collect()  # models that are gone may hold patches
         self.architecture, self.checkpoint = architecture, checkpoint
         self.model = TorchXlaBackend().load(
-            architecture, checkpoint, dtype=dtype, mesh=mesh, attn_implementation=attn_implementation, **options
+            architecture,
+            checkpoint,
+            dtype=dtype,
+            mesh=mesh,
+            attn_implementation=attn_implementation,
+            scan_layers=scan_layers,
         )
         self.runtime = self.model.ttpu.runtime
 
     def logits(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-        """float32 [batch, seq, vocab]; positions [batch, seq] count what is no padding, as `generate` has them."""
+        """float32 [batch, seq, vocab] of token `ids` [batch, seq]; with a `mask` [batch, seq] positions count what is
+        no padding, as `generate` has them."""
         given: dict[str, torch.Tensor] = {"input_ids": torch.tensor(ids)}
         if mask is not None:
             held = torch.tensor(mask)
@@ -62,8 +78,8 @@ class TorchModel:
             return self._fetched(self.model(**self._there(given), use_cache=False).logits)
 
     def logits_in_parts(self, ids: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-        """float32 [batch, seq, vocab] when the tokens [batch, seq] come in parts: single tokens after a prompt by the
-        two programs of `generate`, other parts with transformers' own cache, which grows."""
+        """float32 [batch, seq, vocab] when the token `ids` [batch, seq] come in parts: single tokens after a prompt by
+        the two programs of `generate`, other parts with transformers' own cache, which grows."""
         if len(lengths) > 1 and set(lengths[1:]) == {1}:
             return self._logits_of_forced_tokens(ids, lengths[0])
         tokens, parts, cache, begin = torch.tensor(ids), [], None, 0
@@ -94,7 +110,7 @@ class TorchModel:
         return np.concatenate([first, *steps], axis=1)
 
     def stacked_logits(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [batch, seq, vocab] with the layers in one loop, as in a training step.
+        """float32 [batch, seq, vocab] of token `ids` [batch, seq], with the layers in one loop, as in a training step.
 
         Raises:
             UnsupportedError: the layers differ.
@@ -105,7 +121,7 @@ class TorchModel:
         return looped._fetched(looped.model(**looped._there({"input_ids": torch.tensor(ids)}), use_cache=False).logits)
 
     def greedy_tokens(self, ids: np.ndarray, mask: np.ndarray, new_tokens: int) -> np.ndarray:
-        """int64 [batch, new_tokens] after left-padded prompts [batch, seq]."""
+        """int64 [batch, new_tokens] after left-padded prompts, `ids` [batch, seq] with a `mask` [batch, seq]."""
         whole = self.model.generate(
             torch.tensor(ids),
             attention_mask=torch.tensor(mask),
@@ -117,7 +133,7 @@ class TorchModel:
         return np.asarray(whole[:, ids.shape[1] :].numpy())
 
     def loss_and_gradients(self, ids: np.ndarray) -> tuple[float, Mapping[str, np.ndarray]]:
-        """The mean next-token cross entropy of token ids [batch, seq], and its gradients by checkpoint tensor."""
+        """The mean next-token cross entropy of token `ids` [batch, seq], and its gradients by checkpoint tensor."""
         given = self._there({"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)})
         self.model.zero_grad(set_to_none=True)
         loss = self.model(**given, use_cache=False).loss

@@ -10,7 +10,7 @@ Argument = tuple[int, tuple[int, ...]]
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An argument of this shape without values."""
+    """An argument of the same shape, without values."""
     import torch_xla.core.xla_builder as builder
 
     tensor: torch.Tensor = builder.create_placeholder_tensor(shape, dtype)
@@ -18,14 +18,15 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def argument_of(tensor: torch.Tensor) -> int:
-    """The number by which torch_xla knows a tensor."""
+    """The number by which torch_xla knows a tensor of any shape."""
     import torch_xla
 
     return int(torch_xla._XLAC._xla_get_tensor_id(tensor))
 
 
 def replace_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """From now on `tensor` stands for what `value` stands for, also where autograd refers to it."""
+    """From now on `tensor`, of any shape, stands for what `value`, of the same shape, stands for, also where autograd
+    refers to it."""
     import torch_xla
 
     torch_xla._XLAC._replace_xla_tensor(tensor, value)

@@ -39,6 +39,11 @@ class TorchXla:
         return runtime
 
     def __init__(self) -> None:
+        """Import torch_xla, which starts nothing.
+
+        Raises:
+            MissingDependencyError: it cannot be imported.
+        """
         # What torch_xla does by itself where there is no TPU, less its warning: the CPU runs the same programs.
         if not os.environ.get("PJRT_DEVICE") and not _has_tpu():
             os.environ["PJRT_DEVICE"] = "CPU"
@@ -139,11 +144,11 @@ class TorchXla:
         return mesh
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy; torch_xla sends the values when a program needs them."""
+        """A copy of a tensor of any shape, of the same shape; torch_xla sends the values when a program needs them."""
         return tensor.to(self.device())
 
     def shard(self, tensor: torch.Tensor, mesh: Any, cut: tuple[Cut, ...]) -> None:
-        """`xs.mark_sharding`, which annotates the tensor in place."""
+        """`xs.mark_sharding`, which annotates a tensor of any shape in place."""
         import torch_xla.distributed.spmd as xs
 
         spec = tuple(
@@ -152,7 +157,7 @@ class TorchXla:
         xs.mark_sharding(tensor, mesh, spec)
 
     def sharding_of(self, tensor: torch.Tensor) -> str:
-        """XLA's notation, such as {devices=[4,2]0,1,2,3,4,5,6,7}."""
+        """XLA's notation for a tensor of any shape, such as {devices=[4,2]0,1,2,3,4,5,6,7}."""
         return str(self._xla._XLAC._get_xla_sharding_spec(tensor))
 
     def wrap_fsdp(self, layers: torch.nn.ModuleList, mesh: Any) -> None:
@@ -183,8 +188,8 @@ class TorchXla:
     def dot(
         self, x: torch.Tensor, w: torch.Tensor, contracted: tuple[Sequence[int], Sequence[int]], sums: torch.dtype
     ) -> torch.Tensor:
-        """XLA's `dot_general`: torch's own product of int8 keeps sums in int8, and one of int32 does not use int8
-        units."""
+        """XLA's `dot_general` of x [..., k] and w [k, n], contracted as they say, to [..., n]: torch's own product of
+        int8 keeps sums in int8, and one of int32 does not use int8 units."""
         dimensions = tuple(list(one) for one in contracted)
         total: torch.Tensor = self._xla._XLAC._xla_dot_general(
             x, w, (dimensions, ([], [])), preferred_element_type=sums
