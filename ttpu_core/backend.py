@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from ttpu_core.checkpoint import Checkpoint
     from ttpu_core.generation.events import StreamEvent, Timings
     from ttpu_core.sharding.plan import Plan
+    from ttpu_core.sharding.serving import ServedShapes, ServingLimits
+    from ttpu_core.sharding.strategy import Strategy
     from ttpu_core.sharding.verification import Verification
-    from ttpu_core.spec import Parameter
+    from ttpu_core.spec import ArchitectureSpec, Parameter
 
 
 Options = TypeVar("Options", bound=LoadOptions)
@@ -139,10 +141,37 @@ class Streams(Protocol):
 
 @runtime_checkable
 class Plans(Protocol):
-    """A backend that says what a planned program runs on a TPU."""
+    """A backend that says what a planned program runs on a TPU, and what its engine compiles there."""
 
-    def planned_kernels(self, architecture: Architecture, *, cuts_sequence: bool = False) -> Mapping[str, str]:
-        """Operation → implementation and why, on a TPU, for `ttpu plan`."""
+    served_axes: tuple[str, ...]
+    """The mesh axes that one engine shards a model along."""
+
+    def planned_kernels(
+        self, architecture: Architecture, *, served: bool = False, cuts_sequence: bool = False
+    ) -> Mapping[str, str]:
+        """Operation → implementation and why, on a TPU, for `ttpu plan`.
+
+        Args:
+            served: in an engine's steps, else in those of `generate` and of training.
+            cuts_sequence: the sequence is sharded.
+        """
+        ...
+
+    def served_shapes(
+        self, spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy, limits: ServingLimits, dtype: str
+    ) -> ServedShapes:
+        """What an engine compiles and keeps on TPUs.
+
+        Args:
+            spec: padded as the mesh needs it.
+            mesh: of one replica.
+            strategy: which mesh axes shard which logical axes.
+            limits: of the engine.
+            dtype: of weights, activations and cache.
+
+        Raises:
+            UnsupportedError: an engine cannot serve the model.
+        """
         ...
 
 

@@ -26,14 +26,16 @@ class Planner(Protocol):
         strategy: Strategy,
         dtype: str,
         quantization: Quantization | None = None,
+        served: bool = False,
         accepts: Callable[[Parallelism], bool] | None = None,
     ) -> Parallelism | None:
-        """The fastest mesh of these slices on which the model is predicted to fit, to serve it.
+        """The fastest mesh of these slices on which the model is predicted to fit.
 
         Args:
             strategy: which mesh axes shard which logical axes.
             dtype: of weights, activations and cache.
             quantization: of the layers' weights.
+            served: for one serving engine over all devices, else for `generate`.
             accepts: whether the backend can run a mesh; None accepts all.
 
         Returns:

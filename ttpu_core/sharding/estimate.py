@@ -18,6 +18,8 @@ class MemoryEstimate:
         logits: logits of the last tokens; in training, of one chunk of the tokens, with the head's gradient.
         temporaries: weights converted to another dtype or gathered from other devices, and the program's own
             buffers.
+        sampling: what an engine keeps on the device beside a step's program: sampling state, the results of the step
+            before, and what the sampler's program takes beyond the step's.
     """
 
     weights: int = 0
@@ -27,11 +29,17 @@ class MemoryEstimate:
     activations: int = 0
     logits: int = 0
     temporaries: int = 0
+    sampling: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all parts."""
         return sum(asdict(self).values())
+
+    @property
+    def of_program(self) -> int:
+        """Memory of the program alone, which a compiler can confirm."""
+        return self.total - self.sampling
 
     def parts(self) -> dict[str, int]:
         """The non-zero parts by name."""

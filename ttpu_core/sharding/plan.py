@@ -16,11 +16,12 @@ from ttpu_core.files import check_target, write_whole
 from ttpu_core.sharding.estimate import MemoryEstimate, TimeEstimate
 from ttpu_core.sharding.hardware import Topology, parse_topology
 from ttpu_core.sharding.parallelism import Parallelism, strategy_with
+from ttpu_core.sharding.serving import REPLICAS, StepSize, replica_mesh
 from ttpu_core.sharding.strategy import MESH_AXES, Strategy
 from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec
 
-VERSION = 1
+VERSION = 2
 
 HEADROOM = 0.95
 """The share of a device's memory that a plan may use by prediction. Near the limit the compiler uses at most 4 %
@@ -47,7 +48,8 @@ class Plan:
         mesh: mesh axis → devices along it, over all slices; empty for one device.
         dcn: mesh axis → slices along it.
         strategy: which mesh axes shard which logical axes.
-        programs: decode and prefill, or the training step.
+        programs: an engine's decode step and its largest mixed step, of one replica; `generate`'s decode step and
+            prefill; or the training step.
     """
 
     model_type: str
@@ -76,6 +78,28 @@ class Plan:
         return Parallelism(self.mesh, self.dcn, self.strategy)
 
     @property
+    def is_served(self) -> bool:
+        """Whether the plan is for a serving engine."""
+        return any(one.workload.step is not None for one in self.programs)
+
+    @property
+    def replicas(self) -> int:
+        """Number of independent servers on the slices; 1 unless the plan is to serve."""
+        return dict(self.mesh).get(REPLICAS, 1) if self.is_served else 1
+
+    @property
+    def replica(self) -> Parallelism:
+        """The mesh of one replica of a plan to serve; of another plan the whole mesh."""
+        if not self.is_served:
+            return self.parallelism
+        return Parallelism(tuple(replica_mesh(dict(self.mesh)).items()), (), self.strategy)
+
+    @property
+    def layout(self) -> str:
+        """The mesh in words: "tensor=8", "data=2,tensor=4", and of a plan to serve "2 replicas × tensor=4"."""
+        return str(self.parallelism) if self.replicas == 1 else f"{self.replicas} replicas × {self.replica}"
+
+    @property
     def hbm_bytes(self) -> int:
         """Memory of a device that one program may use."""
         return self.slices.chip.hbm_bytes
@@ -86,8 +110,8 @@ class Plan:
 
     @property
     def memory(self) -> MemoryEstimate:
-        """The estimate of the program that takes the most memory. A server that reads a prompt keeps the caches of
-        all its rows, so a prefill counts with the decode step's cache."""
+        """The estimate of the program that takes the most memory. While a prompt is read the caches of all rows are
+        kept, so a prefill counts with the decode step's cache."""
         decode = self.program("decode")
         counted = [
             MemoryEstimate(**{**asdict(one.memory), "cache": max(one.memory.cache, decode.memory.cache)})
@@ -95,7 +119,7 @@ class Plan:
             else one.memory
             for one in self.programs
         ]
-        return max(counted, key=lambda memory: memory.total)
+        return max(reversed(counted), key=lambda memory: memory.total)  # the last of equal ones
 
     @property
     def fits(self) -> bool:
@@ -110,7 +134,9 @@ class Plan:
     def rank_seconds(self, seconds: Mapping[str, float]) -> float:
         """The ranking value for each program's seconds by task: the time of a training step; or of a decode step
         with its share of the prefill, if each row reads as many tokens as it writes."""
-        decode, prefill = self.program("decode"), self.program("prefill")
+        decode, prefill, mixed = self.program("decode"), self.program("prefill"), self.program("mixed")
+        if decode is not None and mixed is not None:
+            return seconds["decode"] + seconds["mixed"] * decode.workload.batch / mixed.workload.tokens
         if decode is None or prefill is None:
             return sum(seconds.values())
         rows = decode.workload.batch / prefill.workload.batch
@@ -120,7 +146,7 @@ class Plan:
     def tokens_per_second(self) -> float:
         """Tokens per second over all rows, in training or generation."""
         first = self.programs[0].workload
-        return first.batch * (first.context if first.task == "train" else 1) / self.seconds
+        return self.replicas * first.batch * (first.context if first.task == "train" else 1) / self.seconds
 
     def check(self, spec: ArchitectureSpec) -> None:
         """Check that the plan was made for this model.
@@ -153,6 +179,7 @@ class Plan:
                 }
                 for one in self.programs
             ],
+            "replicas": self.replicas,
             "total_bytes": self.memory.total,
             "hbm_bytes": self.hbm_bytes,
             "fits": self.fits,
@@ -295,7 +322,10 @@ def _strategy(rules: Any) -> Strategy:
 def _program(value: Mapping[str, Any]) -> ProgramEstimate:
     memory = {name: int(size) for name, size in value["memory"].items() if name != "total"}
     seconds = {name: float(number) for name, number in value["time"].items() if name != "bound"}
-    return ProgramEstimate(Workload(**value["workload"]), MemoryEstimate(**memory), TimeEstimate(**seconds))
+    workload = dict(value["workload"])
+    step = workload.pop("step", None)
+    workload["step"] = None if step is None else StepSize(**step)
+    return ProgramEstimate(Workload(**workload), MemoryEstimate(**memory), TimeEstimate(**seconds))
 
 
 def _sizes(value: Any) -> tuple[tuple[str, int], ...]:

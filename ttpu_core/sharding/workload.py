@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from ttpu_core.errors import RequestError
+from ttpu_core.sharding.serving import StepSize
 from ttpu_core.spec.arithmetic import BITS
 
-Task = Literal["decode", "prefill", "train"]
+Task = Literal["decode", "prefill", "mixed", "train"]
 Layers = Literal["unrolled", "scan"]
 Quantization = Literal["int8", "int4", "fp8"]
 
@@ -19,16 +20,18 @@ DTYPES = ("float32", "bfloat16", "float16")
 @dataclass(frozen=True, slots=True)
 class Workload:
     """One program: a decode step of `batch` rows over caches of `context` slots, a prefill of `batch` rows of
-    `context` tokens, or a training step on as many.
+    `context` tokens, a training step on as many, or a step of an engine with pages for `batch` sequences of `context`
+    tokens.
 
     Args:
-        task: decode, prefill or train.
+        task: decode, prefill, mixed or train; mixed, and decode with `step`, are an engine's steps.
         batch: number of rows.
         context: tokens, or cache slots, per row.
         dtype: dtype of weights, activations and cache; a training step also keeps float32 weights and moments.
         layers: "unrolled" compiles each layer; otherwise a loop over stacked parameters compiles one.
         remat: a training step recomputes each layer's activations for its gradient instead of keeping them.
         quantization: quantization of the layers' matrices, for decode and prefill.
+        step: sizes of an engine's step; None for contiguous caches and for training.
 
     Raises:
         RequestError: a size below 1, or an unknown task, dtype or quantization.
@@ -41,6 +44,7 @@ class Workload:
     layers: Layers = "unrolled"
     remat: bool = True
     quantization: Quantization | None = None
+    step: StepSize | None = None
 
     def __post_init__(self) -> None:
         for name, word, allowed in (
@@ -57,6 +61,11 @@ class Workload:
         for name, size in (("batch", self.batch), ("context", self.context)):
             if size < 1:
                 raise RequestError(f"{name} {size} was asked for, but it must be at least 1: raise it.")
+        if (self.task == "mixed") > (self.step is not None) or (self.step and self.task not in ("decode", "mixed")):
+            raise RequestError(
+                f"a {self.task} program {'with' if self.step else 'without'} the sizes of an engine's step was asked "
+                "for, but mixed steps have them, decode steps may, and others have none: correct the step."
+            )
         if self.task == "train" and self.quantization is not None:
             raise RequestError(
                 f"training in {self.quantization} was asked for, but the weights that a training step updates are "
@@ -65,7 +74,9 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens per row that the program processes."""
+        """Tokens per row that the program processes; an engine's step is one row of all its tokens."""
+        if self.step is not None:
+            return self.step.tokens
         return 1 if self.task == "decode" else self.context
 
     @property

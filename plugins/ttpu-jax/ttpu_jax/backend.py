@@ -20,8 +20,10 @@ from ttpu_core.errors import CheckpointError
 from ttpu_core.mapping import pad_mapping
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.plan import Plan
+from ttpu_core.sharding.serving import ServedShapes, ServingLimits
+from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.sharding.verification import Verification
-from ttpu_core.spec import axes
+from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.distributed import initialize
 from ttpu_jax.generation.programs import Programs
@@ -48,6 +50,7 @@ class JaxBackend:
     """Runs models with JAX on TPU, CPU or GPU."""
 
     name = "jax"
+    served_axes = ("expert", "tensor")
 
     options = JaxLoadOptions
 
@@ -185,11 +188,25 @@ class JaxBackend:
 
         return verify_plan(architecture, plan, progress=progress)
 
-    def planned_kernels(self, architecture: Architecture, *, cuts_sequence: bool = False) -> Mapping[str, str]:
-        """Operation → implementation and why, on a TPU, for `ttpu plan`."""
-        sequence = (axes.SEQUENCE,) if cuts_sequence else ()
-        kinds = _attention_by_kind(architecture, "tpu", sequence)
+    def planned_kernels(
+        self, architecture: Architecture, *, served: bool = False, cuts_sequence: bool = False
+    ) -> Mapping[str, str]:
+        """See `ttpu_core.backend.Plans`."""
+        if served:
+            from ttpu_jax.runner.planned import served_kernels
+
+            kinds = served_kernels(architecture.spec)
+        else:
+            kinds = _attention_by_kind(architecture, "tpu", (axes.SEQUENCE,) if cuts_sequence else ())
         return {f"attention ({kind})": words for kind, words in kinds.items()}
+
+    def served_shapes(
+        self, spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy, limits: ServingLimits, dtype: str
+    ) -> ServedShapes:
+        """See `ttpu_core.backend.Plans`."""
+        from ttpu_jax.runner.planned import served_shapes
+
+        return served_shapes(spec, mesh, strategy, limits, dtype)
 
     def kernels(self, architecture: Architecture) -> Mapping[str, str]:
         """Operation → implementation and why: on this machine, and where that is no TPU, on one."""

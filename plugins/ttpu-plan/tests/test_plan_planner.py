@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from test_plan_memory import LLAMA, published
 
-from ttpu_core.errors import PlanError, RequestError, UnsupportedError
+from ttpu_core.errors import MissingDependencyError, PlanError, RequestError, UnsupportedError
+from ttpu_core.registry import Registry
 from ttpu_core.sharding.hardware import CHIPS, parse_topology
 from ttpu_core.sharding.plan import HEADROOM, Plan, load_plan
+from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import MESH_AXES
 from ttpu_plan.planner import (
     Request,
@@ -22,9 +24,10 @@ from ttpu_plan.planner import (
     why_nothing_fits,
     why_nothing_serves,
 )
+from ttpu_plan.served import planning_backend
 
 MIXTRAL = "ttpu_mistral/configs/mixtral-8x7b.json"
-TRAINING = Request("training")
+TRAINING, GENERATION = Request("training"), Request("generation")
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +36,11 @@ def plan() -> Plan:
 
 
 @pytest.mark.parametrize("name", ["v5e:2x4", "tpu7x:2x2x1", "v5p:4x4x4", "2*v5e:4x4"])
-@pytest.mark.parametrize("request_", [Request(), TRAINING], ids=["inference", "training"])
+@pytest.mark.parametrize("request_", [Request(), GENERATION, TRAINING], ids=["serve", "generate", "train"])
 def test_every_mesh_takes_all_devices_in_the_usual_order_of_axes(name: str, request_: Request) -> None:
     topology = parse_topology(name)
     found = list(meshes(published(LLAMA), topology, request_))
-    assert found
+    assert found or request_.rows(topology.num_devices) < topology.num_hosts  # each host's replica has a row
     for mesh in found:
         assert prod(mesh.values()) == topology.num_devices
         assert list(mesh) == [axis for axis in MESH_AXES if axis in mesh]
@@ -45,10 +48,57 @@ def test_every_mesh_takes_all_devices_in_the_usual_order_of_axes(name: str, requ
 
 
 def test_weights_are_not_gathered_to_serve_and_experts_have_an_axis() -> None:
-    serving = list(meshes(published(MIXTRAL), parse_topology("v5e:4x4"), Request()))
-    assert not any("fsdp" in mesh for mesh in serving)
-    assert {mesh.get("expert", 1) for mesh in serving} == {1, 2, 4, 8}  # of 8 experts
-    assert not any("expert" in mesh for mesh in meshes(published(LLAMA), parse_topology("v5e:4x4"), Request()))
+    for request, experts in ((GENERATION, {1, 2, 4, 8}), (Request(), {1, 2, 4})):  # of 8 experts; of a host's devices
+        serving = list(meshes(published(MIXTRAL), parse_topology("v5e:4x4"), request))
+        assert not any("fsdp" in mesh for mesh in serving)
+        assert {mesh.get("expert", 1) for mesh in serving} == experts
+        assert not any("expert" in mesh for mesh in meshes(published(LLAMA), parse_topology("v5e:4x4"), request))
+
+
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5e:4x4", "tpu7x:2x2x1", "tpu7x:2x2x2", "2*v5e:2x4"])
+def test_a_replica_is_one_process_that_shards_along_axes_which_the_engine_takes(name: str) -> None:
+    topology = parse_topology(name)
+    found = plans(published(MIXTRAL), topology, Request(batch=64))
+    for one in found:
+        assert set(dict(one.mesh)) <= {"data", "expert", "tensor"}
+        replica = prod(dict(one.replica.mesh).values())
+        assert "data" not in dict(one.replica.mesh)
+        assert one.replicas * replica == topology.num_devices
+        assert replica <= topology.num_devices // topology.num_hosts
+        assert replica % topology.chip.devices_per_chip == 0
+        for program in one.programs:
+            assert program.workload.batch * one.replicas == 64
+
+
+def test_replicas_are_said_and_counted(plan: Plan) -> None:
+    assert (plan.layout, plan.replicas) == ("tensor=8", 1)
+    two = next(one for one in plans(published(LLAMA), parse_topology("v5e:2x4")) if one.replicas == 2)
+    assert two.layout == "2 replicas × tensor=4"
+    assert str(two.replica) == "tensor=4"
+    decode, mixed = two.programs
+    share = mixed.time.seconds * decode.workload.batch / mixed.workload.tokens
+    assert two.tokens_per_second == pytest.approx(2 * decode.workload.batch / (decode.time.seconds + share))
+
+
+def test_one_engine_over_all_devices_has_no_replicas() -> None:
+    found = plans(published(LLAMA), parse_topology("v5e:2x4"), Request(one_replica=True))
+    assert [dict(one.mesh) for one in found] == [{"tensor": 8}]
+
+
+def test_a_plan_to_serve_has_the_engines_steps(plan: Plan) -> None:
+    decode, mixed = (one.workload for one in plan.programs)
+    assert (decode.task, decode.step) == ("decode", StepSize(32, 32, 32))
+    assert (mixed.task, mixed.step) == ("mixed", StepSize(2048, 32, 32))
+    many = Request(batch=4096, context=128, one_replica=True)
+    larger = best_plan(published(LLAMA), parse_topology("v5p:2x2x1"), many)
+    assert larger.programs[1].workload.tokens == 4096  # each running sequence has a token in a step
+
+
+def test_without_a_backend_that_tells_its_steps_nothing_is_planned_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ttpu_plan.served.default_registry", lambda: Registry([]))
+    with pytest.raises(MissingDependencyError, match="--task generation"):
+        plans(published(LLAMA), parse_topology("v5e:2x4"))
+    assert plans(published(LLAMA), parse_topology("v5e:2x4"), GENERATION)
 
 
 def test_slices_are_joined_along_data_or_fsdp_only() -> None:
@@ -100,18 +150,21 @@ def test_where_no_generation_serves_the_roomiest_says_by_how_much_and_what_would
 
 
 def test_slices_whose_devices_cannot_share_the_rows_are_passed_over_for_the_roomiest_that_can() -> None:
-    """One row is cut along heads alone, of which there are 8."""
+    """One row is sharded along heads alone, of which there are 8."""
     spec = published("ttpu_gemma/configs/gemma-3-4b-it.json")
-    found = why_nothing_serves(spec, Request(batch=1, context=2**27))
+    found = why_nothing_serves(spec, Request("generation", batch=1, context=2**27))
     assert (found.closest.topology, dict(found.closest.mesh)) == ("v5p:2x2x2", {"tensor": 8})
     assert found.missing_bytes > 0
 
 
-def test_the_first_prefill_reads_one_prompt_for_each_group_of_devices(plan: Plan) -> None:
-    (mesh,) = [mesh for mesh in meshes(published(LLAMA), parse_topology("v5e:2x4"), Request()) if mesh.get("data") == 2]
-    _, prefill = Request().workloads(8, mesh)
+def test_the_first_prefill_reads_one_prompt_for_each_group_of_devices() -> None:
+    found = meshes(published(LLAMA), parse_topology("v5e:2x4"), GENERATION)
+    (mesh,) = [mesh for mesh in found if mesh.get("data") == 2]
+    _, prefill = GENERATION.workloads(8, mesh)
     assert prefill.batch == 2
+    plan = best_plan(published(LLAMA), parse_topology("v5e:2x4"), GENERATION)
     assert {one.workload.task for one in plan.programs} == {"decode", "prefill"}
+    assert not plan.is_served and plan.replica == plan.parallelism
 
 
 def test_when_nothing_fits_it_says_by_how_much_and_what_would() -> None:
@@ -120,7 +173,7 @@ def test_when_nothing_fits_it_says_by_how_much_and_what_would() -> None:
     assert found.missing_bytes == round(found.closest.memory.total - HEADROOM * found.closest.hbm_bytes) > 0
     assert all(remedy.plan.fits for remedy in found.remedies)
     text = str(found)
-    assert "needs 31.3 GiB on each device of v5e:1x1 at best" in text
+    assert "needs 31.4 GiB on each device of v5e:1x1 at best" in text
     assert "4 chips (v5e:2x2) would fit" in text
 
 
@@ -135,19 +188,23 @@ def test_each_remedy_alone_makes_it_fit() -> None:
 
 
 def test_rows_that_no_mesh_can_cut_are_refused_with_what_can_be_done() -> None:
+    spec, topology = published("ttpu_gemma/configs/gemma-3-4b-it.json"), parse_topology("v5e:16x16")
     with pytest.raises(UnsupportedError, match="a batch that is a multiple of the devices"):
-        plans(published("ttpu_gemma/configs/gemma-3-4b-it.json"), parse_topology("v5e:16x16"), Request(batch=1))
+        plans(spec, topology, Request("generation", batch=1))
+    with pytest.raises(UnsupportedError, match="each replica has the devices of one host"):
+        plans(spec, topology, Request(batch=1))
 
 
 def test_an_unknown_purpose_is_refused() -> None:
-    with pytest.raises(RequestError, match="there is only inference and training"):
+    with pytest.raises(RequestError, match="there is only inference, generation, training"):
         Request("chatting")  # type: ignore[arg-type]
 
 
 def test_an_8b_model_on_8_to_256_chips_is_planned_in_two_seconds() -> None:
     spec = published(LLAMA)
+    planning_backend()  # whose import is not planning
     began = time.process_time()
-    for request in (Request(), replace(TRAINING, batch=256)):
+    for request in (Request(batch=256), GENERATION, replace(TRAINING, batch=256)):
         for name in ("v5e:2x4", "v5e:4x4", "v5e:8x8", "v5e:16x16", "v5p:4x4x4", "v5p:4x8x8"):
             plans(spec, parse_topology(name), request)
         smallest_slices(spec, request)
@@ -160,7 +217,7 @@ def test_a_saved_plan_is_read_back_as_it_was(plan: Plan, tmp_path: Path) -> None
     assert load_plan(path) == plan
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]  # and nothing half-written beside it
     written = json.loads(path.read_text())
-    assert written["version"] == 1
+    assert written["version"] == 2
     assert written["mesh"] == {"tensor": 8}
     assert written["total_bytes"] == plan.memory.total
 
@@ -179,7 +236,7 @@ def test_a_plan_serves_the_model_that_it_was_made_for(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "is a plan of version 2, but this ttpu reads version 1"),
+        ({"version": 1}, "is a plan of version 1, but this ttpu reads version 2"),
         ({"mesh": {"tensor": 4}}, "a mesh of 4 devices and 2 programs for v5e:2x4, which has 8"),
         ({"mesh": {"rows": 8}}, "are no sizes of data, fsdp, expert, sequence, tensor"),
         ({"topology": "v9:2x2"}, "'v9' was asked for"),

@@ -39,6 +39,7 @@ class PurposeChoice(StrEnum):
     """What a plan is for."""
 
     inference = "inference"
+    generation = "generation"
     training = "training"
 
 
@@ -60,10 +61,12 @@ def plan(
         typer.Option(metavar="NAME", help="TPU slices, as in v5e:2x4 or 2*v5e:4x4. Without it, each generation's."),
     ] = None,
     task: Annotated[
-        PurposeChoice, typer.Option(help="Decode steps and prefills, or training steps.")
+        PurposeChoice,
+        typer.Option(help="The steps of ttpu serve, the programs of generate(), or training steps."),
     ] = PurposeChoice.inference,
     batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Rows of a step. Without it 32 to serve, one a device to train.")
+        int | None,
+        typer.Option(metavar="N", help="Rows of a step, over all replicas. Without it 32, or one a device to train."),
     ] = None,
     context: Annotated[int, typer.Option(metavar="N", help="Cache slots of each row, or tokens to train on.")] = 2048,
     quantization: Annotated[QuantizationChoice | None, typer.Option(help="Of the layers' weights, to serve.")] = None,
@@ -88,8 +91,10 @@ def plan(
     patch_pack: options.PatchPacks = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say on which TPU slices a model fits, how to cut it there, and how fast it is going to be.
+    """Say on which TPU slices a model fits, how to shard it there, and how fast it is going to be.
 
+    A plan to serve is for the steps that ttpu serve compiles. Where it has replicas,
+    each is a server of its own, with the devices of one host or a part of them.
     Needs a config.json only. If nothing fits, it says by how much, what would, and ends with status 1.
 
     Examples:
@@ -131,7 +136,7 @@ def plan(
         note(f"drew {counted(len(shown), 'plan')} in {picture}")
     if save is not None and fitting:
         fitting[0].save(save)
-        note(f"saved the plan for {_name(fitting[0])} as {save}")
+        note(f"saved the plan for {_name(fitting[0])} as {save}{_serve_with(checkpoint, fitting[0], save)}")
     if reason is not None:
         note(f"nothing fits: {reason}")
         raise typer.Exit(NOTHING_FITS)
@@ -180,13 +185,15 @@ def _plans(
 
 def _verified(architecture: Architecture, wanted: Sequence[Plan]) -> Verified:
     """Plan → what the compiler says of its programs."""
+    from ttpu_core.backend import Verifies
     from ttpu_core.errors import UnsupportedError
     from ttpu_core.registry import default_registry
+    from ttpu_plan.served import capable_backend
 
-    backend: Any = default_registry().backend("jax")
-    if not hasattr(backend, "verify_plan"):
+    backend = capable_backend(default_registry(), Verifies)
+    if not isinstance(backend, Verifies):
         raise UnsupportedError(
-            f"--verify was asked for, but the backend {backend.name!r} that is installed cannot compile a plan: "
+            "--verify was asked for, but no installed backend can compile a plan: "
             '`pip install -U "ttpu-core[jax]"`.'
         )
     result: Verified = {}
@@ -202,17 +209,16 @@ def _verified(architecture: Architecture, wanted: Sequence[Plan]) -> Verified:
 
 def _kernels(architecture: Architecture, shown: Sequence[Plan]) -> dict[str, str]:
     """Operation → what the first plan runs it by on a TPU, and why; {} where no backend that knows is installed."""
-    from ttpu_core.errors import TTPUError
+    from ttpu_core.backend import Plans
     from ttpu_core.registry import default_registry
+    from ttpu_plan.served import capable_backend
 
-    try:
-        backend: Any = default_registry().backend("jax")
-    except TTPUError:
-        return {}
-    if not hasattr(backend, "planned_kernels"):
+    backend = capable_backend(default_registry(), Plans)
+    if not isinstance(backend, Plans):
         return {}
     cuts_sequence = bool(shown) and dict(shown[0].mesh).get("sequence", 1) > 1
-    return dict(backend.planned_kernels(architecture, cuts_sequence=cuts_sequence))
+    served = bool(shown) and shown[0].is_served
+    return dict(backend.planned_kernels(architecture, served=served, cuts_sequence=cuts_sequence))
 
 
 def _refused(one: Plan, verified: Verified) -> bool:
@@ -237,7 +243,17 @@ def _order(one: Plan, verified: Verified) -> tuple[int, float]:
 
 
 def _name(one: Plan) -> str:
-    return f"{one.topology} {one.parallelism}"
+    return f"{one.topology} {one.layout}"
+
+
+def _serve_with(checkpoint: str, one: Plan, saved: Path) -> str:
+    """The command that runs what a plan to serve was made for."""
+    if not one.is_served:
+        return ""
+    workload = one.programs[0].workload
+    limits = f"--max-num-seqs {workload.batch} --max-model-len {workload.context}"
+    each = "" if one.replicas == 1 else f", once for each of the {one.replicas} replicas"
+    return f"; serve it with `ttpu serve {checkpoint} --plan {saved} {limits}`{each}"
 
 
 def _title(model: str, request: Request) -> str:
@@ -263,7 +279,7 @@ def _as_json(
     rows = []
     for one in shown:
         compiled = {"compiled": [asdict(each) for each in verified[one]]} if one in verified else {}
-        rows.append({**one.to_json(), "parallelism": str(one.parallelism), **compiled})
+        rows.append({**one.to_json(), "parallelism": str(one.parallelism), "layout": one.layout, **compiled})
     return {
         "checkpoint": checkpoint,
         "model_type": architecture.spec.model_type,
@@ -337,14 +353,16 @@ def _cells(one: Plan) -> dict[str, str]:
     """Column → text of one plan's row, sizes in GiB."""
     memory, programs = asdict(one.memory), {program.workload.task: program for program in one.programs}
     others = ("gradients", "optimizer", "activations", "logits") if "train" in programs else ("cache", "activations")
+    if one.is_served:
+        others = (*others, "sampling")
     cells = {
         "slice": one.topology,
         "chips": f"{one.slices.num_chips:,}",
-        "mesh": str(one.parallelism),
+        "mesh": one.layout,
         "GiB": f"{one.memory.total / GIB:.1f} of {one.hbm_bytes / GIB:.1f}",
         **{name: f"{memory[name] / GIB:.2f}" for name in ("weights", *others, "temporaries")},
     }
-    for task, label in (("decode", "decode step"), ("prefill", "prefill"), ("train", "step")):
+    for task, label in (("decode", "decode step"), ("mixed", "mixed step"), ("prefill", "prefill"), ("train", "step")):
         if task in programs:
             cells[label] = _milliseconds(programs[task].time.seconds)
     cells["tokens/s"] = f"{one.tokens_per_second:,.0f}"
@@ -369,10 +387,10 @@ def _compiled_table(verified: Verified) -> Table:
             assert program is not None
             found = ("", "does not fit", "", "", "", one.refused)
             if one.peak_bytes is not None:
-                error = program.memory.total / one.peak_bytes - 1
-                sizes = f"{program.memory.total / GIB:.2f}", f"{one.peak_bytes / GIB:.2f}", f"{error:+.1%}"
+                error = program.memory.of_program / one.peak_bytes - 1
+                sizes = f"{program.memory.of_program / GIB:.2f}", f"{one.peak_bytes / GIB:.2f}", f"{error:+.1%}"
                 found = (*sizes, _milliseconds(program.time.seconds), _milliseconds(one.seconds), _compiled_words(one))
-            table.add_row(its.topology, str(its.parallelism), one.task, *found)
+            table.add_row(its.topology, its.layout, one.task, *found)
     return table
 
 

@@ -14,6 +14,7 @@ from math import prod
 from ttpu_core.sharding.estimate import TimeEstimate
 from ttpu_core.sharding.hardware import Topology
 from ttpu_core.sharding.links import Links, links_of
+from ttpu_core.sharding.serving import replica_mesh
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, axes
@@ -52,7 +53,7 @@ def estimate_time(
     Raises:
         UnsupportedError: a parameter that the mesh cannot divide.
     """
-    model = shard_model(spec, mesh, strategy)
+    model = shard_model(spec, replica_mesh(mesh) if workload.step else mesh, strategy)
     program = _Program(model, topology, workload, links_of(mesh, topology, dcn))
     parts = [(kind.count, program.layer(kind)) for kind in model.layers]
     parts += [(1, program.ends())]
@@ -128,8 +129,7 @@ class _Program:
                 self._sum(part, rows * tokens * prod(one.gathered[:-1]) * item, by)
         flops += self._attention_flops(kind, rows, tokens)
         if self.workload.task != "train":
-            shapes = layer_cache_shapes(self.model, kind.layer, self.workload)
-            traffic += sum(tiled_bytes(shape, kept) for shape, kept in shapes)
+            traffic += self._cache_traffic(kind)
         self._exchange_keys(part, kind, rows)
         part.compute = self.products * flops / (self.topology.chip.bf16_flops * MXU_SHARE)
         part.hbm = self.products * traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE)
@@ -141,7 +141,7 @@ class _Program:
         rows, tokens = local_tokens(self.model, self.workload)
         item, bits = self.workload.bytes_per_element, BITS[self.workload.dtype]
         head = self.model.head
-        scored = rows * (tokens if self.trains else 1)
+        scored = self.workload.step.rows if self.workload.step else rows * (tokens if self.trains else 1)
         # Logits of some tokens at a time are computed again for the gradient (ttpu_jax.model.loss).
         part.compute = (4 if self.trains else 1) * product_flops(prod(head.gathered), scored)
         part.compute /= self.topology.chip.bf16_flops * MXU_SHARE
@@ -212,6 +212,14 @@ class _Program:
         times = self.forwards + 2 * self.trains
         self._in_background(part, "all-gather", times * size * self.workload.bytes_per_element, by)
 
+    def _cache_traffic(self, kind: LayerShards) -> float:
+        """What is read of a layer's cache: all of a contiguous one; of pages those that sequences attend to."""
+        shapes = layer_cache_shapes(self.model, kind.layer, self.workload)
+        size = float(sum(tiled_bytes(shape, kept) for shape, kept in shapes))
+        if self.workload.step is None or not isinstance(kind.layer.mixer, AttentionSpec):
+            return size
+        return size * attended_tokens(kind.layer.mixer, self.workload.context) / self.workload.context
+
     def _attention_flops(self, kind: LayerShards, rows: int, tokens: int) -> float:
         """Scores and sums of softmax attention; of a causal one over the same tokens, half."""
         mixer = kind.layer.mixer
@@ -219,6 +227,11 @@ class _Program:
             return 0.0
         heads = mixer.num_heads // self.model.devices(axes.KV_HEADS, mixer.num_kv_heads)
         seen = self.workload.context
+        if self.workload.step is not None:
+            # Each sequence decodes; what tokens are left are those of a prompt, from its begin on.
+            reach, decoding = attended_tokens(mixer, seen), self.workload.step.sequences
+            read = max(0, tokens - decoding)
+            return attention_flops(heads, mixer, decoding * reach + read * min(reach, (read + 1) / 2))
         if self.workload.task != "decode":
             reach = attended_tokens(mixer, seen)
             seen = reach - reach // 2 if mixer.causal and reach == seen else reach

@@ -5,12 +5,13 @@ from the arrays that the programs of `ttpu_jax.aot.steps` hold, without compilin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 from ttpu_core.sharding.estimate import MemoryEstimate
 from ttpu_core.sharding.hardware import Chip
+from ttpu_core.sharding.serving import ServedShapes, replica_mesh
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MoESpec, axes
@@ -29,6 +30,9 @@ rest of decode programs, libtpu 0.0.42, is 20 to 110 MiB."""
 GATHERED_LAYERS = 3
 """Layers of one turn of a loop whose weights are gathered at once: libtpu 0.0.42 begins with those that come next."""
 
+SORTED = 3
+"""Copies of all logits of a step, in float32, that an engine's sampler has at once (libtpu 0.0.42, gemma-3-12b)."""
+
 STREAMS = 3
 """Copies of the residual stream that exist at once around a layer: its input, its sub-layer's input, its output."""
 
@@ -39,16 +43,20 @@ def estimate_memory(
     workload: Workload,
     strategy: Strategy = DEFAULT_STRATEGY,
     chip: Chip | None = None,
+    shapes: ServedShapes | None = None,
 ) -> MemoryEstimate:
     """The peak of a program on each device.
 
     Args:
         mesh: mesh axis → devices along it.
         chip: where the program runs, for what only one generation's compiler does.
+        shapes: what the engine compiles and keeps on one replica, where `workload` is a step of its.
 
     Raises:
         UnsupportedError: a parameter that the mesh cannot divide.
     """
+    if shapes is not None:
+        return _serving(shard_model(spec, replica_mesh(mesh), strategy), workload, shapes)
     model = shard_model(spec, mesh, strategy)
     return _training(model, workload) if workload.task == "train" else _inference(model, workload, chip)
 
@@ -86,15 +94,48 @@ def _inference(model: ModelShards, workload: Workload, chip: Chip | None) -> Mem
         # Scores of attention without a kernel: float32 logits and their softmax, over all slots.
         activations += max((_scores(model, kind.layer, workload) for kind in model.layers), default=0)
     activations += STREAMS * rows * tokens * model.spec.hidden_size * item
-    stored = weight_bytes(model.ends, workload) + sum(
-        kind.count * weight_bytes(kind.parameters, workload) for kind in model.layers
-    )
     return MemoryEstimate(
-        weights=stored,
+        weights=_stored(model, workload),
         cache=cache_bytes(model, workload),
         activations=activations,
         logits=logits,
         temporaries=PROGRAM_BYTES + _gathered_for_inference(model, workload) + _relaid(model, workload, chip),
+    )
+
+
+def _serving(model: ModelShards, workload: Workload, shapes: ServedShapes) -> MemoryEstimate:
+    """Weights, and the pages of all sequences, once: a step writes them where they are. On top of them what the largest
+    layer has at once, the residual stream, which a step gives back, and the logits of the wanted rows."""
+    assert workload.step is not None
+    decode = replace(workload, task="decode", step=shapes.decode)
+    mixed = replace(workload, task="mixed", step=shapes.mixed)
+    activations = _of_step(model, workload)
+    logits = tiled_bytes((workload.step.rows, model.head.gathered[0]), 32)
+    rows = max(shapes.decode.rows, shapes.mixed.rows)
+    # Sorting takes all columns on each device, values and places.
+    sampler = SORTED * 4 * rows * model.head.parameter.shape[0]
+    step = max(_of_step(model, decode), _of_step(model, mixed))
+    stream = shapes.mixed.tokens * model.spec.hidden_size * workload.bytes_per_element
+    before = stream + tiled_bytes((shapes.mixed.rows, model.head.gathered[0]), 32)
+    return MemoryEstimate(
+        weights=_stored(model, workload),
+        cache=shapes.cache_bytes,
+        activations=activations,
+        logits=logits,
+        temporaries=PROGRAM_BYTES,
+        sampling=shapes.state_bytes + before + max(0, sampler - step) + step - activations,
+    )
+
+
+def _of_step(model: ModelShards, workload: Workload) -> int:
+    _, tokens = local_tokens(model, workload)
+    widest = max((_working_set(model, kind, workload) for kind in model.layers), default=0)
+    return widest + STREAMS * tokens * model.spec.hidden_size * workload.bytes_per_element
+
+
+def _stored(model: ModelShards, workload: Workload) -> int:
+    return weight_bytes(model.ends, workload) + sum(
+        kind.count * weight_bytes(kind.parameters, workload) for kind in model.layers
     )
 
 
@@ -235,6 +276,8 @@ def layer_groups(spec: ArchitectureSpec) -> tuple[LayerGroup, ...]:
 
 def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
     """Rows, and tokens of each, that one device is given."""
+    if workload.step is not None:  # whole on each device of a replica
+        return 1, workload.step.tokens
     rows = workload.batch // model.devices(axes.BATCH, workload.batch)
     return rows, workload.tokens // model.devices(axes.SEQUENCE, workload.tokens)
 

@@ -27,6 +27,7 @@ COLOURS = {
     "activations": "#d55e00",
     "logits": "#cc79a7",
     "temporaries": "#999999",
+    "sampling": "#f0e442",
 }
 """Okabe and Ito's palette, which colour-blind people can tell apart."""
 

@@ -1,25 +1,27 @@
-"""The planner. In: an architecture, slices and what is to be done there; out: plans, the fastest that fit first; the
-smallest slice of each generation that serves; and what would make a model fit that does not. Nothing is compiled."""
+"""The planner takes an architecture, slices and a purpose, and gives plans, the fastest that fit first; the smallest
+slice of each generation that holds the model; and what would make a model fit that does not. Nothing is compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.sharding.hardware import CHIPS, Chip, Topology, slice_sizes
 from ttpu_core.sharding.links import slice_axes
 from ttpu_core.sharding.plan import HEADROOM, Plan, ProgramEstimate, fingerprint_of
+from ttpu_core.sharding.serving import REPLICAS, replica_mesh
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
 from ttpu_core.sharding.workload import Quantization, Workload
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec
 from ttpu_plan.cost import estimate_time
 from ttpu_plan.memory import estimate_memory
-from ttpu_plan.shards import admissible
+from ttpu_plan.served import limits_for, planning_backend, served_workloads, shapes_for
+from ttpu_plan.shards import admissible, shard_model
 
-Purpose = Literal["inference", "training"]
+Purpose = Literal["inference", "generation", "training"]
 Mesh = dict[str, int]
 
 ROWS, CONTEXT = 32, 2048
@@ -35,8 +37,11 @@ class Request:
     """What a plan is for.
 
     Args:
-        batch: rows of the decode or training step; None is 32 to serve, and one a device to train.
+        purpose: "inference" is a serving engine's steps, in replicas that know nothing of each other; "generation" is
+            `generate`'s decode step and prefill over contiguous caches; "training" is a training step.
+        batch: rows of the decode or training step, over all replicas; None is 32, and one a device to train.
         context: slots of each row's cache, and tokens of a prompt or of a row to train on.
+        one_replica: to serve, propose one engine over all devices alone.
     """
 
     purpose: Purpose = "inference"
@@ -45,22 +50,24 @@ class Request:
     dtype: str = "bfloat16"
     quantization: Quantization | None = None
     strategy: Strategy = DEFAULT_STRATEGY
+    one_replica: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what no workload can be, before anything is enumerated."""
-        if self.purpose not in ("inference", "training"):
+        if self.purpose not in get_args(Purpose):
             raise RequestError(
-                f"a plan for {self.purpose!r} was asked for, but there is only inference and training: write one of "
-                "them."
+                f"a plan for {self.purpose!r} was asked for, but there is only {', '.join(get_args(Purpose))}: write "
+                "one of them."
             )
         self.workloads(1, {})
 
     def rows(self, num_devices: int) -> int:
         """Of the decode or training step."""
-        return self.batch if self.batch is not None else ROWS if self.purpose == "inference" else num_devices
+        return self.batch if self.batch is not None else num_devices if self.purpose == "training" else ROWS
 
     def workloads(self, num_devices: int, mesh: Mapping[str, int]) -> tuple[Workload, ...]:
-        """The programs: decode and prefill, each group of devices reading a prompt of its own; or a training step."""
+        """`generate`'s programs: decode and prefill, each group of devices reading a prompt of its own; or a training
+        step."""
         rows = self.rows(num_devices)
         if self.purpose == "training":
             return (
@@ -98,7 +105,7 @@ class NoFit:
         plan, gib = self.closest, 2.0**30
         needed, there = plan.memory.total / gib, HEADROOM * plan.hbm_bytes / gib
         text = f"{plan.model_type} needs {needed:.1f} GiB on each device of {plan.topology} at best "
-        text += f"({plan.parallelism}), where a plan may take {there:.1f} GiB"
+        text += f"({plan.layout}), where a plan may take {there:.1f} GiB"
         ways = "; ".join(one.change for one in self.remedies)
         return f"{text}: {ways or 'no smaller batch, context or weights make it fit, so take another chip'}."
 
@@ -112,9 +119,11 @@ def plans(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING
     fingerprint = fingerprint_of(spec)
     found = [_plan(spec, fingerprint, topology, mesh, request) for mesh in meshes(spec, topology, request)]
     if not found:
+        served = request.purpose == "inference"
         raise UnsupportedError(
             f"a plan of {spec.model_type} for {topology.name} was asked for, but no mesh of its {topology.num_devices} "
-            f"devices divides the model and {request.rows(topology.num_devices)} rows: take another slice, or a batch "
+            f"devices divides the model and {request.rows(topology.num_devices)} rows"
+            f"{', where each replica has the devices of one host' if served else ''}: take another slice, or a batch "
             "that is a multiple of the devices."
         )
     return sorted(found, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.memory.total))
@@ -124,11 +133,12 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
     """The meshes that a slice's devices and the model's sizes allow: axes whose product is the devices.
 
     Rows are cut evenly; experts are whole; heads are padded, but there is at least one for each device of `tensor`; a
-    device keeps at least 512 tokens of a cut sequence. Weights that no device has whole are for training: to serve,
-    gathering them for every token would take longer than to read them.
+    device keeps at least 512 tokens of a cut sequence. Weights that no device has whole are for training: to generate,
+    gathering them for every token would take longer than to read them. To serve, `data` are replicas, and the devices
+    of a replica belong to one host.
     """
     devices = topology.num_devices
-    trains = request.purpose == "training"
+    trains, serves = request.purpose == "training", request.purpose == "inference"
     rows = request.rows(devices)
     heads = max((_heads(layer.mixer) for layer in spec.layers), default=1)
     experts = [layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
@@ -140,9 +150,14 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
         "sequence": [n for n in _divisors(devices) if n <= most_sequence and request.context % n == 0],
         "tensor": [n for n in _divisors(topology.devices_per_slice) if n <= heads],
     }
+    if serves:
+        taken = {REPLICAS, *planning_backend().served_axes}
+        allowed = {axis: sizes if axis in taken else [1] for axis, sizes in allowed.items()}
     for sizes in _products(devices, [allowed[axis] for axis in MESH_AXES]):
         mesh = {axis: size for axis, size in zip(MESH_AXES, sizes, strict=True) if size > 1}
         rows_cut = mesh.get("data", 1) * mesh.get("fsdp", 1)
+        if serves and not _serves_well(mesh, topology, request):
+            continue
         if rows % rows_cut == 0 and _crosses_well(mesh, topology) and admissible(spec, mesh, request.strategy):
             yield mesh
 
@@ -183,7 +198,7 @@ def why_nothing_fits(
             remedies.append(Remedy(f"a context of {context} instead of {request.context} would fit", plan))
             break
     names: tuple[Quantization, ...] = ("int8", "int4")
-    for name in names if request.purpose == "inference" and request.quantization is None else ():
+    for name in names if request.purpose != "training" and request.quantization is None else ():
         if plan := _fitting(spec, topology, replace(request, quantization=name)):
             remedies.append(Remedy(f"{name} weights would fit", plan))
             break
@@ -214,13 +229,19 @@ def why_nothing_serves(
 
 def _plan(spec: ArchitectureSpec, fingerprint: str, topology: Topology, mesh: Mesh, request: Request) -> Plan:
     dcn, strategy = slice_axes(mesh, topology.slices), request.strategy
+    shapes, workloads = None, request.workloads(topology.num_devices, mesh)
+    if request.purpose == "inference":
+        limits = limits_for(request.rows(topology.num_devices), request.context, mesh)
+        model = shard_model(spec, replica_mesh(mesh), strategy)
+        shapes = shapes_for(planning_backend(), model, limits, request.dtype)
+        workloads = served_workloads(shapes, limits, request.dtype, request.quantization)
     programs = tuple(
         ProgramEstimate(
             workload,
-            estimate_memory(spec, mesh, workload, strategy, topology.chip),
+            estimate_memory(spec, mesh, workload, strategy, topology.chip, shapes),
             estimate_time(spec, mesh, topology, workload, strategy, dcn),
         )
-        for workload in request.workloads(topology.num_devices, mesh)
+        for workload in workloads
     )
     return Plan(
         spec.model_type, fingerprint, topology.name, tuple(mesh.items()), tuple(dcn.items()), strategy, programs
@@ -247,6 +268,15 @@ def _crosses_well(mesh: Mesh, topology: Topology) -> bool:
     """Whether slices lie along axes that talk little: what is gathered or summed for each layer stays in a slice."""
     along = slice_axes(mesh, topology.slices)
     return prod(along.values()) == topology.slices and not set(along) & {"expert", "sequence", "tensor"}
+
+
+def _serves_well(mesh: Mesh, topology: Topology, request: Request) -> bool:
+    """Whether each replica is one process: it has whole chips, all of them of one host."""
+    if request.one_replica:
+        return REPLICAS not in mesh
+    devices = prod(replica_mesh(mesh).values())
+    in_host = topology.num_devices // topology.num_hosts
+    return devices % topology.chip.devices_per_chip == 0 and in_host % devices == 0
 
 
 def _heads(mixer: object) -> int:

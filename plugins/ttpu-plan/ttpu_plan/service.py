@@ -10,7 +10,7 @@ from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.sharding.workload import Quantization
 from ttpu_core.spec import ArchitectureSpec
-from ttpu_plan.planner import Request, plans, why_nothing_fits
+from ttpu_plan.planner import Purpose, Request, plans, why_nothing_fits
 
 
 class PlannerService:
@@ -24,10 +24,12 @@ class PlannerService:
         strategy: Strategy,
         dtype: str,
         quantization: Quantization | None = None,
+        served: bool = False,
         accepts: Callable[[Parallelism], bool] | None = None,
     ) -> Parallelism | None:
         """See `ttpu_core.services.Planner`."""
-        request = Request(strategy=strategy, dtype=dtype, quantization=quantization)
+        purpose: Purpose = "inference" if served else "generation"
+        request = Request(purpose, dtype=dtype, quantization=quantization, strategy=strategy, one_replica=served)
         found = plans(spec, topology, request)
         usable = [one for one in found if accepts is None or accepts(one.parallelism)]
         if not usable:

@@ -1,5 +1,5 @@
-"""The proof of a plan. In: an architecture and a plan for slices that need not be there; out: what the TPU compiler
-says of each of its programs. What was compiled once is remembered on disk."""
+"""The proof of a plan: what the TPU compiler says of each of its programs, for slices that need not be there. What was
+compiled once is remembered on disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import cache
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,13 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.files import write_whole
 from ttpu_core.sharding.plan import Plan, ProgramEstimate
+from ttpu_core.sharding.request import topology_of
 from ttpu_core.sharding.verification import Verification
-from ttpu_jax.aot.report import ProgramReport, compile_report
+from ttpu_core.sharding.workload import Workload
+from ttpu_core.spec import ArchitectureSpec, MixerSpec
+from ttpu_jax.aot.report import compile_report
 from ttpu_jax.aot.topology import tpu_topology
+from ttpu_jax.runner.planned_step import compile_planned_step
 
 CACHE_VARIABLE = "XDG_CACHE_HOME"
 FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
@@ -65,24 +69,11 @@ def _verify(
     if progress is not None:
         progress(workload.task)
     try:
-        report = compile_report(
-            architecture,
-            plan.topology,
-            task=workload.task,
-            batch=workload.batch,
-            context=workload.context,
-            dtype=workload.dtype,
-            mesh=dict(plan.mesh),
-            slices=dict(plan.dcn),
-            strategy=plan.strategy,
-            layers=workload.layers,
-        )
+        result = _of_step(architecture, plan, workload) if workload.step else _of_report(architecture, plan, workload)
     except UnsupportedError as error:
         if "HBM" not in str(error):
             raise
         result = Verification(workload.task, None, 0.0, (), 0.0, _compiler(), refused=str(error))
-    else:
-        result = _verification(report)
     _write(remembered, result)
     return result
 
@@ -93,14 +84,51 @@ def cache_file(architecture: Architecture, plan: Plan, program: ProgramEstimate)
     workload = program.workload
     spec = architecture.spec
     described = [getattr(spec, name) for name in spec.__dataclass_fields__]
-    asked = (described, plan.topology, plan.mesh, plan.dcn, plan.strategy, workload)
+    # What replicas run does not depend on how many there are.
+    placed = (_replica_topology(plan), plan.replica.mesh) if workload.step else (plan.topology, plan.mesh, plan.dcn)
+    asked = (described, placed, plan.strategy, workload)
     flags = [os.environ.get(name, "") for name in FLAGS]
-    key = repr((asked, _compiler(), flags, [metadata.version(name) for name in OURS], _sources()))
+    key = repr((asked, _compiler(), flags, [metadata.version(name) for name in OURS], _sources(_own_parts(spec))))
     folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache") / "ttpu" / "plans"
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def _verification(report: ProgramReport) -> Verification:
+def _replica_topology(plan: Plan) -> str:
+    """Slices of a plan's chip that have the devices of one replica."""
+    if plan.replicas == 1:
+        return plan.topology
+    found = topology_of(plan.slices.chip, plan.replica.num_devices, 1)
+    assert found is not None  # replicas have whole chips
+    return found.name
+
+
+def _of_step(architecture: Architecture, plan: Plan, workload: Workload) -> Verification:
+    mesh = dict(plan.replica.mesh)
+    figures = compile_planned_step(architecture, _replica_topology(plan), mesh, plan.strategy, workload)
+    return Verification(
+        task=workload.task,
+        peak_bytes=figures.peak_bytes,
+        seconds=figures.seconds,
+        collectives=figures.collectives,
+        compile_seconds=figures.compile_seconds,
+        compiler=_compiler(),
+    )
+
+
+def _of_report(architecture: Architecture, plan: Plan, workload: Workload) -> Verification:
+    assert workload.task != "mixed"
+    report = compile_report(
+        architecture,
+        plan.topology,
+        task=workload.task,
+        batch=workload.batch,
+        context=workload.context,
+        dtype=workload.dtype,
+        mesh=dict(plan.mesh),
+        slices=dict(plan.dcn),
+        strategy=plan.strategy,
+        layers=workload.layers,
+    )
     return Verification(
         task=report.task,
         peak_bytes=report.peak_bytes,
@@ -115,12 +143,23 @@ def _compiler() -> str:
     return f"libtpu {metadata.version('libtpu')} (jax {jax.__version__})"
 
 
+def _own_parts(spec: ArchitectureSpec) -> tuple[str, ...]:
+    """Packages that implement parts of a model which this one does not know."""
+    parts = [spec.embedding.custom, *(layer.block.custom for layer in spec.layers)]
+    parts += [layer.mixer for layer in spec.layers if isinstance(layer.mixer, MixerSpec)]
+    found = (part.implementation("jax") for part in parts if part is not None)
+    return tuple(sorted({name.partition(".")[0].partition(":")[0] for name in found if name}))
+
+
 @cache
-def _sources() -> str:
-    """Of what programs are made from: in a checkout that is being edited, versions stay while programs change."""
-    core, backend = Path(str(ttpu_core.__file__)).parent, Path(str(ttpu_jax.__file__)).parent
-    files = [*core.glob("*.py"), *(core / "plan").glob("*.py"), *backend.rglob("*.py"), *backend.rglob("*.json")]
-    return sources_hash(files)
+def _sources(packages: tuple[str, ...]) -> str:
+    """Hash of the files that programs are made from: in a checkout that is being edited, versions stay while programs
+    change."""
+    folders = [Path(str(ttpu_core.__file__)).parent, Path(str(ttpu_jax.__file__)).parent]
+    for name in packages:
+        found = util.find_spec(name)
+        folders += [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
+    return sources_hash(file for folder in folders for kind in ("*.py", "*.json") for file in folder.rglob(kind))
 
 
 def sources_hash(files: Iterable[Path]) -> str:

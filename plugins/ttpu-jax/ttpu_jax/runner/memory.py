@@ -47,7 +47,7 @@ def pages_per_group(
     spans = tuple(group.window or group.chunk for group in layout.groups)
     if not spans:
         return ()
-    demand = _Demand(
+    demand = Demand(
         spans,
         config.page_size or 1,
         config.max_model_len or 1,
@@ -71,7 +71,7 @@ def pages_per_group(
 
 
 @dataclass(frozen=True)
-class _Demand:
+class Demand:
     """What sequences need of each group: `spans` are windows and chunks in tokens, None for groups that keep
     everything; a sequence has at most `length` tokens, a step `step` of them."""
 
@@ -100,7 +100,7 @@ class _Demand:
         return min(self.whole * running, one * running + self.blocks(self.step))
 
 
-def _shared_out(demand: _Demand, page_bytes: Sequence[int], free: int) -> list[int]:
+def _shared_out(demand: Demand, page_bytes: Sequence[int], free: int) -> list[int]:
     """Pages of each group where the least fits.
 
     How long sequences will be is not known. Where all are as long as they may be, few run, and few windows are enough;
@@ -133,7 +133,7 @@ def _shared_out(demand: _Demand, page_bytes: Sequence[int], free: int) -> list[i
     return demand.counts(low, full_beside(low))
 
 
-def _advice(demand: _Demand, page_bytes: Sequence[int], free: int) -> str:
+def _advice(demand: Demand, page_bytes: Sequence[int], free: int) -> str:
     """The longest sequence that fits, if any does."""
     low, high = 0, demand.whole
     while low < high:

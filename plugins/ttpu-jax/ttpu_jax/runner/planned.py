@@ -1,0 +1,99 @@
+"""What the engine compiles and keeps on a TPU, for the planner: step sizes, pages and sampling state by formula,
+without a device and without tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from ttpu_core.sharding.serving import ServedShapes, ServingLimits, StepSize
+from ttpu_core.sharding.strategy import Strategy
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, axes
+from ttpu_core.spec.arithmetic import BITS
+from ttpu_core.spec.latent_attention import LATENT_ATTENTION
+from ttpu_jax.model.latent_attention import latent_pages
+from ttpu_jax.model.paged import PagedLayout, group_page_bytes, paged_layout, state_bytes
+from ttpu_jax.ops.paged_attention import serves
+from ttpu_jax.params.dtypes import model_dtype
+from ttpu_jax.params.placement import Placement
+from ttpu_jax.runner.buckets import StepShape, buckets_for
+from ttpu_jax.runner.build import RECURRENT_PREFILLS
+from ttpu_jax.runner.memory import Demand
+
+PENALTY_BYTES = BITS["bool"] // 8 + BITS["int32"] // 8
+"""Of each token of the vocabulary and sequence: whether the prompt has it, and how often it was generated."""
+
+
+@dataclass(frozen=True)
+class _PlannedPlacement(Placement):
+    """A placement on TPUs that need not be there; its mesh is abstract."""
+
+    @property
+    def platform(self) -> str:
+        """Always tpu."""
+        return "tpu"
+
+
+def served_shapes(
+    spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy, limits: ServingLimits, dtype: str
+) -> ServedShapes:
+    """See `ttpu_core.backend.Plans.served_shapes`."""
+    layout = _layout(spec, limits.max_model_len)
+    buckets = buckets_for(
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        max_prefills=RECURRENT_PREFILLS if layout.recurrent else None,
+    )
+    # Without an axis jax would look for this machine's devices.
+    sizes = {axis: size for axis, size in mesh.items() if size > 1} or {"tensor": 1}
+    abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    placement = _PlannedPlacement(abstract, strategy)  # type: ignore[arg-type]
+    held = model_dtype(dtype)
+    pages = group_page_bytes(spec, layout, limits.page_size, placement, held)
+    demand = Demand(
+        tuple(group.window or group.chunk for group in layout.groups),
+        limits.page_size,
+        limits.max_model_len,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+    )
+    counts = demand.counts(limits.max_num_seqs, demand.whole * limits.max_num_seqs)
+    cache = sum((count + 1) * size for count, size in zip(counts, pages, strict=True))  # and the null page
+    columns = spec.embedding.rows // np.prod([mesh.get(a, 1) for a in placement.cut(axes.VOCAB, spec.embedding.rows)])
+    return ServedShapes(
+        decode=step_size(buckets.step(limits.max_num_seqs, limits.max_num_seqs, 1)),
+        mixed=step_size(buckets.all()[0]),
+        cache_bytes=cache + state_bytes(spec, limits.max_num_seqs, placement, held),
+        state_bytes=(limits.max_num_seqs + 1) * (int(columns) * PENALTY_BYTES + BITS["int32"] // 8),
+    )
+
+
+def served_kernels(spec: ArchitectureSpec, dtype: str = "bfloat16") -> dict[str, str]:
+    """Kind of attention layer → what computes it in an engine's steps on a TPU, and why."""
+    table: dict[str, str] = {}
+    for layer in spec.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionSpec):
+            kind, why = mixer.kind, serves(mixer, "tpu", model_dtype(dtype))
+        elif mixer.name == LATENT_ATTENTION:
+            kind, why = mixer.kind, serves(latent_pages(mixer), "tpu", model_dtype(dtype), value_in_key=True)
+        else:
+            continue
+        words = "ragged_paged_attention: the default on a TPU" if why is None else f"paged eager attention: {why}"
+        if words not in table.get(kind, ""):
+            table[kind] = f"{table[kind]}, or {words}" if kind in table else words
+    return table
+
+
+@lru_cache(maxsize=64)
+def _layout(spec: ArchitectureSpec, max_model_len: int) -> PagedLayout:
+    return paged_layout(spec, max_model_len)
+
+
+def step_size(shape: StepShape) -> StepSize:
+    """A compiled shape as a plan has it."""
+    return StepSize(shape.tokens, shape.sequences, shape.rows)

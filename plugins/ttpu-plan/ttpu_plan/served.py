@@ -1,0 +1,92 @@
+"""The programs of a serving engine as a plan needs them: which backend tells their sizes, and what they are for a
+mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from ttpu_core.backend import Plans
+from ttpu_core.errors import MissingDependencyError, TTPUError
+from ttpu_core.registry import BACKENDS, Registry, default_registry
+from ttpu_core.sharding.serving import REPLICAS, ServedShapes, ServingLimits
+from ttpu_core.sharding.strategy import Strategy
+from ttpu_core.sharding.workload import Quantization, Workload
+from ttpu_core.spec import ArchitectureSpec
+from ttpu_plan.shards import ModelShards
+
+
+def planning_backend() -> Plans:
+    """The backend whose engine is planned for: the preferred one, where it can say what its engine compiles.
+
+    Raises:
+        MissingDependencyError: no installed backend can.
+    """
+    return _planning_backend(default_registry())
+
+
+@lru_cache(maxsize=1)
+def _planning_backend(registry: Registry) -> Plans:
+    found = capable_backend(registry, Plans)
+    if not isinstance(found, Plans):
+        raise MissingDependencyError(
+            "a plan to serve was asked for, but no installed backend says what its engine compiles: "
+            '`pip install "ttpu-core[jax]"`, or plan for generate() with `--task generation`.'
+        )
+    return found
+
+
+def capable_backend(registry: Registry, capability: type) -> object | None:
+    """The preferred of the installed backends that have a capability, or None; a broken one is passed over.
+
+    Args:
+        capability: a protocol of `ttpu_core.backend`.
+    """
+    names = sorted({record.name for record in registry.plugins(BACKENDS) if record.usable})
+    try:
+        names.sort(key=lambda name: name != registry.default_backend())
+    except TTPUError:
+        return None
+    for name in names:
+        try:
+            backend = registry.backend(name)
+        except TTPUError:
+            continue
+        if isinstance(backend, capability):
+            return backend
+    return None
+
+
+def limits_for(rows: int, context: int, mesh: Mapping[str, int]) -> ServingLimits:
+    """The limits of each replica's engine, for `rows` sequences over all replicas."""
+    return ServingLimits.of(rows // mesh.get(REPLICAS, 1), context)
+
+
+def served_workloads(
+    shapes: ServedShapes, limits: ServingLimits, dtype: str, quantization: Quantization | None
+) -> tuple[Workload, Workload]:
+    """The decode step of all of a replica's sequences, and its largest step, which also reads prompts."""
+    rows, context = limits.max_num_seqs, limits.max_model_len
+    decode = Workload("decode", rows, context, dtype, quantization=quantization, step=shapes.decode)
+    return decode, Workload("mixed", rows, context, dtype, quantization=quantization, step=shapes.mixed)
+
+
+def shapes_for(backend: Plans, model: ModelShards, limits: ServingLimits, dtype: str) -> ServedShapes:
+    """What the backend's engine compiles and keeps on one replica's devices.
+
+    Raises:
+        UnsupportedError: an engine cannot serve the model.
+    """
+    return _shapes(backend, model.spec, tuple(model.mesh.items()), model.strategy, limits, dtype)
+
+
+@lru_cache(maxsize=4096)
+def _shapes(
+    backend: Plans,
+    spec: ArchitectureSpec,
+    mesh: tuple[tuple[str, int], ...],
+    strategy: Strategy,
+    limits: ServingLimits,
+    dtype: str,
+) -> ServedShapes:
+    return backend.served_shapes(spec, dict(mesh), strategy, limits, dtype)
