@@ -143,9 +143,6 @@ class Streams(Protocol):
 class Plans(Protocol):
     """A backend that says what a planned program runs on a TPU, and what its engine compiles there."""
 
-    served_axes: tuple[str, ...]
-    """The mesh axes that one engine shards a model along."""
-
     def planned_kernels(
         self, architecture: Architecture, *, served: bool = False, cuts_sequence: bool = False
     ) -> Mapping[str, str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
 from ttpu_core.errors import PlanError, RequestError, UnsupportedError
 from ttpu_core.sharding.hardware import Chip, Topology, slice_sizes
 from ttpu_core.sharding.plan import Plan, load_plan
+from ttpu_core.sharding.serving import ENGINE_AXES
 from ttpu_core.sharding.workload import DTYPES
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.arithmetic import BITS
@@ -60,12 +62,7 @@ def plan_for(
     """
     if rules:
         raise RequestError("plan and sharding_rules were given, but a plan has its own rules: pass one of them.")
-    read = load_plan(plan) if isinstance(plan, str | PathLike) else plan
-    if not isinstance(read, Plan):
-        raise RequestError(
-            f"plan is the {type(plan).__name__} {str(plan)[:60]!r}, but a ttpu_core.sharding.plan.Plan or the path of "
-            "a file that `ttpu plan --save` wrote is needed: pass one of those."
-        )
+    read = _read(plan)
     read.check(spec)
     for program in read.programs:
         workload = program.workload
@@ -82,6 +79,45 @@ def plan_for(
                 stacklevel=4,
             )
             break
+    return read
+
+
+def engine_plan(plan: Any) -> Plan:
+    """The plan of one serving engine: of a plan to serve, one replica's part.
+
+    Args:
+        plan: a `Plan`, or the file that `ttpu plan --save` wrote.
+
+    Raises:
+        RequestError: it is something else.
+        PlanError: the plan is damaged.
+        UnsupportedError: it is not for serving, and shards along axes that engines do not.
+
+    Warns of other replicas, which this engine knows nothing of.
+    """
+    read = _read(plan)
+    others = [axis for axis, size in read.mesh if size > 1 and axis not in ENGINE_AXES]
+    if others and not read.is_served:
+        raise UnsupportedError(
+            f"the engine was asked to serve by a plan for {read.parallelism}, but an engine shards a model along "
+            f"{' and '.join(ENGINE_AXES)} alone, and devices along {', '.join(others)} would all do the same: make a "
+            "plan to serve with `ttpu plan CHECKPOINT --save PLAN.json`."
+        )
+    if read.replicas > 1:
+        warnings.warn(
+            f"the plan is {read.layout}: this engine is one of the replicas, over {read.replica}; start one for each",
+            stacklevel=3,
+        )
+    return replace(read, mesh=read.replica.mesh, dcn=read.replica.dcn)
+
+
+def _read(plan: Any) -> Plan:
+    read = load_plan(plan) if isinstance(plan, str | PathLike) else plan
+    if not isinstance(read, Plan):
+        raise RequestError(
+            f"plan is the {type(plan).__name__} {str(plan)[:60]!r}, but a ttpu_core.sharding.plan.Plan or the path of "
+            "a file that `ttpu plan --save` wrote is needed: pass one of those."
+        )
     return read
 
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 REPLICAS = "data"
 """The mesh axis along which a plan to serve has replicas: servers that know nothing of each other."""
 
+ENGINE_AXES = ("expert", "tensor")
+"""The mesh axes that one engine shards a model along."""
+
 PAGE_SIZE = 128
 """Tokens of a page on a TPU, unless an engine is told otherwise."""
 

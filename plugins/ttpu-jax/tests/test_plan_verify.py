@@ -15,10 +15,13 @@ from ttpu_core.errors import MissingDependencyError, PlanError, UnsupportedError
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.plan import Plan
+from ttpu_core.sharding.strategy import Strategy
+from ttpu_core.sharding.workload import Workload
 from ttpu_jax.aot import topology as topology_module
 from ttpu_jax.aot import verify
 from ttpu_jax.backend import JaxBackend
-from ttpu_plan.planner import Request, best_plan
+from ttpu_jax.runner.ahead import ProgramFigures
+from ttpu_plan.planner import Request, best_plan, plans
 
 SMALL = {
     "model_type": "llama",
@@ -43,9 +46,9 @@ def architecture() -> Architecture:
     return default_registry().architecture(ModelConfig.from_dict(SMALL))
 
 
-@pytest.fixture
-def plan(architecture: Architecture) -> Plan:
-    return best_plan(architecture.spec, parse_topology("v5e:2x2"), Request(batch=8, context=512))
+@pytest.fixture(params=["inference", "generation"])
+def plan(architecture: Architecture, request: pytest.FixtureRequest) -> Plan:
+    return best_plan(architecture.spec, parse_topology("v5e:2x2"), Request(request.param, batch=8, context=512))
 
 
 class Compiler:
@@ -56,12 +59,22 @@ class Compiler:
         self.refuses = ""
 
     def __call__(self, architecture: Architecture, topology: str, **options: Any) -> Any:
-        self.asked.append({"topology": topology, **options})
-        if self.refuses:
-            raise UnsupportedError(self.refuses)
+        self._note({"topology": topology, **options})
         one = type("One", (), {"op": "all-reduce", "count": 5, "result_bytes": 640})()
         report = {"task": options["task"], "peak_bytes": 2**20, "predicted_seconds": 0.5, "compile_seconds": 2.0}
         return type("Report", (), {**report, "collectives": (one,)})()
+
+    def step(
+        self, architecture: Architecture, topology: str, mesh: dict[str, int], strategy: Strategy, workload: Workload
+    ) -> ProgramFigures:
+        asked = {"batch": workload.batch, "context": workload.context, "step": workload.step}
+        self._note({"topology": topology, "mesh": mesh, "strategy": strategy, **asked})
+        return ProgramFigures(2**20, 0, 0, 0, 0.5, 2.0, (("all-reduce", 5, 640),), 1, 0)
+
+    def _note(self, asked: dict[str, Any]) -> None:
+        self.asked.append(asked)
+        if self.refuses:
+            raise UnsupportedError(self.refuses)
 
 
 @pytest.fixture
@@ -69,6 +82,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     pytest.importorskip("libtpu")  # whose version is part of what is remembered
     stand_in = Compiler()
     monkeypatch.setattr(verify, "compile_report", stand_in)
+    monkeypatch.setattr(verify, "compile_planned_step", stand_in.step)
     yield stand_in
 
 
@@ -76,13 +90,24 @@ def test_each_program_is_compiled_as_the_plan_has_it(
     architecture: Architecture, plan: Plan, compiler: Compiler
 ) -> None:
     seen: list[str] = []
-    decode, prefill = verify.verify_plan(architecture, plan, progress=seen.append)
-    assert seen == [decode.task, prefill.task] == ["decode", "prefill"]
+    decode, other = verify.verify_plan(architecture, plan, progress=seen.append)
+    assert seen == [decode.task, other.task] == ["decode", "mixed" if plan.is_served else "prefill"]
     assert (decode.peak_bytes, decode.seconds, decode.collectives) == (2**20, 0.5, (("all-reduce", 5, 640),))
     first = compiler.asked[0]
     assert (first["topology"], first["batch"], first["context"]) == ("v5e:2x2", 8, 512)
     assert first["mesh"] == dict(plan.mesh)
     assert first["strategy"] == plan.strategy
+    assert first.get("step") == plan.programs[0].workload.step
+
+
+def test_of_replicas_one_is_compiled_for_devices_as_many_as_it_has(
+    architecture: Architecture, compiler: Compiler, cache: Path
+) -> None:
+    found = plans(architecture.spec, parse_topology("v5e:2x4"), Request(batch=8, context=512))
+    two = next(one for one in found if one.replicas == 2)
+    verify.verify_plan(architecture, two)
+    assert (compiler.asked[0]["topology"], compiler.asked[0]["mesh"]) == ("v5e:2x2", {"tensor": 4})
+    assert compiler.asked[0]["batch"] == 4
 
 
 def test_what_was_compiled_is_not_compiled_again(
@@ -104,7 +129,7 @@ def test_another_workload_mesh_or_model_is_another_answer(
     files = {
         verify.cache_file(architecture, plan, program),
         verify.cache_file(architecture, plan, larger),
-        verify.cache_file(architecture, replace(plan, mesh=(("data", 4),)), program),
+        verify.cache_file(architecture, replace(plan, mesh=(("tensor", 2), ("expert", 2))), program),
         verify.cache_file(other, plan, program),
     }
     assert len(files) == 4
@@ -124,7 +149,7 @@ def test_another_version_flag_or_source_is_another_answer(
             patch.setattr(verify.metadata, "version", lambda name, of=changed: versions(name) + "+" * (name == of))
             files.append(verify.cache_file(architecture, plan, program))
     with monkeypatch.context() as patch:
-        patch.setattr(verify, "_sources", lambda: "others")
+        patch.setattr(verify, "_sources", lambda packages: "others")
         files.append(verify.cache_file(architecture, plan, program))
     assert len(set(files)) == 6
     assert verify.cache_file(architecture, plan, program) == files[0]
@@ -184,7 +209,8 @@ def test_what_cannot_be_proven_is_refused(
     ("name", "purpose"),
     [
         ("v5e:2x2", "inference"),
-        ("2*v5e:2x2", "inference"),
+        ("v5e:2x2", "generation"),
+        ("2*v5e:2x2", "generation"),
         pytest.param("2*v5e:2x2", "training", marks=pytest.mark.slow),
     ],
 )
@@ -197,6 +223,6 @@ def test_the_compiler_agrees_with_a_plan_of_a_small_model(
     for program, one in zip(plan.programs, found, strict=True):
         assert one.peak_bytes is not None
         # Small programs are mostly what every program keeps beside its arrays.
-        assert abs(program.memory.total - one.peak_bytes) < 64 * 2**20
+        assert abs(program.memory.of_program - one.peak_bytes) < 64 * 2**20
         assert one.seconds > 0
     assert len(list(cache.iterdir())) == len(found)

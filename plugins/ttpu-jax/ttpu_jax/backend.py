@@ -20,6 +20,7 @@ from ttpu_core.errors import CheckpointError
 from ttpu_core.mapping import pad_mapping
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.plan import Plan
+from ttpu_core.sharding.request import engine_plan
 from ttpu_core.sharding.serving import ServedShapes, ServingLimits
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.sharding.verification import Verification
@@ -50,7 +51,6 @@ class JaxBackend:
     """Runs models with JAX on TPU, CPU or GPU."""
 
     name = "jax"
-    served_axes = ("expert", "tensor")
 
     options = JaxLoadOptions
 
@@ -70,7 +70,7 @@ class JaxBackend:
             parallelism_strategy=options.parallelism_strategy,
             sharding_strategy=options.sharding_strategy,
             mesh=options.mesh,
-            plan=options.plan,
+            plan=options.plan if options.plan is None or engine_config is None else engine_plan(options.plan),
             sharding_rules=options.sharding_rules,
             dtype=held.name,
         )

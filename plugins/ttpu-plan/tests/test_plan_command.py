@@ -18,6 +18,7 @@ from ttpu_core.cli.main import app
 from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.plan import Plan, load_plan
+from ttpu_core.sharding.serving import ServedShapes
 from ttpu_core.sharding.verification import Verification
 from ttpu_plan.picture import COLOURS, check_picture_file, html_picture, save_picture
 from ttpu_plan.planner import plans
@@ -66,6 +67,9 @@ def test_the_options_reach_the_plan(config: Path) -> None:
     )["plans"]
     workload = serving["programs"][0]["workload"]
     assert (workload["batch"], workload["context"], workload["quantization"]) == (16, 4096, "int8")
+    assert workload["step"] == {"tokens": 16, "sequences": 16, "rows": 16}
+    (generation, *_) = as_json(config, "--topology", "v5e:2x4", "--task", "generation")["plans"]
+    assert [one["workload"]["task"] for one in generation["programs"]] == ["decode", "prefill"]
     (training, *_) = as_json(config, "--topology", "v5e:4x4", "--task", "training")["plans"]
     assert [one["workload"]["task"] for one in training["programs"]] == ["train"]
     assert training["programs"][0]["workload"]["batch"] == 16  # a row a device
@@ -77,6 +81,7 @@ def test_a_saved_plan_is_the_first_one(config: Path, tmp_path: Path) -> None:
     plan = load_plan(tmp_path / "plan.json")
     assert str(plan.parallelism) == "tensor=8"
     plan.check(published(LLAMA))
+    assert f"--plan {tmp_path / 'plan.json'} --max-num-seqs 32 --max-model-len 2048`" in result.stderr
 
 
 def test_when_nothing_fits_the_status_is_one_and_the_reason_has_numbers(config: Path, tmp_path: Path) -> None:
@@ -117,10 +122,12 @@ def test_when_no_generation_serves_the_reason_has_numbers_and_remedies(config: P
 
 def test_the_first_plan_says_which_attention_it_gets_and_why(config: Path) -> None:
     pytest.importorskip("ttpu_jax")
-    reason = "splash_attention for prefill and training, eager for decode: the default on a TPU"
-    assert f"attention (full): {reason}" in " ".join(run(config, "--topology", "v5e:2x4").stdout.split())
-    found = as_json(config, "--topology", "v5e:2x4")
-    assert found["kernels"]["attention (full)"].startswith(reason) and found["patch_packs"] == []
+    of_generate = "splash_attention for prefill and training, eager for decode: the default on a TPU"
+    for task, reason in (("inference", "ragged_paged_attention: the default on a TPU"), ("generation", of_generate)):
+        asked = config, "--topology", "v5e:2x4", "--task", task
+        assert f"attention (full): {reason}" in " ".join(run(*asked).stdout.split())
+        found = as_json(*asked)
+        assert found["kernels"]["attention (full)"].startswith(reason) and found["patch_packs"] == []
 
 
 def test_a_patch_pack_that_is_not_installed_is_refused(config: Path) -> None:
@@ -211,6 +218,14 @@ class Compiler:
 
     name = "jax"
 
+    def planned_kernels(self, architecture: Any, **_: bool) -> dict[str, str]:
+        return {}
+
+    def served_shapes(self, *asked: Any) -> ServedShapes:
+        from ttpu_jax.backend import JaxBackend
+
+        return JaxBackend().served_shapes(*asked)
+
     def __init__(self, refuses: str = "") -> None:
         self.refuses = refuses
 
@@ -218,10 +233,10 @@ class Compiler:
         self, architecture: Any, plan: Plan, *, progress: Callable[[str], None]
     ) -> tuple[Verification, ...]:
         progress("decode")
-        if str(plan.parallelism) == self.refuses:
-            refused = Verification("prefill", None, 0.0, (), 0.0, "libtpu 1", refused="it needs 20 GiB")
+        if plan.layout == self.refuses:
+            refused = Verification("mixed", None, 0.0, (), 0.0, "libtpu 1", refused="it needs 20 GiB")
         else:
-            refused = Verification("prefill", 2**30, 0.0, (), 11.0, "libtpu 1")
+            refused = Verification("mixed", 2**30, 0.0, (), 11.0, "libtpu 1")
         seconds = 0.001 * dict(plan.mesh)["tensor"]
         return Verification("decode", 3 * 2**30, seconds, (("all-reduce", 65, 2**24),), 11.0, "libtpu 1"), refused
 
@@ -236,7 +251,7 @@ def test_verified_plans_show_the_compilers_figures_beside_the_prediction(
     compile_with(Compiler(), monkeypatch)
     result = run(config, "--topology", "v5e:2x4", "--verify")
     assert result.exit_code == 0, result.output
-    for words in ("2.91", "3.00", "65 all-reduces (16.0 MiB)", "compiled in 11 s by libtpu 1"):
+    for words in ("2.91", "2 replicas × tensor=4", "3.00", "65 all-reduces (16.0 MiB)", "compiled in 11 s by libtpu 1"):
         assert words in result.stdout
     asked = (config, "--topology", "v5e:2x4", "--verify", "--candidates", 1)
     first, *others = as_json(*asked)["plans"]
@@ -249,8 +264,8 @@ def test_of_several_candidates_the_one_that_compiles_to_the_fastest_is_first(
 ) -> None:
     compile_with(Compiler(), monkeypatch)
     asked = (config, "--topology", "v5e:2x4", "--verify", "--candidates", 2, "--save", tmp_path / "plan.json")
-    assert [one["parallelism"] for one in as_json(*asked)["plans"]][:2] == ["data=2,tensor=4", "tensor=8"]
-    assert str(load_plan(tmp_path / "plan.json").parallelism) == "data=2,tensor=4"
+    assert [one["layout"] for one in as_json(*asked)["plans"]][:2] == ["2 replicas × tensor=4", "tensor=8"]
+    assert load_plan(tmp_path / "plan.json").layout == "2 replicas × tensor=4"
 
 
 def test_three_plans_are_compiled_unless_another_number_is_asked_for(
@@ -332,14 +347,15 @@ def test_what_cannot_be_drawn_is_said_before_anything_is_planned(
 
 
 def test_planning_loads_no_framework(config: Path) -> None:
-    """The command then asks an installed backend which attention it would take."""
+    """But for serving, whose steps and pages a backend tells."""
     code = f"""
 from ttpu_core import default_registry
 from ttpu_core.checkpoint import open_config
 from ttpu_core.sharding.hardware import parse_topology
-from ttpu_plan.planner import plans, smallest_slices
+from ttpu_plan.planner import Request, plans, smallest_slices
 spec = default_registry().architecture(open_config({str(config)!r})).spec
-assert plans(spec, parse_topology("v5e:2x4")) and smallest_slices(spec)
+for purpose in ("generation", "training"):
+    assert plans(spec, parse_topology("v5e:2x4"), Request(purpose)) and smallest_slices(spec, Request(purpose))
 """
     assert loaded_after(code, HEAVY) == []
 
@@ -349,5 +365,5 @@ def test_without_a_backend_the_plan_is_made_all_the_same(config: Path, monkeypat
         raise MissingDependencyError("the backend is not installed.")
 
     monkeypatch.setattr(registry_module.default_registry(), "backend", missing)
-    found = as_json(config, "--topology", "v5e:2x4")
+    found = as_json(config, "--topology", "v5e:2x4", "--task", "generation")
     assert found["plans"] and found["kernels"] == {}

@@ -302,7 +302,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, plan: Plan) -> None:
     with pytest.raises(PlanError, match="cannot be read"):
         load_plan(tmp_path / "missing.json")
     (tmp_path / "text.json").write_text("not json")
-    with pytest.raises(PlanError, match="is no JSON"):
+    with pytest.raises(PlanError, match="is not valid JSON"):
         load_plan(tmp_path / "text.json")
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(PlanError, match="has no version"):

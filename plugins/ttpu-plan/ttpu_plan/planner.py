@@ -12,7 +12,7 @@ from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.sharding.hardware import CHIPS, Chip, Topology, slice_sizes
 from ttpu_core.sharding.links import slice_axes
 from ttpu_core.sharding.plan import HEADROOM, Plan, ProgramEstimate, fingerprint_of
-from ttpu_core.sharding.serving import REPLICAS, replica_mesh
+from ttpu_core.sharding.serving import ENGINE_AXES, REPLICAS, replica_mesh
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
 from ttpu_core.sharding.workload import Quantization, Workload
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec
@@ -151,7 +151,7 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
         "tensor": [n for n in _divisors(topology.devices_per_slice) if n <= heads],
     }
     if serves:
-        taken = {REPLICAS, *planning_backend().served_axes}
+        taken = {REPLICAS, *ENGINE_AXES}
         allowed = {axis: sizes if axis in taken else [1] for axis, sizes in allowed.items()}
     for sizes in _products(devices, [allowed[axis] for axis in MESH_AXES]):
         mesh = {axis: size for axis, size in zip(MESH_AXES, sizes, strict=True) if size > 1}

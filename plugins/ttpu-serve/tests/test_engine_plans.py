@@ -13,7 +13,7 @@ from ttpu_core.checkpoint import open_config
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.hardware import parse_topology
-from ttpu_plan.planner import Request, best_plan
+from ttpu_plan.planner import Request, best_plan, plans
 
 pytestmark = pytest.mark.slow  # together they take long; the lane of the newest jax does without
 
@@ -63,7 +63,25 @@ def test_a_plan_that_cuts_weights_alone_is_served_with_the_same_tokens(
         assert answer(llm) == alone
 
 
-def test_a_plan_that_cuts_the_batch_is_refused_in_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
-    file = plan(checkpoint, "v5e:2x4", 32, tmp_path / "plan.json")
-    with pytest.raises(UnsupportedError, match=r"serve over data=8, .* cut requests over data,.*`ttpu plan --batch 1`"):
-        LLM(str(checkpoint), **SMALL, plan=str(file))
+def test_of_a_plan_with_replicas_an_engine_is_one(checkpoint: Path, tmp_path: Path) -> None:
+    spec = default_registry().architecture(open_config(checkpoint)).spec
+    found = plans(spec, parse_topology("v5e:2x4"), Request("inference", 32, 32, dtype="float32"))
+    two = next(one for one in found if one.replicas == 2)
+    two.save(tmp_path / "plan.json")
+    with pytest.warns(UserWarning, match=r"2 replicas × tensor=4: this engine is one of the replicas"):
+        llm = LLM(str(checkpoint), **SMALL, plan=str(tmp_path / "plan.json"))
+    with llm:
+        assert dict(llm.engine.runner.runtime.placement.mesh.shape) == {"tensor": 4}
+        assert len(answer(llm)) == 6
+
+
+def test_a_plan_for_another_purpose_that_shards_the_batch_is_refused_before_weights_are_read(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = default_registry().architecture(open_config(checkpoint)).spec
+    request = Request("generation", 32, 32, dtype="float32")
+    one = next(one for one in plans(spec, parse_topology("v5e:2x4"), request) if dict(one.mesh) == {"data": 8})
+    one.save(tmp_path / "plan.json")
+    monkeypatch.setattr("ttpu_jax.backend.load_parameters", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(UnsupportedError, match=r"a plan for data=8, .* make a plan to serve with `ttpu plan"):
+        LLM(str(checkpoint), **SMALL, plan=str(tmp_path / "plan.json"))

@@ -13,6 +13,7 @@ import numpy as np
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.mapping import pad_mapping
+from ttpu_core.sharding.serving import BATCHED_TOKENS, PAGE_SIZE
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime
@@ -34,7 +35,7 @@ WIDEN_ROWS = 192
 """Rows from which XLA:CPU is faster, by a quarter, where bfloat16 is made float32 before a product."""
 RECURRENT_PREFILLS = 2
 """Prompts per step where layers carry recurrent states: each takes a row as long as the step."""
-PAGE_SIZES = {"cpu": 32, "tpu": 128}
+PAGE_SIZES = {"cpu": 32, "tpu": PAGE_SIZE}
 """Tokens per page by platform: what attention reads fastest."""
 OTHER_PAGE_SIZE = 16
 
@@ -79,7 +80,7 @@ def filled(config: EngineConfig, spec: ArchitectureSpec, platform: str) -> Engin
     return config.filled(
         spec.context,
         max_num_seqs=64 if on_cpu else 256,
-        max_num_batched_tokens=512 if on_cpu else 2048,
+        max_num_batched_tokens=512 if on_cpu else BATCHED_TOKENS,
         page_size=PAGE_SIZES.get(platform, OTHER_PAGE_SIZE),
     )
 
@@ -137,8 +138,8 @@ def refuse_idle_devices(placement: Any) -> None:
             mesh = ",".join(f"{name}={size}" for name, size in placement.mesh.shape.items())
             raise UnsupportedError(
                 f"the engine was asked to serve over {mesh}, but it does not cut {what} over {', '.join(idle)}, whose "
-                "devices would all do the same: use tensor (and expert) axes alone (`ttpu plan --batch 1` makes such "
-                "plans), and start one server per replica."
+                "devices would all do the same: use tensor (and expert) axes alone (`ttpu plan` makes such plans), "
+                "and start one server per replica."
             )
     if jax.process_count() > 1:
         raise UnsupportedError(

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
-import numpy as np
 from jax.sharding import AbstractMesh
 
 from ttpu_core.sharding.serving import ServedShapes, ServingLimits, StepSize
@@ -63,12 +63,13 @@ def served_shapes(
     )
     counts = demand.counts(limits.max_num_seqs, demand.whole * limits.max_num_seqs)
     cache = sum((count + 1) * size for count, size in zip(counts, pages, strict=True))  # and the null page
-    columns = spec.embedding.rows // np.prod([mesh.get(a, 1) for a in placement.cut(axes.VOCAB, spec.embedding.rows)])
+    rows = spec.embedding.rows
+    columns = rows // prod(mesh.get(axis, 1) for axis in placement.mesh_axes(axes.VOCAB, rows))
     return ServedShapes(
         decode=step_size(buckets.step(limits.max_num_seqs, limits.max_num_seqs, 1)),
         mixed=step_size(buckets.all()[0]),
         cache_bytes=cache + state_bytes(spec, limits.max_num_seqs, placement, held),
-        state_bytes=(limits.max_num_seqs + 1) * (int(columns) * PENALTY_BYTES + BITS["int32"] // 8),
+        state_bytes=(limits.max_num_seqs + 1) * (columns * PENALTY_BYTES + BITS["int32"] // 8),
     )
 
 

@@ -10,7 +10,7 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, resolve_parallelism
-from ttpu_core.sharding.request import plan_for, the_one_given
+from ttpu_core.sharding.request import engine_plan, plan_for, the_one_given
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
 from ttpu_jax.aot.topology import tpu_topology
 from ttpu_jax.parallel import planned
@@ -70,7 +70,7 @@ def _parallelism(
     """As loading the checkpoint there would resolve it, but that nothing said means all devices."""
     the_one_given(None, parallelism_strategy=asked, plan=plan)
     if plan is not None:
-        read = plan_for(plan, architecture.spec, dtype=dtype, quantization=None, rules=None, backend="JAX")
+        read = plan_for(engine_plan(plan), architecture.spec, dtype=dtype, quantization=None, rules=None, backend="JAX")
         return read.parallelism
     if asked is None:
         return Parallelism((("tensor", len(devices)),))

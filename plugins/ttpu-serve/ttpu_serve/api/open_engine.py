@@ -10,6 +10,7 @@ from typing import Any
 
 from ttpu_core.errors import RequestError
 from ttpu_core.loading import LoadOptions, open_model, refuse_unknown
+from ttpu_core.sharding.request import engine_plan
 from ttpu_serve.api.build_engine import build_engine, serving_backend
 from ttpu_serve.api.engine_config import NAMES, EngineConfig
 from ttpu_serve.execution.engine_core import EngineCore
@@ -39,6 +40,8 @@ def open_engine(model: Any, *, progress: Any = True, served_name: str = "", **op
     """
     engine_options, load_options = split_options(options)
     config = EngineConfig(**engine_options)
+    if load_options.get("plan") is not None:
+        load_options["plan"] = engine_plan(load_options["plan"])
     with _reported(progress) as report:
         if not isinstance(model, str | Path):
             given = {name: value for name, value in load_options.items() if value not in (None, "auto")}
