@@ -272,10 +272,10 @@ def test_three_plans_are_compiled_unless_another_number_is_asked_for(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_with(Compiler(), monkeypatch)
-    found = as_json(config, "--topology", "v5e:4x4", "--verify", "--best", 5)["plans"]
+    found = as_json(config, "--topology", "v6e:2x4", "--verify", "--best", 5)["plans"]
     assert [("compiled" in one) for one in found] == [True] * 3 + [False] * (len(found) - 3)
     assert len(found) > 3
-    assert len(as_json(config, "--topology", "v5e:4x4", "--best", 1)["plans"]) == 1
+    assert len(as_json(config, "--topology", "v6e:2x4", "--best", 1)["plans"]) == 1
 
 
 def test_a_plan_that_the_compiler_refuses_is_not_saved(
