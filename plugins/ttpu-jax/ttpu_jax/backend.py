@@ -51,7 +51,6 @@ class JaxBackend:
     """Runs models with JAX on TPU, CPU or GPU."""
 
     name = "jax"
-
     options = JaxLoadOptions
 
     def open(self, architecture: Architecture, checkpoint: Checkpoint, options: JaxLoadOptions) -> JaxCausalLM:
@@ -65,12 +64,15 @@ class JaxBackend:
         check_supported(architecture.spec)
         architecture = replace(architecture, mapping=architecture.mapping.suited_to(checkpoint.tensors))
         held = model_dtype(options.dtype, checkpoint)
+        plan = options.plan
+        if plan is not None and options.enable_paged_attention:
+            plan = engine_plan(plan)
         placement = placement_for(
             architecture.spec,
             parallelism_strategy=options.parallelism_strategy,
             sharding_strategy=options.sharding_strategy,
             mesh=options.mesh,
-            plan=options.plan if options.plan is None or engine_config is None else engine_plan(options.plan),
+            plan=plan,
             sharding_rules=options.sharding_rules,
             dtype=held.name,
         )

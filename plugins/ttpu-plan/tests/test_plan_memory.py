@@ -184,7 +184,7 @@ def test_a_mesh_that_cannot_cut_the_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task": "chat"}, "task 'chat' was asked for, but there is only decode, prefill, mixed, train"),
+        ({"task": "chat"}, "task 'chat' was asked for, but only decode, prefill, mixed, train are known"),
         ({"batch": 0}, "batch 0 was asked for, but it must be at least 1"),
         ({"quantization": "int2"}, "quantization 'int2'"),
         ({"task": "train", "quantization": "int8"}, "leave the quantization out"),

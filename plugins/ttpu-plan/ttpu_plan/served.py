@@ -77,7 +77,8 @@ def shapes_for(backend: Plans, model: ModelShards, limits: ServingLimits, dtype:
     Raises:
         UnsupportedError: an engine cannot serve the model.
     """
-    return _shapes(backend, model.spec, tuple(model.mesh.items()), model.strategy, limits, dtype)
+    # A backend is hashable like any object, which its protocol does not say.
+    return _shapes(backend, model.spec, tuple(model.mesh.items()), model.strategy, limits, dtype)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)

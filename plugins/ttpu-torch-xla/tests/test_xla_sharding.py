@@ -274,7 +274,7 @@ def test_a_plan_is_taken_and_its_rules_are_its_own() -> None:
     from ttpu_plan.planner import plans
 
     spec = tiny_llama()[1].spec
-    plan = plans(spec, parse_topology("v5e:2x4"), Request())[0]
+    plan = plans(spec, parse_topology("v5e:2x4"), Request("generation"))[0]
     found = resolve(spec, Runtime(), plan=plan)  # type: ignore[arg-type]
     assert found == plan.parallelism
     with pytest.raises(RequestError, match="a plan has its own rules"):
@@ -310,7 +310,7 @@ def test_a_plan_is_for_weights_as_they_are_loaded() -> None:
     from ttpu_plan.planner import plans
 
     spec = tiny_llama()[1].spec
-    plan = plans(spec, parse_topology("v5e:2x4"), Request(quantization="int8"))[0]
+    plan = plans(spec, parse_topology("v5e:2x4"), Request("generation", quantization="int8"))[0]
     assert resolve(spec, Runtime(), plan=plan, quantization="int8") is not None  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="the plan is for int8 weights, but the torch_xla backend loads them in auto"):
         resolve(spec, Runtime(), plan=plan)  # type: ignore[arg-type]
@@ -323,7 +323,7 @@ def test_a_plan_for_smaller_weights_than_are_held_is_warned_of() -> None:
     from ttpu_plan.planner import plans
 
     spec = tiny_llama()[1].spec
-    plan = plans(spec, parse_topology("v5e:2x4"), Request(dtype="bfloat16"))[0]
+    plan = plans(spec, parse_topology("v5e:2x4"), Request("generation", dtype="bfloat16"))[0]
     for dtype in ("float32", torch.float32):
         with pytest.warns(UserWarning, match="made for weights in bfloat16, but they are held in float32"):
             resolve(spec, Runtime(), plan=plan, dtype=dtype)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from ttpu_core.sharding.serving import ServedShapes, ServingLimits, StepSize
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, axes
 from ttpu_core.spec.arithmetic import BITS
-from ttpu_core.spec.latent_attention import LATENT_ATTENTION
+from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_jax.model.latent_attention import latent_pages
 from ttpu_jax.model.paged import PagedLayout, group_page_bytes, paged_layout, state_bytes
 from ttpu_jax.ops.paged_attention import serves
@@ -80,7 +80,7 @@ def served_kernels(spec: ArchitectureSpec, dtype: str = "bfloat16") -> dict[str,
         mixer = layer.mixer
         if isinstance(mixer, AttentionSpec):
             kind, why = mixer.kind, serves(mixer, "tpu", model_dtype(dtype))
-        elif mixer.name == LATENT_ATTENTION:
+        elif isinstance(mixer, LatentAttentionSpec):
             kind, why = mixer.kind, serves(latent_pages(mixer), "tpu", model_dtype(dtype), value_in_key=True)
         else:
             continue
