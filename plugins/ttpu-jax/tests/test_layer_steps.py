@@ -10,6 +10,7 @@ from ttpu_core.spec import NO_ROPE, AttentionSpec, BlockSpec, LayerSpec, MLPSpec
 from ttpu_core.spec.parameters import layer_parameters
 from ttpu_jax.model.layers import DecoderLayer
 from ttpu_jax.model.modules import LayerInputs, Parameters, Runtime, Step
+from ttpu_jax.model.step_cache import NoCache
 from ttpu_jax.params.placement import Placement
 
 HIDDEN = 8
@@ -37,8 +38,8 @@ def run(kind: type[DecoderLayer], *, last_only: bool = False, zero: str = "") ->
     x, beside = (jnp.asarray(random.normal(size=(2, 5, HIDDEN)), jnp.float32) for _ in range(2))
     positions = jnp.broadcast_to(jnp.arange(5), (2, 5))
     layer = kind(SPEC, Parameters(arrays, table), Runtime(Placement()))
-    step = Step(positions, positions, (), last_only=last_only)
-    return np.asarray(layer(x, step, inputs=LayerInputs(None, beside))[0])
+    step = Step(positions, (), last_only=last_only)
+    return np.asarray(layer(x, step, NoCache(positions), LayerInputs(None, beside))[0])
 
 
 def test_what_the_mlp_adds_can_be_replaced() -> None:

@@ -146,9 +146,9 @@ class JaxCausalLM:
             raise RequestError("generate() was given both inputs and input_ids, two names of one argument: pass one.")
         inputs = input_ids if inputs is None else inputs
         prompts, options = self._request(inputs, generation_config, attention_mask, arguments)
-        if streamer is not None and len(prompts.ids) != 1:
+        if streamer is not None and len(prompts.prompts) != 1:
             raise RequestError(
-                f"a streamer follows one prompt, but {len(prompts.ids)} were given: pass one, or no streamer."
+                f"a streamer follows one prompt, but {len(prompts.prompts)} were given: pass one, or no streamer."
             )
         if streamer is not None:
             streamer.put(np.asarray(prompts.ids))
@@ -159,7 +159,7 @@ class JaxCausalLM:
                 streamer.put(np.asarray([event.token_id]))
         if streamer is not None:
             streamer.end()
-        done = [completions[index] for index in range(len(prompts.ids))]
+        done = [completions[index] for index in range(len(prompts.prompts))]
         if options.return_dict_in_generate:
             return GenerateOutput(self._sequences(prompts, done, options), done, self.timings)
         if prompts.form == "text":
@@ -170,8 +170,8 @@ class JaxCausalLM:
     def stream(self, prompt: Any, generation_config: Any = None, **arguments: Any) -> Iterator[StreamEvent]:
         """Yield one `StreamEvent` per token of one prompt as it is generated; arguments are those of `generate`."""
         prompts, options = self._request(prompt, generation_config, None, arguments)
-        if len(prompts.ids) != 1:
-            raise RequestError(f"stream() follows one prompt, but {len(prompts.ids)} were given: call generate().")
+        if len(prompts.prompts) != 1:
+            raise RequestError(f"stream() follows one prompt, but {len(prompts.prompts)} were given: call generate().")
         return (event for event, _ in self._run(prompts, options))
 
     def save_pretrained(self, directory: str | Path) -> Path:
@@ -211,7 +211,7 @@ class JaxCausalLM:
             )
         return loop.run(
             self.programs,
-            prompts.ids,
+            prompts.prompts,
             options,
             stop_ids=self._stop_ids(options),
             tokenizer=self.tokenizer,
@@ -237,7 +237,7 @@ class JaxCausalLM:
         if prompts.array is not None:
             head = prompts.array.astype(np.int64)
         else:
-            head = left_pad(prompts.ids, max(map(len, prompts.ids)), pad)[0].astype(np.int64)
+            head = left_pad(prompts.ids, max(map(len, prompts.prompts)), pad)[0].astype(np.int64)
         tails = [completion.all_ids for completion in done]
         tail = np.full((len(done), max(map(len, tails))), pad, np.int64)
         for row, ids in enumerate(tails):

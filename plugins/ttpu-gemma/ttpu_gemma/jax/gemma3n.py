@@ -10,9 +10,9 @@ from flax import nnx
 
 from ttpu_core.spec import EmbeddingSpec, LayerSpec, NormSpec
 from ttpu_gemma.jax.per_layer import PerLayerEmbedding, PerLayerInput
-from ttpu_jax.model.attention import KeyValue
-from ttpu_jax.model.layers import Cache, DecoderLayer
+from ttpu_jax.model.layers import DecoderLayer
 from ttpu_jax.model.modules import RESIDUAL, LayerInputs, Linear, Norm, Parameters, Runtime, Step, maybe, value_of
+from ttpu_jax.model.step_cache import Keys, StepCache
 from ttpu_jax.ops.linear import linear
 
 SMALLEST_POWER = 1e-5  # a stream's mean square, when its magnitude is divided by
@@ -92,17 +92,16 @@ class Block(DecoderLayer):
         self,
         x: jax.Array,
         step: Step,
-        cache: Cache | None = None,
-        turn: jax.Array | None = None,
+        cache: StepCache,
         inputs: LayerInputs | None = None,
-    ) -> tuple[jax.Array, Cache | None, KeyValue | None]:
+    ) -> tuple[jax.Array, StepCache, Keys | None]:
         """x [batch, seq, streams, hidden]: the same shape, or the last token's; cache, keys and values as
         `DecoderLayer`."""
         assert inputs is not None
         assert inputs.beside is not None
         predictions = self.altup.predict(x)
         normed = maybe(self.input_norm, predictions[:, :, self.active])
-        mixed, cache, kv = self.mix(normed, step, cache, turn, inputs)
+        mixed, cache, keys = self.mix(normed, step, cache, inputs)
         if step.last_only:
             predictions, normed = predictions[:, -1:], normed[:, -1:]
         attended = predictions[:, :, self.active] + maybe(self.post_attention_norm, mixed)
@@ -115,7 +114,7 @@ class Block(DecoderLayer):
             active = active * self.altup.scale[...].astype(active.dtype)
         update = self.per_layer(active, inputs.beside)[:, :, None]
         corrected = jnp.concatenate([corrected[:, :, :1], corrected[:, :, 1:] + update], axis=2)
-        return self.runtime.placement.constrain(corrected, *RESIDUAL, None), cache, kv
+        return self.runtime.placement.constrain(corrected, *RESIDUAL, None), cache, keys
 
 
 def _as_large_as(first: jax.Array, others: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ ahead of the host, which meanwhile decodes text and looks for the end."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from ttpu_core.errors import RequestError, TTPUError
 from ttpu_core.generation.detokenizer import TextStream
 from ttpu_core.generation.events import FinishReason, StreamEvent, Timings
+from ttpu_core.generation.prompt import Prompt
 from ttpu_core.generation.token_choice import TokenChoice
 from ttpu_jax.distributed import shared_seed
 from ttpu_jax.generation.options import GenerationOptions
@@ -35,7 +36,7 @@ class _Row:
 
 def run(
     programs: Programs,
-    prompts: list[list[int]],
+    prompts: Sequence[Prompt],
     options: GenerationOptions,
     *,
     stop_ids: frozenset[int],
@@ -57,7 +58,7 @@ def run(
 
 def _events(
     programs: Programs,
-    prompts: list[list[int]],
+    prompts: Sequence[Prompt],
     rows: list[_Row],
     options: GenerationOptions,
     stop_ids: frozenset[int],
@@ -70,10 +71,11 @@ def _events(
     options = replace(options, seed=seed)
     sampling = [_row_seed(options.sampling(), index) for index in range(len(rows))]
     features, inputs = features_of(sampling), sampling_inputs(sampling)
-    seen = prompts_seen(prompts, programs.spec.embedding.rows) if features.penalties else None
+    ids = [prompt.token_ids for prompt in prompts]
+    seen = prompts_seen(ids, programs.spec.embedding.rows) if features.penalties else None
 
     width = prompt_bucket(max(map(len, prompts)))
-    tokens, starts = left_pad(prompts, width)
+    tokens, starts = left_pad(ids, width)
     slots = cache_bucket(width + steps)
     compiled_before = programs.compile_seconds
     began = time.perf_counter()
@@ -109,11 +111,11 @@ def _events(
         timings.decode_tokens += decoded
 
 
-def _row(prompt: list[int], options: GenerationOptions, tokenizer: Any, context: int) -> _Row:
+def _row(prompt: Prompt, options: GenerationOptions, tokenizer: Any, context: int) -> _Row:
     limit = options.limit(len(prompt), context)
     if options.stop_strings and tokenizer is None:
         raise RequestError("stop_strings were given, but the checkpoint has no tokenizer: use stop_token_ids instead.")
-    text = None if tokenizer is None else TextStream(tokenizer, prompt, options.stop_strings)
+    text = None if tokenizer is None else TextStream(tokenizer, prompt.token_ids, options.stop_strings)
     completion = Completion(len(prompt), logprobs=None if options.logprobs is None else [])
     completion.top_logprobs = [] if options.logprobs else None
     return _Row(completion, text, limit)

@@ -4,7 +4,7 @@ executables whose cache is donated and written in place. Values never cause a co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -182,9 +182,9 @@ class Programs:
         return self.runtime.placement.constrain(logits, axes.BATCH, axes.SEQUENCE, axes.VOCAB)
 
 
-def prompts_seen(prompts: list[list[int]], rows: int) -> np.ndarray:
+def prompts_seen(prompts: Sequence[Sequence[int]], rows: int) -> np.ndarray:
     """Which rows of the token table each prompt holds: bool [batch, rows]."""
     seen = np.zeros((len(prompts), rows), np.bool_)
     for row, prompt in enumerate(prompts):
-        seen[row, prompt] = True
+        seen[row, list(prompt)] = True
     return seen

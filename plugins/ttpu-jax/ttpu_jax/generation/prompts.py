@@ -1,29 +1,39 @@
-"""Prompts in every form that callers have them: text, chat messages, ids, padded arrays. Out: one list of ids per
-prompt."""
+"""Prompts in every form that callers have them: text, chat messages, ids, padded arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from ttpu_core.errors import MissingDependencyError, RequestError
+from ttpu_core.generation.prompt import Prompt
 
 Form = Literal["text", "ids", "array"]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """`ids` without padding, one list per prompt; `form` and `single` say what the caller passed, and so gets back.
+    """`prompts` without padding; `form` and `single` say what the caller passed, and so gets back.
     Where that was an array, `array` [batch, seq] is it with its padding, and `mask` of that shape its real tokens."""
 
-    ids: list[list[int]]
+    prompts: tuple[Prompt, ...]
     form: Form
     single: bool
     array: np.ndarray | None = None
     mask: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, ids: Iterable[Iterable[int]], form: Form, *, single: bool) -> Prompts:
+        """Those of lists of ids."""
+        return cls(tuple(Prompt(tuple(row)) for row in ids), form, single)
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """One list of ids per prompt."""
+        return [list(prompt.token_ids) for prompt in self.prompts]
 
 
 def read_prompts(inputs: Any, attention_mask: Any, tokenizer: Any, vocab_size: int) -> Prompts:
@@ -47,13 +57,13 @@ def read_prompts(inputs: Any, attention_mask: Any, tokenizer: Any, vocab_size: i
             "attention_mask was given for text, whose tokens are all real: leave it out, or pass the tokenizer's ids."
         )
     if isinstance(inputs, str) or _is_chat(inputs):
-        prompts = Prompts([_encode(inputs, tokenizer)], "text", True)
+        prompts = Prompts.of([_encode(inputs, tokenizer)], "text", single=True)
     elif is_text:
-        prompts = Prompts([_encode(item, tokenizer) for item in inputs], "text", False)
+        prompts = Prompts.of([_encode(item, tokenizer) for item in inputs], "text", single=False)
     elif _is_rows(inputs):
         rows = [[_token(token) for token in (row if isinstance(row, list | tuple) else row.tolist())] for row in inputs]
         masked = attention_mask is not None
-        prompts = _from_array(rectangle(rows), attention_mask) if masked else Prompts(rows, "ids", False)
+        prompts = _from_array(rectangle(rows), attention_mask) if masked else Prompts.of(rows, "ids", single=False)
     else:
         prompts = _from_array(inputs, attention_mask)
     for index, ids in enumerate(prompts.ids):
@@ -64,12 +74,12 @@ def read_prompts(inputs: Any, attention_mask: Any, tokenizer: Any, vocab_size: i
                 f"prompt {index} has the token id {min(ids) if min(ids) < 0 else max(ids)}, but ids of this model "
                 f"run from 0 to {vocab_size - 1}: use the checkpoint's own tokenizer."
             )
-    if not prompts.ids:
+    if not prompts.prompts:
         raise RequestError("generate() was given no prompts: pass at least one.")
     return prompts
 
 
-def left_pad(ids: list[list[int]], width: int, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def left_pad(ids: Sequence[Sequence[int]], width: int, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [batch, width] in int32 with each prompt at the right end, and where it starts [batch]."""
     tokens = np.full((len(ids), width), fill, np.int32)
     for row, prompt in enumerate(ids):
@@ -157,7 +167,7 @@ def _from_array(inputs: Any, attention_mask: Any) -> Prompts:
     if mask.shape != array.shape:
         raise RequestError(f"attention_mask has shape {mask.shape}, but input_ids has {array.shape}: make them equal.")
     ids = [row[keep].astype(int).tolist() for row, keep in zip(array, mask, strict=True)]
-    return Prompts(ids, "array", single, array, mask)
+    return replace(Prompts.of(ids, "array", single=single), array=array, mask=mask)
 
 
 def _mask(value: Any) -> np.ndarray:

@@ -9,14 +9,10 @@ from flax import nnx
 
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_core.spec.parameters import fused_slots
-from ttpu_jax.model.cache import LayerCache
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step, maybe, value_of
-from ttpu_jax.ops import attention as attention_ops
-from ttpu_jax.ops.paged_attention import PagedKV, paged_attention, write
+from ttpu_jax.model.step_cache import Keys, StepCache
 from ttpu_jax.ops.rope import rotate
 from ttpu_jax.ops.temperature import query_factor
-
-KeyValue = tuple[jax.Array, jax.Array] | PagedKV
 
 
 class Attention(nnx.Module):
@@ -40,77 +36,30 @@ class Attention(nnx.Module):
         self.output = Linear(values.at("output"), runtime)
 
     def __call__(
-        self,
-        x: jax.Array,
-        step: Step,
-        cache: LayerCache | PagedKV | None = None,
-        turn: jax.Array | None = None,
-        kv: KeyValue | None = None,
-    ) -> tuple[jax.Array, LayerCache | PagedKV | None, KeyValue]:
-        """x [batch, seq, hidden]: the same shape, the cache with this step's keys and values in it, and the keys
-        [batch, kv_heads, keys, head_dim] and values, or the pages, that were attended to.
+        self, x: jax.Array, step: Step, cache: StepCache, others: Keys | None = None
+    ) -> tuple[jax.Array, StepCache, Keys]:
+        """x [batch, seq, hidden]: the same shape (or the last token's, [batch, 1, hidden]), the cache with this step's
+        keys and values in it, and the keys and values that were attended to.
 
-        `kv` are another layer's, for a layer that has none of its own."""
-        if step.ragged is not None:
-            assert not isinstance(cache, LayerCache)
-            return self._paged(x, step, cache, kv)
-        assert not isinstance(cache, PagedKV)
+        `others` are another layer's, for a layer that has none of its own.
+
+        Raises:
+            ValueError: neither this layer nor another gave keys.
+        """
         query, own = self._project(x, step)
-        query_positions = step.query_positions
+        positions = step.query_positions
         if step.last_only:
-            query, query_positions, x = query[:, -1:], query_positions[:, -1:], x[:, -1:]
-        if own is None:
-            assert kv is not None
-        elif cache is None:
-            kv = own
-        else:
-            cache = cache.write(*own, _slot(step), turn)
-            kv = own if step.fresh else cache.layer(turn)
-        assert kv is not None and not isinstance(kv, PagedKV)
-        assert step.key_positions is not None
-        placement, spec = self.runtime.placement, self.spec
-        mixed = attention_ops.attend(
-            self.runtime.attention,
-            query,
-            *kv,
-            query_positions,
-            step.key_positions,
-            spec,
-            sinks=value_of(self.sinks),
-            context=attention_ops.AttentionContext(
-                mesh=placement.mesh,
-                batch_axes=placement.mesh_axes(axes.BATCH, query.shape[0]),
-                head_axes=placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads),
-                sequence_axes=placement.mesh_axes(axes.SEQUENCE, query.shape[1]),
-                platform=placement.platform,
-                own_keys=cache is None or step.fresh,
-                options=self.runtime.attention_options,
-            ),
-        )
-        return self._finish(mixed, x), cache, kv
-
-    def _paged(
-        self, x: jax.Array, step: Step, cache: PagedKV | None, kv: KeyValue | None
-    ) -> tuple[jax.Array, PagedKV | None, KeyValue]:
-        """As the call, for x [1, tokens, hidden] of many sequences, whose keys and values are in pages."""
-        assert step.ragged is not None
-        placement, spec = self.runtime.placement, self.spec
-        query, own = self._project(x, step)
-        pages = kv
+            query, positions, x = query[:, -1:], positions[:, -1:], x[:, -1:]
+        keys = others
         if own is not None:
-            assert cache is not None
-            key, value = (each[0].swapaxes(0, 1) for each in own)
-            pages = cache = write(cache, key, value, step.ragged)
-        assert isinstance(pages, PagedKV)
-        context = attention_ops.AttentionContext(
-            mesh=placement.mesh,
-            head_axes=placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads),
-            platform=placement.platform,
-            own_keys=False,
-        )
-        sinks = value_of(self.sinks)
-        mixed = paged_attention(query[0], pages, step.ragged, spec, sinks=sinks, context=context)
-        return self._finish(mixed[None], x), cache, pages
+            cache, keys = cache.write(*own)
+        if keys is None:
+            raise ValueError(
+                "a layer without keys of its own was run without those of another: give it, as `inputs.keys`, what "
+                "the layer returned that its spec names in kv_from_layer."
+            )
+        mixed = keys.attend(query, positions, self.spec, self.runtime, value_of(self.sinks))
+        return self._finish(mixed, x), cache, keys
 
     def _project(self, x: jax.Array, step: Step) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """query [batch, seq, kv_heads, q_per_kv, dim]; key and value [batch, kv_heads, seq, dim], if this layer has
@@ -158,8 +107,3 @@ class Attention(nnx.Module):
 def _heads_first(x: jax.Array) -> jax.Array:
     """[batch, seq, heads, dim] → [batch, heads, seq, dim], as caches are laid out."""
     return x.transpose(0, 2, 1, 3)
-
-
-def _slot(step: Step) -> jax.Array:
-    assert step.slot is not None
-    return step.slot

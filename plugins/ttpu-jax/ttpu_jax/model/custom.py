@@ -1,9 +1,10 @@
-"""Parts that the shared decoder does not know. In: a `CustomSpec`; out: an instance of the class that it names,
-imported here and nowhere else.
+"""Parts that the shared decoder does not know: from a `CustomSpec` to an instance of the class that it names, imported
+here and nowhere else.
 
 A mixer is a Flax NNX module `Mixer(spec: MixerSpec, values: Parameters, runtime: Runtime)` whose call takes
 x [batch, seq, hidden], the `Step`, and its state, name -> array [batch, *shape] (None: no cache, start from zeros), and
-gives [batch, seq, hidden] and the state after these tokens (None where it was given none). Tokens whose position is
+gives [batch, seq, hidden] and the state after these tokens (None where it was given none). Whether the state lies in a
+contiguous cache or in an engine's slots is hidden from it. Tokens whose position is
 negative are padding, which must leave the state as it is. A mixer may give the last token alone where
 `step.last_only`. A block is built and called as `ttpu_jax.model.layers.DecoderLayer`, an embedding as
 `ttpu_jax.model.embedding.Embedding`."""
@@ -11,17 +12,32 @@ negative are padding, which must leave the state as it is. A mixer may give the 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import jax
+from flax import nnx
 
 from ttpu_core.errors import PluginError, UnsupportedError
 from ttpu_core.spec import CustomSpec, EmbeddingSpec, LayerSpec, MixerSpec
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
-from ttpu_jax.model.modules import Parameters, Runtime
+from ttpu_jax.model.modules import Parameters, Runtime, Step
+
+if TYPE_CHECKING:
+    from ttpu_jax.model.step_cache import StepCache
 
 BUILT_IN: dict[type[CustomSpec], str] = {
     LatentAttentionSpec: "ttpu_jax.model.latent_attention:LatentAttention",
 }
 """Parts of the core's vocabulary that this backend brings itself, by the type of their spec."""
+
+
+class CachingMixer(nnx.Module):
+    """A mixer that writes and reads its cache itself: its call takes x, the `Step` and a
+    `ttpu_jax.model.step_cache.StepCache`, and gives what it adds and the updated cache."""
+
+    def __call__(self, x: jax.Array, step: Step, cache: StepCache) -> tuple[jax.Array, StepCache]:
+        """x [batch, seq, hidden]: the same shape (or the last token's, [batch, 1, hidden]), and the cache."""
+        raise NotImplementedError
 
 
 def custom_mixer(spec: MixerSpec, values: Parameters, runtime: Runtime) -> Any:

@@ -4,7 +4,7 @@ runs over them, so that compile time does not grow with depth."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,20 +13,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, Parameter
 from ttpu_core.spec.parameters import stacked_layers
-from ttpu_jax.model.attention import KeyValue
 from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.custom import custom_block, custom_embedding
 from ttpu_jax.model.embedding import Embedding, Head
-from ttpu_jax.model.layers import Cache, DecoderLayer
+from ttpu_jax.model.layers import DecoderLayer
 from ttpu_jax.model.modules import RESIDUAL, LayerInputs, Norm, Parameters, Runtime, Step, maybe
+from ttpu_jax.model.step_cache import ContiguousCache, Keys, NoCache, PagedCache, StepCache
 from ttpu_jax.ops.kernels import with_adapters
 from ttpu_jax.ops.paged_attention import RaggedBatch
 from ttpu_jax.ops.rope import rope_angles
 
 Caches = tuple[Any, ...]
-"""One per layer: `Cache` or None."""
+"""What is kept of each layer between steps: `LayerCache`, `StateCache`, `PagedKV` or None."""
+
+Bind = Callable[[Any, jax.Array | None], StepCache]
+"""From what is kept of a layer, and its index among stacked ones, to its cache during this step."""
 
 
 class Decoder(nnx.Module):
@@ -103,28 +107,15 @@ class Decoder(nnx.Module):
         """The residual stream after the final norm, [batch, seq, hidden], and the cache; arguments are those of the
         call."""
         seq = tokens.shape[1]
-        if cache is None:
-            assert positions is not None
-            key_positions = positions
-            lengths = positions.max(axis=1) + 1
-        else:
-            positions, key_positions = cache.positions(seq)
-            lengths = cache.lengths(seq)
-            key_positions = positions if fresh else key_positions
-        step = Step(
-            positions,
-            key_positions,
-            self._angles(positions, lengths),
-            None if cache is None else cache.length,
-            fresh,
-        )
+        positions, lengths, bind = _bound(tokens, positions, cache, fresh=fresh)
+        step = Step(positions, self._angles(positions, lengths))
         x, beside = self.embed(tokens, positions)
         x = self.runtime.placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
         held = (None,) * len(self.layers) if cache is None else cache.layers
         if self.stacked:
-            x, layer_caches = self._scan_layers(x, step, held, beside)
+            x, layer_caches = self._scan_layers(x, step, held, bind, beside)
         else:
-            x, layer_caches = self._unroll_layers(x, step, held, beside, last_only=last_only and seq > 1)
+            x, layer_caches = self._unroll_layers(x, step, held, bind, beside, last_only=last_only and seq > 1)
         if cache is not None:
             cache = replace(cache, layers=layer_caches, length=cache.length + seq)
         if last_only:
@@ -140,16 +131,25 @@ class Decoder(nnx.Module):
 
         Returns:
             The residual stream after the final norm [tokens, hidden], and the caches with these tokens in them.
+
+        Raises:
+            UnsupportedError: stacked layers.
         """
-        assert not self.stacked
+        if self.stacked:
+            raise UnsupportedError(
+                "a step over pages was asked for, but this decoder scans over stacked layers, whose pages would be "
+                "copied in every turn: make the model with stacked=False."
+            )
         positions = batch.positions[None]
         # A token's own sequence decides on its angles, so each is a batch of its own for that.
         angles = self._angles(batch.positions[:, None], batch.lengths)
         turned = tuple((cos.swapaxes(0, 1), sin.swapaxes(0, 1)) for cos, sin in angles)
-        step = Step(positions, None, turned, ragged=batch)
+        step = Step(positions, turned, batch.adapters)
         x, beside = self.embed(tokens[None], positions)
         x = self.runtime.placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
-        x, caches = self._unroll_layers(x, step, caches, beside, last_only=False)
+        x, caches = self._unroll_layers(
+            x, step, caches, lambda held, _: PagedCache(held, batch), beside, last_only=False
+        )
         return maybe(self.final_norm, self.embed.collapse(x))[0], caches
 
     def _angles(self, positions: jax.Array, lengths: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
@@ -167,10 +167,10 @@ class Decoder(nnx.Module):
         return found
 
     def _unroll_layers(
-        self, x: jax.Array, step: Step, caches: Caches, beside: jax.Array | None, *, last_only: bool
+        self, x: jax.Array, step: Step, caches: Caches, bind: Bind, beside: jax.Array | None, *, last_only: bool
     ) -> tuple[jax.Array, Caches]:
-        updated: list[Cache | None] = []
-        shared: dict[int, KeyValue] = {}
+        updated: list[Any] = []
+        shared: dict[int, Keys] = {}
         for index, layer in enumerate(self.layers):
             definition, state = nnx.split(layer)
             if last_only and index == len(self.layers) - 1:  # of what it computes, only the last token's is read
@@ -178,25 +178,25 @@ class Decoder(nnx.Module):
             inputs = _inputs(layer.spec, shared, None if beside is None else beside[index])
             is_source = index in self.spec.kv_sources
             apply = jax.checkpoint(_apply_layer, static_argnums=(0, 1)) if self.remat else _apply_layer
-            x, cache, kv = apply(definition, is_source, state, x, step, caches[index], inputs)
-            if kv is not None:
-                shared[index] = kv
-            updated.append(cache)
+            x, held, keys = apply(definition, is_source, state, x, step, bind(caches[index], None), inputs)
+            if keys is not None:
+                shared[index] = keys
+            updated.append(held)
         return x, tuple(updated)
 
     def _scan_layers(
-        self, x: jax.Array, step: Step, caches: Caches, beside: jax.Array | None
+        self, x: jax.Array, step: Step, caches: Caches, bind: Bind, beside: jax.Array | None
     ) -> tuple[jax.Array, Caches]:
         """One scan per group of repeated layers, its caches carried whole and written a row at a time."""
-        updated: list[Cache | None] = []
-        shared: dict[int, KeyValue] = {}
+        updated: list[Any] = []
+        shared: dict[int, Keys] = {}
         place = 0
         for group in self.spec.groups():
             places = range(place, place + len(group.unit))
             place += len(group.unit)
             split = [nnx.split(self.layers[i]) for i in places]
             start = group.start
-            last: list[KeyValue | None] = []
+            last: list[Keys | None] = []
             once = group.repeats == 1
             apply: Any = _run_layer
             if self.remat:
@@ -206,52 +206,72 @@ class Decoder(nnx.Module):
                 carry: Any, inputs: Any, group: Any = group, split: Any = split, last: Any = last, apply: Any = apply
             ) -> tuple[Any, None]:
                 x, held = carry
-                turn, states = inputs
+                layer_index, states = inputs
                 after = []
-                for number, ((definition, _), state, cache) in enumerate(zip(split, states, held, strict=True)):
-                    index = group.start + turn * len(group.unit) + number
+                for number, ((definition, _), state, kept) in enumerate(zip(split, states, held, strict=True)):
+                    index = group.start + layer_index * len(group.unit) + number
                     given = _inputs(group.unit[number], shared, None if beside is None else beside[index])
-                    x, cache, kv = apply(definition, state, x, step, cache, turn if cache is not None else None, given)
-                    after.append(cache)
-                    last.append(kv)
+                    x, kept, keys = apply(definition, state, x, step, bind(kept, layer_index), given)
+                    after.append(kept)
+                    last.append(keys)
                 return (x, tuple(after)), None
 
             states = tuple(state for _, state in split)
             carry = x, tuple(caches[i] for i in places)
             if once:  # its keys and values may be wanted outside, where a loop's could not be had
                 (x, held), _ = body(carry, (jnp.int32(0), jax.tree.map(lambda array: array[0], states)))
-                shared.update({start + i: kv for i, kv in enumerate(last) if kv and start + i in self.spec.kv_sources})
+                sources = self.spec.kv_sources
+                shared.update({start + i: keys for i, keys in enumerate(last) if keys and start + i in sources})
             else:
                 (x, held), _ = jax.lax.scan(body, carry, (jnp.arange(group.repeats), states))
             updated.extend(held)
         return x, tuple(updated)
 
 
+def _bound(
+    tokens: jax.Array, positions: jax.Array | None, cache: KVCache | None, *, fresh: bool
+) -> tuple[jax.Array, jax.Array, Bind]:
+    """Positions [batch, seq] and lengths [batch] of the rows of tokens [batch, seq], and what binds a layer's cache.
+
+    Raises:
+        RequestError: neither positions nor a cache say where the tokens are.
+    """
+    if cache is not None:
+        own, of_slots = cache.positions(tokens.shape[1])
+        positions, key_positions, slot = own, own if fresh else of_slots, cache.length
+        return (
+            positions,
+            cache.lengths(tokens.shape[1]),
+            lambda held, layer_index: ContiguousCache(held, key_positions, slot, layer_index, fresh),
+        )
+    if positions is None:
+        raise RequestError(
+            "a model was given tokens without their positions and without a cache, of which one must say where they "
+            "are: pass positions [batch, seq]."
+        )
+    nothing = NoCache(positions)
+    return positions, positions.max(axis=1) + 1, lambda held, layer_index: nothing
+
+
 @partial(jax.jit, static_argnums=(0, 1))
 def _apply_layer(
-    definition: Any, is_source: bool, state: Any, x: jax.Array, step: Step, cache: Cache | None, inputs: LayerInputs
-) -> tuple[jax.Array, Cache | None, KeyValue | None]:
-    """One layer. Layers with equal definitions and shapes hit jit's cache and are traced once."""
-    state = with_adapters(state, None if step.ragged is None else step.ragged.adapters)
-    x, cache, kv = nnx.merge(definition, state)(x, step, cache, None, inputs)
-    return x, cache, kv if is_source else None
+    definition: Any, is_source: bool, state: Any, x: jax.Array, step: Step, cache: StepCache, inputs: LayerInputs
+) -> tuple[jax.Array, Any, Keys | None]:
+    """`_run_layer`, with keys that others read. Layers with equal definitions and shapes hit jit's cache and are traced
+    once."""
+    x, held, keys = _run_layer(definition, state, x, step, cache, inputs)
+    return x, held, keys if is_source else None
 
 
 def _run_layer(
-    definition: Any,
-    state: Any,
-    x: jax.Array,
-    step: Step,
-    cache: Cache | None,
-    turn: jax.Array | None,
-    inputs: LayerInputs,
-) -> tuple[jax.Array, Cache | None, KeyValue | None]:
-    """One layer of a stacked group."""
-    result: tuple[jax.Array, Cache | None, KeyValue | None] = nnx.merge(definition, state)(x, step, cache, turn, inputs)
-    return result
+    definition: Any, state: Any, x: jax.Array, step: Step, cache: StepCache, inputs: LayerInputs
+) -> tuple[jax.Array, Any, Keys | None]:
+    """One layer, its adapted kernels bound to the tokens' adapters: the stream, what is kept of it, and its keys."""
+    x, cache, keys = nnx.merge(definition, with_adapters(state, step.adapters))(x, step, cache, inputs)
+    return x, cache.held, keys
 
 
-def _inputs(layer: LayerSpec, shared: Mapping[int, KeyValue], beside: jax.Array | None) -> LayerInputs:
+def _inputs(layer: LayerSpec, shared: Mapping[int, Keys], beside: jax.Array | None) -> LayerInputs:
     """What a layer is given beside the stream; `shared` are the keys and values of the layers that others read."""
     source = layer.mixer.kv_from_layer if isinstance(layer.mixer, AttentionSpec) else None
     return LayerInputs(None if source is None else shared[source], beside)

@@ -4,26 +4,23 @@ and values that all heads share (the "absorbed" form: arXiv 2405.04434, section 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
+from ttpu_jax.model.custom import CachingMixer
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step, value_of
+from ttpu_jax.model.step_cache import StepCache, TokenKeys
 from ttpu_jax.ops import attention as attention_ops
 from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.kernels import dense
-from ttpu_jax.ops.paged_attention import PagedKV, paged_attention, write
+from ttpu_jax.ops.paged_attention import PagedKV, RaggedBatch, paged_attention
 from ttpu_jax.ops.rope import rotate
 from ttpu_jax.ops.temperature import query_factor
 
-State = Mapping[str, jax.Array]
 
-
-class LatentAttention(nnx.Module):
+class LatentAttention(CachingMixer):
     """Attention whose cache holds one latent and one rotated key per token."""
 
     def __init__(self, spec: LatentAttentionSpec, values: Parameters, runtime: Runtime) -> None:
@@ -44,48 +41,28 @@ class LatentAttention(nnx.Module):
         self.key_up, self.value_up = Linear(values.at("key_up"), runtime), Linear(values.at("value_up"), runtime)
         self.output = Linear(values.at("output"), runtime)
 
-    def __call__(
-        self, x: jax.Array, step: Step, state: State | PagedKV | None = None
-    ) -> tuple[jax.Array, State | PagedKV | None]:
-        """x [batch, seq, hidden]: the same shape (or the last token's, [batch, 1, hidden]), and the state with these
-        tokens' latents [batch, slots, kv_lora_rank] and rotated keys [batch, slots, qk_rope_head_dim] in it, or the
-        pages that hold both (`latent_pages`)."""
+    def __call__(self, x: jax.Array, step: Step, cache: StepCache) -> tuple[jax.Array, StepCache]:
+        """x [batch, seq, hidden]: the same shape (or the last token's, [batch, 1, hidden]), and the cache with these
+        tokens' latents [batch, seq, kv_lora_rank] and rotated keys [batch, seq, qk_rope_head_dim] in it."""
         latent, rope_key = self._compress(x, step)
-        if isinstance(state, PagedKV):
-            return self._paged(x, step, latent, rope_key, state)
-        if state is not None:
-            state = {
-                "latent": _written(state["latent"], latent, step.slot),
-                "rope_key": _written(state["rope_key"], rope_key, step.slot),
-            }
         query, positions = self._queries(x, step)
-        if state is None or step.fresh:
-            mixed = self._expanded(query, latent, rope_key, positions, _present(step.key_positions))
-        else:
-            mixed = self._absorbed(query, state["latent"], state["rope_key"], positions, _present(step.key_positions))
-        return self.output(mixed.reshape(*mixed.shape[:2], -1)), state
+        mixed, cache = cache.attend_latents(self, query, positions, latent, rope_key)
+        return self.output(mixed.reshape(*mixed.shape[:2], -1)), cache
 
-    def _paged(
-        self, x: jax.Array, step: Step, latent: jax.Array, rope_key: jax.Array, pages: PagedKV
-    ) -> tuple[jax.Array, PagedKV]:
-        """As the call, for x [1, tokens, hidden] of many sequences: the absorbed form, with one key head that holds
-        latent and rotated key, and whose first features are the value."""
-        assert step.ragged is not None
-        query, _ = self._queries(x, step)
-        key_up, value_up = (dense(value_of(each.kernel), x.dtype) for each in (self.key_up, self.value_up))
+    def over_pages(self, query: jax.Array, pages: PagedKV, batch: RaggedBatch) -> jax.Array:
+        """As `absorbed`, of query [1, tokens, heads, dim] of many sequences."""
+        key_up, value_up = (dense(value_of(each.kernel), query.dtype) for each in (self.key_up, self.value_up))
         if self.runtime.placement.platform == "cpu":
             key_up, value_up = (a.astype(jnp.float32) for a in (key_up, value_up))
         dtype = key_up.dtype
-        pages = write(pages, jnp.concatenate([latent, rope_key], axis=-1)[0][:, None], None, step.ragged)
         taken = _product("bshd,hdr->bshr", query[..., : self.plain].astype(dtype), key_up).astype(dtype)
-        query = jnp.concatenate([self._cut(taken), query[..., self.plain :].astype(dtype)], axis=-1)
+        narrow = jnp.concatenate([self._shard(taken), query[..., self.plain :].astype(dtype)], axis=-1)
         context = attention_ops.AttentionContext(
             mesh=self.runtime.placement.mesh, platform=self.runtime.placement.platform, own_keys=False
         )
-        spec = latent_pages(self.spec)
-        mixed = paged_attention(query[0][:, None], pages, step.ragged, spec, context=context)[:, 0][None]
-        mixed = _product("bshr,hvr->bshv", self._cut(mixed.astype(dtype)), value_up).astype(x.dtype)
-        return self.output(self._cut(mixed).reshape(*mixed.shape[:2], -1)), pages
+        mixed = paged_attention(narrow[0][:, None], pages, batch, latent_pages(self.spec), context=context)[:, 0][None]
+        mixed = _product("bshr,hvr->bshv", self._shard(mixed.astype(dtype)), value_up).astype(query.dtype)
+        return self._shard(mixed)
 
     def _compress(self, x: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         """The latent [batch, seq, kv_lora_rank] and the rotated key [batch, seq, qk_rope_head_dim] of each token."""
@@ -96,7 +73,7 @@ class LatentAttention(nnx.Module):
         """Queries [batch, seq, heads, qk_nope_head_dim + qk_rope_head_dim] and their positions [batch, seq]."""
         if self.query_down is not None and self.query_norm is not None:
             x = self.query_norm(self.query_down(x))
-        query = self._cut(self.query(x))
+        query = self._shard(self.query(x))
         rotated = self._rotated(query[..., self.plain :], step)
         query = jnp.concatenate([query[..., : self.plain], rotated], axis=-1)
         temperature = self.spec.query_temperature
@@ -107,62 +84,45 @@ class LatentAttention(nnx.Module):
             return query[:, -1:], step.query_positions[:, -1:]
         return query, step.query_positions
 
-    def _expanded(
+    def expanded(
         self,
         query: jax.Array,
+        query_positions: jax.Array,
         latent: jax.Array,
         rope_key: jax.Array,
-        query_positions: jax.Array,
         key_positions: jax.Array,
     ) -> jax.Array:
         """query [batch, seq, heads, dim] over the keys and values made of the same tokens' latent [batch, seq,
         kv_lora_rank]: [batch, seq, heads, v_head_dim]."""
-        key = self._cut(self.key_up(latent))
+        key = self._shard(self.key_up(latent))
         shared = jnp.broadcast_to(rope_key[:, :, None], (*key.shape[:3], rope_key.shape[-1]))
-        key, value = jnp.concatenate([key, shared], axis=-1), self._cut(self.value_up(latent))
-        placement = self.runtime.placement
-        mixed = attention_ops.attend(
-            self.runtime.attention,
-            query[:, :, :, None],
-            key.transpose(0, 2, 1, 3),
-            value.transpose(0, 2, 1, 3),
-            query_positions,
-            key_positions,
-            self.attention,
-            context=attention_ops.AttentionContext(
-                mesh=placement.mesh,
-                batch_axes=placement.mesh_axes(axes.BATCH, query.shape[0]),
-                head_axes=placement.mesh_axes(axes.Q_HEADS, self.heads),
-                sequence_axes=placement.mesh_axes(axes.SEQUENCE, query.shape[1]),
-                platform=placement.platform,
-                own_keys=True,
-                options=self.runtime.attention_options,
-            ),
-        )
+        key, value = jnp.concatenate([key, shared], axis=-1), self._shard(self.value_up(latent))
+        keys = TokenKeys(key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), key_positions, own=True)
+        mixed = keys.attend(query[:, :, :, None], query_positions, self.attention, self.runtime)
         return mixed[:, :, :, 0]
 
-    def _absorbed(
+    def absorbed(
         self,
         query: jax.Array,
+        query_positions: jax.Array,
         latent: jax.Array,
         rope_key: jax.Array,
-        query_positions: jax.Array,
         key_positions: jax.Array,
     ) -> jax.Array:
-        """As `_expanded`, of a cache: the latents are the keys of queries taken through `key_up`, and `value_up` is
+        """As `expanded`, of a cache: the latents are the keys of queries taken through `key_up`, and `value_up` is
         applied to what is mixed of them. Each cached token is read once for all heads, and never expanded."""
         key_up, value_up = (dense(value_of(each.kernel), query.dtype) for each in (self.key_up, self.value_up))
         if self.runtime.placement.platform == "cpu":  # as in the reference: XLA:CPU wants float32 operands
             key_up, value_up, latent, rope_key = (a.astype(jnp.float32) for a in (key_up, value_up, latent, rope_key))
         dtype = latent.dtype
         taken = _product("bshd,hdr->bshr", query[..., : self.plain].astype(dtype), key_up).astype(dtype)
-        scores = _product("bshr,bkr->bhsk", self._cut(taken), latent)
+        scores = _product("bshr,bkr->bhsk", self._shard(taken), latent)
         scores += _product("bshr,bkr->bhsk", query[..., self.plain :].astype(dtype), rope_key)
         visible = attention_ops.visibility(query_positions, key_positions, self.attention)[:, None]
         scores = jnp.where(visible, scores * self.attention.softmax_scale, MASKED)
         probabilities = jax.nn.softmax(scores, axis=-1).astype(dtype)
-        mixed = self._cut(_product("bhsk,bkr->bshr", probabilities, latent).astype(dtype))
-        return self._cut(_product("bshr,hvr->bshv", mixed, value_up)).astype(query.dtype)
+        mixed = self._shard(_product("bhsk,bkr->bshr", probabilities, latent).astype(dtype))
+        return self._shard(_product("bshr,hvr->bshv", mixed, value_up)).astype(query.dtype)
 
     def _rotated(self, x: jax.Array, step: Step) -> jax.Array:
         """x [batch, seq, ..., qk_rope_head_dim] at the queries' positions."""
@@ -172,8 +132,8 @@ class LatentAttention(nnx.Module):
         cos, sin = step.angles[self.runtime.ropes.index(rope)]
         return rotate(x, cos, sin, rope)
 
-    def _cut(self, x: jax.Array) -> jax.Array:
-        """x [batch, seq, heads, features], cut by heads."""
+    def _shard(self, x: jax.Array) -> jax.Array:
+        """x [batch, seq, heads, features], sharded by heads."""
         return self.runtime.placement.constrain(x, axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, None)
 
 
@@ -190,18 +150,6 @@ def latent_pages(spec: LatentAttentionSpec) -> AttentionSpec:
     )
 
 
-def _present(positions: jax.Array | None) -> jax.Array:
-    assert positions is not None
-    return positions
-
-
 def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """einsum with a float32 result."""
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
-
-
-def _written(cache: jax.Array, new: jax.Array, slot: jax.Array | None) -> jax.Array:
-    """cache [batch, slots, features] with new [batch, seq, features] from `slot` on."""
-    assert slot is not None
-    zero = jnp.zeros((), slot.dtype)
-    return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (zero, slot, zero))

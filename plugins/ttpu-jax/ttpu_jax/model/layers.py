@@ -10,14 +10,10 @@ from flax import nnx
 
 from ttpu_core.spec import LayerSpec, MixerSpec, MoESpec
 from ttpu_core.spec.parameters import norm_names
-from ttpu_jax.model.attention import Attention, KeyValue
-from ttpu_jax.model.cache import LayerCache, StateCache
-from ttpu_jax.model.custom import custom_mixer
+from ttpu_jax.model.attention import Attention
+from ttpu_jax.model.custom import CachingMixer, custom_mixer
 from ttpu_jax.model.modules import MLP, RESIDUAL, LayerInputs, Norm, Parameters, Runtime, Step, maybe
-from ttpu_jax.model.ragged import on_rows
-from ttpu_jax.ops.paged_attention import PagedKV
-
-Cache = LayerCache | StateCache | PagedKV
+from ttpu_jax.model.step_cache import Keys, StepCache
 
 
 class DecoderLayer(nnx.Module):
@@ -51,13 +47,12 @@ class DecoderLayer(nnx.Module):
         self,
         x: jax.Array,
         step: Step,
-        cache: Cache | None = None,
-        turn: jax.Array | None = None,
+        cache: StepCache,
         inputs: LayerInputs | None = None,
-    ) -> tuple[jax.Array, Cache | None, KeyValue | None]:
+    ) -> tuple[jax.Array, StepCache, Keys | None]:
         """x [batch, seq, hidden]: the same shape (or the last token's, [batch, 1, hidden]), the updated cache, and
         the keys and values that the mixer attended to, if it is attention."""
-        mixed, cache, kv = self.mix(maybe(self.input_norm, x), step, cache, turn, inputs)
+        mixed, cache, keys = self.mix(maybe(self.input_norm, x), step, cache, inputs)
         mixed = maybe(self.post_attention_norm, mixed)
         if step.last_only:
             x = x[:, -1:]
@@ -70,31 +65,22 @@ class DecoderLayer(nnx.Module):
             x = self._add(x, mixed)
             if self.mlp is not None:
                 x = self._add(x, self.feed_forward(x))
-        return self.leave(x, inputs), cache, kv
+        return self.leave(x, inputs), cache, keys
 
     def mix(
         self,
         x: jax.Array,
         step: Step,
-        cache: Cache | None = None,
-        turn: jax.Array | None = None,
+        cache: StepCache,
         inputs: LayerInputs | None = None,
-    ) -> tuple[jax.Array, Cache | None, KeyValue | None]:
+    ) -> tuple[jax.Array, StepCache, Keys | None]:
         """The mixer of x [batch, seq, hidden], the updated cache, and attention's keys and values."""
         if not isinstance(self.spec.mixer, MixerSpec):
-            assert not isinstance(cache, StateCache)
-            return self.attention(x, step, cache, turn, inputs.kv if inputs else None)
-        if isinstance(cache, PagedKV):
+            return self.attention(x, step, cache, inputs.keys if inputs else None)
+        if isinstance(self.mixer, CachingMixer):
             mixed, cache = self.mixer(x, step, cache)
-            return mixed, cache, None
-        assert not isinstance(cache, LayerCache)
-        if step.ragged is not None:
-            assert cache is not None
-            mixed, cache = on_rows(self.mixer, x, step, cache)
-            return mixed, cache, None
-        mixed, state = self.mixer(x, step, None if cache is None else cache.layer(turn))
-        if cache is not None:
-            cache = cache.write(state, turn)
+        else:
+            mixed, cache = cache.recur(self.mixer, x, step)
         return (mixed[:, -1:] if step.last_only else mixed), cache, None
 
     def feed_forward(self, x: jax.Array) -> jax.Array:

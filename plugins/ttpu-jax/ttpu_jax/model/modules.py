@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,10 @@ from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, ax
 from ttpu_jax.ops.activation import activate, gated_activation, sparsify
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.norm import normalize
-from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.params.placement import Placement
+
+if TYPE_CHECKING:
+    from ttpu_jax.model.step_cache import Keys
 
 RESIDUAL = (axes.BATCH, axes.SEQUENCE, None)
 """Axes of the residual stream [batch, seq, hidden]: its features are whole on every device."""
@@ -66,19 +68,18 @@ class Parameters:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Step:
-    """What the tokens of one forward pass have in common: positions [batch, seq] of queries and [batch, keys] of keys,
-    cos and sin for each of the runtime's ropes, and the cache slot where the first token goes; `fresh` says that
-    nothing is in the cache before it, `last_only` that a layer's output is wanted for the last token alone.
+    """What the tokens of one forward pass have in common, whatever cache they are written to.
 
-    With `ragged`, the one row holds tokens of many sequences, and caches are pages: there are no `key_positions`."""
+    query_positions: [batch, seq], negative for padding.
+    angles: cos and sin for each of the runtime's ropes.
+    adapters: int32 [tokens], the LoRA adapter of each token, 0 for none; None where there are none.
+    last_only: a layer's output is wanted for the last token alone. Static.
+    """
 
     query_positions: jax.Array
-    key_positions: jax.Array | None
     angles: tuple[tuple[jax.Array, jax.Array], ...]
-    slot: jax.Array | None = None
-    fresh: bool = field(default=False, metadata={"static": True})
+    adapters: jax.Array | None = None
     last_only: bool = field(default=False, metadata={"static": True})
-    ragged: RaggedBatch | None = None
 
     @property
     def valid(self) -> jax.Array:
@@ -89,10 +90,10 @@ class Step:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerInputs:
-    """What a layer is given beside the residual stream: `kv`, another layer's keys [batch, kv_heads, keys, head_dim]
-    and values, or its pages, where it has none of its own; `beside` [batch, seq, features] from a custom embedding."""
+    """What a layer is given beside the residual stream: `keys`, another layer's keys and values, where it has none of
+    its own; `beside` [batch, seq, features] from a custom embedding."""
 
-    kv: tuple[jax.Array, jax.Array] | PagedKV | None = None
+    keys: Keys | None = None
     beside: jax.Array | None = None
 
 

@@ -1,5 +1,5 @@
-"""Recurrent mixers over a ragged batch. In: a flat batch of many sequences and their states by slot; out: what the
-mixer adds, flat, and the states after these tokens. A mixer itself sees rows of whole sequences, as everywhere."""
+"""Recurrent mixers over a flat batch of many sequences, whose states lie in slots. A mixer itself sees rows of whole
+sequences, as everywhere."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ttpu_jax.model.cache import StateCache
 from ttpu_jax.model.modules import Step
+from ttpu_jax.ops.paged_attention import RaggedBatch
 
 Mixer = Callable[[jax.Array, Step, Mapping[str, jax.Array]], tuple[jax.Array, Any]]
 
 
-def on_rows(mixer: Mixer, x: jax.Array, step: Step, cache: StateCache) -> tuple[jax.Array, StateCache]:
-    """The mixer of x [1, tokens, hidden].
+def on_rows(
+    mixer: Mixer, x: jax.Array, step: Step, states: Mapping[str, jax.Array], batch: RaggedBatch
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The mixer of x [1, tokens, hidden], and the states [slots, ...] by name after these tokens.
 
     Sequences with one token are one batch of rows, the at most `max_prefills` longer ones another: rows as long as the
     longest for all of them would be mostly padding. A sequence that begins here starts from zeros, whatever its slot
     held; slot 0 takes what belongs to nobody."""
-    batch = step.ragged
-    assert batch is not None
     starts, counts = batch.query_starts[:-1], jnp.diff(batch.query_starts)
-    out, arrays = jnp.zeros_like(x[0]), cache.arrays
+    out, arrays = jnp.zeros_like(x[0]), dict(states)
     out, arrays = _some_rows(mixer, x[0], step, out, arrays, starts, jnp.where(counts == 1, 1, 0), batch.states, 1)
     if batch.max_queries > 1:
         longer = jnp.nonzero(counts > 1, size=batch.max_prefills, fill_value=counts.shape[0] - 1)[0]
         # Fill values repeat the last sequence: those that are not there have nothing to do.
         present = jnp.arange(batch.max_prefills) < (counts > 1).sum()
         lengths = jnp.where(present & (counts[longer] > 1), counts[longer], 0)
-        states = batch.states[longer]
+        slots = batch.states[longer]
         most = min(batch.max_queries, x.shape[1])
-        out, arrays = _some_rows(mixer, x[0], step, out, arrays, starts[longer], lengths, states, most)
-    return out[None], StateCache(arrays)
+        out, arrays = _some_rows(mixer, x[0], step, out, arrays, starts[longer], lengths, slots, most)
+    return out[None], arrays
 
 
 def _some_rows(
@@ -57,7 +57,7 @@ def _some_rows(
     index = jnp.where(valid, starts[:, None] + offsets, 0)
     positions = jnp.where(valid, step.query_positions[0][index], -1)
     angles = tuple((cos[0][index], sin[0][index]) for cos, sin in step.angles)
-    row_step = replace(step, query_positions=positions, angles=angles, ragged=None)
+    row_step = replace(step, query_positions=positions, angles=angles, adapters=None)
     begins = positions[:, 0] == 0
 
     def row_states(array: jax.Array) -> jax.Array:

@@ -14,7 +14,8 @@ from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.api.collector import Collector
 from ttpu_serve.api.outputs import EmbeddingOutput, RequestOutput
-from ttpu_serve.execution.engine_core import EngineCore, Prompt
+from ttpu_serve.execution.engine_core import EngineCore
+from ttpu_serve.execution.input_processor import PromptInput
 
 
 class LLM:
@@ -55,7 +56,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
@@ -112,7 +113,7 @@ class LLM:
 
     def embed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptInput | Sequence[PromptInput],
         *,
         pooling: Literal["last", "mean"] = "last",
         adapter: str | None = None,
@@ -174,7 +175,9 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, requests: list[tuple[Prompt, SamplingParams, dict[str, Any]]], *, show: bool) -> list[Collector]:
+    def _run(
+        self, requests: list[tuple[PromptInput, SamplingParams, dict[str, Any]]], *, show: bool
+    ) -> list[Collector]:
         """Serve requests until all are done; on any error, and on Ctrl-C, none is left behind."""
         names = [str(next(self._numbers)) for _ in requests]
         collectors: dict[str, Collector] = {}
@@ -216,7 +219,7 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
     return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
     one = isinstance(prompts, str | Mapping) or getattr(prompts, "ndim", 2) == 1
     if one or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):  # type: ignore[index]
         return [prompts]  # type: ignore[list-item]

@@ -18,7 +18,7 @@ from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.adapters.files import read_adapter
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.execution.inbox import Inbox
-from ttpu_serve.execution.input_processor import InputProcessor, Prompt
+from ttpu_serve.execution.input_processor import InputProcessor, PromptInput
 from ttpu_serve.execution.prompt_outputs import read_prompts
 from ttpu_serve.execution.row_results import accepted, take_row
 from ttpu_serve.execution.sequence_output import SequenceOutput
@@ -97,7 +97,7 @@ class EngineCore:
     def add(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams,
         *,
         priority: int = 0,
@@ -147,9 +147,9 @@ class EngineCore:
         for child in self._children.pop(request_id, ()):
             self._forget(child, self.scheduler.abort(child))
 
-    def token_ids(self, prompt: Prompt) -> list[int]:
+    def token_ids(self, prompt: PromptInput) -> list[int]:
         """A prompt's tokens, see `InputProcessor.token_ids`."""
-        return self.input_processor.token_ids(prompt)
+        return list(self.input_processor.read(prompt).token_ids)
 
     def stream(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], timings: Timings

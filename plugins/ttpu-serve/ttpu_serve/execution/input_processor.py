@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ttpu_core.errors import RequestError
+from ttpu_core.generation.prompt import Prompt
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.execution.logit_rules import Rules
 from ttpu_serve.execution.sampling_level import level_of
@@ -20,7 +21,7 @@ from ttpu_serve.guided.guides import GuideFactory, GuideState
 from ttpu_serve.runner import SAMPLING_LEVELS, ModelRunner
 from ttpu_serve.scheduling.request import Pooling, Request
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+PromptInput = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}, which may hold a "cache_salt" too."""
 MOST_ANSWERS = 16_384
 MOST_PRIORITY = 2**31
@@ -37,8 +38,8 @@ class InputProcessor:
         self.guides = GuideFactory(tokenizer, self.vocab_size, self.limits.logit_columns, stop_ids)
         self._texts: dict[int, str] = {}
 
-    def token_ids(self, prompt: Prompt) -> list[int]:
-        """A prompt's tokens: tokenized as the checkpoint says, or as they are.
+    def read(self, prompt: PromptInput) -> Prompt:
+        """The prompt: tokenized as the checkpoint says, or as it is.
 
         Raises:
             RequestError: text without a tokenizer, an empty prompt, or something that is no token of the vocabulary.
@@ -58,7 +59,7 @@ class InputProcessor:
             ids = [self._token(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
         if not ids:
             raise RequestError("the prompt has no tokens: pass at least one.")
-        return ids
+        return Prompt(tuple(ids))
 
     def _token(self, token: Any) -> int:
         if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < self.vocab_size:
@@ -71,7 +72,7 @@ class InputProcessor:
     def outputs(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams,
         *,
         priority: int = 0,
@@ -84,20 +85,20 @@ class InputProcessor:
         Raises:
             RequestError: a prompt or value that cannot be served.
         """
-        ids = self.token_ids(prompt)
+        read = self.read(prompt)
         if isinstance(prompt, Mapping):
             cache_salt = cache_salt or prompt.get("cache_salt")
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= MOST_PRIORITY:
             raise RequestError(
                 f"priority is {str(priority)[:40]}, but a whole number below 2**31 is needed: correct it."
             )
-        self._check(ids, params, pooling)
+        self._check(read, params, pooling)
         if adapter is not None and (self.adapters is None or adapter not in self.adapters.names):
             known = ", ".join(self.adapters.names if self.adapters else ()) or "none"
             raise RequestError(f"the adapter {adapter!r} was asked for, but those loaded are: {known}.")
         if params.seed is None:
             params = replace(params, seed=secrets.randbelow(2**32))
-        salt = self._salt(ids, adapter, cache_salt)
+        salt = self._salt(read, adapter, cache_salt)
         count = params.n if pooling is None else 1
         made = []
         for index in range(count):
@@ -106,7 +107,7 @@ class InputProcessor:
                 own = replace(own, prompt_logprobs=None)  # those of the first sequence are those of all
             # A character that no caller's id has a reason to hold keeps the names of several sequences apart.
             name = request_id if count == 1 else f"{request_id}\0{index}"
-            made.append(self._output(name, request_id, index, ids, own, priority, adapter, pooling, salt))
+            made.append(self._output(name, request_id, index, read, own, priority, adapter, pooling, salt))
         return made
 
     def _output(
@@ -114,17 +115,17 @@ class InputProcessor:
         name: str,
         request_id: str,
         index: int,
-        ids: list[int],
+        prompt: Prompt,
         params: SamplingParams,
         priority: int,
         adapter: str | None,
         pooling: Pooling | None,
         salt: bytes,
     ) -> SequenceOutput:
-        room = self.max_model_len - len(ids)
+        room = self.max_model_len - len(prompt)
         request = Request(
             name,
-            ids,
+            list(prompt.token_ids),
             params,
             priority=priority,
             adapter=self.adapters.names[adapter] if self.adapters and adapter else 0,
@@ -147,14 +148,14 @@ class InputProcessor:
             output.prompt_logprobs = [None]
         return output
 
-    def _salt(self, ids: list[int], adapter: str | None, cache_salt: str | None) -> bytes:
+    def _salt(self, prompt: Prompt, adapter: str | None, cache_salt: str | None) -> bytes:
         """What sets a prompt's pages apart from those of equal tokens: what its owner chose, its adapter, and its
         length where that matters."""
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt is {cache_salt!r}, but a text is needed: correct it, or leave it out.")
         chosen = blake2b(cache_salt.encode("utf-8", "surrogatepass")).digest() if cache_salt else b""
         of_adapter = self.adapters.salt(adapter) if self.adapters and adapter else b""
-        return chosen + of_adapter + self.runner.length_salt(len(ids))
+        return chosen + of_adapter + self.runner.length_salt(len(prompt))
 
     def _text_of(self, token: int) -> str | None:
         """One token as text, as log-probabilities show it."""
@@ -164,22 +165,22 @@ class InputProcessor:
             self._texts[token] = str(self.tokenizer.decode([token]))
         return self._texts[token]
 
-    def _check(self, ids: list[int], params: SamplingParams, pooling: Pooling | None) -> None:
+    def _check(self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None) -> None:
         if pooling not in (None, "last", "mean"):
             raise RequestError(f"pooling is {pooling!r}, but last and mean are known: use one of them.")
         if params.n > MOST_ANSWERS:
             raise RequestError(f"n is {params.n:,}, but one request may have {MOST_ANSWERS:,} answers: lower it.")
-        room = self.max_model_len - len(ids)
+        room = self.max_model_len - len(prompt)
         if room < (0 if pooling else 1):
             raise RequestError(
-                f"the prompt has {len(ids):,} tokens, but this engine's sequences have at most {self.max_model_len:,}, "
-                "answer included: shorten the prompt.",
+                f"the prompt has {len(prompt):,} tokens, but this engine's sequences have at most "
+                f"{self.max_model_len:,}, answer included: shorten the prompt.",
                 code="context_length_exceeded",
             )
         if params.min_tokens > room:
             raise RequestError(
-                f"min_tokens is {params.min_tokens}, but after the prompt's {len(ids):,} tokens only {room:,} fit into "
-                f"the {self.max_model_len:,} of this engine's sequences: lower it, or shorten the prompt."
+                f"min_tokens is {params.min_tokens}, but after the prompt's {len(prompt):,} tokens only {room:,} fit "
+                f"into the {self.max_model_len:,} of this engine's sequences: lower it, or shorten the prompt."
             )
         limits = self.limits
         for name in ("logprobs", "prompt_logprobs"):
