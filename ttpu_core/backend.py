@@ -256,12 +256,44 @@ class CompilesAhead(Protocol):
         ...
 
 
+class TrainStep(Protocol):
+    """One update of a model's parameters on a batch of rows. What it holds for each parameter is a
+    `ttpu_core.sharding.training_state.TrainingState`."""
+
+    def init(self, params: Mapping[str, Any]) -> Any:
+        """The optimizer's state before the first step."""
+        ...
+
+    def __call__(
+        self, params: Mapping[str, Any], state: Any, tokens: Any, mask: Any = None
+    ) -> tuple[Mapping[str, Any], Any, Any]:
+        """Parameters and optimizer state after an update on tokens [batch, seq], and the mean loss before it; mask
+        [batch, seq] marks the real tokens, None where all are."""
+        ...
+
+
 @runtime_checkable
 class Trains(Protocol):
     """A backend whose models can be trained."""
 
-    def train_step(self, model: Any, **arguments: Any) -> Any:
-        """A training step for a loaded model."""
+    def train_step(
+        self,
+        model: Any,
+        *,
+        optimizer: Any = None,
+        loss: Any = None,
+        accumulation: int = 1,
+        trainable: Callable[[str], bool] | None = None,
+    ) -> TrainStep:
+        """A training step for a loaded model.
+
+        Args:
+            model: as the backend loaded it.
+            optimizer: the backend's kind of optimizer; None is AdamW.
+            loss: what is minimized; None is the cross-entropy of each next token.
+            accumulation: parts that a batch is computed in, one after the other.
+            trainable: path → whether a parameter is trained; None trains all of them.
+        """
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,10 +11,14 @@ import numpy as np
 import optax
 import pytest
 from test_padded import LAYERS, architecture
+from tiny import llama_checkpoint
 
+from ttpu import AutoModelForTPU
+from ttpu_core.backend import Trains
 from ttpu_core.errors import RequestError
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import ArchitectureSpec, LayerSpec
+from ttpu_jax.backend import JaxBackend
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.loss import next_token_loss
 from ttpu_jax.model.modules import Runtime, different_ropes
@@ -130,6 +135,19 @@ def test_the_training_state_says_what_the_step_holds() -> None:
     assert ADAMW.bytes_per_parameter == 16
     assert {leaf.sharding for leaf in held} <= {value.sharding for value in params.values()}
     assert abstract_tokens(8, 9, step.model.runtime.placement).sharding.shard_shape((8, 9)) == (2, 9)
+
+
+def test_the_backend_makes_the_step_of_a_loaded_model(tmp_path: Path) -> None:
+    model = AutoModelForTPU.from_pretrained(llama_checkpoint(tmp_path / "llama"), dtype="float32")
+    backend = JaxBackend()
+    assert isinstance(backend, Trains)
+    step = backend.train_step(model, optimizer=optax.sgd(0.1), trainable=lambda path: path.endswith(".kernel"))
+    params, state, losses = model.params, step.init(model.params), []
+    for _ in range(STEPS):
+        params, state, loss = jax.jit(step)(params, state, TOKENS)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    np.testing.assert_array_equal(params["embed.embedding"], model.params["embed.embedding"])
 
 
 def _like(array: jax.Array) -> jax.ShapeDtypeStruct:

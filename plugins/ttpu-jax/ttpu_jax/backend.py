@@ -39,10 +39,13 @@ from ttpu_jax.params.load import load_parameters
 from ttpu_jax.params.padding import pad_for
 
 if TYPE_CHECKING:
+    from optax import GradientTransformation
+
     from ttpu_core.loading import ProgressCallback
     from ttpu_jax.runner.ahead import Ahead
     from ttpu_jax.runner.compilation_cache import CacheCounts
     from ttpu_jax.runner.runner import Runner
+    from ttpu_jax.train.step import Loss, TrainStep
     from ttpu_serve.api.engine_config import EngineConfig
     from ttpu_serve.runner import AdapterWeights
 
@@ -114,6 +117,28 @@ class JaxBackend:
         from ttpu_jax.runner.build import model_runner
 
         return model_runner(model, config, adapters)
+
+    def train_step(
+        self,
+        model: JaxCausalLM,
+        *,
+        optimizer: GradientTransformation | None = None,
+        loss: Loss | None = None,
+        accumulation: int = 1,
+        trainable: Callable[[str], bool] | None = None,
+    ) -> TrainStep:
+        """A training step for a loaded model; see `ttpu_jax.train.step`.
+
+        Args:
+            model: as `open` gives it.
+            optimizer: an optax transformation; None is AdamW.
+            loss: what is minimized; None is the cross-entropy of each next token.
+            accumulation: parts that a batch is computed in, one after the other.
+            trainable: path → whether a parameter is trained; None trains all of them.
+        """
+        from ttpu_jax.train.step import step_for
+
+        return step_for(model, optimizer=optimizer, loss=loss, accumulation=accumulation, trainable=trainable)
 
     def options_beside(self, model: JaxCausalLM) -> JaxLoadOptions:
         """Loading options for a second model on the devices of a loaded one, held in the same dtype."""

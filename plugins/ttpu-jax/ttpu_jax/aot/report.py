@@ -120,14 +120,15 @@ def compile_report(
     Args:
         topology_name: as in "v5e:2x4", see `ttpu_jax.aot.topology.tpu_topology`.
         dtype: of weights and cache, see `ttpu_jax.params.dtypes.model_dtype`.
-        mesh: mesh axis → devices along it; None cuts every layer over all devices (`tensor`; `fsdp` for training).
+        mesh: mesh axis → devices along it; None shards every layer over all devices (`tensor`; `fsdp` for training).
         slices: mesh axis → slices along it, where there are several; None puts them on the first axes that divide.
-        strategy: which mesh axes cut which logical axes.
+        strategy: which mesh axes shard which logical axes.
         layers: "unrolled" compiles each layer, with a cache array of its own; "scan" compiles one and loops.
         attn_implementation, attention_config: as from_pretrained() takes them.
 
     Raises:
-        UnsupportedError: no such slice or mesh, or the model cannot be cut so, does not fit, or is beyond this backend.
+        UnsupportedError: no such slice or mesh, or the model cannot be sharded so, does not fit, or is beyond this
+            backend.
         RequestError: a batch, context or dtype out of range.
         MissingDependencyError: libtpu is not installed.
     """

@@ -94,10 +94,10 @@ def _bytes_per_device(spec: ArchitectureSpec, mesh: Mesh, bytes_per_element: int
     total = 0.0
     for path, parameter in spec.parameters.items():
         try:
-            cut = DEFAULT_STRATEGY.mesh_axes(parameter.axes, parameter.shape, mesh, path)
+            by_dimension = DEFAULT_STRATEGY.mesh_axes(parameter.axes, parameter.shape, mesh, path)
         except UnsupportedError:
             return None
-        total += parameter.size * bytes_per_element / prod(mesh[axis] for axes in cut for axis in axes)
+        total += parameter.size * bytes_per_element / prod(mesh[axis] for axes in by_dimension for axis in axes)
     return total
 
 

@@ -135,7 +135,7 @@ class Programs:
         every device, so that every process can read it."""
         placement = self.runtime.placement
         if not isinstance(first, DecodeState):
-            # Logits stay as they are cut, unless a part of them would be out of this process's reach.
+            # Logits stay sharded as they are, unless a part of them would be out of this process's reach.
             return jax.jit(function, out_shardings=placement.whole() if jax.process_count() > 1 else None)
         shardings = jax.tree.map(lambda array: array.sharding, first)
         return jax.jit(function, donate_argnums=1, out_shardings=(shardings, placement.whole()))

@@ -115,7 +115,7 @@ def empty_cache(
     """A cache of zeros on the placement's devices, or only its shapes."""
 
     def make(shape: tuple[int, ...], logical: tuple[str | None, ...], kind: Any) -> Any:
-        # The batch is whole on every device where it is smaller than the axes that would cut it.
+        # The batch is whole on every device where it is smaller than the axes that would shard it.
         sharding = placement.sharding(placement.divisible(logical, shape), shape, "the KV cache")
         if abstract:
             return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)

@@ -91,7 +91,7 @@ class Decoder(nnx.Module):
         logits = self.head(x, self.embed.embedding[...])
         if self.spec.embedding.rows == self.spec.vocab_size:
             return logits
-        # Masked where they are made: a cut would leave the devices parts of different sizes.
+        # Masked where they are made: a slice would leave the devices parts of different sizes.
         rows = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
         return jnp.where(rows < self.spec.vocab_size, logits, -jnp.inf)
 

@@ -69,7 +69,7 @@ class Experts(nnx.Module):
 
         if mesh is None:
             return run(x, chosen, weights, kernels).astype(x.dtype)
-        experts, inner, batch, sequence = self._cuts(x)
+        experts, inner, batch, sequence = self._mesh_axes(x)
 
         def on_one_device(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: ExpertKernels) -> jax.Array:
             first = jax.lax.axis_index(experts) * kernels.up.shape[0] if experts else 0
@@ -80,10 +80,10 @@ class Experts(nnx.Module):
 
         tokens = PartitionSpec(batch or None, sequence or None, None)
         up_bias = (experts or None, *((None,) if self.spec.gated else ()), inner or None)
-        cuts = ((*up_bias, None), (experts or None, None, inner or None), up_bias, (experts or None, None))
+        dimensions = ((*up_bias, None), (experts or None, None, inner or None), up_bias, (experts or None, None))
         in_specs = ExpertKernels._make(
-            None if kernel is None else map_arrays(kernel, cut, lambda _, cut: PartitionSpec(*cut))
-            for kernel, cut in zip(kernels, cuts, strict=True)
+            None if kernel is None else map_arrays(kernel, by, lambda _, by: PartitionSpec(*by))
+            for kernel, by in zip(kernels, dimensions, strict=True)
         )
         # Partial sums leave the manual region apart and are added outside: the gradient of that sum is a copy, where
         # that of a psum inside would be a second one.
@@ -96,20 +96,20 @@ class Experts(nnx.Module):
         )(x, chosen, weights, kernels)
         return self.runtime.placement.constrain(parts.sum(0), *RESIDUAL).astype(x.dtype)
 
-    def _cuts(self, x: jax.Array) -> tuple[tuple[str, ...], ...]:
-        """The mesh axes that cut experts, their inner dimension, the batch and the sequence."""
+    def _mesh_axes(self, x: jax.Array) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes that shard experts, their inner dimension, the batch and the sequence."""
         placement = self.runtime.placement
         assert placement.mesh is not None
         sizes = dict(placement.mesh.shape)
-        cut = placement.strategy.mesh_axes(
+        by_weights = placement.strategy.mesh_axes(
             (axes.EXPERT, axes.MLP), (self.spec.num_experts, self.spec.intermediate_size), sizes, "a layer of experts"
         )
-        # Where a strategy cuts tokens along the experts' axes too, they are gathered for the experts.
-        taken = {axis for each in cut for axis in each}
+        # Where a strategy shards tokens along the experts' axes too, they are gathered for the experts.
+        taken = {axis for each in by_weights for axis in each}
         batch = tuple(a for a in placement.mesh_axes(axes.BATCH, x.shape[0]) if a not in taken)
         sequence = tuple(a for a in placement.mesh_axes(axes.SEQUENCE, x.shape[1]) if a not in taken and a not in batch)
         assert x.shape[0] % prod(sizes[a] for a in batch) == 0
-        return (*cut, batch, sequence)
+        return (*by_weights, batch, sequence)
 
 
 class MoE(nnx.Module):

@@ -37,7 +37,7 @@ class PagedLayout:
     groups: tuple[GroupSpec, ...]
     group_of: tuple[int | None, ...]
     recurrent: bool
-    """Whether some layer carries a state that cannot be cut back to an earlier token."""
+    """Whether some layer carries a state that cannot be taken back to an earlier token."""
 
 
 def paged_layout(spec: ArchitectureSpec, max_model_len: int) -> PagedLayout:

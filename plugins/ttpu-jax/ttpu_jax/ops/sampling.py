@@ -269,8 +269,8 @@ def _gumbel(seed: jax.Array, step: jax.Array, vocab: int) -> jax.Array:
 def _first_highest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Each row's maximum `[batch]` and its lowest index `[batch]` int32; NaN counts as the maximum.
 
-    One reduction gives both: over a vocabulary that is cut across devices, that is one exchange of a value and an index
-    per row, where a maximum and a search for it are several all-reduces.
+    One reduction gives both: over a vocabulary that is sharded over devices, that is one exchange of a value and an
+    index per row, where a maximum and a search for it are several all-reduces.
     """
     index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
 

@@ -64,9 +64,9 @@ def _project(gradient: jax.Array, padding: Padding) -> jax.Array:
 
 
 def _sum_replicas(gradient: jax.Array, index: np.ndarray) -> jax.Array:
-    """The sum over replicas, at each of them. Heads are outermost and cut over devices, and an entry's replicas are the
-    entries at the same place of other heads (`ttpu_core.sharding.heads`): queries have none and are
-    not exchanged."""
+    """The sum over replicas, at each of them. Heads are outermost and sharded over devices, and an entry's replicas are
+    the entries at the same place of other heads (`ttpu_core.sharding.heads`): queries have none and are not
+    exchanged."""
     heads = gradient.shape[0]
     places = index.reshape(heads, -1)  # of the axis's entries, by head
     # Zeros are each their own, and are masked afterwards.

@@ -19,7 +19,8 @@ from ttpu_jax.params.mesh import arrange
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh of devices (None: one device) and the strategy that cuts arrays along it. Hashable: a static argument."""
+    """A mesh of devices (None: one device) and the strategy that shards arrays along it. Hashable: a static
+    argument."""
 
     mesh: Mesh | None = None
     strategy: Strategy = DEFAULT_STRATEGY
@@ -53,26 +54,26 @@ class Placement:
         return self.sharding(parameter.axes, parameter.shape, path)
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Tell the compiler how an activation is cut, where there is a mesh."""
+        """Tell the compiler how an activation is sharded, where there is a mesh."""
         if self.mesh is None:
             return x
-        cut = self._spec(self.divisible(axes, x.shape), x.shape, "an activation")
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, cut))
+        spec = self._spec(self.divisible(axes, x.shape), x.shape, "an activation")
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def constrain_looked_up(self, x: jax.Array) -> jax.Array:
-        """Tell the compiler how rows of a table [batch, seq, hidden] are cut, whose features are cut over some of the
-        devices that share the batch: over features first, so that the devices exchange rows and not the table. Where
-        they share nothing else, the compiler does that by itself."""
+        """Tell the compiler how rows of a table [batch, seq, hidden] are sharded, whose features are sharded over some
+        of the devices that share the batch: over features first, so that the devices exchange rows and not the table.
+        Where they share nothing else, the compiler does that by itself."""
         features, batch = self.mesh_axes(logical.EMBED, x.shape[-1]), self.mesh_axes(logical.BATCH, x.shape[0])
         rest = tuple(axis for axis in batch if axis not in features)
         if self.mesh is None or not features or not rest:
             return x
         sequence = tuple(axis for axis in self.mesh_axes(logical.SEQUENCE, x.shape[1]) if axis not in features)
-        cut = PartitionSpec(rest or None, sequence or None, features)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, cut))
+        spec = PartitionSpec(rest or None, sequence or None, features)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def divisible(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> tuple[str | None, ...]:
-        """The axes, without those of dimensions that are too small to be cut: an activation may stay whole."""
+        """The axes, without those of dimensions that the mesh does not divide: an activation may stay whole."""
         if self.mesh is None:
             return axes
         table, mesh = dict(self.strategy.rules), dict(self.mesh.shape)
@@ -82,21 +83,21 @@ class Placement:
         )
 
     def axes_of(self, axis: str) -> tuple[str, ...]:
-        """The mesh axes of more than one device that this logical axis is cut along, where its size allows it."""
+        """The mesh axes of more than one device that shard this logical axis, where its size allows it."""
         if self.mesh is None:
             return ()
         return tuple(a for a in dict(self.strategy.rules).get(axis, ()) if self.mesh.shape.get(a, 1) > 1)
 
     def mesh_axes(self, axis: str, size: int) -> tuple[str, ...]:
-        """The mesh axes that cut a dimension of this logical axis; none where it does not divide."""
+        """The mesh axes that shard a dimension of this logical axis; none where it does not divide."""
         if self.mesh is None or self.divisible((axis,), (size,)) == (None,):
             return ()
         return self.strategy.mesh_axes((axis,), (size,), dict(self.mesh.shape), "an activation")[0]
 
     def _spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...], name: str) -> PartitionSpec:
         assert self.mesh is not None
-        cut = self.strategy.mesh_axes(axes, shape, dict(self.mesh.shape), name)
-        return PartitionSpec(*(a[0] if len(a) == 1 else (a or None) for a in cut))
+        by_dimension = self.strategy.mesh_axes(axes, shape, dict(self.mesh.shape), name)
+        return PartitionSpec(*(a[0] if len(a) == 1 else (a or None) for a in by_dimension))
 
 
 def local_placement(
@@ -110,7 +111,7 @@ def local_placement(
     Args:
         mesh: what `resolve_parallelism` reads, such as "fsdp" or "data=2,tensor=4", or what it gives; a jax Mesh; or
             None for one device.
-        strategy: what is cut along which axes; a `Parallelism` has its own.
+        strategy: what is sharded along which axes; a `Parallelism` has its own.
 
     Raises:
         RequestError: `mesh` is something else.

@@ -4,8 +4,8 @@ which parameters are trained are arguments."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from ttpu_jax.model.causal_model import DecoderModel, Params
 from ttpu_jax.model.loss import summed_next_token_loss
 from ttpu_jax.params.padding import project_gradients
 from ttpu_jax.params.placement import Placement
+
+if TYPE_CHECKING:
+    from ttpu_jax.causal_lm import JaxCausalLM
 
 LEARNING_RATE = 1e-4
 
@@ -164,6 +167,34 @@ class TrainStep:
             )
         parts = rows.reshape(batch // self.accumulation, self.accumulation, seq).swapaxes(0, 1)
         return self.model.runtime.placement.constrain(parts, None, axes.BATCH, None)
+
+
+def step_for(
+    model: JaxCausalLM,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    loss: Loss | None = None,
+    accumulation: int = 1,
+    trainable: Callable[[str], bool] | None = None,
+) -> TrainStep:
+    """The step of a loaded model, which computes in the dtype that it was loaded in.
+
+    Args:
+        model: its parameters are what the step updates, or float32 copies of them.
+        optimizer: an optax transformation; None is `adamw`.
+        loss: what is minimized; None is the cross-entropy of each next token.
+        accumulation: parts that a batch is computed in, one after the other.
+        trainable: path → whether a parameter is trained; None trains all of them.
+    """
+    return TrainStep(
+        replace(model.programs.model, remat=ADAMW.remat),
+        model.dtype,
+        model.paddings,
+        loss or summed_next_token_loss,
+        optimizer or adamw(),
+        accumulation,
+        trainable or every_parameter,
+    )
 
 
 def abstract_tokens(batch: int, tokens: int, placement: Placement) -> jax.ShapeDtypeStruct:

@@ -2,7 +2,7 @@
 residual stream and the state after earlier tokens; out: what the mixer adds, and the state after these tokens.
 
 Value heads are grouped by the key head that they share, as `[key_heads, values_per_key]`, so that tensor parallelism
-cuts between groups. Everything between the projections is computed in float32, as in transformers."""
+shards between groups. Everything between the projections is computed in float32, as in transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GatedDeltaNet(nnx.Module):
         return self.output(out.reshape(*out.shape[:2], -1)), after
 
     def _whole_sequence(self, x: jax.Array) -> jax.Array:
-        """x [batch, seq, key_heads, ...], cut along batch and heads only."""
+        """x [batch, seq, key_heads, ...], sharded along batch and heads only."""
         return self.runtime.placement.constrain(x, axes.BATCH, None, axes.KV_HEADS, *(None,) * (x.ndim - 3))
 
     def _heads(self, mixed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

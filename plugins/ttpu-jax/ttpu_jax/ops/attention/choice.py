@@ -71,10 +71,10 @@ def choose(
     Args:
         asked: "auto", one of `IMPLEMENTATIONS`, or an import string `package.module:function`.
         platform: cpu, tpu or gpu.
-        patch: what a plugin or a patch pack chose; "auto" takes it, else ring attention where the sequence is cut, else
-            splash on a TPU, else the reference.
+        patch: what a plugin or a patch pack chose; "auto" takes it, else ring attention where the sequence is sharded,
+            else splash on a TPU, else the reference.
         config: `attention_config`: settings of that implementation.
-        sequence_axes: mesh axes that cut the sequence.
+        sequence_axes: mesh axes that shard the sequence.
 
     Raises:
         PluginError: no such implementation.

@@ -22,9 +22,9 @@ class AttentionContext:
     Args:
         mesh: the devices (also those of a compile-only topology, or a description of devices that another runtime
             drives); None for one device.
-        batch_axes: mesh axes that cut the batch; empty where it is whole.
-        head_axes: mesh axes that cut the KV heads; empty where they are whole.
-        sequence_axes: mesh axes that cut the sequence; empty where it is whole.
+        batch_axes: mesh axes that shard the batch; empty where it is whole.
+        head_axes: mesh axes that shard the KV heads; empty where they are whole.
+        sequence_axes: mesh axes that shard the sequence; empty where it is whole.
         platform: cpu, tpu or gpu.
         own_keys: the keys are those of the query tokens themselves (training, or prefill into an empty cache); else
             they are a cache.

@@ -1,5 +1,5 @@
-"""Ring attention (arXiv 2310.01889): attention over a sequence that is cut over devices. Each holds its own queries;
-keys and values go round, so that no device ever has the whole sequence. In and out: as `eager`."""
+"""Ring attention (arXiv 2310.01889): attention over a sequence that is sharded over devices. Each holds its own
+queries; keys and values go round, so that no device ever has the whole sequence. In and out: as `eager`."""
 
 from __future__ import annotations
 

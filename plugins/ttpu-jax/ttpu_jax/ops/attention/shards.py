@@ -1,4 +1,4 @@
-"""Kernels over a mesh. In: a function of whole sequences on one device; out: the same over a mesh that cuts batch and
+"""Kernels over a mesh. In: a function of whole sequences on one device; out: the same over a mesh that shards batch and
 heads. Segments stand for every mask that depends on the data."""
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def over_mesh(
     sinks: jax.Array | None,
 ) -> jax.Array:
     """`local(query, key, value, query segments, key segments, sinks)` on each device's rows and heads: the compiler
-    cannot cut a kernel, and would gather its operands. Shapes are those of `eager`.
+    cannot shard a kernel, and would gather its operands. Shapes are those of `eager`.
 
     Its gradient is each device's own. JAX's for a `shard_map` would add up those of devices that compute the same (a
-    mesh axis that cuts neither batch nor heads), since a kernel does not say that they do."""
+    mesh axis that shards neither batch nor heads), since a kernel does not say that they do."""
     if context.mesh is None:
         return local(query, key, value, *segments, sinks)
     batch, heads = context.batch_axes or None, context.head_axes or None

@@ -32,7 +32,7 @@ def paged_attention(
         query: [tokens, kv_heads, q_per_kv, head_dim], rotated.
         spec: scale, softcap, window, chunk.
         sinks: [kv_heads, q_per_kv] logits of a sink that takes probability and gives nothing.
-        context: the mesh, the axes that cut KV heads, the platform.
+        context: the mesh, the axes that shard KV heads, the platform.
 
     Returns:
         [tokens, kv_heads, q_per_kv, value_dim] in the query's type; finite numbers for padding.
@@ -52,7 +52,7 @@ def paged_attention(
     of_pages: Any = PartitionSpec(None, None, heads)
     of_scales: Any = PartitionSpec(None, heads) if kv.combined else of_pages
     of_query, of_sinks, whole = PartitionSpec(None, heads), PartitionSpec(heads), PartitionSpec()
-    run = jax.shard_map(  # neither the kernel nor loops over pages are the compiler's to cut
+    run = jax.shard_map(  # neither the kernel nor loops over pages are the compiler's to shard
         attend,
         mesh=context.mesh,
         in_specs=(of_query, replace(kv, pages=of_pages, scales=of_scales), whole, of_sinks),

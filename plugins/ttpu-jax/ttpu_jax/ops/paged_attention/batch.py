@@ -59,7 +59,7 @@ class PagedKV:
     scales: what quantized entries are multiplied by; None where they are not.
     group: the page group, an index into `RaggedBatch.tables` and `slots`. Static.
     combined: 0, or where all heads of a token lie together, as on TPUs (`layout`), the number of devices that heads are
-        cut over. Static.
+        sharded over. Static.
     """
 
     pages: jax.Array

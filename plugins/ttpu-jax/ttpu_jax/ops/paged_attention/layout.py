@@ -53,7 +53,8 @@ def empty_pages(
     value_in_key: bool = False,
     abstract: bool = False,
 ) -> PagedKV:
-    """Pages of zeros for one layer on the placement's devices, cut over KV heads where they divide; or only the shapes.
+    """Pages of zeros for one layer on the placement's devices, sharded over KV heads where they divide; or only
+    the shapes.
 
     Args:
         num_pages: with `NULL_PAGE`.
@@ -79,7 +80,7 @@ def empty_pages(
 def page_bytes(
     spec: AttentionSpec, page_size: int, placement: Placement, dtype: Any, *, value_in_key: bool = False
 ) -> tuple[int, int]:
-    """Bytes of one page of one layer on all devices together, and the number of ways that they are cut."""
+    """Bytes of one page of one layer on all devices together, and the number of shards."""
     dtype = _kept(dtype, placement)
     combined = _ways(spec, placement) if placement.platform == "tpu" else 0
     shape, _ = _shape(spec, 1, page_size, dtype, value_in_key, combined)
@@ -155,7 +156,7 @@ def _kept(dtype: Any, placement: Placement) -> np.dtype[Any]:
 
 
 def _ways(spec: AttentionSpec, placement: Placement) -> int:
-    """How many devices KV heads are cut over."""
+    """How many devices KV heads are sharded over."""
     if placement.mesh is None:
         return 1
     return math.prod(placement.mesh.shape[axis] for axis in placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads))
