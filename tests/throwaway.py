@@ -115,6 +115,12 @@ class Environment:
         """What `code` passes to `report`; `variables` are added to the environment."""
         return json.loads(self.python("-c", PRELUDE + textwrap.dedent(code), variables=variables))
 
+    def environment(self, variables: Mapping[str, str] | None = None) -> dict[str, str]:
+        """This process's variables without TTPU's own, for a process that sees these distributions, and `variables`."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TTPU_")}
+        path = os.pathsep.join(filter(None, (str(self.site), os.environ.get("PYTHONPATH"))))
+        return environment | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **(variables or {})}
+
     def ttpu(self, *arguments: str | Path, status: int = 0, timeout: float = 120, **variables: str) -> str:
         """What the command line prints, which must end with `status`."""
         command = ["-m", "ttpu_core.cli.main", *map(str, arguments)]
@@ -124,12 +130,9 @@ class Environment:
         self, *arguments: str, variables: Mapping[str, str] | None = None, status: int = 0, timeout: float = 120
     ) -> str:
         """What a Python process that sees these distributions prints, which must end with `status`."""
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TTPU_")}
-        path = os.pathsep.join(filter(None, (str(self.site), os.environ.get("PYTHONPATH"))))
-        environment |= {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **(variables or {})}
         finished = subprocess.run(
             [sys.executable, *arguments],
-            env=environment,
+            env=self.environment(variables),
             cwd=self.site,
             capture_output=True,
             text=True,

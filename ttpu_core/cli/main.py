@@ -10,9 +10,10 @@ import typer
 
 from ttpu_core.cli.chat import chat
 from ttpu_core.cli.commands import CONTEXT_SETTINGS, CommandGroup
+from ttpu_core.cli.doctor import doctor
 from ttpu_core.cli.generate import generate
 from ttpu_core.cli.info import info
-from ttpu_core.cli.list_plugins import doctor, list_plugins
+from ttpu_core.cli.list_plugins import list_plugins
 from ttpu_core.processes import is_one_of_several, leave_at_once
 
 app = typer.Typer(
