@@ -18,6 +18,7 @@ from broken import LLAMA, cases
 
 from ttpu_conformance import model_under_test
 from ttpu_conformance.case import Case, Options
+from ttpu_conformance.diagnosis import diagnose
 from ttpu_conformance.model_under_test import BackendUnderTest, ModelUnderTest, backend_under_test
 from ttpu_conformance.report import make_report
 from ttpu_conformance.runner import run, run_one
@@ -117,7 +118,7 @@ class StockBackend:
     """A backend that nobody in this repository knows."""
 
     name = "stock"
-    distributions = ("torch",)
+    distributions: tuple[str, ...] = ("torch",)
 
     def prepare(self, device: Any, virtual_devices: int) -> None: ...
 
@@ -191,3 +192,11 @@ def test_what_differs_on_a_backend_that_is_not_built_from_the_description_is_tol
     result = run_one(item)
     assert result.status == "failed"
     assert "the logits differ from transformers'" in result.reason and "ttpu_" not in result.reason
+
+
+def test_a_diagnosis_that_fails_is_logged_and_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    broken: Any = SimpleNamespace(name="llama-base")  # of which nothing can be asked
+    with caplog.at_level("WARNING", logger="ttpu.conformance"):
+        assert diagnose(broken) == ""
+    (record,) = caplog.records
+    assert "no diagnosis of llama-base" in record.message and record.exc_info is not None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from ttpu_core.registry import default_registry
 from ttpu_core.spec import ArchitectureSpec
 
 GROUP = "ttpu.models_under_test"
+
+Task = Literal["decode", "prefill", "train"]
+"""A program that is compiled for a chip."""
 
 
 class ModelUnderTest(Protocol):
@@ -265,14 +268,14 @@ class CompilesForChips(Protocol):
         self,
         architecture: Architecture,
         chip: str,
-        task: str,
+        task: Task,
         *,
         rows: int,
         context: int,
         slice_name: str | None,
         mesh: str | None,
     ) -> CompiledProgram | None:
-        """The program of a task, "decode", "prefill" or "train", on a slice of a chip.
+        """The program of a task on a slice of a chip.
 
         Args:
             rows: sequences of decode; a prefill reads one, a training step one for each device.

@@ -7,7 +7,7 @@ from ttpu_conformance.case import Case, CompileCase
 from ttpu_conformance.check import check
 from ttpu_conformance.errors import NotProven, fail
 from ttpu_conformance.measure import Measured
-from ttpu_conformance.model_under_test import CompiledProgram, CompilesForChips, able
+from ttpu_conformance.model_under_test import CompiledProgram, CompilesForChips, Task, able
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
 from ttpu_core.spec import ArchitectureSpec, MoESpec
 
@@ -60,7 +60,7 @@ def check_compiled_train(case: Case) -> Measured:
     return _measured(report)
 
 
-def _compiled(case: Case, task: str) -> CompiledProgram:
+def _compiled(case: Case, task: Task) -> CompiledProgram:
     backend = able(case.backend, CompilesForChips, "compiles no published size here")
     assert isinstance(case, CompileCase)
     declared, train = case.slice, task == "train"
