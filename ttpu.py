@@ -19,9 +19,6 @@ _EXPORTS = {
     "LLM": "ttpu_serve.api.llm",
     "SamplingParams": "ttpu_core.generation.sampling_params",
 }
-_BROUGHT_BY = {"ttpu_serve": '"ttpu-core[serve]"', "ttpu_torch_xla": '"ttpu-core[torch-xla]"'}
-"""What `pip install` takes for the modules of other distributions."""
-
 __all__ = ["LLM", "AsyncEngine", "AutoModelForTPU", "AutoXLAModelForCausalLM", "GuidedDecoding", "SamplingParams"]
 
 
@@ -35,11 +32,11 @@ def __getattr__(name: str) -> Any:
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
             raise
+        from ttpu_core.distributions import PACKAGES
         from ttpu_core.errors import MissingDependencyError
 
         raise MissingDependencyError(
-            f"ttpu.{name} was asked for, but {package} is not installed: `pip install {_BROUGHT_BY[package]}` brings "
-            "it."
+            f"ttpu.{name} was asked for, but {package} is not installed: `pip install {PACKAGES[package]}` brings it."
         ) from error
     globals()[name] = value  # asked once
     return value

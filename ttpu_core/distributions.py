@@ -30,6 +30,9 @@ COMMANDS = {
 
 SERVICES = {"planner": "ttpu-plan", "rendezvous": "ttpu-launch", "engine": '"ttpu-core[serve]"'}
 
+PACKAGES = {"ttpu_serve": '"ttpu-core[serve]"', "ttpu_torch_xla": '"ttpu-core[torch-xla]"'}
+"""By the package that `ttpu` exports a name from."""
+
 A_FAMILY, A_BACKEND = "ttpu-llama", '"ttpu-core[jax]"'
 """For an environment that has none."""
 
