@@ -229,7 +229,7 @@ def test_yarn_without_a_factor_extends_from_the_original_length() -> None:
         ("default", {"partial_rotary_factor": 0.4}, "rotates 25 of 64 features"),
         ("default", {"partial_rotary_factor": 0.01}, "rotates 0 of 64 features"),
         ("default", {"partial_rotary_factor": 0.0}, "'partial_rotary_factor' to 0, but it must be above 0"),
-        ("default", {"partial_rotary_factor": 1.5}, "'partial_rotary_factor' to 1.5, but a share"),
+        ("default", {"partial_rotary_factor": 1.5}, "'partial_rotary_factor' to 1.5, but it must be above 0"),
         ("dynamic", {"partial_rotary_factor": 2 / 64}, "rotates 2 features per head by dynamic rope"),
         ("yarn", {"rope_theta": 1.0}, "'rope_theta' to 1"),
         ("proportional", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),

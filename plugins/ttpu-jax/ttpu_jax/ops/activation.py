@@ -19,23 +19,23 @@ _FUNCTIONS = {
 
 
 def activate(x: jax.Array, spec: ActivationSpec) -> jax.Array:
-    """The activation of x, any shape, in x's dtype.
+    """The activation of `x`: [..., features]. The result is [..., features] in x's dtype.
 
     Raises:
-        UnsupportedError: an activation that needs parameters or both halves of a gate, which this function lacks.
+        UnsupportedError: the activation needs parameters or both halves of a gate.
     """
     if spec.name not in _FUNCTIONS:
         raise UnsupportedError(
             f"activation {spec.name!r} was asked for, but the JAX backend has {', '.join(_FUNCTIONS)}: use one of "
-            "those, "
-            "or a custom block."
+            "those, or a custom block."
         )
     return _FUNCTIONS[spec.name](x)
 
 
 def sparsify(x: jax.Array, sparsity: float) -> jax.Array:
-    """What of x [..., features] exceeds the `sparsity` quantile of a normal distribution with the features' mean and
-    deviation, which leaves about 1 - sparsity of them above zero (Spark Transformer, arXiv 2506.06644)."""
+    """relu(x - cutoff) for `x`: [..., features]. The cutoff is the `sparsity` quantile of a normal distribution with
+    the features' mean and deviation, so that about 1 - sparsity of the features stay above zero (Spark
+    Transformer, arXiv 2506.06644). The result is [..., features]."""
     if not sparsity:
         return x
     multiplier = jax.scipy.special.ndtri(jnp.float32(sparsity)).astype(x.dtype)
@@ -44,16 +44,34 @@ def sparsify(x: jax.Array, sparsity: float) -> jax.Array:
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, alpha: float = 1.702, limit: float = 7.0) -> jax.Array:
-    """gpt_oss's gate: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within +-`limit`."""
+    """gpt_oss's gate: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within +-`limit`.
+
+    Args:
+        gate: [..., features].
+        up: [..., features].
+        alpha: slope of the sigmoid.
+        limit: bound on gate and up.
+
+    Returns:
+        [..., features].
+    """
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * (gate * jax.nn.sigmoid(gate * alpha))
 
 
 def gated_activation(gate: jax.Array, up: jax.Array, spec: ActivationSpec) -> jax.Array:
-    """activation(gate) * up, or `clamped_swiglu` of both, of arrays of any one shape.
+    """activation(gate) * up, or `clamped_swiglu` of both.
+
+    Args:
+        gate: [..., features].
+        up: [..., features].
+        spec: the activation.
+
+    Returns:
+        [..., features].
 
     Raises:
-        UnsupportedError: an activation that needs parameters.
+        UnsupportedError: the activation needs parameters.
     """
     if spec.name == "clamped_swiglu":
         constants = {"alpha": spec.alpha, "limit": spec.limit}

@@ -1,5 +1,4 @@
-"""RMS and layer normalisation over the last axis, in float32 inside. In: [..., features]; out: the same shape and
-dtype."""
+"""RMS and layer normalisation. The arithmetic is float32, and the result has the input's shape and dtype."""
 
 from __future__ import annotations
 
@@ -18,11 +17,18 @@ def normalize(
     axes: int = 1,
     features: int | None = None,
 ) -> jax.Array:
-    """x [..., features], scale and bias [features]; the statistics run over the last `axes` axes. `features` is how
-    many the mean square is a mean of, where some of x are padding.
+    """Normalise over the last `axes` axes and return an array of the same shape and dtype.
 
-    Families differ in whether the scale multiplies before or after the cast back to x's dtype (`scale_in_fp32`), which
-    only matters below float32. RMSNorm: arXiv 1910.07467; LayerNorm: arXiv 1607.06450.
+    Families differ in whether the scale multiplies before or after the cast back to x's dtype (`scale_in_fp32`),
+    which matters only below float32. RMSNorm: arXiv 1910.07467; LayerNorm: arXiv 1607.06450.
+
+    Args:
+        x: [..., features].
+        spec: the kind of norm.
+        scale: [features], or None.
+        bias: [features], or None.
+        axes: number of trailing axes over which statistics are computed.
+        features: divisor of the mean square if some features are padding; None counts all features.
     """
     if spec.kind == "none":
         return x

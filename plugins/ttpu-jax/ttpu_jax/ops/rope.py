@@ -1,4 +1,5 @@
-"""Rotary position embedding on device. In: positions and a `RopeSpec`; out: cos and sin, and rotated heads."""
+"""Rotary position embedding on device: cos and sin from positions and a `RopeSpec`, and the rotation of queries and
+keys."""
 
 from __future__ import annotations
 
@@ -9,11 +10,15 @@ from ttpu_core.spec.rope import RopeSpec, dynamic_base, inverse_frequencies
 
 
 def rope_angles(spec: RopeSpec, positions: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [batch, seq, rotary_dim / 2] in float32 for positions [batch, seq] of sequences that have `lengths`
-    [batch] tokens in all.
+    """cos and sin: [batch, seq, rotary_dim / 2] in float32.
 
-    Where frequencies depend on the length (dynamic, longrope), each sequence has its own. So a prompt's result does not
-    depend on what else is in the batch, nor on the parts in which it is read.
+    If frequencies depend on the length (dynamic, longrope), each sequence has its own frequencies. A prompt's result
+    therefore does not depend on the rest of the batch, nor on the chunks in which it is read.
+
+    Args:
+        spec: the rope.
+        positions: [batch, seq].
+        lengths: [batch], the number of tokens of each whole sequence.
     """
     frequencies, scale = _frequencies(spec, lengths)
     angles = positions[..., None].astype(jnp.float32) * frequencies * spec.sign
@@ -21,8 +26,8 @@ def rope_angles(spec: RopeSpec, positions: jax.Array, lengths: jax.Array) -> tup
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, spec: RopeSpec) -> jax.Array:
-    """Rotate the first `rotary_dim` features of x [batch, seq, ..., head_dim]; cos, sin [batch, seq, rotary_dim /
-    2]."""
+    """Rotate the first `rotary_dim` features of `x`: [batch, seq, ..., head_dim]. `cos` and `sin`: [batch, seq,
+    rotary_dim / 2]. The result has the same shape as x."""
     between = (1,) * (x.ndim - 3)
     cos, sin = (t.reshape(*t.shape[:2], *between, t.shape[-1]) for t in (cos, sin))
     turned, kept = x[..., : spec.rotary_dim].astype(jnp.float32), x[..., spec.rotary_dim :]

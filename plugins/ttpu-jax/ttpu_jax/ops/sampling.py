@@ -1,10 +1,9 @@
-"""In: the last position's logits `[batch, vocab]` and what each request asked for. Out: every row's next
-token, with log-probabilities where wanted, computed on the device without a host round trip.
+"""Sampling on the device: the next token of every row from the last position's logits `[batch, vocab]` and the
+requests' parameters, with log-probabilities if requested, without a host round trip.
 
-Which code is compiled depends on `SamplingFeatures` alone; every number a request sets is an array element,
-so that new values never recompile. The order is transformers': repetition penalty, presence and frequency
-penalties, temperature, top-k, top-p, min-p.
-"""
+Only `SamplingFeatures` determines the compiled code. Every number that a request sets is an array element, so that
+new values never recompile. The order is transformers': repetition penalty, presence and frequency penalties,
+temperature, top-k, top-p, min-p."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,12 +20,11 @@ _INT32_MAX = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class SamplingFeatures:
-    """Which code `sample` compiles; hashable, to be a static argument.
+    """Which code `sample` compiles. Hashable, for use as a static argument.
 
-    A feature that is off ignores what `SamplingInputs` says about it, so it must be on if any row needs it.
-    One that is on and that a row does not need leaves that row's tokens as they are, bit for bit.
-    logprobs: how many top log-probabilities; 0 for the chosen token's alone, -1 for none.
-    """
+    A feature that is off ignores its values in `SamplingInputs`, so it must be on if any row needs it. A feature
+    that is on does not change rows that do not need it, bit for bit. `logprobs` is the number of top
+    log-probabilities: 0 for the chosen token only, -1 for none."""
 
     sample: bool = False
     top_k: bool = False
@@ -37,7 +35,7 @@ class SamplingFeatures:
 
 
 def features_of(requests: Sequence[TokenChoice]) -> SamplingFeatures:
-    """The least features that serve all of `requests`; a greedy request needs no filter."""
+    """The smallest set of features that serves all `requests`. A greedy request needs no filter."""
     sampled = [request for request in requests if not request.is_greedy]
     return SamplingFeatures(
         sample=bool(sampled),
@@ -52,7 +50,7 @@ def features_of(requests: Sequence[TokenChoice]) -> SamplingFeatures:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingInputs:
-    """One value per row, all `[batch]`: float32, but top_k int32 and seed uint32."""
+    """One value per row. All arrays are [batch]: top_k is int32, seed is uint32, the others are float32."""
 
     temperature: jax.Array
     top_k: jax.Array
@@ -89,33 +87,31 @@ def sampling_inputs(requests: Sequence[TokenChoice]) -> SamplingInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenCounts:
-    """What the penalties need to know; only made when `SamplingFeatures.penalties` is on.
+    """Token statistics for the penalties, needed only if `SamplingFeatures.penalties` is on.
 
-    prompt_seen: `[batch, vocab]` bool, the prompt has the token; output_counts: `[batch, vocab]` int32, how
-    often it was generated.
-    """
+    prompt_seen: [batch, vocab] bool, whether the prompt contains the token. output_counts: [batch, vocab] int32, how
+    often the token was generated."""
 
     prompt_seen: jax.Array
     output_counts: jax.Array
 
 
 def empty_counts(batch: int, vocab: int) -> TokenCounts:
-    """Counts of `batch` rows that have seen nothing yet."""
+    """Counts of `batch` rows without any tokens."""
     return TokenCounts(jnp.zeros((batch, vocab), jnp.bool_), jnp.zeros((batch, vocab), jnp.int32))
 
 
 def start_row(counts: TokenCounts, row: jax.Array | int, prompt: jax.Array) -> TokenCounts:
-    """`counts` with `row` given to a new request, whose prompt is int32 `[length]`.
+    """`counts` with `row` (a scalar) assigned to a new request with the prompt `prompt`: int32 [length].
 
-    Tokens below 0 or past the vocabulary are ignored: prompts padded with -1 to one length compile once.
-    """
+    Tokens below 0 or beyond the vocabulary are ignored: prompts padded with -1 to one length compile once."""
     vocab = counts.prompt_seen.shape[-1]
     seen = jnp.zeros((vocab,), jnp.bool_).at[_inside(prompt, vocab)].set(True, mode="drop")
     return TokenCounts(counts.prompt_seen.at[row].set(seen), counts.output_counts.at[row].set(0))
 
 
 def update(counts: TokenCounts, tokens: jax.Array) -> TokenCounts:
-    """`counts` after each row generated its token of `tokens`, int32 `[batch]`; those below 0 are ignored."""
+    """`counts` after each row generated its token of `tokens`: int32 [batch]. Tokens below 0 are ignored."""
     batch, vocab = counts.output_counts.shape
     added = counts.output_counts.at[jnp.arange(batch), _inside(tokens, vocab)].add(1, mode="drop")
     return TokenCounts(counts.prompt_seen, added)
@@ -124,11 +120,10 @@ def update(counts: TokenCounts, tokens: jax.Array) -> TokenCounts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogitRules:
-    """What a row's request says of single tokens; only made when some row's does.
+    """Rules for single tokens, needed only if some row has any.
 
-    bias_tokens, bias: int32 and float32 `[batch, n]`, what is added to a token's logit; tokens below 0 are ignored.
-    allowed: uint32 `[batch, words]`, one bit per token, the lowest first; a token whose bit is 0 is never chosen.
-    """
+    bias_tokens: int32 [batch, n], tokens below 0 are ignored. bias: float32 [batch, n], added to the tokens' logits.
+    allowed: uint32 [batch, words], one bit per token, the lowest first; a token whose bit is 0 is never chosen."""
 
     bias_tokens: jax.Array
     bias: jax.Array
@@ -138,11 +133,10 @@ class LogitRules:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What `sample` returns; what was not asked for is None.
+    """The result of `sample`. Values that were not requested are None.
 
-    token: `[batch]` int32, -1 where the logits are no distribution; logprob: `[batch]` float32, of the token;
-    top_tokens, top_logprobs: `[batch, n]` int32 and float32, likeliest first.
-    """
+    token: [batch] int32, -1 if the logits are not a valid distribution. logprob: [batch] float32, of the token.
+    top_tokens and top_logprobs: [batch, n] int32 and float32, likeliest first."""
 
     token: jax.Array
     logprob: jax.Array | None = None
@@ -158,21 +152,27 @@ def sample(
     features: SamplingFeatures,
     rules: LogitRules | None = None,
 ) -> Sampled:
-    """The next token of every row.
+    """The next token of every row. A row's token depends only on its own logits, inputs, counts and step.
 
-    logits: `[batch, vocab]`, any float type, computed on in float32; step: `[batch]` int32, how many tokens
-    the row's request has generated so far. A row's token depends on its own logits, inputs, counts and step.
+    Greedy rows take the argmax of the penalised logits, the lowest index among equals. Other rows draw from the
+    filtered distribution by the Gumbel-max trick (arXiv:1411.0030), with noise keyed by (seed, step).
+    Log-probabilities are the log-softmax of the raw logits: before rules, penalties, temperature and filters. Biases
+    are added before the penalties; forbidden tokens are removed after them.
 
-    Greedy rows take the argmax of the penalised logits, the lowest index among equals. The others draw from
-    the filtered distribution by the Gumbel-max trick (arXiv:1411.0030), with noise keyed by (seed, step).
-    Log-probabilities are the log-softmax of the raw logits: before rules, penalties, temperature and filters. Rules
-    come first: biases before the penalties, forbidden tokens after them.
+    A row is not a valid distribution if it holds NaN, or if its largest penalised logit is infinite (an overflow, or
+    every token forbidden). Its token is -1 and its log-probability NaN, so that the host can raise an error.
 
-    A row is no distribution if it holds NaN, or if its largest penalised logit is infinite (an overflow, or
-    every token forbidden). Its token is -1 and its log-probability NaN, for the host to raise on.
+    Args:
+        logits: [batch, vocab], any float dtype; computed in float32.
+        inputs: the requests' numbers.
+        counts: the tokens so far, for penalties.
+        step: [batch] int32, the number of tokens that the row's request has generated so far.
+        features: which code to compile.
+        rules: biases and forbidden tokens.
 
-    Raises ValueError, while tracing, if penalties are on without counts or more log-probabilities are asked
-    for than the vocabulary has tokens.
+    Raises:
+        ValueError: (while tracing) penalties are on without counts, or more log-probabilities are requested than the
+            vocabulary has tokens.
     """
     vocab = logits.shape[-1]
     if features.logprobs > vocab:
@@ -187,7 +187,7 @@ def sample(
         scores = jnp.where(_bits(rules.allowed, vocab), scores, -jnp.inf)
 
     highest, token = _first_highest(scores)
-    broken = ~jnp.isfinite(highest)  # NaN is higher than every number
+    broken = ~jnp.isfinite(highest)  # NaN counts as the highest value
     if features.sample:
         scores = jnp.where(broken[:, None], jnp.float32(0), scores)  # no NaN in what follows
         greedy = inputs.temperature < MIN_TEMPERATURE
@@ -213,7 +213,7 @@ def _biased(scores: jax.Array, rules: LogitRules) -> jax.Array:
 
 
 def _bits(words: jax.Array, count: int) -> jax.Array:
-    """bool `[batch, count]` of uint32 `[batch, words]`, the lowest bit of the first word first."""
+    """bool `[batch, count]` from uint32 `[batch, words]`, the lowest bit of the first word first."""
     bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return bits.reshape(words.shape[0], -1)[:, :count] != 0
 
@@ -221,9 +221,8 @@ def _bits(words: jax.Array, count: int) -> jax.Array:
 def _penalised(scores: jax.Array, inputs: SamplingInputs, counts: TokenCounts) -> jax.Array:
     """Scores `[batch, vocab]` after the three penalties.
 
-    Repetition as transformers' RepetitionPenaltyLogitsProcessor, over prompt and output; then OpenAI's
-    formula, over the output alone: logit - count * frequency_penalty - (count > 0) * presence_penalty.
-    """
+    Repetition follows transformers' RepetitionPenaltyLogitsProcessor, over prompt and output. The others follow
+    OpenAI's formula, over the output only: logit - count * frequency_penalty - (count > 0) * presence_penalty."""
     generated = counts.output_counts > 0
     repetition = inputs.repetition[:, None]
     repeated = jnp.where(scores < 0, scores * repetition, scores / repetition)
@@ -238,7 +237,7 @@ def _filtered(
     greedy: jax.Array,
     features: SamplingFeatures,
 ) -> jax.Array:
-    """Scores `[batch, vocab]` divided by the temperature, and -inf where a filter removes the token."""
+    """Scores `[batch, vocab]` divided by the temperature, and -inf for tokens that a filter removes."""
     removed = jnp.float32(-jnp.inf)
     scores = scores / jnp.where(greedy, jnp.float32(1), inputs.temperature)[:, None]
     if features.top_k:
@@ -251,11 +250,10 @@ def _filtered(
 
 
 def _gumbel(seed: jax.Array, step: jax.Array, vocab: int) -> jax.Array:
-    """Standard Gumbel noise `[batch, vocab]` that depends on the row's seed and step alone.
+    """Standard Gumbel noise `[batch, vocab]` that depends only on the row's seed and step.
 
-    All 32 random bits count, from the rare end: jax.random.gumbel's 23 would never let a token win whose
-    probability is much below 2**-23. The generator is named, since jax's default is the user's to change.
-    """
+    All 32 random bits count towards the rare end: with jax.random.gumbel's 23 bits, a token whose probability is
+    much below 2**-23 could never win. The generator is named, since users may change jax's default."""
 
     def row(seed: jax.Array, step: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
@@ -267,11 +265,10 @@ def _gumbel(seed: jax.Array, step: jax.Array, vocab: int) -> jax.Array:
 
 
 def _first_highest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each row's maximum `[batch]` and its lowest index `[batch]` int32; NaN counts as the maximum.
+    """Each row's maximum `[batch]` and its lowest index `[batch]` int32. NaN counts as the maximum.
 
-    One reduction gives both: over a vocabulary that is sharded over devices, that is one exchange of a value and an
-    index per row, where a maximum and a search for it are several all-reduces.
-    """
+    One reduction gives both: over a vocabulary that is sharded across devices, it exchanges one value and one index
+    per row, where a maximum and a search for it take several all-reduces."""
     index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
 
     def higher(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -285,5 +282,5 @@ def _first_highest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _inside(tokens: jax.Array, vocab: int) -> jax.Array:
-    """Token ids with the negative ones moved past the vocabulary, where a scatter drops them."""
+    """Token ids with negative ones moved beyond the vocabulary, where a scatter drops them."""
     return jnp.where(tokens < 0, vocab, tokens)

@@ -1,4 +1,4 @@
-"""Scaling of queries by position. In: positions and a `QueryTemperature`; out: one factor per query."""
+"""Scaling of queries by position, as `QueryTemperature` describes it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ttpu_core.spec import QueryTemperature
 
 
 def query_factor(temperature: QueryTemperature, positions: jax.Array) -> jax.Array:
-    """float32 [batch, seq] for positions [batch, seq]; 1 for padding, whose positions are negative."""
+    """One float32 factor per query, [batch, seq], for `positions`: [batch, seq]. The factor is 1 for padding, whose
+    positions are negative."""
     steps = jnp.floor((positions.astype(jnp.float32) + temperature.shift) / temperature.period)
     return 1.0 + temperature.scale * jnp.log(temperature.offset + jnp.maximum(steps, 0.0))

@@ -1,4 +1,4 @@
-"""Names of dtypes: as users write them, as safetensors files write them, as numpy knows them."""
+"""Names of dtypes: as users write them, as safetensors files store them, and as numpy spells them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STORED: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
-}  # no integers: weights stored as such are quantized, and mean nothing without their scales
+}  # no integers: integer weights are quantized, and are useless without their scales
 _MODEL: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -25,7 +25,7 @@ def stored_dtype(name: str, tensor: str) -> np.dtype[Any]:
     """The numpy dtype of a tensor in a safetensors file.
 
     Raises:
-        CheckpointError: a storage format that is not floating point.
+        CheckpointError: the storage format is not floating point.
     """
     if name not in _STORED:
         raise CheckpointError(
@@ -36,9 +36,9 @@ def stored_dtype(name: str, tensor: str) -> np.dtype[Any]:
 
 
 def model_dtype(name: Any, checkpoint: Checkpoint | None = None) -> np.dtype[Any]:
-    """The dtype that parameters are held in: a name, "auto" (as the checkpoint says), or a numpy, jax or torch dtype.
+    """The dtype for parameters: from a name, "auto" (the checkpoint's dtype), or a numpy, jax or torch dtype.
 
     Raises:
-        RequestError: a dtype that models do not run in.
+        RequestError: models do not run in this dtype.
     """
     return np.dtype(_MODEL[dtype_name(name, checkpoint)])

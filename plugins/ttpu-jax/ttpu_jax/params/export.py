@@ -1,5 +1,5 @@
-"""Writes parameters back as a Hugging Face checkpoint. In: parameters and the mapping they were read through; out:
-safetensors files that `transformers` loads, with the checkpoint's own names, shapes and values."""
+"""Writes parameters as a Hugging Face checkpoint. The mapping through which they were read gives the checkpoint's
+own names, shapes and values, so that `transformers` loads the safetensors files."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".g
 
 
 def export_tensors(mapping: FlaxMapping, parameters: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Every checkpoint tensor by name, on the host; of several processes, each calls this and has all of them.
+    """Every checkpoint tensor by name, on the host. All processes must call this, and each gets all tensors.
 
-    Of padded parameters the mapping is that of `ttpu_core.mapping.pad_mapping`, so that tensors have no padding."""
+    Padded parameters need the mapping of `ttpu_core.mapping.pad_mapping`, which removes the padding."""
     tensors: dict[str, np.ndarray] = {}
     for path, rule in mapping.rules:
         value = _on_host(parameters[path])
@@ -51,9 +51,17 @@ def save_checkpoint(
 ) -> Path:
     """Write config, weights, and the other small files of `source` (tokenizer, generation config).
 
-    Everything is written beside its place and renamed into it, the index last, so that an interrupted save leaves an
-    earlier checkpoint readable. One shard's tensors are on the host at a time. Of several processes, each calls this,
-    the first one writes, and the others return when it is done.
+    All files are written to a temporary folder and then renamed into place, the index last, so that an interrupted
+    save leaves an earlier checkpoint readable. Only one file's tensors are on the host at a time. All processes must
+    call this: the first one writes, and the others return when it has finished.
+
+    Args:
+        directory: the checkpoint's folder.
+        mapping: the mapping through which the parameters were read.
+        parameters: Flax path → array.
+        config: the content of config.json.
+        source: the checkpoint whose small files are copied, or None.
+        max_shard_bytes: the largest size of one safetensors file.
 
     Raises:
         RequestError: `directory` is a file.
@@ -65,7 +73,7 @@ def save_checkpoint(
     shards = _shards(mapping, parameters, max_shard_bytes)
     parts = [FlaxMapping(tuple((path, mapping[path]) for path in paths)) for paths in shards]
     if jax.process_index() > 0:
-        for part in parts:  # its shards are wanted by the first process
+        for part in parts:  # the first process gathers these shards
             for path, _ in part.rules:
                 _on_host(parameters[path])
         _wait_for_all()
@@ -88,7 +96,7 @@ def save_checkpoint(
         if len(names) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
             (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        for file in names:  # safetensors makes files that only their owner can read; these follow the umask
+        for file in names:  # safetensors creates files that only their owner can read: apply the umask
             (staging / file).chmod((staging / "config.json").stat().st_mode)
         _copy_small_files(source, staging)
         for file in sorted(path.name for path in staging.iterdir()):
@@ -99,7 +107,7 @@ def save_checkpoint(
 
 
 def _on_host(array: jax.Array) -> np.ndarray:
-    """The whole array, also where other processes hold parts of it."""
+    """The whole array, including parts that other processes hold."""
     if array.is_fully_addressable:
         return np.asarray(jax.device_get(array))
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
@@ -111,7 +119,8 @@ def _wait_for_all() -> None:
 
 
 def _shards(mapping: FlaxMapping, parameters: Mapping[str, jax.Array], limit: int) -> list[list[str]]:
-    """Paths per file: parameters that share a checkpoint tensor stay together, files stay below the limit."""
+    """Parameter paths per file. Parameters that share a checkpoint tensor stay together, and files stay below the
+    limit."""
     together: dict[str, list[str]] = defaultdict(list)
     first_owner: dict[str, str] = {}
     for path, rule in mapping.rules:
@@ -142,7 +151,7 @@ def _copy_small_files(source: Path | None, staging: Path) -> None:
 
 
 def _remove_stale_weights(target: Path, current: set[str]) -> None:
-    """Files of an earlier save that the new one does not name, which a reader would mix up with it."""
+    """Remove weight files of an earlier save that the new one does not name. A reader would mix them up."""
     for file in target.glob("model*.safetensors*"):
         if file.name not in current:
             file.unlink()

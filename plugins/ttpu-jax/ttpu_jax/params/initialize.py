@@ -1,4 +1,5 @@
-"""Parameters without a checkpoint: abstract ones for compiling ahead of time, random ones for training from scratch."""
+"""Parameters without a checkpoint: abstract ones for ahead-of-time compilation, random ones for training from
+scratch."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from ttpu_jax.params.placement import Placement
 def abstract_parameters(
     parameters: Mapping[str, Parameter], placement: Placement, dtype: np.dtype[Any]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings, without memory."""
+    """Shapes, dtypes and shardings of the parameters, without memory."""
     return {
         path: jax.ShapeDtypeStruct(
             p.shape, np.dtype(p.dtype) if p.dtype else dtype, sharding=placement.parameter(path, p)
@@ -32,10 +33,17 @@ def random_parameters(
     seed: int = 0,
     standard_deviation: float = 0.02,
 ) -> dict[str, jax.Array]:
-    """Fresh parameters, each made where it lives: normal with `standard_deviation`, or ones, or zeros, as the table
-    says.
+    """Fresh parameters, each created on its devices: normal, ones or zeros as the table says.
 
-    A parameter's values follow from the seed and its place in the table, not from the mesh."""
+    A parameter's values depend on the seed and its place in the table, not on the mesh.
+
+    Args:
+        parameters: the parameter table.
+        placement: the devices.
+        dtype: dtype of the parameters, except for those that have their own.
+        seed: seed of the random numbers.
+        standard_deviation: standard deviation of normal parameters.
+    """
     key = jax.random.key(seed)
     result = {}
     for index, (path, parameter) in enumerate(parameters.items()):

@@ -1,6 +1,6 @@
-"""Reads a checkpoint into device buffers. In: a checkpoint, its mapping, the parameter table and a placement; out: a
-dict from Flax path to a sharded `jax.Array`. A process reads the bytes of its own devices' shards, several parameters
-at a time, and each of them once however many devices it is for."""
+"""Reads a checkpoint into device buffers: a dict from Flax path to a sharded `jax.Array`. A process reads only the
+bytes of its own devices' shards, several parameters at a time. Each byte is read once, however many devices need
+it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Progress = Callable[[int, int], None]
 ALIGNMENT = 64  # XLA:CPU takes over a host buffer without a copy if it is aligned to this many bytes
 
 THREADS = min(8, 2 * (os.cpu_count() or 1))
-"""Parameters that are read at a time: enough to keep a disk busy while others are on their way to a device."""
+"""Number of parameters that are read at a time: enough to keep a disk busy while others are transferred to a device."""
 
 HOST_BYTES = 2**30
-"""The most that is on the host on its way to devices, unless one parameter's shards alone take more."""
+"""Limit of the bytes on the host that wait for their transfer to devices. A single parameter may exceed it."""
 
 
 def load_parameters(
@@ -48,14 +48,17 @@ def load_parameters(
     """Every parameter of the table, on its devices.
 
     Args:
-        mapping: for parameters of the table's shapes: `ttpu_core.mapping.pad_mapping` where some are padded.
-        dtype: what parameters are held in, unless a parameter keeps its own.
+        checkpoint: the checkpoint.
+        mapping: the mapping for the table's shapes; with padding, the result of `ttpu_core.mapping.pad_mapping`.
+        parameters: the parameter table.
+        placement: the devices.
+        dtype: dtype of the parameters, except for those that have their own.
         progress: called with (bytes placed so far, bytes in all) after each parameter.
-        reader: what reads the files; None for one that is closed afterwards.
+        reader: reads the files; None opens a reader and closes it afterwards.
 
     Raises:
         CheckpointError: a file is missing, truncated or malformed.
-        MappingError: tensors and parameters do not account for each other.
+        MappingError: tensors and parameters do not match.
     """
     tensors = stored_tensors(checkpoint, mapping)
     total = sum(p.size * _dtype(p, dtype).itemsize for p in parameters.values())
@@ -71,11 +74,11 @@ def load_parameters(
 
 
 def stored_tensors(checkpoint: Checkpoint, mapping: FlaxMapping) -> dict[str, StoredTensor]:
-    """The tensors that the rules read, by the names that they use.
+    """The tensors that the rules read, by the rules' names.
 
     Raises:
         CheckpointError: a tensor is not stored as floating point.
-        MappingError: the checkpoint does not hold what the rules need, or holds more.
+        MappingError: the checkpoint lacks a tensor that the rules need, or holds an unknown one.
     """
     infos = checkpoint.tensors
     names = mapping.resolve({name: info.shape for name, info in infos.items()}, str(checkpoint.source))
@@ -85,7 +88,7 @@ def stored_tensors(checkpoint: Checkpoint, mapping: FlaxMapping) -> dict[str, St
 
 
 def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[jax.Device]]:
-    """The parts that this process's devices hold of an array, each with the devices that hold it."""
+    """The boxes of an array that this process's devices hold, each with its devices."""
     boxes: dict[Box, list[jax.Device]] = defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -95,14 +98,14 @@ def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[j
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """An uninitialised array whose memory XLA:CPU can take over."""
+    """An uninitialised array [*shape] whose memory XLA:CPU can use without a copy."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-Job = tuple[str, int, Callable[[], jax.Array]]  # path, bytes on the host, what reads it
+Job = tuple[str, int, Callable[[], jax.Array]]  # path, bytes on the host, function that reads it
 
 
 def _jobs(
@@ -129,16 +132,16 @@ def _load(
     tensors: Mapping[str, StoredTensor],
     reader: TensorReader,
 ) -> jax.Array:
-    """One parameter, from the files to this process's devices."""
+    """Read one parameter from the files to this process's devices."""
     parts = {box: aligned_empty(tuple(stop - start for start, stop in box), dtype) for box in boxes}
     read_boxes(rule, parts, tensors, reader)
     shards = [jax.device_put(parts[box], device) for box, devices in boxes.items() for device in devices]
     array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
-    return array.block_until_ready()  # only then is the host's memory free
+    return array.block_until_ready()  # the host's memory is free only after the transfer
 
 
 def _in_parallel(jobs: Iterator[Job]) -> Iterator[tuple[str, jax.Array]]:
-    """What the jobs give, in the order in which they are done, with a bound on the memory that they take together."""
+    """Results of the jobs in the order in which they finish, with a bound on their memory."""
     running: dict[Future[jax.Array], tuple[str, int]] = {}
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="load")
     try:

@@ -1,5 +1,5 @@
-"""Devices in the shape of a mesh. In: devices, the size of each axis, and how many slices lie along it; out: an array
-of devices in which neighbours along the last axes are neighbours on the interconnect."""
+"""Arranges devices in the shape of a mesh, so that neighbours along the last axes are neighbours on the
+interconnect."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from ttpu_core.sharding.links import slice_axes
 
 
 def arrange(devices: Sequence[jax.Device], sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.ndarray:
-    """The devices in an array with one dimension for each axis of `sizes`, whose product is their number.
+    """The devices as an array [*sizes.values()]: one dimension per mesh axis.
 
     Args:
-        slices: axis → how many slices lie along it; along other axes all devices are of one slice. Empty: what
-            `slice_axes` chooses for the slices that the devices are of. Devices that know no slices, such as virtual
-            ones on a CPU, are taken to be of equal ones in their order.
+        devices: as many devices as the product of `sizes`.
+        sizes: mesh axis → devices along it.
+        slices: mesh axis → slices along it; along other axes all devices belong to one slice. Empty: `slice_axes`
+            chooses. Devices without slices, such as virtual ones on a CPU, are divided into equal slices in their
+            order.
 
     Raises:
-        UnsupportedError: the devices are of another number of slices.
+        UnsupportedError: the devices belong to another number of slices.
     """
     there = number_of_slices(devices)
     if there > 1 and not slices:
@@ -40,7 +42,7 @@ def arrange(devices: Sequence[jax.Device], sizes: Mapping[str, int], slices: Map
 
 
 def number_of_slices(devices: Sequence[jax.Device]) -> int:
-    """Slices that the devices are of; one for devices that know none."""
+    """Number of slices that the devices belong to; 1 for devices without slices."""
     return len({_slice_of(device) for device in devices})
 
 
@@ -51,8 +53,8 @@ def _by_slice(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device
         groups[_slice_of(device) if knows_slices else place * count // len(devices)].append(device)
     if len(groups) != count or len({len(group) for group in groups.values()}) != 1:
         raise UnsupportedError(
-            f"a mesh over {count} slices was asked for, but the {len(devices)} devices are of {len(groups)}: write as "
-            "many slices as there are behind 'dcn.', or leave that out for one."
+            f"a mesh over {count} slices was asked for, but the {len(devices)} devices are in {len(groups)}: write the "
+            "number of slices after 'dcn.', or leave that out for one slice."
         )
     return [groups[index] for index in sorted(groups)]
 
@@ -65,7 +67,7 @@ def _slice_of(device: jax.Device) -> int:
 def _within_slice(devices: Sequence[jax.Device], shape: Sequence[int]) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(shape, devices)
-    except NotImplementedError:  # an axis that is no product of whole interconnect dimensions
+    except NotImplementedError:  # an axis is not a product of whole interconnect dimensions
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    except (AssertionError, ValueError):  # a part of a slice, with holes: any order is as good
+    except (AssertionError, ValueError):  # a part of a slice with gaps: no order is better than another
         return np.asarray(devices).reshape(tuple(shape))

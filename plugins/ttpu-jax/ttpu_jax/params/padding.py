@@ -1,5 +1,5 @@
-"""Padding as arrays on devices meet it. In: an architecture and a placement; out: the architecture as its mesh needs
-it. And the gradients of padded parameters, so that a step along them leaves them padded."""
+"""Padding of an architecture for a placement, and projection of gradients so that a training step keeps parameters
+padded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ttpu_jax.params.placement import Placement
 
 
 def pad_for(spec: ArchitectureSpec, placement: Placement) -> tuple[ArchitectureSpec, Paddings]:
-    """`pad_architecture` for the placement's mesh and strategy; nothing is padded for one device."""
+    """`pad_architecture` for the placement's mesh and strategy. Nothing is padded for one device."""
     mesh = {} if placement.mesh is None else dict(placement.mesh.shape)
     return pad_architecture(spec, mesh, placement.strategy)
 
@@ -24,13 +24,14 @@ def pad_for(spec: ArchitectureSpec, placement: Placement) -> tuple[ArchitectureS
 def project_gradients(
     gradients: Mapping[str, jax.Array], padded: ArchitectureSpec, paddings: Paddings, *, stacked: bool = False
 ) -> dict[str, jax.Array]:
-    """`Padding.project_gradient` of each parameter that is padded: what replicas were given is added up and given to
-    each of them, and zeros stay zeros. For use inside jit.
+    """`Padding.project_gradient` of each padded parameter: the gradients of copies are summed and the sum is given
+    to each copy, and the gradient of zeros stays zero. For use inside jit.
 
     Args:
         gradients: Flax path → array, of a decoder over `padded`; of all parameters or of some.
-        paddings: of the unstacked parameters.
-        stacked: the parameters are stacked over equal layers.
+        padded: the padded architecture.
+        paddings: paddings of the unstacked parameters.
+        stacked: whether the parameters are stacked over equal layers.
     """
     result = dict(gradients)
     for path, padding in paddings.items():
@@ -47,7 +48,7 @@ def _project_stacked(gradient: jax.Array, copies: tuple[Padding | None, ...]) ->
     first = copies[0]
     if first is not None and all(copy == first for copy in copies):
         return jax.vmap(lambda one: _project(one, first))(gradient)
-    # Layers of different sizes that padding made equal.
+    # Padding made layers of different sizes equal.
     parts = [one if copy is None else _project(one, copy) for one, copy in zip(gradient, copies, strict=True)]
     return jnp.stack(parts)
 
@@ -58,18 +59,18 @@ def _project(gradient: jax.Array, padding: Padding) -> jax.Array:
         gradient = _sum_replicas(gradient, index)
     if (index >= 0).all():
         return gradient
-    # A mask and no gather, so that each device keeps its part.
+    # A mask instead of a gather, so that each device keeps its shard.
     real = np.expand_dims(index >= 0, [axis for axis in range(len(padding.taken)) if axis != padding.axis])
     return jnp.where(real, gradient.reshape(padding.taken), 0).reshape(padding.shape)
 
 
 def _sum_replicas(gradient: jax.Array, index: np.ndarray) -> jax.Array:
-    """The sum over replicas, at each of them. Heads are outermost and sharded over devices, and an entry's replicas are
-    the entries at the same place of other heads (`ttpu_core.sharding.heads`): queries have none and are not
-    exchanged."""
+    """The sum over replicas, at each of them. Heads are the first dimension and sharded over devices. The replicas
+    of an entry are the entries at the same place of other heads (`ttpu_core.sharding.heads`). Queries have no
+    replicas and are not exchanged."""
     heads = gradient.shape[0]
-    places = index.reshape(heads, -1)  # of the axis's entries, by head
-    # Zeros are each their own, and are masked afterwards.
+    places = index.reshape(heads, -1)  # entries of the axis, by head
+    # Each zero entry gets its own number; zeros are masked afterwards.
     numbers = np.where(places < 0, -1 - np.arange(places.size).reshape(places.shape), places)
     repeated = [len(set(column.tolist())) < heads for column in numbers.T]
     parts, begin = [], 0
@@ -80,7 +81,7 @@ def _sum_replicas(gradient: jax.Array, index: np.ndarray) -> jax.Array:
             end += 1
         part = by_place[:, begin:end]
         if repeated[begin]:
-            # The replicas of a place are those of its neighbours: all entries of a head go the same way.
+            # All entries of a head have their replicas in the same heads.
             equal = numbers[:, begin, None] == numbers[None, :, begin]
             part = _sum_equal(part, equal)
         parts.append(part)
@@ -89,11 +90,11 @@ def _sum_replicas(gradient: jax.Array, index: np.ndarray) -> jax.Array:
 
 
 def _sum_equal(part: jax.Array, equal: np.ndarray) -> jax.Array:
-    """part [heads, ...] summed over the heads that `equal` [heads, heads] says are the same."""
+    """part [heads, ...] summed over the heads that `equal` [heads, heads] marks as equal."""
     heads = len(equal)
     run = int(equal[0].sum())
     if heads % run == 0 and (equal == np.kron(np.eye(heads // run, dtype=bool), np.ones((run, run), bool))).all():
-        # Neighbours in equal groups: exchanged within each group alone.
+        # Equal heads are neighbours in groups of one size: devices exchange within each group only.
         groups = part.reshape(heads // run, run, *part.shape[1:])
         return jnp.broadcast_to(groups.sum(1, keepdims=True), groups.shape).reshape(part.shape)
     return jnp.einsum("ij,j...->i...", equal.astype(part.dtype), part, precision=jax.lax.Precision.HIGHEST)

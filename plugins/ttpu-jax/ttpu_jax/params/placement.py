@@ -1,5 +1,4 @@
-"""Where arrays live. In: a mesh and a strategy; out: the sharding of each parameter and the constraints on
-activations."""
+"""A `Placement` assigns arrays to devices: the sharding of each parameter, and sharding constraints on activations."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ from ttpu_jax.params.mesh import arrange
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh of devices (None: one device) and the strategy that shards arrays along it. Hashable: a static
-    argument."""
+    """A mesh of devices (None: one device) and the strategy that shards arrays along it. Hashable, for use as a
+    static argument."""
 
     mesh: Mesh | None = None
     strategy: Strategy = DEFAULT_STRATEGY
 
     @property
     def platform(self) -> str:
-        """cpu, tpu or gpu: that of the mesh's devices, else of the default device."""
+        """cpu, tpu or gpu: the platform of the mesh's devices, else of the default device."""
         return self.devices[0].platform
 
     @property
@@ -39,14 +38,14 @@ class Placement:
         """The sharding of an array by its logical axes.
 
         Raises:
-            UnsupportedError: a dimension that the mesh does not divide.
+            UnsupportedError: the mesh does not divide a dimension.
         """
         if self.mesh is None:
-            return SingleDeviceSharding(jax.local_devices()[0])  # of several processes each has its own
+            return SingleDeviceSharding(jax.local_devices()[0])  # each process uses its own device
         return NamedSharding(self.mesh, self._spec(axes, shape, name))
 
     def whole(self) -> Sharding:
-        """The sharding of an array that is whole on every device."""
+        """The sharding of an array that is replicated on every device."""
         return self.sharding((), (), "")
 
     def parameter(self, path: str, parameter: Parameter) -> Sharding:
@@ -54,26 +53,27 @@ class Placement:
         return self.sharding(parameter.axes, parameter.shape, path)
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Tell the compiler how an activation is sharded, where there is a mesh."""
+        """Constrain the sharding of an activation `x`: [...] by its logical axes. The result has the same shape.
+        Without a mesh, x is returned unchanged."""
         if self.mesh is None:
             return x
-        spec = self._spec(self.divisible(axes, x.shape), x.shape, "an activation")
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        partition = self._spec(self.divisible(axes, x.shape), x.shape, "an activation")
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, partition))
 
     def constrain_looked_up(self, x: jax.Array) -> jax.Array:
-        """Tell the compiler how rows of a table [batch, seq, hidden] are sharded, whose features are sharded over some
-        of the devices that share the batch: over features first, so that the devices exchange rows and not the table.
-        Where they share nothing else, the compiler does that by itself."""
+        """Constrain the sharding of embedding rows `x`: [batch, seq, hidden] if a mesh axis shards both the table's
+        features and the batch. Features are sharded first, so that devices exchange rows instead of the table. If
+        no further axis shards the batch, the compiler does so by itself. The result has the same shape."""
         features, batch = self.mesh_axes(logical.EMBED, x.shape[-1]), self.mesh_axes(logical.BATCH, x.shape[0])
         rest = tuple(axis for axis in batch if axis not in features)
         if self.mesh is None or not features or not rest:
             return x
         sequence = tuple(axis for axis in self.mesh_axes(logical.SEQUENCE, x.shape[1]) if axis not in features)
-        spec = PartitionSpec(rest or None, sequence or None, features)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        partition = PartitionSpec(rest or None, sequence or None, features)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, partition))
 
     def divisible(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> tuple[str | None, ...]:
-        """The axes, without those of dimensions that the mesh does not divide: an activation may stay whole."""
+        """The logical axes, with None for dimensions that the mesh does not divide: these stay whole."""
         if self.mesh is None:
             return axes
         table, mesh = dict(self.strategy.rules), dict(self.mesh.shape)
@@ -83,13 +83,13 @@ class Placement:
         )
 
     def axes_of(self, axis: str) -> tuple[str, ...]:
-        """The mesh axes of more than one device that shard this logical axis, where its size allows it."""
+        """The mesh axes of more than one device that shard this logical axis, if its size allows it."""
         if self.mesh is None:
             return ()
         return tuple(a for a in dict(self.strategy.rules).get(axis, ()) if self.mesh.shape.get(a, 1) > 1)
 
     def mesh_axes(self, axis: str, size: int) -> tuple[str, ...]:
-        """The mesh axes that shard a dimension of this logical axis; none where it does not divide."""
+        """The mesh axes that shard a dimension of this logical axis and size. Empty if they do not divide it."""
         if self.mesh is None or self.divisible((axis,), (size,)) == (None,):
             return ()
         return self.strategy.mesh_axes((axis,), (size,), dict(self.mesh.shape), "an activation")[0]
@@ -97,7 +97,7 @@ class Placement:
     def _spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...], name: str) -> PartitionSpec:
         assert self.mesh is not None
         by_dimension = self.strategy.mesh_axes(axes, shape, dict(self.mesh.shape), name)
-        return PartitionSpec(*(a[0] if len(a) == 1 else (a or None) for a in by_dimension))
+        return PartitionSpec(*(by[0] if len(by) == 1 else (by or None) for by in by_dimension))
 
 
 def local_placement(
@@ -105,17 +105,17 @@ def local_placement(
 ) -> Placement:
     """A placement on the devices that this process sees.
 
-    The explicit axes of `jax.make_mesh` become automatic ones: the decoder leaves it to the compiler to follow the
+    The explicit axes of `jax.make_mesh` become automatic ones: the decoder relies on the compiler to follow the
     parameters' shardings.
 
     Args:
-        mesh: what `resolve_parallelism` reads, such as "fsdp" or "data=2,tensor=4", or what it gives; a jax Mesh; or
-            None for one device.
-        strategy: what is sharded along which axes; a `Parallelism` has its own.
+        mesh: text that `resolve_parallelism` reads, such as "fsdp" or "data=2,tensor=4", or its result; a jax Mesh;
+            or None for one device.
+        strategy: which mesh axes shard which logical axes; a `Parallelism` has its own strategy.
 
     Raises:
-        RequestError: `mesh` is something else.
-        UnsupportedError: the mesh needs more devices than there are, or an axis that strategies do not know.
+        RequestError: `mesh` has another type.
+        UnsupportedError: the mesh needs more devices than there are, or has an unknown axis.
     """
     if mesh is None:
         return Placement(None, strategy)
@@ -147,7 +147,8 @@ def local_placement(
 
 
 def _refuse_part_of_several(needed: int, there: int, name: str) -> None:
-    """Of several processes each must have its part in the mesh, or it has nothing to run."""
+    """Refuse a mesh that leaves out devices of one of several processes, because that process would have nothing to
+    run."""
     if jax.process_count() > 1 and needed != there:
         raise UnsupportedError(
             f"the mesh {name} needs {needed} devices, but {jax.process_count()} processes have {there} together, and "

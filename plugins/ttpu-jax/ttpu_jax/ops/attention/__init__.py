@@ -1,4 +1,4 @@
-"""Softmax attention by name: `attend` takes one implementation or, where that does not serve, the reference."""
+"""Softmax attention by name: `attend` uses the named implementation if it serves the layer, else the reference."""
 
 from ttpu_jax.ops.attention.api import IMPLEMENTATIONS, attend, implementation
 from ttpu_jax.ops.attention.choice import AttentionChoice, KindChoice, attention_choice, canonical_options, choose

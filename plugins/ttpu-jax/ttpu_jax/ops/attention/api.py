@@ -1,5 +1,5 @@
-"""Attention by name. In: a name or an import string, arrays and their context; out: the result of that implementation
-where it serves the layer, else of the reference."""
+"""Attention by name: a built-in name or an import string selects an implementation, and the reference computes
+layers that the implementation does not serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ttpu_jax.ops.attention.reference import SegmentIds, eager
 def _no_options(options: Options) -> None:
     if options:
         raise RequestError(
-            f"attention_config has {', '.join(name for name, _ in options)}, but eager and ring attention have no "
+            f"attention_config sets {', '.join(name for name, _ in options)}, but eager and ring attention have no "
             "settings: leave it out, or use splash_attention."
         )
 
@@ -48,12 +48,22 @@ def attend(
     segment_ids: SegmentIds | None = None,
     context: AttentionContext,
 ) -> jax.Array:
-    """Attention by the implementation of that name, or by the reference where it does not serve.
+    """Attention by the implementation `name`, or by the reference if the implementation does not serve the layer.
 
     Args:
         name: one of `IMPLEMENTATIONS`, or an import string `package.module:function`.
+        query: [batch, seq, kv_heads, q_per_kv, head_dim], rotated.
+        key: [batch, kv_heads, keys, head_dim], rotated.
+        value: [batch, kv_heads, keys, value_dim].
+        query_positions: [batch, seq].
+        key_positions: [batch, keys]; keys with a negative position are masked.
+        spec: scale, softcap, window, chunk, causality.
+        sinks: [kv_heads, q_per_kv] logits of attention sinks.
+        segment_ids: [batch, seq] and [batch, keys] segments of packed sequences, see `eager`.
+        context: devices and platform.
 
-    The other arguments and the result are those of `eager`.
+    Returns:
+        [batch, seq, kv_heads, q_per_kv, value_dim] in the query's dtype.
 
     Raises:
         PluginError: there is no such implementation.
@@ -75,11 +85,12 @@ def attend(
 
 
 def implementation(name: str) -> Implementation:
-    """The implementation of a name, or of an import string; the function that this leads to may have an attribute
-    `serves`, a function as `Serves` describes it.
+    """The implementation of a built-in name or of an import string. An imported function may have an attribute
+    `serves`, a function of the type `Serves`.
 
     Raises:
-        PluginError: no such name, or an import string that leads to no function.
+        PluginError: an unknown name, or an import string that does not lead to a function. (An ImportError is its
+            cause.)
     """
     if name in IMPLEMENTATIONS:
         return IMPLEMENTATIONS[name]
@@ -92,7 +103,7 @@ def implementation(name: str) -> Implementation:
             raise ImportError("it is not a function")
     except (ImportError, AttributeError) as error:
         raise PluginError(
-            f"attention implementation {name!r} was asked for, but it cannot be had ({error}): use auto, "
+            f"attention implementation {name!r} was asked for, but it cannot be loaded ({error}): use auto, "
             f"{', '.join(IMPLEMENTATIONS)}, or correct the plugin that names it."
         ) from error
     if serves := getattr(function, "serves", None):

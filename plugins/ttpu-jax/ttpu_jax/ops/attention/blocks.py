@@ -1,5 +1,5 @@
-"""Block sizes of the kernels. In: what a caller asks for, the device kind's defaults (blocks.json), a sequence length;
-out: a padded length and sizes that divide it."""
+"""Block sizes of the attention kernels, from the caller's options or the device kind's defaults (blocks.json),
+fitted to a padded sequence length."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FUSED = "sa_use_fused_bwd_kernel"
 
 @dataclass(frozen=True)
 class SplashBlocks:
-    """Sizes by the keys of attention_config, each a divisor of `length`, the padded sequence."""
+    """Block sizes by the keys of attention_config. Each divides `length`, the padded sequence length."""
 
     length: int
     sizes: tuple[tuple[str, int], ...]
@@ -41,14 +41,15 @@ class SplashBlocks:
 def splash_blocks(
     context: AttentionContext, length: int, head_bytes: int, reach: int | None = None
 ) -> SplashBlocks:
-    """The blocks for a sequence of `length` tokens.
+    """The block sizes for a sequence of `length` tokens. Sizes from `attention_config` are used unchanged unless the
+    sequence is shorter or not a multiple of them.
 
     Args:
-        head_bytes: of one query or value of one head, whichever is wider, padded to whole registers.
-        reach: how many tokens a query sees at most, where a window or chunk bounds them. A block wider than that would
-            mostly compute scores that are masked.
-
-    What `attention_config` asks for is used as it is, unless the sequence is shorter or no multiple of it.
+        context: the device kind and options.
+        length: tokens of the sequence.
+        head_bytes: bytes of one head's query or value, whichever is wider, padded to whole registers.
+        reach: maximum number of tokens that a query attends to under a window or chunk, else None. A wider block
+            would mostly compute masked scores.
     """
     table = _table("splash_attention", device_kind(context))
     asked = dict(context.options)
@@ -72,14 +73,14 @@ def splash_blocks(
 
 
 def flash_block(context: AttentionContext) -> int:
-    """The side of the flash kernel's blocks."""
+    """Side length of the flash kernel's blocks."""
     size: int = _table("xla_flash_attention", device_kind(context))["blocks"]["block"]
     return size
 
 
 def fit(length: int, wanted: Mapping[str, int]) -> tuple[int, dict[str, int]]:
-    """The least padding of `length` at which each block divides the padded length and is at least half as large as
-    wanted, and those blocks."""
+    """The smallest padded length at which each block size divides it and is at least half the wanted size, and these
+    block sizes."""
     goal = {name: size // LANES for name, size in wanted.items()}
     for compute, fetched in COMPUTE_OF.items():
         if compute in goal:
@@ -96,10 +97,10 @@ def fit(length: int, wanted: Mapping[str, int]) -> tuple[int, dict[str, int]]:
 
 
 def check_splash_options(options: Options) -> None:
-    """Refuse what the splash kernel cannot be told.
+    """Check options of the splash kernel.
 
     Raises:
-        RequestError: an unknown key, a block that is no multiple of 128, or an unknown layout.
+        RequestError: an unknown key, a block size that is not a multiple of 128, or an unknown layout.
     """
     given = dict(options)
     for name, value in given.items():
@@ -107,7 +108,7 @@ def check_splash_options(options: Options) -> None:
             if not isinstance(value, int) or isinstance(value, bool) or value < LANES or value % LANES:
                 raise RequestError(
                     f"attention_config has {name}={value!r}, but a block of the splash kernel is a positive multiple "
-                    f"of {LANES}: give such as 512, 1024 or 2048, or leave it out."
+                    f"of {LANES}: write for example 512, 1024 or 2048, or leave it out."
                 )
         elif name in LAYOUT_KEYS:
             if value not in LAYOUTS:
@@ -126,15 +127,15 @@ def check_splash_options(options: Options) -> None:
         inner, outer = given.get(compute), given.get(fetched)
         if isinstance(inner, int) and isinstance(outer, int) and outer % inner:
             raise RequestError(
-                f"attention_config has {fetched}={outer} and {compute}={inner}, but the first is computed in pieces of "
-                "the second: make it a multiple."
+                f"attention_config has {fetched}={outer} and {compute}={inner}, but the first must be a multiple of "
+                "the second, because it is computed in pieces of that size: change one of them."
             )
 
 
 def device_kind(context: AttentionContext) -> str:
-    """What `jax.Device.device_kind` says of the devices that the program is for."""
+    """`jax.Device.device_kind` of the program's devices."""
     mesh = jax.sharding.get_abstract_mesh() if context.mesh is None else context.mesh
-    # What is traced for devices that this process has not is described by an abstract mesh.
+    # An abstract mesh describes devices that this process does not have.
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device or jax.devices()[0]
     kind: str = device.device_kind
     return kind

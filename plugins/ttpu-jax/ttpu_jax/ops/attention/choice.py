@@ -1,5 +1,6 @@
-"""Which attention a model gets. In: what the caller asks for, the layers, the platform and a plugin's choice; out: the
-name that the layers are given, and for each kind of layer what serves prefill and decode, and why."""
+"""Chooses a model's attention from the caller's argument, the layers, the platform and a plugin's choice. The result
+names the implementation and states for each kind of layer which implementation computes prefill and decode, and
+why."""
 
 from __future__ import annotations
 
@@ -16,17 +17,16 @@ from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Opt
 AUTO = "auto"
 DEFAULT_ON_TPU = "splash_attention"
 DEFAULT_ON_SHARDED_SEQUENCES = "ring_attention"
-ABSORBED = "its own absorbed form"  # how latent attention reads its cache, whatever is asked for
-LENGTH = 2**31 - 1  # of the sequence that the plan is made for: longer than any window
+ABSORBED = "its own absorbed form"  # latent attention always reads its cache this way
+LENGTH = 2**31 - 1  # sequence length for `serves`: longer than any window
 
 
 @dataclass(frozen=True)
 class KindChoice:
-    """What serves the layers of one kind (full, sliding, chunked, latent_attention): names of implementations, and the
-    reason."""
+    """The implementations for layers of one kind (full, sliding, chunked, latent_attention), and the reason."""
 
     kind: str
-    prefill: str  # and training
+    prefill: str  # used in training too
     decode: str
     reason: str
 
@@ -38,7 +38,7 @@ class KindChoice:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """`name` is what `attend` is called with; `options` are its `attention_config`."""
+    """A model's attention: `name` is the argument of `attend`, `options` are its `attention_config`."""
 
     name: str
     reason: str
@@ -53,7 +53,15 @@ def attention_choice(
     config: Mapping[str, Any] | None = None,
     sequence_axes: tuple[str, ...] = (),
 ) -> AttentionChoice:
-    """`choose` for an architecture, whose plugins and patch packs may have chosen."""
+    """`choose` for an architecture, taking the choice of its plugin or patch packs into account.
+
+    Args:
+        spec: the architecture.
+        asked: the caller's choice, see `choose`.
+        platform: cpu, tpu or gpu.
+        config: `attention_config`, settings of the implementation.
+        sequence_axes: mesh axes that shard the sequence.
+    """
     patches = [one for one in spec.kernels if one.backend == "jax" and one.operation == "attention"]
     return choose(asked, spec.layers, platform, patches[-1] if patches else None, config, sequence_axes)
 
@@ -66,20 +74,21 @@ def choose(
     config: Mapping[str, Any] | None = None,
     sequence_axes: tuple[str, ...] = (),
 ) -> AttentionChoice:
-    """The attention of a model.
+    """Choose the attention of a model.
 
     Args:
         asked: "auto", one of `IMPLEMENTATIONS`, or an import string `package.module:function`.
+        layers: the model's layers.
         platform: cpu, tpu or gpu.
-        patch: what a plugin or a patch pack chose; "auto" takes it, else ring attention where the sequence is sharded,
-            else splash on a TPU, else the reference.
-        config: `attention_config`: settings of that implementation.
+        patch: the choice of a plugin or a patch pack. "auto" takes it; without it, ring attention if the sequence is
+            sharded, else splash on a TPU, else the reference.
+        config: `attention_config`, settings of the implementation.
         sequence_axes: mesh axes that shard the sequence.
 
     Raises:
         PluginError: no such implementation.
-        RequestError: settings that it does not have.
-        UnsupportedError: it was asked for by name, but serves no layer.
+        RequestError: settings that the implementation does not have.
+        UnsupportedError: the implementation was asked for by name, but serves no layer.
     """
     mixers = tuple(dict.fromkeys(found for layer in layers if (found := _attention_in(layer)) is not None))
     options = canonical_options(config)
@@ -95,7 +104,7 @@ def choose(
         reason = f"the sequence is sharded along {sequence_axes[0]}"
     else:
         splash = IMPLEMENTATIONS[DEFAULT_ON_TPU]
-        splash.check_options(options)  # also where it is not taken: what is misspelt here would fail on a TPU
+        splash.check_options(options)  # also if it is not chosen: a misspelt setting would fail on a TPU
         served = platform == "tpu" and any(
             splash.serves(mixer, context, LENGTH, LENGTH) is None for _, mixer, _ in mixers
         )
@@ -112,17 +121,17 @@ def choose(
 
 
 def canonical_options(config: Mapping[str, Any] | None) -> Options:
-    """`attention_config` as a value that can be compared and hashed; what is None is left to the implementation.
+    """`attention_config` as a hashable value. Values of None are left to the implementation.
 
     Raises:
-        RequestError: it is no mapping from names to numbers, switches and words.
+        RequestError: it is not a mapping from names to numbers, switches and words.
     """
     if config is None:
         return ()
     if not isinstance(config, Mapping):
         raise RequestError(
             f"attention_config is the {type(config).__name__} {str(config)[:60]!r}, but a mapping from names to values "
-            "is needed: pass such as {'sa_block_q': 1024}."
+            "is needed: pass for example {'sa_block_q': 1024}."
         )
     for name, value in config.items():
         if not isinstance(name, str) or not isinstance(value, bool | int | float | str | None):
@@ -134,7 +143,7 @@ def canonical_options(config: Mapping[str, Any] | None) -> Options:
 
 
 def _attention_in(layer: LayerSpec) -> tuple[str, AttentionSpec, bool] | None:
-    """The kind of a layer, its attention over a sequence, and whether it reads a cache in a form of its own; None for a
+    """The kind of a layer, its attention over a sequence, and whether it reads a cache in another form. None for a
     layer without attention."""
     mixer = layer.mixer
     if isinstance(mixer, AttentionSpec):

@@ -1,5 +1,5 @@
-"""What an attention implementation is told beside the arrays, and what it is: a function with the signature of the
-reference, with a pure function that says what it cannot serve."""
+"""The types that attention implementations share: `AttentionContext`, the static arguments beside the arrays, and
+`Implementation`, a function with the reference's signature plus a function that says which layers it serves."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ AttentionFunction = Callable[..., jax.Array]
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Where attention runs and what its keys are. Hashable: static while a program is traced.
+    """Devices and platform of an attention call. Hashable: static while a program is traced.
 
     Args:
-        mesh: the devices (also those of a compile-only topology, or a description of devices that another runtime
-            drives); None for one device.
-        batch_axes: mesh axes that shard the batch; empty where it is whole.
-        head_axes: mesh axes that shard the KV heads; empty where they are whole.
-        sequence_axes: mesh axes that shard the sequence; empty where it is whole.
+        mesh: the devices, possibly those of a compile-only topology or an abstract mesh of another runtime's
+            devices; None for one device.
+        batch_axes: mesh axes that shard the batch; empty if it is not sharded.
+        head_axes: mesh axes that shard the KV heads; empty if they are not sharded.
+        sequence_axes: mesh axes that shard the sequence; empty if it is not sharded.
         platform: cpu, tpu or gpu.
-        own_keys: the keys are those of the query tokens themselves (training, or prefill into an empty cache); else
+        own_keys: True if the keys are those of the query tokens (training, or prefill into an empty cache); False if
             they are a cache.
         options: `attention_config`, as `canonical_options` returns it.
     """
@@ -41,21 +41,22 @@ class AttentionContext:
 
 
 Serves = Callable[[AttentionSpec, AttentionContext, int, int], str | None]
-"""(spec, context, number of queries, number of keys) → why that cannot be served, or None."""
+"""(spec, context, number of queries, number of keys) → the reason why the implementation cannot serve the layer, or
+None."""
 
 
 def serves_all(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> str | None:
-    """For an implementation that knows no limits."""
+    """`Serves` of an implementation without limits."""
     return None
 
 
 def takes_any(options: Options) -> None:
-    """For an implementation that checks its options itself."""
+    """Option check of an implementation that checks its options itself."""
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """An attention function by name, with what it serves and a check of its options (raises RequestError)."""
+    """An attention function with its name, its limits, and a check of its options (which raises RequestError)."""
 
     name: str
     function: AttentionFunction

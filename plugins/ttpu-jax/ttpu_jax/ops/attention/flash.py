@@ -1,5 +1,5 @@
-"""The flash kernel of `jax.experimental.pallas.ops.tpu`, which torch_xla's `flash_attention` is: attention over whole
-sequences in memory linear in their length, without what splash adds. In and out: as `eager`."""
+"""The flash kernel of `jax.experimental.pallas.ops.tpu`, which is also torch_xla's `flash_attention`. Its memory is
+linear in the sequence length. It lacks the splash kernel's windows, softcap and sinks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ttpu_jax.ops.attention.shards import PADDING, not_own_keys, over_mesh, pad_
 
 
 def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> str | None:
-    """Why the flash kernel cannot compute this, or None."""
+    """Why the flash kernel cannot compute this layer, or None."""
     if spec.alibi is not None:
         return "it adds no position biases (ALiBi)"
     if spec.window is not None and spec.window < keys:
@@ -31,14 +31,14 @@ def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: i
 
 
 def check_options(options: Options) -> None:
-    """Refuse options, of which this kernel has none.
+    """Refuse options, since this kernel has none.
 
     Raises:
-        RequestError: there are some.
+        RequestError: there are options.
     """
     if options:
         raise RequestError(
-            f"attention_config has {', '.join(name for name, _ in options)}, but xla_flash_attention has no settings: "
+            f"attention_config sets {', '.join(name for name, _ in options)}, but xla_flash_attention has no settings: "
             "leave it out, or use splash_attention."
         )
 
@@ -55,9 +55,23 @@ def flash_attention(
     segment_ids: SegmentIds | None = None,
     context: AttentionContext,
 ) -> jax.Array:
-    """`eager` where `serves` has no objection; the result for padding queries is another finite number.
+    """The result of `eager` for layers that `serves` accepts, except that padding queries have other finite values.
+    On a CPU the kernel is interpreted.
 
-    On a CPU the kernel is interpreted."""
+    Args:
+        query: [batch, seq, kv_heads, q_per_kv, head_dim], rotated.
+        key: [batch, kv_heads, seq, head_dim], rotated.
+        value: [batch, kv_heads, seq, value_dim].
+        query_positions: [batch, seq].
+        key_positions: [batch, seq].
+        spec: scale, causality.
+        sinks: [kv_heads, q_per_kv]; layers with sinks are not served.
+        segment_ids: [batch, seq] and [batch, seq], see `eager`.
+        context: devices and platform.
+
+    Returns:
+        [batch, seq, kv_heads, q_per_kv, value_dim] in the query's dtype.
+    """
     length, sizes = fit(query.shape[1], {"block": flash_block(context)})
     local = partial(_local, spec=spec, length=length, block=sizes["block"], interpret=context.platform == "cpu")
     segments = segments_of(spec, query_positions, key_positions, segment_ids)
@@ -77,12 +91,12 @@ def _local(
     block: int,
     interpret: bool,
 ) -> jax.Array:
-    """One device's rows and heads."""
+    """Attention of one device's rows and heads."""
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
     batch, seq, kv, group, dim = query.shape
     value_dim = value.shape[-1]
-    # One width for keys and values, in whole registers; one KV head for each query head.
+    # Keys and values get one common width, in whole registers, and one KV head per query head.
     width = -(-max(dim, value_dim) // LANES) * LANES
 
     def prepared(x: jax.Array) -> jax.Array:
@@ -116,11 +130,11 @@ def _local(
 
 
 def _interpreted(kernel: Any) -> Any:
-    """The kernel without a TPU, forward and backward: it has no argument to ask for that."""
+    """The kernel without a TPU, forward and backward. The kernel has no argument for this."""
     from jax.experimental.pallas import tpu as pltpu
 
-    # Whatever it is given becomes pallas_call's `interpret`. The simulation of a TPU that is its default is slow, and
-    # waits for ever where a program runs on several virtual devices.
+    # The value becomes pallas_call's `interpret`. The default, a simulation of a TPU, is slow, and it deadlocks if a
+    # program runs on several virtual devices.
     plain: Any = True
 
     @jax.custom_vjp

@@ -1,5 +1,5 @@
-"""The static mask of the splash kernel: a band around the diagonal. In: how far a query sees; out: what the kernel's
-tables need to know of each block, and the function that masks scores inside one."""
+"""The static mask of the splash kernel: a band around the diagonal. It tells the kernel's tables which blocks are
+masked fully, partly or not at all, and masks scores inside a block."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ ALL, NONE, SOME = np.array([[True]]), np.array([[False]]), np.array([[True, Fals
 
 
 class Band(splash_attention_mask.Mask):
-    """A query sees the tokens from `behind` before it to `ahead` after it; None is without limit.
+    """A query attends to the tokens from `behind` before it to `ahead` after it. None means no limit.
 
-    The library's own masks compute every element of every block to learn whether it is visible in whole, in part or
-    not at all: 19 s for a window in 32k tokens. A block of a band is known by its corners, so that `self[rows,
-    columns]` is not its elements but one of ALL, NONE and SOME."""
+    The library's own masks compute every element of every block to classify the block: 19 s for a window in 32k
+    tokens. The corners of a block decide for a band, so that `self[rows, columns]` returns ALL, NONE or SOME instead
+    of the block's elements."""
 
     def __init__(self, length: int, behind: int | None, ahead: int | None) -> None:
         self.length, self.behind, self.ahead = length, behind, ahead
-        if behind is not None or ahead is not None:  # the kernel asks by hasattr whether there is anything to mask
+        if behind is not None or ahead is not None:  # the kernel tests with hasattr whether there is a mask
             self.q_sequence = np.arange(length, dtype=np.int32)
             self.mask_function = self.visible
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Queries and keys."""
+        """(queries, keys)."""
         return self.length, self.length
 
     def visible(self, queries: Any, keys: Any) -> Any:
-        """Which keys a query sees, by their places in the sequence: arrays of one shape in, bool out."""
+        """Which keys a query attends to, by positions in the sequence: arrays of one shape in, a bool array of the
+        same shape out."""
         if self.behind is None:
             return queries + self.ahead >= keys if self.ahead else queries >= keys
         near = queries - keys <= self.behind

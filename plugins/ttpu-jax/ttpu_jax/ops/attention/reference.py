@@ -1,5 +1,4 @@
-"""Reference attention, in plain JAX. In: grouped queries, keys and values with their positions; out: one vector per
-query head. Every other implementation is held against it, and has its signature."""
+"""Reference attention in plain JAX. Every other implementation has its signature and is compared with it."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ import jax.numpy as jnp
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention.context import AttentionContext
 
-CAUSAL_BLOCKS, SMALLEST_BLOCK = 4, 128  # blocks of queries, and queries in the smallest one worth cutting off
-MASKED = -1e30  # finite: a row whose keys are all masked (a padding query) stays a number
+CAUSAL_BLOCKS, SMALLEST_BLOCK = 4, 128  # number of query blocks, and the smallest useful block of queries
+MASKED = -1e30  # finite: a row whose keys are all masked (a padding query) has a finite result
 
 SegmentIds = tuple[jax.Array, jax.Array]
 DEFAULT_CONTEXT = AttentionContext()
@@ -35,12 +34,13 @@ def eager(
         key: [batch, kv_heads, keys, head_dim], rotated.
         value: [batch, kv_heads, keys, value_dim].
         query_positions: [batch, seq].
-        key_positions: [batch, keys]; a negative position is never attended to.
+        key_positions: [batch, keys]; keys with a negative position are masked.
         spec: scale, softcap, window, chunk, causality.
-        sinks: [kv_heads, q_per_kv] logits of a sink that takes probability and gives nothing.
-        segment_ids: [batch, seq] and [batch, keys] of sequences packed into one row, each a run of neighbours whose
-            positions count from its own start; a query sees its own segment only.
-        context: XLA:CPU wants the products' operands in float32.
+        sinks: [kv_heads, q_per_kv] logits of attention sinks: each takes a share of the probability and has no
+            value.
+        segment_ids: [batch, seq] and [batch, keys] segments of sequences packed into one row. Each sequence is
+            contiguous, its positions start at its own beginning, and a query attends to its own segment only.
+        context: devices and platform; on a CPU the products run in float32, as XLA:CPU needs it.
 
     Returns:
         [batch, seq, kv_heads, q_per_kv, value_dim] in the query's dtype.
@@ -51,8 +51,7 @@ def eager(
     block = max(SMALLEST_BLOCK, -(-seq // CAUSAL_BLOCKS))
     if not spec.causal or key.shape[2] != seq or seq <= block:
         return _attend(query, key, value, query_positions, key_positions, spec, sinks, segment_ids)
-    # A sequence that attends to itself: no query sees a later key, so that a block of queries needs the keys up to its
-    # own end only: five eighths of all scores.
+    # Causal self-attention: a block of queries needs only the keys up to its own end, five eighths of all scores.
     blocks = []
     for begin in range(0, seq, block):
         end = min(begin + block, seq)
@@ -73,10 +72,10 @@ def _attend(
     sinks: jax.Array | None,
     segment_ids: SegmentIds | None,
 ) -> jax.Array:
-    """`eager` with all scores at once."""
+    """`eager` without blocks: all scores at once."""
     batch, seq, kv, group, dim = query.shape
-    # Queries of one KV head become the rows of one matrix: batched products with leading batch dimensions are what both
-    # XLA:TPU and XLA:CPU run without copying the cache.
+    # Queries of one KV head become the rows of one matrix: XLA:TPU and XLA:CPU run batched products with leading batch
+    # dimensions without copying the cache.
     rows = query.transpose(0, 2, 3, 1, 4).reshape(batch, kv, group * seq, dim).astype(key.dtype)
     scores = jax.lax.dot_general(rows, key, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, kv, group, seq, -1) * spec.softmax_scale
@@ -103,7 +102,15 @@ def visibility(
     spec: AttentionSpec,
     segment_ids: SegmentIds | None = None,
 ) -> jax.Array:
-    """Which keys a query sees: bool [batch, seq, keys]. Window and chunk count positions, not cache slots."""
+    """Mask of the keys that each query attends to: bool [batch, seq, keys]. Window and chunk count positions, not
+    cache slots.
+
+    Args:
+        query_positions: [batch, seq].
+        key_positions: [batch, keys]; keys with a negative position are masked.
+        spec: causality, window, chunk.
+        segment_ids: [batch, seq] and [batch, keys], see `eager`.
+    """
     query, key = query_positions[:, :, None], key_positions[:, None, :]
     visible = key >= 0
     if spec.causal:

@@ -1,5 +1,5 @@
-"""Ring attention (arXiv 2310.01889): attention over a sequence that is sharded over devices. Each holds its own
-queries; keys and values go round, so that no device ever has the whole sequence. In and out: as `eager`."""
+"""Ring attention (arXiv 2310.01889): attention over a sequence that is sharded over devices. Each device holds its
+own queries; keys and values rotate around the ring, so that no device ever holds the whole sequence."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.attention.reference import MASKED, SegmentIds, visibility
 
 BLOCK = 512
-"""Keys whose scores with all of a device's queries are in memory at once."""
+"""Keys per block. Only the scores of one block with a device's queries are in memory at a time."""
 
 Keys = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 Running = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> str | None:
-    """Why ring attention cannot compute this, or None."""
+    """Why ring attention cannot compute this layer, or None."""
     if spec.alibi is not None:
         return "it adds no position biases (ALiBi)"
     if not context.sequence_axes:
-        return "no mesh axis cuts the sequence"
+        return "no mesh axis shards the sequence"
     if set(context.sequence_axes) & {*context.batch_axes, *context.head_axes}:
-        return "one mesh axis cuts the sequence and rows or heads"
+        return "one mesh axis shards both the sequence and rows or heads"
     if not context.own_keys or queries != keys:
         return "it attends within a sequence, not to a cache"
     return None
@@ -47,10 +47,25 @@ def ring_attention(
     segment_ids: SegmentIds | None = None,
     context: AttentionContext,
 ) -> jax.Array:
-    """`eager` where `serves` has no objection; the result for padding queries is another finite number.
+    """The result of `eager` for layers that `serves` accepts, except that padding queries have other finite values.
 
-    Every device computes with every part of the keys, also with those that causality hides from it: the last one would
-    have to wait for them in any case."""
+    Every device computes with every block of keys, also with those that causality hides from it: the last device
+    needs them all, and the others would have to wait for it.
+
+    Args:
+        query: [batch, seq, kv_heads, q_per_kv, head_dim], rotated.
+        key: [batch, kv_heads, seq, head_dim], rotated.
+        value: [batch, kv_heads, seq, value_dim].
+        query_positions: [batch, seq].
+        key_positions: [batch, seq].
+        spec: scale, softcap, window, chunk, causality.
+        sinks: [kv_heads, q_per_kv] logits of attention sinks.
+        segment_ids: [batch, seq] and [batch, seq], see `eager`.
+        context: a mesh with `sequence_axes`.
+
+    Returns:
+        [batch, seq, kv_heads, q_per_kv, value_dim] in the query's dtype.
+    """
     assert context.mesh is not None
     if context.platform == "cpu":
         key, value = key.astype(jnp.float32), value.astype(jnp.float32)
@@ -79,7 +94,7 @@ def _local(
     axes: tuple[str, ...],
     devices: int,
 ) -> jax.Array:
-    """One device's queries [batch, seq, kv_heads, q_per_kv, head_dim] with everybody's keys, its own first."""
+    """One device's queries [batch, seq, kv_heads, q_per_kv, head_dim] with the keys of all devices, its own first."""
     batch, seq, kv, group, dim = query.shape
     rows = query.transpose(0, 2, 3, 1, 4).reshape(batch, kv, group * seq, dim).astype(keys[0].dtype)
     shape = (batch, kv, group, seq)
@@ -116,8 +131,8 @@ def _attend(
     keys: Keys,
     spec: AttentionSpec,
 ) -> Running:
-    """The highest score, the sum of exponentials and the weighted values [batch, kv_heads, q_per_kv, seq] so far, with
-    those of some more keys (online softmax, arXiv 1805.02867)."""
+    """Update the highest score, the sum of exponentials and the weighted values [batch, kv_heads, q_per_kv, seq]
+    with a further block of keys (online softmax, arXiv 1805.02867)."""
     highest, total, mixed = running
     key, value, key_positions, key_segments = keys
     product: Any = partial(jax.lax.dot_general, preferred_element_type=jnp.float32)

@@ -1,5 +1,5 @@
-"""Kernels over a mesh. In: a function of whole sequences on one device; out: the same over a mesh that shards batch and
-heads. Segments stand for every mask that depends on the data."""
+"""Runs a single-device attention kernel over a mesh that shards batch and heads. Segments express every mask that
+depends on the data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.attention.reference import SegmentIds
 
-PADDING = -(2**31)  # the segment of padding tokens, which sees itself and is seen by no other
+PADDING = -(2**31)  # the segment of padding tokens, invisible to all other segments
 
 LocalAttention = Callable[
     [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None],
@@ -32,17 +32,31 @@ def over_mesh(
     segments: SegmentIds,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """`local(query, key, value, query segments, key segments, sinks)` on each device's rows and heads: the compiler
-    cannot shard a kernel, and would gather its operands. Shapes are those of `eager`.
+    """Run `local(query, key, value, query segments, key segments, sinks)` on each device's rows and heads. The
+    compiler cannot shard a kernel and would gather its operands.
 
-    Its gradient is each device's own. JAX's for a `shard_map` would add up those of devices that compute the same (a
-    mesh axis that shards neither batch nor heads), since a kernel does not say that they do."""
+    The gradient of each device stays its own. JAX's gradient of a `shard_map` would add up the gradients of devices
+    that compute the same (a mesh axis that shards neither batch nor heads), because a kernel does not declare that
+    they do.
+
+    Args:
+        local: attention of one device.
+        context: the mesh, and the axes that shard batch and heads.
+        query: [batch, seq, kv_heads, q_per_kv, head_dim].
+        key: [batch, kv_heads, keys, head_dim].
+        value: [batch, kv_heads, keys, value_dim].
+        segments: [batch, seq] and [batch, keys], see `segments_of`.
+        sinks: [kv_heads, q_per_kv], or None.
+
+    Returns:
+        [batch, seq, kv_heads, q_per_kv, value_dim].
+    """
     if context.mesh is None:
         return local(query, key, value, *segments, sinks)
     batch, heads = context.batch_axes or None, context.head_axes or None
     queries = PartitionSpec(batch, None, heads, None, None)
     keys, rows, per_head = PartitionSpec(batch, heads), PartitionSpec(batch), PartitionSpec(heads)
-    own = PartitionSpec(context.mesh.axis_names)  # one on each device, along an axis that is put before the others
+    own = PartitionSpec(context.mesh.axis_names)  # one per device, along an additional leading axis
     differentiable, fixed = (queries, keys, keys, per_head), (rows, rows)
     on_devices = partial(jax.shard_map, mesh=context.mesh, check_vma=False)
 
@@ -79,10 +93,18 @@ def segments_of(
     key_positions: jax.Array,
     segment_ids: SegmentIds | None,
 ) -> SegmentIds:
-    """Segments [batch, seq] and [batch, keys] between which nothing is visible: padding, chunks, packed sequences.
+    """Segments [batch, seq] and [batch, keys] for a kernel: tokens of different segments do not attend to each
+    other. Segments separate padding, chunks and packed sequences.
 
-    A chunk is a span of positions, not of slots, so that left padding does not shift it. Chunks are numbered modulo one
-    more than a row can hold of them, to leave room for the sequence's own number."""
+    A chunk is a span of positions, not of slots, so that left padding does not shift it. Chunk numbers are taken
+    modulo one more than the number of chunks in a row, which leaves room for the sequence's own number.
+
+    Args:
+        spec: the chunk size.
+        query_positions: [batch, seq].
+        key_positions: [batch, keys].
+        segment_ids: [batch, seq] and [batch, keys] of packed sequences, or None.
+    """
     keys = key_positions.shape[1]
 
     def numbered(positions: jax.Array, ids: jax.Array | None) -> jax.Array:
@@ -97,11 +119,11 @@ def segments_of(
 
 
 def not_own_keys(context: AttentionContext, queries: int, keys: int) -> str | None:
-    """Why a kernel for whole sequences on TPUs does not serve, where that is not the layer's doing."""
+    """Why a TPU kernel for whole sequences cannot be used for reasons other than the layer itself, or None."""
     if context.platform == "gpu":
         return "it is a kernel for TPUs"
     if context.sequence_axes:
-        return "it wants the whole sequence on one device"
+        return "it needs the whole sequence on one device"
     if not context.own_keys:
         return "it attends within a sequence, not to a cache"
     if queries != keys or queries == 1:
@@ -110,7 +132,7 @@ def not_own_keys(context: AttentionContext, queries: int, keys: int) -> str | No
 
 
 def pad_sequence(x: jax.Array, length: int, axis: int, fill: int = 0) -> jax.Array:
-    """x with `fill` after its end along `axis`, up to `length`."""
+    """Append `fill` to `x`: [...] along `axis` up to `length`. The result is [...] with that length along `axis`."""
     missing = length - x.shape[axis]
     if missing == 0:
         return x

@@ -1,5 +1,5 @@
 """The splash kernel of `jax.experimental.pallas.ops.tpu`: attention over whole sequences in memory linear in their
-length, that skips what a window or causality hides. In and out: as `eager`."""
+length. It skips blocks that a window or causality masks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ttpu_jax.ops.attention.shards import PADDING, not_own_keys, over_mesh, pad_
 
 
 def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> str | None:
-    """Why the splash kernel cannot compute this, or None."""
+    """Why the splash kernel cannot compute this layer, or None."""
     if spec.alibi is not None:
         return "it adds no position biases (ALiBi)"
     return not_own_keys(context, queries, keys)
@@ -36,9 +36,24 @@ def splash_attention(
     segment_ids: SegmentIds | None = None,
     context: AttentionContext,
 ) -> jax.Array:
-    """`eager` where `serves` has no objection; the result for padding queries is another finite number.
+    """The result of `eager` for layers that `serves` accepts, except that padding queries have other finite values.
 
-    Its block sizes are `attention_config`'s, else those of blocks.json. On a CPU the kernel is interpreted."""
+    Block sizes come from `attention_config`, else from blocks.json. On a CPU the kernel is interpreted.
+
+    Args:
+        query: [batch, seq, kv_heads, q_per_kv, head_dim], rotated.
+        key: [batch, kv_heads, seq, head_dim], rotated.
+        value: [batch, kv_heads, seq, value_dim].
+        query_positions: [batch, seq].
+        key_positions: [batch, seq].
+        spec: scale, softcap, window, chunk, causality.
+        sinks: [kv_heads, q_per_kv] logits of attention sinks.
+        segment_ids: [batch, seq] and [batch, seq], see `eager`.
+        context: devices, platform and options.
+
+    Returns:
+        [batch, seq, kv_heads, q_per_kv, value_dim] in the query's dtype.
+    """
     reach = min((size for size in (spec.window, spec.chunk) if size is not None), default=None)
     wider = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
     blocks = splash_blocks(context, query.shape[1], wider * query.dtype.itemsize, reach)
@@ -60,12 +75,12 @@ def _local(
     blocks: SplashBlocks,
     interpret: bool,
 ) -> jax.Array:
-    """One device's rows and heads."""
+    """Attention of one device's rows and heads."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     batch, seq, kv, group, dim = query.shape
     heads = kv * group
-    # The kernel has no scale: it goes into the queries, in float32 so that it is rounded once.
+    # The kernel has no scale argument: the queries are scaled, in float32 so that they are rounded once.
     scaled = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
     scaled = scaled.transpose(0, 2, 3, 1, 4).reshape(batch, heads, seq, dim)
     key, value = key.astype(query.dtype), value.astype(query.dtype)
@@ -86,7 +101,7 @@ def _local(
 
 @jax.custom_vjp
 def _own_dtype_gradient(x: jax.Array) -> jax.Array:
-    """x; the kernel gives the gradient of sinks in the queries' dtype, whatever theirs is."""
+    """x, with a gradient in x's dtype. The kernel returns the gradient of sinks in the queries' dtype."""
     return x
 
 
@@ -105,16 +120,17 @@ _own_dtype_gradient.defvjp(_keep_dtype, _cast_gradient)
 def _kernel(
     heads: int, behind: int | None, ahead: int | None, softcap: float | None, blocks: SplashBlocks, interpret: bool
 ) -> Any:
-    """The kernel of one static mask: a query sees `behind` tokens before itself and `ahead` after (None: all of them).
+    """The kernel of one static mask: a query attends to `behind` tokens before itself and `ahead` after it (None:
+    all).
 
-    Kept, so that equal layers are traced to equal programs; its tables are numpy arrays, which belong to no trace and
-    no device."""
+    Kernels are cached, so that equal layers are traced to equal programs. The tables are numpy arrays, which belong
+    to no trace and no device."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     from ttpu_jax.ops.attention.mask import Band
 
-    # A fused backward kernel computes all gradients: the queries' has no blocks of its own.
+    # A fused backward kernel computes all gradients: the queries' gradient has no block sizes of its own.
     unused = ("sa_block_q_dq", "sa_block_kv_dq") if blocks.fused_backward else ()
     sizes = {name.removeprefix("sa_"): size for name, size in blocks.sizes if name not in unused}
     q_layout, k_layout, v_layout = (splash.QKVLayout[name] for name in blocks.layouts)

@@ -1,5 +1,5 @@
-"""Attention over keys and values that lie in pages, for flat batches of sequences that advance each by its own number
-of tokens."""
+"""Attention over keys and values in pages, for flat batches of sequences that each advance by a different number of
+tokens."""
 
 from ttpu_jax.ops.paged_attention.api import paged_attention, serves
 from ttpu_jax.ops.paged_attention.batch import NULL_PAGE, PagedKV, RaggedBatch

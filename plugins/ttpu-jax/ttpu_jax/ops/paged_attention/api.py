@@ -1,5 +1,4 @@
-"""Paged attention by platform. In: pages, a flat batch and its arrays; out: pages with more in them, or what the
-queries mixed of them."""
+"""Paged attention: uses the TPU kernel if it serves the layer and the batch, else the reference."""
 
 from __future__ import annotations
 
@@ -26,16 +25,20 @@ def paged_attention(
     sinks: jax.Array | None = None,
     context: AttentionContext,
 ) -> jax.Array:
-    """Causal attention of a flat batch over its sequences' pages, in which this step's keys and values are already.
+    """Causal attention of a flat batch over its sequences' pages. The pages already hold this step's keys and
+    values.
 
     Args:
         query: [tokens, kv_heads, q_per_kv, head_dim], rotated.
+        kv: the layer's pages.
+        batch: the flat batch.
         spec: scale, softcap, window, chunk.
-        sinks: [kv_heads, q_per_kv] logits of a sink that takes probability and gives nothing.
+        sinks: [kv_heads, q_per_kv] logits of attention sinks: each takes a share of the probability and has no
+            value.
         context: the mesh, the axes that shard KV heads, the platform.
 
     Returns:
-        [tokens, kv_heads, q_per_kv, value_dim] in the query's type; finite numbers for padding.
+        [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype; padding tokens have finite values.
     """
     why = serves(spec, context.platform, kv.pages.dtype, value_in_key=kv.value_in_key)
     use_kernel = why is None and kernel.unserved_batch(spec, batch, kv.group) is None
@@ -52,7 +55,7 @@ def paged_attention(
     of_pages: Any = PartitionSpec(None, None, heads)
     of_scales: Any = PartitionSpec(None, heads) if kv.combined else of_pages
     of_query, of_sinks, whole = PartitionSpec(None, heads), PartitionSpec(heads), PartitionSpec()
-    run = jax.shard_map(  # neither the kernel nor loops over pages are the compiler's to shard
+    run = jax.shard_map(  # the compiler can shard neither the kernel nor loops over pages
         attend,
         mesh=context.mesh,
         in_specs=(of_query, replace(kv, pages=of_pages, scales=of_scales), whole, of_sinks),
@@ -64,5 +67,6 @@ def paged_attention(
 
 
 def serves(spec: AttentionSpec, platform: str, dtype: Any, *, value_in_key: bool = False) -> str | None:
-    """Why the TPU kernel does not serve a layer whose pages are of `dtype`, so that the reference does, or None."""
+    """Why the TPU kernel does not serve a layer whose pages have this `dtype`, or None. The reference computes
+    layers that it does not serve."""
     return kernel.unserved(spec, platform, dtype, value_in_key)

@@ -1,5 +1,4 @@
-"""Block sizes of the TPU kernel. In: what a device's pages and queries are; out: pages and queries per block for its
-kind of device, from `blocks.json`."""
+"""Block sizes of the TPU kernel: pages and queries per block for a device kind, from `blocks.json`."""
 
 from __future__ import annotations
 
@@ -24,19 +23,21 @@ def kernel_blocks(
     tokens: int,
     decode: bool,
 ) -> tuple[int, int]:
-    """Pages and queries of one block.
+    """Pages and queries per block.
 
     Args:
-        kind: what `jax.Device.device_kind` says.
-        query_heads, combined_heads: of one device; the latter are keys' and values' together.
+        kind: `jax.Device.device_kind`.
+        query_heads: query heads of one device.
+        combined_heads: key and value heads of one device together.
         dim: features per head.
-        item_bytes: of one number in pages.
-        pages: columns of the table.
-        tokens: of the batch.
-        decode: each sequence has one query.
+        item_bytes: bytes per element of the pages.
+        page_size: tokens per page.
+        pages: columns of the block table.
+        tokens: tokens of the batch.
+        decode: whether each sequence has one query.
     """
     table = _data().get(kind) or _data()["default"]
-    share = 8 * (4 // item_bytes)  # heads that the kernel takes at once, where they divide
+    share = 8 * (4 // item_bytes)  # heads that the kernel processes at once, if they divide
     taken = share if combined_heads % share == 0 else combined_heads
     rows_per_query = query_heads * taken // combined_heads
     kv_pages = max(1, min(pages, table["kv_tokens"] // page_size))
@@ -45,7 +46,7 @@ def kernel_blocks(
     def taken_bytes() -> int:
         keys, rows = kv_pages * page_size, queries * rows_per_query
         buffers = 2 * keys * taken * dim * item_bytes
-        # Queries and results twice in flight, accumulator, maximum and sum; scores and their exponentials.
+        # Queries and results are double-buffered; accumulator, maximum and sum; scores and their exponentials.
         return buffers + rows * (12 * dim + 8 * LANES) + 8 * rows * keys
 
     while taken_bytes() > table["vmem_bytes"] and (queries > 1 or kv_pages > 1):

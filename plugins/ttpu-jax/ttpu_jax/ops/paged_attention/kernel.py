@@ -1,6 +1,5 @@
-"""JAX's ragged paged attention kernel for TPUs. In: one device's queries, combined pages and a flat batch; out: one
-vector per query head. It walks each sequence's pages from the first one and knows neither chunks nor a window's start:
-it is given tables that begin there."""
+"""JAX's ragged paged attention kernel for TPUs on one device. The kernel walks each sequence's pages from the first
+one and knows neither chunks nor the start of a window; it gets block tables that begin there."""
 
 from __future__ import annotations
 
@@ -16,20 +15,20 @@ from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.blocks import kernel_blocks
 
 LANES = 128
-WIDEST_HEAD = 128  # features; of wider ones Mosaic cannot take keys and values apart
-TABLE_BYTES = 700 << 10  # of a table in a core's scalar memory of 1 MiB, beside the other arrays there
+WIDEST_HEAD = 128  # features; Mosaic cannot separate keys and values of wider heads
+TABLE_BYTES = 700 << 10  # limit of a block table in a core's scalar memory of 1 MiB, which holds other arrays too
 
 
 def unserved(spec: AttentionSpec, platform: str, dtype: Any, value_in_key: bool = False) -> str | None:
-    """Why the kernel does not serve a layer whose pages are of `dtype`, or None."""
+    """Why the kernel does not serve a layer whose pages have this `dtype`, or None."""
     if platform != "tpu":
         return "it is a kernel for TPUs"
     if value_in_key:
-        return "it wants values beside keys, and here they are the keys' first features"
+        return "it needs values beside keys, and here values are the keys' first features"
     if spec.sinks:
         return "it has no sinks"
     if max(spec.head_dim, spec.value_dim) > WIDEST_HEAD:
-        return f"its heads have at most {WIDEST_HEAD} features"
+        return f"it serves heads of at most {WIDEST_HEAD} features"
     kept = np.dtype(dtype)
     if kept == np.int8:
         return "it has no scales per token"
@@ -39,7 +38,7 @@ def unserved(spec: AttentionSpec, platform: str, dtype: Any, value_in_key: bool 
 
 
 def unserved_batch(spec: AttentionSpec, batch: RaggedBatch, group: int) -> str | None:
-    """Why the kernel does not serve a batch of a layer that it serves, or None."""
+    """Why the kernel does not serve this batch of a layer that it serves, or None."""
     sequences, width = _table_shape(spec, batch, group)
     if spec.chunk is not None and spec.chunk % batch.page_size:
         return "chunks must be whole pages"
@@ -49,7 +48,7 @@ def unserved_batch(spec: AttentionSpec, batch: RaggedBatch, group: int) -> str |
 
 
 def padded_heads(heads: int, dtype: np.dtype[Any]) -> int:
-    """The KV heads that a device's pages must have to be whole tiles."""
+    """Number of KV heads per device, padded so that the pages consist of whole tiles."""
     packing = 4 // dtype.itemsize
     while not _tiled(2 * heads, packing):
         heads += 1
@@ -57,8 +56,15 @@ def padded_heads(heads: int, dtype: np.dtype[Any]) -> int:
 
 
 def attend(query: jax.Array, kv: PagedKV, batch: RaggedBatch, spec: AttentionSpec, kind: str) -> jax.Array:
-    """query [tokens, kv_heads, q_per_kv, head_dim]: [tokens, kv_heads, q_per_kv, value_dim] in its type. `kind` is the
-    device kind that blocks are for."""
+    """Attention of one device's queries. The result is [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype.
+
+    Args:
+        query: [tokens, kv_heads, q_per_kv, head_dim].
+        kv: combined pages.
+        batch: the flat batch.
+        spec: the layer's attention.
+        kind: the device kind that selects block sizes.
+    """
     tokens, heads, group, dim = query.shape
     combined, width = kv.pages.shape[2:]
     padding = ((0, 0), (0, combined // 2 - heads), (0, 0), (0, width - dim))
@@ -86,21 +92,22 @@ def attend(query: jax.Array, kv: PagedKV, batch: RaggedBatch, spec: AttentionSpe
         sm_scale=spec.softmax_scale,
         sliding_window=spec.window,
         soft_cap=spec.logit_softcap,
-        k_scale=1.0 if quantized else None,  # makes it convert to the query's type before products
+        k_scale=1.0 if quantized else None,  # a scale makes the kernel convert to the query's dtype before products
         v_scale=1.0 if quantized else None,
         num_kv_pages_per_block=kv_pages,
         num_queries_per_block=q_block,
     )
     mixed = mixed.reshape(tokens, -1, group, width)[:, :heads, :, : spec.value_dim]
-    # Blocks without a query are left as they were in memory.
+    # The kernel leaves blocks without a query uninitialised.
     return jnp.where((batch.positions >= 0)[:, None, None, None], mixed, 0)
 
 
 def _pieces(
     spec: AttentionSpec, batch: RaggedBatch, group: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """kv_lens, tables, query_starts and number of sequences, so that each sequence begins on the first page that it
-    sees, positions being relative. One whose queries lie in several chunks becomes several."""
+    """kv_lens, block tables, query_starts and number of sequences for the kernel. Each sequence begins on the first
+    page that it attends to, with relative positions. A sequence whose queries lie in several chunks becomes
+    several sequences."""
     table, starts, size = batch.tables[group], batch.query_starts, batch.page_size
     counts = jnp.diff(starts)
     rows, width = _table_shape(spec, batch, group)
@@ -125,7 +132,7 @@ def _pieces(
 
 
 def _table_shape(spec: AttentionSpec, batch: RaggedBatch, group: int) -> tuple[int, int]:
-    """Sequences and pages of the table that `_pieces` makes."""
+    """Sequences and pages per sequence of the table that `_pieces` makes."""
     sequences, width = batch.tables[group].shape
     if spec.chunk is not None:
         pieces = (batch.max_queries + spec.chunk - 2) // spec.chunk + 1
@@ -142,6 +149,6 @@ def _shifted(table: jax.Array, first: jax.Array, width: int) -> jax.Array:
 
 
 def _tiled(heads: int, packing: int) -> bool:
-    """As the kernel asks it of a device's key and value heads."""
+    """Whether the kernel accepts this number of key and value heads per device."""
     tiles, rest = divmod(heads, packing)
     return rest == 0 and (tiles in (1, 2, 4) or tiles % 8 == 0)

@@ -1,11 +1,10 @@
-"""How keys and values lie in pages. In: a layer's attention, a page size, a type and where it runs; out: empty pages,
-what a page costs, and the keys and values of given pages as arrays to compute with.
+"""The layout of keys and values in pages.
 
-Split pages are [pages, planes, kv_heads, page_size, dim], planes being keys and values, or keys alone: what products on
-a CPU want, one for each KV head. Combined pages are [pages, page_size, kv_heads * planes, dim], each head's key before
-its value and dim a multiple of 128: what JAX's kernel wants, and what XLA:TPU writes tokens into without a copy of all
-pages; for both, heads of zeros are put behind those of each device that do not fill whole tiles.
-"""
+Split pages are [pages, planes, kv_heads, page_size, dim] with one plane for keys and one for values, or one plane
+for both. Products on a CPU need this layout, one product per KV head. Combined pages are [pages, page_size, kv_heads
+* planes, dim], each head's key before its value, with dim a multiple of 128. JAX's kernel needs this layout, and
+XLA:TPU writes tokens into it without copying all pages. Both need whole tiles, so heads of zeros follow each
+device's heads if those do not fill tiles."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ INT8_LIMIT = 127.0
 
 
 class Placement(Protocol):
-    """What pages need to know of where they live: a `ttpu_jax.params.placement.Placement`, which operations may not
-    import."""
+    """The part of `ttpu_jax.params.placement.Placement` that pages need. Modules in `ops` may not import that class."""
 
     @property
     def mesh(self) -> Mesh | None: ...
@@ -53,15 +51,19 @@ def empty_pages(
     value_in_key: bool = False,
     abstract: bool = False,
 ) -> PagedKV:
-    """Pages of zeros for one layer on the placement's devices, sharded over KV heads where they divide; or only
-    the shapes.
+    """Pages of zeros for one layer on the placement's devices, sharded over KV heads if they divide.
 
     Args:
-        num_pages: with `NULL_PAGE`.
-        dtype: int8 is kept with one float32 scale per token and head; other types are cast to. XLA:CPU cannot index
-            arrays of 16-bit floats, and converts them whole each time: there the bits of bfloat16 are kept as uint16,
+        spec: the layer's attention.
+        num_pages: number of pages, including `NULL_PAGE`.
+        page_size: tokens per page.
+        placement: the devices.
+        dtype: int8 entries have one float32 scale per token and head; other dtypes are cast to. XLA:CPU cannot index
+            arrays of 16-bit floats without converting them whole, so there bfloat16 is stored as its bits in uint16,
             and float16 as float32.
-        value_in_key: keys alone are kept; the values are their first `spec.value_dim` features.
+        group: the page group.
+        value_in_key: store keys only; values are their first `spec.value_dim` features.
+        abstract: return shapes and shardings without memory.
     """
     dtype = _kept(dtype, placement)
     combined = _ways(spec, placement) if placement.platform == "tpu" else 0
@@ -80,7 +82,15 @@ def empty_pages(
 def page_bytes(
     spec: AttentionSpec, page_size: int, placement: Placement, dtype: Any, *, value_in_key: bool = False
 ) -> tuple[int, int]:
-    """Bytes of one page of one layer on all devices together, and the number of shards."""
+    """Bytes of one page of one layer on all devices together, and the number of devices that share it.
+
+    Args:
+        spec: the layer's attention.
+        page_size: tokens per page.
+        placement: the devices.
+        dtype: dtype of the cache, see `empty_pages`.
+        value_in_key: whether keys only are stored.
+    """
     dtype = _kept(dtype, placement)
     combined = _ways(spec, placement) if placement.platform == "tpu" else 0
     shape, _ = _shape(spec, 1, page_size, dtype, value_in_key, combined)
@@ -94,8 +104,13 @@ def page_size_of(kv: PagedKV) -> int:
 
 
 def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """What `kv` keeps of keys [tokens, kv_heads, dim] and values [tokens, kv_heads, value_dim]: entries as its pages
-    have them for one slot each, and their scales."""
+    """The entries that the pages of `kv` store for new tokens, one slot per token, and their scales (or None).
+
+    Args:
+        kv: the layer's pages.
+        key: [tokens, kv_heads, dim].
+        value: [tokens, kv_heads, value_dim], or None if values are the first features of keys.
+    """
     width = kv.pages.shape[-1]
     planes = [_widened(key, width)] if value is None else [_widened(key, width), _widened(value, width)]
     tokens = key.shape[0]
@@ -106,7 +121,7 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
     else:
         rows = jnp.stack(planes, axis=1)
     if kv.scales is None:
-        if kv.pages.dtype == jnp.float8_e4m3fn:  # a cast of what is larger than its largest number gives NaN
+        if kv.pages.dtype == jnp.float8_e4m3fn:  # a cast of a larger value than its maximum gives NaN
             most = float(jnp.finfo(kv.pages.dtype).max)
             rows = jnp.clip(rows, -most, most)
         if kv.pages.dtype == jnp.uint16:
@@ -120,15 +135,23 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
 def read(
     kv: PagedKV, pages: jax.Array, spec: AttentionSpec, kv_heads: int, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys [rows, kv_heads, n * page_size, head_dim] and values [rows, kv_heads, n * page_size, value_dim] of pages
-    [rows, n] of one device, as `dtype`."""
+    """Keys [rows, kv_heads, n * page_size, head_dim] and values [rows, kv_heads, n * page_size, value_dim] of given
+    pages, on one device.
+
+    Args:
+        kv: the layer's pages.
+        pages: [rows, n] page numbers.
+        spec: the layer's attention.
+        kv_heads: KV heads of this device.
+        dtype: dtype of the result.
+    """
     rows, n = pages.shape
     tokens = n * page_size_of(kv)
-    one = rows * n == 1  # a slice, which XLA:CPU copies as it is
+    one = rows * n == 1  # XLA:CPU copies a slice faster than it gathers
     found = jax.lax.dynamic_index_in_dim(kv.pages, pages[0, 0], 0)[None] if one else kv.pages[pages]
     scales = None
     if kv.scales is not None:
-        # XLA:TPU would turn all pages of eight bits into another layout, to have these in it.
+        # Without the constraint XLA:TPU would convert all 8-bit pages to another layout to read these.
         found = with_layout_constraint(found, Layout(tuple(range(found.ndim))))
         scales = kv.scales[pages]
         scales = (scales.swapaxes(2, 3) if kv.combined else scales)[..., None]
@@ -156,7 +179,7 @@ def _kept(dtype: Any, placement: Placement) -> np.dtype[Any]:
 
 
 def _ways(spec: AttentionSpec, placement: Placement) -> int:
-    """How many devices KV heads are sharded over."""
+    """Number of devices that share the KV heads."""
     if placement.mesh is None:
         return 1
     return math.prod(placement.mesh.shape[axis] for axis in placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads))
@@ -177,8 +200,8 @@ def _shape(
 
 
 def _scales(x: Any) -> Any:
-    """Of the shape or the axes of pages, those of their scales: tokens last, since a TPU fills up the last dimension to
-    128."""
+    """The shape or axes of the pages' scales, from those of the pages. Tokens come last, since a TPU pads the last
+    dimension to 128."""
     return (x[0], x[2], x[1]) if len(x) == 4 else x[:-1]
 
 

@@ -1,6 +1,6 @@
-"""Paged attention in plain JAX: what runs where no kernel serves, and what kernels are held against. In: the queries of
-a flat batch and pages; out: one vector per query head. Its cost follows the contexts in the batch, not the tables'
-width, and it never holds more than one block of scores."""
+"""Paged attention in plain JAX. It runs where no kernel serves, and kernels are compared with it. Its cost depends
+on the contexts in the batch and not on the block tables' width, and only one block of scores is in memory at a
+time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import page_size_of, read
 
 CPU_BLOCKS = ((1, 32), (8, 64), (64, 64), (256, 128))
-"""Queries of one sequence that are computed at once on a CPU, the fewest that hold all of them, else the last; and for
-each, tokens of pages that are read at once, if a page holds no more. With one query, what is read should stay in a
-core's cache until it has been used twice. With many, XLA:CPU shares each product out among threads, whose waking costs
-as much as 64 queries take (12 layers of five prompts of 37 to 200 tokens: 180 ms in blocks of 64, 80 ms in these)."""
+"""(queries, keys) per block on a CPU: the first entry that holds all queries of a sequence is used, else the last. A
+block reads at least one page.
+
+With one query, the pages of a block should stay in a core's cache until they have been used twice. With many
+queries, XLA:CPU distributes each product over threads, and waking them costs as much as 64 queries (12 layers of
+five prompts of 37 to 200 tokens: 180 ms in blocks of 64, 80 ms in these)."""
 OTHER_QUERIES, OTHER_KEYS = (16, 128), 256
-FEW_QUERIES = 4  # with so few, products of one query each are five times as fast on a CPU as one of all
+FEW_QUERIES = 4  # up to here, one product per query is five times as fast on a CPU as one product of all queries
 
 
 def reference(
@@ -32,14 +34,24 @@ def reference(
     sinks: jax.Array | None = None,
     platform: str = "cpu",
 ) -> jax.Array:
-    """query [tokens, kv_heads, q_per_kv, head_dim]: [tokens, kv_heads, q_per_kv, value_dim] in its type. Sequences
-    one after another on a CPU; elsewhere all sequences together, then those that have more queries than a few."""
+    """Attention of a flat batch. The result is [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype. On a
+    CPU sequences are processed one after another. Elsewhere all sequences are processed together, followed one by
+    one by those with many queries.
+
+    Args:
+        query: [tokens, kv_heads, q_per_kv, head_dim].
+        kv: the layer's pages.
+        batch: the flat batch.
+        spec: the layer's attention.
+        sinks: [kv_heads, q_per_kv] logits of attention sinks, or None.
+        platform: cpu, tpu or gpu.
+    """
     attend = partial(_attend, kv=kv, spec=spec, sinks=sinks, on_cpu=platform == "cpu")
     most = batch.max_queries
     if platform == "cpu":
         largest = CPU_BLOCKS[-1][0]
         sizes = [size for size, _ in CPU_BLOCKS if size < most] + [min(most, largest)]
-        wide = query.astype(jnp.float32)  # XLA:CPU would convert all of a 16-bit array to change a part of it
+        wide = query.astype(jnp.float32)  # XLA:CPU would convert a whole 16-bit array to update a part of it
         mixed = jnp.zeros((*query.shape[:-1], spec.value_dim), jnp.float32)
         return _one_by_one(wide, mixed, batch, kv.group, attend, sizes, 0).astype(query.dtype)
     few, many = OTHER_QUERIES
@@ -51,7 +63,7 @@ def reference(
 def _together(
     query: jax.Array, batch: RaggedBatch, group: int, attend: partial[jax.Array], block: int
 ) -> jax.Array:
-    """All sequences at once, as if each had `block` queries; those of longer ones are left for later."""
+    """All sequences at once, as if each had `block` queries. Longer ones are left for later."""
     tokens, sequences = query.shape[0], batch.kv_lens.shape[0]
     starts, counts = batch.query_starts[:-1], jnp.diff(batch.query_starts)
     places = jnp.minimum(starts[:, None] + jnp.arange(block), tokens - 1)
@@ -71,7 +83,7 @@ def _one_by_one(
     sizes: list[int],
     done: int,
 ) -> jax.Array:
-    """Puts into `mixed` what sequences of more than `done` queries mix, in blocks of one of `sizes` queries."""
+    """Update `mixed` with the results of sequences of more than `done` queries, in blocks of one of `sizes` queries."""
     tokens = query.shape[0]
 
     def sequence(row: jax.Array, mixed: jax.Array) -> jax.Array:
@@ -86,12 +98,12 @@ def _one_by_one(
             positions = jnp.where(here, before + offsets, -1)
             queries = jax.lax.dynamic_slice_in_dim(query, first, size)
             found = attend(queries[None], positions[None], table)[0].astype(mixed.dtype)
-            if size > 1:  # there may be tokens of other sequences around its own
+            if size > 1:  # the block may contain tokens of other sequences
                 others = jax.lax.dynamic_slice_in_dim(mixed, first, size)
                 found = jnp.where(here[:, None, None, None], found, others)
             return jax.lax.dynamic_update_slice_in_dim(mixed, found, first, 0)
 
-        # A loop for each size, of no step where it does not fit: conditionals would copy `mixed`.
+        # One loop per size, with zero steps if the size does not fit: conditionals would copy `mixed`.
         fewest = done
         for size in sizes:
             fits = (count > fewest) & ((count <= size) | (size == sizes[-1]))
@@ -113,9 +125,10 @@ def _attend(
     sinks: jax.Array | None,
     on_cpu: bool,
 ) -> jax.Array:
-    """query [rows, queries, kv_heads, q_per_kv, head_dim] of positions [rows, queries], negative for none, each row
-    over the pages in its row of the table: [rows, queries, kv_heads, q_per_kv, value_dim] in float32, zeros where
-    there is no query."""
+    """Attention of each row over the pages in its row of the block table.
+
+    query [rows, queries, kv_heads, q_per_kv, head_dim], positions [rows, queries] (negative for no query). The
+    result is [rows, queries, kv_heads, q_per_kv, value_dim] in float32, with zeros for no query."""
     rows, queries, heads, group, dim = query.shape
     size = page_size_of(kv)
     keys = next(keys for most, keys in CPU_BLOCKS if queries <= most) if on_cpu else OTHER_KEYS
@@ -137,7 +150,7 @@ def _attend(
         pages = jax.lax.dynamic_slice_in_dim(table, index * together, together, 1)
         key, value = read(kv, pages, spec, heads, compute)
         places = index * block + jnp.arange(block)
-        # What lies in slots that nobody sees may be anything, and 0 * NaN is NaN.
+        # Slots outside the visible range may hold NaN, and 0 * NaN is NaN.
         seen = (places >= oldest[:, None]) & (places <= newest[:, None])
         value = jnp.where(seen[:, None, :, None], value, 0)
         scores = _scores(turned, key, one_by_one=on_cpu).reshape(rows, heads, group, queries, block)
@@ -171,7 +184,7 @@ def _scores(query: jax.Array, key: jax.Array, one_by_one: bool) -> jax.Array:
 
 
 def _oldest_visible(position: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """The first position that a query sees, or what is before all."""
+    """The first position that a query attends to. It may lie before the sequence."""
     oldest = jnp.zeros_like(position)
     if spec.window is not None:
         oldest = jnp.maximum(oldest, position - spec.window + 1)
@@ -181,7 +194,7 @@ def _oldest_visible(position: jax.Array, spec: AttentionSpec) -> jax.Array:
 
 
 def _visible(query: jax.Array, key: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """Which positions a query sees; none where its own is negative."""
+    """Which positions a query attends to. None if its own position is negative."""
     visible = (key <= query) & (query >= 0)
     if spec.window is not None:
         visible = visible & (query - key < spec.window)

@@ -1,5 +1,4 @@
-"""Writing a step's keys and values. In: pages and the new keys and values of a flat batch; out: the pages with them,
-the same memory where the pages were donated."""
+"""Writes a step's keys and values into pages. Donated pages are updated in place."""
 
 from __future__ import annotations
 
@@ -13,10 +12,13 @@ from ttpu_jax.ops.paged_attention.layout import page_size_of, rows_of
 
 
 def write(kv: PagedKV, key: jax.Array, value: jax.Array | None, batch: RaggedBatch) -> PagedKV:
-    """The pages with each token's key [tokens, kv_heads, head_dim] and value [tokens, kv_heads, value_dim] in its slot.
+    """The pages with each token's key and value in its slot.
 
     Args:
-        value: None where values are the first features of keys.
+        kv: the layer's pages.
+        key: [tokens, kv_heads, head_dim].
+        value: [tokens, kv_heads, value_dim], or None if values are the first features of keys.
+        batch: the flat batch.
     """
     rows, scales = rows_of(kv, key, value)
     size = page_size_of(kv)
