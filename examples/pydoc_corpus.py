@@ -1,5 +1,5 @@
-"""The text that the demo checkpoint learns. In: the Python language documentation that every Python carries
-(`pydoc_data.topics`); out: a tokenizer trained on it, and batches of its tokens."""
+"""The training text of the demo checkpoint: the Python language documentation that every Python contains
+(`pydoc_data.topics`). The module trains a tokenizer on it and yields batches of its tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CONTEXT = 512
 VOCABULARY = 2048
 PAD, BOS, EOS, USER, ASSISTANT = SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
 PAD_ID, BOS_ID, EOS_ID, USER_ID, ASSISTANT_ID = range(len(SPECIAL))
-HELD_OUT_EVERY = 25  # one passage in 25 is never trained on
-CHATS = 0.2  # the share of rows that are a question with its answer
+HELD_OUT_EVERY = 25  # one passage in 25 is held out
+CHATS = 0.2  # share of rows that are a question with its answer
 ASCII = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "-", "…": "...", "\xa0": " "})
 
 UNDERLINE = re.compile(r"[*=\-~^]{3,}")
@@ -33,7 +33,7 @@ QUESTIONS = ("{}", "{}?", "What is {}?", "What are {}?", "Explain {}", "Explain 
 
 @dataclass(frozen=True)
 class Section:
-    """A titled stretch of documentation; `names` are what a user may call it by."""
+    """A titled section of documentation. `names` are the names that a user may call it by."""
 
     names: tuple[str, ...]
     paragraphs: tuple[str, ...]
@@ -41,7 +41,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token sequences: `starts` index the paragraphs in `stream`; `chats` are questions with their answers."""
+    """Token sequences. `starts` are the indices of paragraphs in `stream`; `chats` are questions with their answers."""
 
     stream: np.ndarray
     starts: np.ndarray
@@ -50,7 +50,7 @@ class Corpus:
 
 
 def read_topics() -> list[tuple[str, list[str]]]:
-    """Topics by name, each as its paragraphs; a topic whose text is nearly all inside a longer one is left out."""
+    """Topics by name, each as its paragraphs. A topic whose text is nearly contained in a longer one is left out."""
     from pydoc_data.topics import topics
 
     seen: set[str] = set()
@@ -107,9 +107,9 @@ def sections(topics: list[tuple[str, list[str]]]) -> Iterator[Section]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE that turns every text into tokens and back without loss, and puts BOS in front of it.
+    """A byte-level BPE tokenizer without loss that puts BOS in front of every text.
 
-    A run of newlines is never merged with what surrounds it, so a paragraph is the same tokens wherever it stands."""
+    A run of newlines is never merged with its surroundings, so a paragraph has the same tokens wherever it stands."""
     tokenizer = Tokenizer(models.BPE())
     newlines = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
     bytes_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -129,7 +129,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def passages(topics: list[tuple[str, list[str]]]) -> Iterator[tuple[list[str], bool]]:
-    """Runs of about 2000 characters of paragraphs, and whether a topic ends there."""
+    """Runs of about 2000 characters of paragraphs, and whether a topic ends after them."""
     for _, paragraphs in topics:
         begin = 0
         for end in range(1, len(paragraphs) + 1):
@@ -174,8 +174,8 @@ def build_corpus(topics: list[tuple[str, list[str]]], tokenizer: Tokenizer) -> C
 
 
 def batches(corpus: Corpus, seed: int, size: int) -> Iterator[np.ndarray]:
-    """Endless batches [size, CONTEXT + 1]: most rows begin at a paragraph (each paragraph once per round), a share of
-    `CHATS` is a question with its answer, padded."""
+    """Endless batches [size, CONTEXT + 1]. Most rows begin at a paragraph (each paragraph once per round); a share
+    of `CHATS` are padded questions with their answers."""
     chance = np.random.default_rng(seed)
     order: list[int] = []
     while True:

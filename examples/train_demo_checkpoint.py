@@ -1,10 +1,10 @@
-"""Trains the small llama in `examples/checkpoints/pydoc-llama` from nothing: in goes the Python language documentation
-that every Python carries (`pydoc_data.topics`), out comes a Hugging Face checkpoint with its tokenizer and model card.
+"""Trains the small llama in `examples/checkpoints/pydoc-llama` from scratch on the Python language documentation that
+every Python contains (`pydoc_data.topics`), and saves it as a Hugging Face checkpoint with tokenizer and model card.
 
-The forward pass is the JAX backend's own shared decoder, so what is trained here is what `ttpu generate` runs.
+The forward pass is the JAX backend's shared decoder, which `ttpu generate` runs too.
 
-The checkpoint in the repository took 25 minutes on two CPU cores that had other work too, with Python 3.11.7,
-jax 0.10.2, optax 0.2.8 and tokenizers 0.23.3.
+The checkpoint in the repository took 25 minutes on two shared CPU cores, with Python 3.11.7, jax 0.10.2, optax 0.2.8
+and tokenizers 0.23.3.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from ttpu_jax.params.placement import local_placement
 
 OUTPUT = Path(__file__).parent / "checkpoints" / "pydoc-llama"
 EVALUATED = 8  # rows in one evaluation
-EMBEDDING_RATE = 0.15  # of the kernels' learning rate
+EMBEDDING_RATE = 0.15  # learning rate of the embedding, as a share of the kernels' rate
 CARD = Path(__file__).parent / "pydoc_model_card.md"
 
 # 2.7 million parameters: 5.4 MB in bfloat16, small enough to live in a repository.
@@ -114,7 +114,7 @@ def write_sidecars(directory: Path, tokenizer: Tokenizer, card: str) -> None:
 def model_card(
     losses: Mapping[str, float], tokens: Mapping[str, int], training: Mapping[str, float], parameters: int
 ) -> str:
-    """README.md of the checkpoint: what it is, what it was trained on, how well it learned it, and whose text it is."""
+    """README.md of the checkpoint: its contents, training data, results and licence."""
     names = {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
@@ -140,7 +140,8 @@ LossFunction = Callable[[Parameters, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def loss_function(architecture: Architecture) -> LossFunction:
-    """From parameters and tokens [batch, seq + 1] to the summed cross-entropy in nats and the number of tokens."""
+    """A function of parameters and tokens [batch, seq + 1] that returns the summed cross-entropy in nats and the
+    number of tokens."""
     spec = architecture.spec
     model = causal_model(spec, Runtime(local_placement(), "eager", different_ropes(spec.layers)))
 
@@ -156,11 +157,12 @@ def loss_function(architecture: Architecture) -> LossFunction:
 
 
 def make_optimizer(table: Mapping[str, Parameter], steps: int, learning_rate: float) -> optax.GradientTransformation:
-    """Clipping, then Muon for the kernels and AdamW for embedding and norm scales, on one warm-up and cosine.
+    """Gradient clipping, then Muon for the kernels and AdamW for embedding and norm scales, with warm-up and cosine
+    decay.
 
-    Muon orthogonalizes a kernel's update (https://kellerjordan.github.io/posts/muon/): after 120 steps of two windows
-    of 256 tokens its loss was 5.5, AdamW's best of five settings had 5.9, and time on a CPU is what we are short of.
-    """
+    Muon orthogonalizes a kernel's update (https://kellerjordan.github.io/posts/muon/). After 120 steps of two
+    windows of 256 tokens its loss was 5.5; AdamW's best of five settings reached 5.9. Time on a CPU is the limit
+    here."""
 
     def schedule(peak: float) -> optax.Schedule:
         return optax.warmup_cosine_decay_schedule(0.0, peak, max(1, min(50, steps // 10)), steps, peak / 50)
@@ -200,13 +202,14 @@ def make_update(loss: LossFunction, optimizer: optax.GradientTransformation) -> 
 
 
 def windows(stream: np.ndarray) -> list[np.ndarray]:
-    """The whole stream in rows of CONTEXT tokens behind a BOS."""
+    """The whole stream in rows of CONTEXT tokens after a BOS."""
     bos = np.array([BOS_ID], np.int32)
     return [np.concatenate([bos, stream[i : i + CONTEXT]]) for i in range(0, len(stream), CONTEXT)]
 
 
 def padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Rows cut or padded to CONTEXT + 1, their number to a multiple of EVALUATED: [rows, CONTEXT + 1]."""
+    """Rows [rows, CONTEXT + 1], truncated or padded to that length. Their number is padded to a multiple of
+    EVALUATED."""
     result = np.full((-len(rows) % EVALUATED + len(rows), CONTEXT + 1), PAD_ID, np.int32)
     for target, row in zip(result, rows, strict=False):
         target[: len(row)] = row[: CONTEXT + 1]
@@ -214,7 +217,7 @@ def padded(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def mean_loss(evaluate: LossFunction, parameters: Parameters, rows: np.ndarray) -> float:
-    """Mean cross-entropy per token of rows [rows, CONTEXT + 1], in nats, computed in float32."""
+    """Mean cross-entropy per token in nats, computed in float32, of `rows`: [rows, CONTEXT + 1]."""
     parameters = {path: value.astype(jnp.float32) for path, value in parameters.items()}
     sums = [evaluate(parameters, jnp.asarray(rows[i : i + EVALUATED])) for i in range(0, len(rows), EVALUATED)]
     return float(sum(total for total, _ in sums) / sum(count for _, count in sums))

@@ -1,5 +1,5 @@
-"""One training step on a mesh that may span several processes: in goes a checkpoint and a mesh, out comes the loss
-before and after. Every process runs the same program; each holds its part of the weights.
+"""One training step of a checkpoint on a mesh that may span several processes; prints the loss before and after. Every
+process runs the same program and holds its shards of the weights.
 
     python examples/launch/train_step.py examples/checkpoints/pydoc-llama
     ttpu launch --nproc-per-node 2 --devices-per-process 4 -- \\
@@ -21,12 +21,12 @@ from ttpu_jax.aot.steps import train_step
 
 
 def main() -> None:
-    """Take one step, and say what it changed."""
+    """Take one step and print its effect on the loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
     parser.add_argument("--mesh", help="such as fsdp=4,tensor=2; without it each process trains alone, on one device")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=32, help="of a row")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens per row")
     parser.add_argument("--save", type=Path, metavar="FILE.npz", help="write losses and the updated weights")
     options = parser.parse_args()
 

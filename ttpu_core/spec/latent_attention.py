@@ -21,23 +21,23 @@ LATENT_NORM = NormSpec(eps=1e-6)
 
 @dataclass(frozen=True)
 class LatentAttentionSpec(MixerSpec):
-    """Latent attention of one layer; made by `latent_attention`. Its sizes are its options."""
+    """Latent attention of one layer, created by `latent_attention`. Its sizes are its options."""
 
     @property
     def num_heads(self) -> int:
-        """Heads, each with a key of its own."""
+        """Number of heads. Each head has its own key."""
         value: int = self.option("num_heads")
         return value
 
     @property
     def q_lora_rank(self) -> int | None:
-        """Features of the latent that queries are made of; None: of the stream itself."""
+        """Features of the latent from which queries are computed; None computes them from the residual stream."""
         value: int | None = self.option("q_lora_rank")
         return value
 
     @property
     def kv_lora_rank(self) -> int:
-        """Features of the latent that keys and values are made of."""
+        """Features of the latent from which keys and values are computed."""
         value: int = self.option("kv_lora_rank")
         return value
 
@@ -49,7 +49,7 @@ class LatentAttentionSpec(MixerSpec):
 
     @property
     def qk_rope_head_dim(self) -> int:
-        """Features per head that are rotated; the key's are shared by all heads."""
+        """Rotated features per head. All heads share the rotated key."""
         value: int = self.option("qk_rope_head_dim")
         return value
 
@@ -61,13 +61,13 @@ class LatentAttentionSpec(MixerSpec):
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Scale of the scores."""
         value: float = self.option("scale")
         return value
 
     @property
     def norm(self) -> NormSpec:
-        """Of the latents."""
+        """Norm of the latents."""
         value: NormSpec = self.option("norm")
         return value
 
@@ -78,8 +78,8 @@ class LatentAttentionSpec(MixerSpec):
         return value
 
     def with_heads(self, num_heads: int) -> LatentAttentionSpec:
-        """The same with heads after the others: the output's columns are merged, and in the other kernels heads are
-        outermost."""
+        """The same layer with heads appended up to `num_heads`. The output kernel merges heads into its columns;
+        heads are the first dimension of the other kernels."""
         before = self.num_heads
 
         def grown(name: str, parameter: Parameter) -> Parameter:

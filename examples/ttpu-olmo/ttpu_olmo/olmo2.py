@@ -1,5 +1,5 @@
-"""OLMo 2 (arXiv 2501.00656): llama with norms after the sub-layers, and over all heads of queries and of keys. In: a
-config.json of `model_type` "olmo2"; out: the answers in which it differs from the core's defaults."""
+"""OLMo 2 (arXiv 2501.00656): llama with norms after the sub-layers, and norms over all heads of queries and of keys.
+The hooks answer for `model_type` "olmo2" where it differs from the core's defaults."""
 
 from dataclasses import replace
 
@@ -19,19 +19,20 @@ CONFIG_DEFAULTS = {
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """What `Olmo2Config` assumes of an absent key; the sizes that make a model are required."""
+    """The config with the defaults of `Olmo2Config`. The sizes that define a model are required."""
     return config.with_defaults(CONFIG_DEFAULTS)
 
 
 @hookimpl
 def ttpu_norm(config: ModelConfig) -> NormSpec:
-    """`Olmo2RMSNorm` multiplies by its weight before it casts back, `LlamaRMSNorm` after."""
+    """`Olmo2RMSNorm` multiplies by its weight before the cast back to the activations' dtype, `LlamaRMSNorm` after
+    it."""
     return NormSpec(eps=config.positive_number("rms_norm_eps"), scale_in_fp32=True)
 
 
 @hookimpl
 def ttpu_block() -> BlockSpec:
-    """`Olmo2DecoderLayer` has a norm after attention and one after the MLP, and none before."""
+    """`Olmo2DecoderLayer` has a norm after attention and after the MLP, and none before them."""
     return BlockSpec(placement="post")
 
 

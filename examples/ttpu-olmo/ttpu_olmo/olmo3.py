@@ -1,5 +1,5 @@
-"""OLMo 3: OLMo 2 in which most layers have a sliding window, and each kind of layer has a rope of its own. In: a
-config.json of `model_type` "olmo3"; out: the answers in which it differs from the core's defaults."""
+"""OLMo 3: OLMo 2 with sliding windows in most layers, and a separate rope for each kind of layer. The hooks answer
+for `model_type` "olmo3" where it differs from the core's defaults."""
 
 from dataclasses import replace
 
@@ -17,26 +17,26 @@ ttpu_norm, ttpu_block = olmo2.ttpu_norm, olmo2.ttpu_block  # hooks of this modul
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """What `Olmo3Config` assumes of an absent key."""
+    """The config with the defaults of `Olmo3Config`."""
     return config.with_defaults({**olmo2.CONFIG_DEFAULTS, "sliding_window": 4096})
 
 
 def kind_of(config: ModelConfig, layer: int) -> str:
-    """What `layer_types` says, or every fourth layer full, as `Olmo3Config` has it."""
+    """The layer's entry in `layer_types`; without that list every fourth layer is full, as in `Olmo3Config`."""
     return defaults.layer_type(config, layer, assumed=SLIDING if (layer + 1) % 4 else FULL)
 
 
 @hookimpl
 def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """`Olmo3Attention` is OLMo 2's, with a window in the layers that `layer_types` says."""
+    """OLMo 2's attention, with a window in sliding layers."""
     sliding = kind_of(config, layer) == SLIDING
     return replace(olmo2.ttpu_attention(config), window=config.positive_int("sliding_window") if sliding else None)
 
 
 @hookimpl
 def ttpu_rope(config: ModelConfig, layer: int, attention: AttentionSpec) -> RopeSpec:
-    """`Olmo3Config` has rope parameters for each kind of layer. Files of transformers 4 have one base for all, and one
-    `rope_scaling` that only the layers of full attention follow."""
+    """Rope per kind of layer. Files of transformers 4 have one base for all layers, and one `rope_scaling` that
+    applies to full layers only."""
     kind = kind_of(config, layer)
     old, new = config.section("rope_scaling"), config.section("rope_parameters")
     described = kind == FULL if old is not None else new is not None and kind in new

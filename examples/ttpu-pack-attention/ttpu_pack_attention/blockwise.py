@@ -1,9 +1,9 @@
-"""Softmax attention in blocks of queries and keys, in pure JAX. In: what `ttpu_jax.ops.attention.eager` is given; out:
-the same vectors, without ever holding more than one block of scores, forward or backward.
+"""Softmax attention in blocks of queries and keys, in pure JAX. The result equals `ttpu_jax.ops.attention.eager`,
+and only one block of scores is in memory at a time, forward and backward.
 
-The softmax is summed as the blocks come (arXiv 1805.02867), blocks are recomputed for the gradient (arXiv 2112.05682),
-and on one device a block of which no query sees anything is skipped: later keys, keys outside the window, empty slots
-of a cache."""
+The softmax is accumulated over blocks (arXiv 1805.02867), and blocks are recomputed for the gradient (arXiv
+2112.05682). On one device, blocks that are masked entirely are skipped: later keys, keys outside the window, empty
+cache slots."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention import AttentionContext, visibility
 
 BLOCKS, SMALLEST, LARGEST = 8, 16, 512
-"""A sequence is cut into so many blocks, of no fewer and no more tokens than these: enough blocks for half of a causal
-sequence to be skipped, and none so small that the products in it are."""
+"""Number of blocks of a sequence, and the smallest and largest number of tokens per block. There are enough blocks to
+skip half of a causal sequence, and they are large enough for efficient products."""
 
 MASKED = -1e30  # finite, as in the reference: the difference of two masked scores is a number
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]
-"""Of the keys seen so far: the largest score and the sum of exponentials [..., queries], the weighted sum of values
-[..., queries, value_dim]; float32."""
+"""Sums over the keys so far, in float32: the largest score and the sum of exponentials [..., queries], and the
+weighted sum of values [..., queries, value_dim]."""
 
 
 def attend(
@@ -38,12 +38,27 @@ def attend(
     segment_ids: tuple[jax.Array, jax.Array] | None = None,
     context: AttentionContext,
 ) -> jax.Array:
-    """Softmax attention; arguments and result are those of `ttpu_jax.ops.attention.eager`.
+    """Softmax attention; the arguments and the result are those of `ttpu_jax.ops.attention.eager`.
 
-    A query that sees no key (padding) gives zeros. `attention_config={"block": n}` makes no block larger than n tokens.
+    A query whose keys are all masked (padding) returns zeros. `attention_config={"block": n}` limits blocks to n
+    tokens.
+
+    Args:
+        query: [batch, seq, kv_heads, q_per_kv, head_dim], rotated.
+        key: [batch, kv_heads, keys, head_dim], rotated.
+        value: [batch, kv_heads, keys, value_dim].
+        query_positions: [batch, seq].
+        key_positions: [batch, keys]; keys with a negative position are masked.
+        spec: scale, softcap, window, chunk, causality.
+        sinks: [kv_heads, q_per_kv] logits of attention sinks.
+        segment_ids: [batch, seq] and [batch, keys] of packed sequences.
+        context: devices, platform and options.
+
+    Returns:
+        [batch, seq, kv_heads, q_per_kv, value_dim] in the query's dtype.
 
     Raises:
-        RequestError: another setting, or no positive number of tokens.
+        RequestError: an unknown setting, or a block size that is not a positive number.
     """
     seq, limit = query.shape[1], _block_limit(context)
     segments = None if segment_ids is None else segment_ids[0]
@@ -54,13 +69,13 @@ def attend(
     if seq <= block:
         return one((query, query_positions, segments), *rest)
     padding = -seq % block
-    cut = jax.tree.map(lambda x: _cut(x, block, padding), (query, query_positions, segments))
-    _, mixed = jax.lax.scan(lambda carry, queries: (carry, one(queries, *rest)), None, cut)
+    blocks = jax.tree.map(lambda x: _in_blocks(x, block, padding), (query, query_positions, segments))
+    _, mixed = jax.lax.scan(lambda carry, queries: (carry, one(queries, *rest)), None, blocks)
     return mixed.swapaxes(0, 1).reshape(query.shape[0], seq + padding, *mixed.shape[3:])[:, :seq]
 
 
 def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> str | None:
-    """Why a layer cannot be served, or None; the backend takes the reference instead."""
+    """Why a layer cannot be served, or None. The backend uses the reference for layers that cannot be served."""
     return "position biases (ALiBi)" if spec.alibi is not None else None
 
 
@@ -90,7 +105,7 @@ def _one_block_of_queries(
 
     def step(sums: Sums, number: jax.Array) -> tuple[Sums, None]:
         begin = number * block
-        start = jnp.minimum(begin, keys - block)  # the last block repeats keys of the one before, which are masked
+        start = jnp.minimum(begin, keys - block)  # the last block repeats keys of the previous one; they are masked
 
         def part(x: jax.Array, axis: int) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, start, block, axis)
@@ -102,14 +117,14 @@ def _one_block_of_queries(
         def add(sums: Sums) -> Sums:
             return _add_block(sums, rows, part(key, 2).astype(dtype), part(value, 2).astype(dtype), visible, spec)
 
-        if context.mesh is not None:  # devices would have to agree on which blocks are empty, an exchange for each
+        if context.mesh is not None:  # devices would have to agree on empty blocks, at one exchange per block
             return add(sums), None
         return jax.lax.cond(visible.any(), add, lambda sums: sums, sums), None
 
     heads = (batch, kv, group, seq)
     if sinks is None:
         largest, total = jnp.full(heads, MASKED, jnp.float32), jnp.zeros(heads, jnp.float32)
-    else:  # a key that has a score and no value
+    else:  # a sink is a key with a score and no value
         largest = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], heads)
         total = jnp.ones(heads, jnp.float32)
     sums = (largest, total, jnp.zeros((*heads, value.shape[-1]), jnp.float32))
@@ -133,14 +148,14 @@ def _add_block(
     scores = jnp.where(seen, scores, MASKED)
     new_largest = jnp.maximum(largest, scores.max(-1))
     weights = jnp.where(seen, jnp.exp(scores - new_largest[..., None]), 0.0)
-    kept = jnp.exp(largest - new_largest)  # what the earlier sums are worth beside the new largest score
+    kept = jnp.exp(largest - new_largest)  # rescales the earlier sums to the new largest score
     flat = weights.reshape(*rows.shape[:3], -1).astype(value.dtype)
     added = jax.lax.dot_general(flat, value, (((3,), (2,)), batched), preferred_element_type=jnp.float32)
     return new_largest, total * kept + weights.sum(-1), mixed * kept[..., None] + added.reshape(mixed.shape)
 
 
 def _block_size(tokens: int, limit: int) -> int:
-    """Tokens per block: a power of two, or all of them where they are few."""
+    """Tokens per block: a power of two, or all tokens of a short sequence."""
     wanted = 1 << (max(1, -(-tokens // BLOCKS)) - 1).bit_length()
     return min(tokens, limit, max(SMALLEST, wanted))
 
@@ -156,8 +171,8 @@ def _block_limit(context: AttentionContext) -> int:
     return limit
 
 
-def _cut(x: jax.Array, block: int, padding: int) -> jax.Array:
-    """[batch, seq, ...] → [blocks, batch, block, ...]; what is added at the end is cut off again."""
+def _in_blocks(x: jax.Array, block: int, padding: int) -> jax.Array:
+    """[batch, seq, ...] → [blocks, batch, block, ...]. The caller removes the padding at the end."""
     widths = [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
     padded = jnp.pad(x, widths, constant_values=-1 if jnp.issubdtype(x.dtype, jnp.integer) else 0)
     return padded.reshape(x.shape[0], -1, block, *x.shape[2:]).swapaxes(0, 1)

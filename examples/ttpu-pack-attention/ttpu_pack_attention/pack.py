@@ -1,4 +1,4 @@
-"""The hooks of the patch pack `blockwise`. In: the config of any model; out: which function computes its attention."""
+"""The hooks of the patch pack `blockwise`, which choose the attention function for any model."""
 
 from ttpu_core import hookimpl
 from ttpu_core.spec import KernelChoice
@@ -6,7 +6,7 @@ from ttpu_core.spec import KernelChoice
 
 @hookimpl
 def ttpu_kernels() -> list[KernelChoice]:
-    """One choice for all models; the backend asks the function itself what it serves."""
+    """One choice for all models. The backend asks the function which layers it serves."""
     return [
         KernelChoice(
             operation="attention",

@@ -1,5 +1,5 @@
-"""What the gemma models have in common: a scaled embedding, norms that multiply by 1 + w, a capped head, layers of two
-types. In: a config; out: parts of its architecture, as hooks and as functions that hooks call."""
+"""Hooks and functions that the gemma models share: a scaled embedding, norms that multiply by 1 + w, a head with
+capped logits, and layers of two types."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ttpu_core.spec.rope import RopeSpec, rope_from_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}
-OLDER_THETAS = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}  # where older files have the base
-"""Bases of rope by layer type, where a model has two (gemma 3 and later)."""
+OLDER_THETAS = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
+"""Keys of the rope base by layer type in older files, for models with two bases (gemma 3 and later)."""
 
 
 @hookimpl
@@ -27,14 +27,14 @@ def ttpu_norm(config: ModelConfig) -> NormSpec:
 
 @hookimpl
 def ttpu_embedding(config: ModelConfig) -> EmbeddingSpec:
-    """A table whose rows are multiplied by the square root of their size, in the weights' dtype."""
+    """A table whose rows are multiplied by the square root of the hidden size, in the weights' dtype."""
     hidden = config.positive_int("hidden_size")
     return EmbeddingSpec(config.positive_int("vocab_size"), hidden, scale=hidden**0.5)
 
 
 @hookimpl
 def ttpu_head(config: ModelConfig) -> HeadSpec:
-    """The embedding's table again, with capped logits where the config has a cap."""
+    """A head with the config's tie and logit cap."""
     return HeadSpec(
         tied=config.flag("tie_word_embeddings"), softcap=config.positive_number("final_logit_softcapping", default=None)
     )
@@ -42,7 +42,7 @@ def ttpu_head(config: ModelConfig) -> HeadSpec:
 
 @hookimpl
 def ttpu_mlp(config: ModelConfig) -> MLPSpec:
-    """A gated MLP; `hidden_act`, which old files write too, has no say."""
+    """A gated MLP. `hidden_act`, which old files also contain, has no effect."""
     config.get("hidden_act")
     return MLPSpec(config.positive_int("intermediate_size"), activation(config, "hidden_activation"))
 
@@ -53,23 +53,24 @@ def layer_types(config: ModelConfig, period: int) -> tuple[str, ...]:
 
 
 def layer_type(config: ModelConfig, layer: int, period: int) -> str:
-    """`FULL` or `SLIDING`: what `layer_types` says, or every `period`-th layer full where the config does not write it.
+    """The type of a layer, `FULL` or `SLIDING`: from `layer_types`, or every `period`-th layer is full if the config
+    lacks it.
 
     Raises:
-        ConfigError: `layer_types` has another length than the model, or names a type that gemma does not have.
+        ConfigError: `layer_types` has another length than the model, or names an unknown type.
     """
     return defaults.layer_type(config, layer, assumed=SLIDING if (layer + 1) % period else FULL)
 
 
 def window(config: ModelConfig, kind: str) -> int | None:
-    """Tokens that a layer of this type sees."""
+    """The window in tokens of a layer of this type, or None."""
     size = config.positive_int("sliding_window", default=None)
     return size if kind == SLIDING else None
 
 
 def rope_by_layer_type(config: ModelConfig, kind: str, head_dim: int) -> RopeSpec:
-    """Rope of a layer type: `rope_parameters` by type, or the older keys, where `rope_theta` and `rope_scaling` are the
-    full layers' and `rope_local_base_freq` is the sliding ones'."""
+    """Rope of a layer type: from `rope_parameters` by type, or from the older keys, where `rope_theta` and
+    `rope_scaling` apply to full layers and `rope_local_base_freq` to sliding layers."""
     scaling, by_type = config.section("rope_scaling"), config.section("rope_parameters")
     own = by_type.section(kind) if by_type is not None else None
     older = OLDER_THETAS[kind]
@@ -83,7 +84,7 @@ def rope_by_layer_type(config: ModelConfig, kind: str, head_dim: int) -> RopeSpe
 
 
 def note_unused_rope(config: ModelConfig, kinds: Iterable[str]) -> None:
-    """Count as read what a config says about the rope of layer types that are not among the model's `kinds`."""
+    """Count rope parameters of layer types that the model does not have as read."""
     by_type = config.section("rope_parameters")
     for kind, older in OLDER_THETAS.items():
         if kind not in kinds:
@@ -95,8 +96,8 @@ def note_unused_rope(config: ModelConfig, kinds: Iterable[str]) -> None:
 
 
 def kv_source(config: ModelConfig, layer: int, kinds: tuple[str, ...]) -> int | None:
-    """The layer whose keys and values this one reads; None where it has its own. The last `num_kv_shared_layers` layers
-    read those of the last layer of their type, of `kinds`, before them.
+    """The layer whose keys and values this layer reads, or None if it has its own. The last `num_kv_shared_layers`
+    layers read from the last earlier layer of the same type in `kinds`.
 
     Raises:
         ConfigError: there is no such layer.
@@ -107,17 +108,17 @@ def kv_source(config: ModelConfig, layer: int, kinds: tuple[str, ...]) -> int | 
     sources = [index for index in range(first) if kinds[index] == kinds[layer]]
     if not sources:
         raise ConfigError(
-            f"{config.source} lets the layers from {first} on read others' keys and values, but none before them is of "
-            f"layer {layer}'s type {kinds[layer]!r}: correct `num_kv_shared_layers` or `layer_types`."
+            f"{config.source} lets the layers from {first} on read others' keys and values, but no earlier layer has "
+            f"the type {kinds[layer]!r} of layer {layer}: correct `num_kv_shared_layers` or `layer_types`."
         )
     return sources[-1]
 
 
 def refuse_bidirectional(config: ModelConfig, harmless: tuple[Any, ...] = (False,)) -> None:
-    """Refuse a model whose tokens see later ones.
+    """Refuse a model whose tokens attend to later tokens.
 
     Raises:
-        UnsupportedError: `use_bidirectional_attention` has another value than null and the `harmless` ones.
+        UnsupportedError: `use_bidirectional_attention` has another value than null or one of `harmless`.
     """
     value = config.get("use_bidirectional_attention")
     if value is not None and value not in harmless:
@@ -129,5 +130,5 @@ def refuse_bidirectional(config: ModelConfig, harmless: tuple[Any, ...] = (False
 
 
 def plain_norm(norm: NormSpec, *, scale: bool = True) -> NormSpec:
-    """A norm of the later models, gemma 3n and 4, which multiply by w instead of 1 + w, or by nothing."""
+    """The norm of gemma 3n and 4, which multiplies by w instead of 1 + w, or has no scale."""
     return replace(norm, offset=0.0, scale=scale)

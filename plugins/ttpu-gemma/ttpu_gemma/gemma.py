@@ -1,5 +1,5 @@
 """Gemma 1: llama's layout with a scaled embedding, norms that multiply by 1 + w, and a tanh-approximated GELU. The
-model type also serves CodeGemma."""
+model type also covers CodeGemma."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
 
 @hookimpl
 def ttpu_mlp(config: ModelConfig) -> MLPSpec:
-    """A gated MLP. The first files say "gelu" and mean its approximation; `hidden_activation`, which transformers 4
-    added beside it, has no say."""
+    """A gated MLP. The first files write "gelu" for its tanh approximation. `hidden_activation`, which transformers
+    4 added, has no effect."""
     config.get("hidden_activation")
     act = activation(config)
     if act.name == "gelu":

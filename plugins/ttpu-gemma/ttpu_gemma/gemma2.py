@@ -40,12 +40,12 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-PERIOD = 2  # every second layer sees everything
+PERIOD = 2  # every second layer has full attention
 
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """A gemma2 config with the class's defaults; `sliding_window_size` is how old files write the window again."""
+    """A gemma2 config with the class's defaults. Old files repeat the window as `sliding_window_size`."""
     config.get("sliding_window_size")
     refuse_bidirectional(config)
     return config.with_defaults(CONFIG_DEFAULTS)
@@ -59,7 +59,7 @@ def ttpu_block() -> BlockSpec:
 
 @hookimpl
 def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """Grouped queries with a scale of their own and a cap on the logits, in a window or not."""
+    """Grouped-query attention with its own scale and capped logits, with a window on sliding layers."""
     return replace(
         defaults.ttpu_attention(config),
         scale=config.positive_number("query_pre_attn_scalar") ** -0.5,

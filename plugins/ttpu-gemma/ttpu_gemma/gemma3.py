@@ -1,5 +1,6 @@
-"""Gemma 3: gemma 2's block with normalised queries and keys instead of caps, five layers with windows for each without,
-and a rope for either. The text models, and the text part of the multimodal ones (MedGemma and ShieldGemma 2 too)."""
+"""Gemma 3: gemma 2's block with normalised queries and keys instead of caps, five sliding layers for each full
+layer, and a separate rope for each layer type. The hooks answer for the text models and for the text part of the
+multimodal ones (including MedGemma and ShieldGemma 2)."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
     """The text model's config with the class's defaults."""
     config = text_config(config, PARENT, CONFIG_DEFAULTS)
     refuse_bidirectional(config)
-    # transformers reads the cap but applies none, and writes down the pattern from which it made `layer_types`.
+    # transformers reads the cap without applying it, and writes the pattern from which it made `layer_types`.
     config.get("attn_logit_softcapping")
     config.get("_sliding_window_pattern")
     note_unused_rope(config, _layer_types(config))
@@ -61,7 +62,7 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
 
 @hookimpl
 def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """Grouped queries, normalised like the keys, in a window or not."""
+    """Grouped-query attention with normalised queries and keys, with a window on sliding layers."""
     kind = _layer_types(config)[layer]
     attention, norm = defaults.ttpu_attention(config), ttpu_norm(config)
     return replace(

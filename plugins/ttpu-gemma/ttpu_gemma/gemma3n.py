@@ -1,6 +1,7 @@
-"""Gemma 3n: four residual streams of which each layer computes one and predicts the rest (AltUp, arXiv 2301.13310), a
-low-rank side path (Laurel, arXiv 2411.07501), per-layer embeddings, sparse activations in the first layers, and keys
-and values that the last layers share. The text models, and the text part of the multimodal ones."""
+"""Gemma 3n: four residual streams, of which each layer computes one and predicts the others (AltUp, arXiv
+2301.13310), a low-rank side path (Laurel, arXiv 2411.07501), per-layer embeddings, sparse activations in the
+first layers, and keys and values shared by the last layers. The hooks answer for the text models and for the text
+part of the multimodal ones."""
 
 from __future__ import annotations
 
@@ -57,18 +58,22 @@ CONFIG_DEFAULTS: dict[str, Any] = GEMMA3_DEFAULTS | {
     "num_kv_shared_layers": 15,
     "laurel_rank": 64,
 }
-PERIOD = 5  # every fifth layer sees everything
+PERIOD = 5  # every fifth layer has full attention
 NO_SAY = (
-    "query_pre_attn_scalar",  # published files have it, though the scale is 1
+    "query_pre_attn_scalar",  # in published files, though the scale is 1
     "attn_logit_softcapping",
-    "altup_coef_clip",  # bounds coefficients while training
+    "altup_coef_clip",  # bounds coefficients in training
     "altup_lr_multiplier",
 )
 
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """The text model's config with the class's defaults."""
+    """The text model's config with the class's defaults.
+
+    Raises:
+        ConfigError: the numbers of AltUp streams do not fit.
+    """
     config = text_config(config, PARENT, CONFIG_DEFAULTS)
     for key in NO_SAY:
         config.get(key)
@@ -76,7 +81,7 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
     streams, active = config.positive_int("altup_num_inputs"), config.require("altup_active_idx", int)
     if streams < 2 or not 0 <= active < streams:
         raise ConfigError(
-            f"{config.source} has {streams} AltUp streams of which number {active} is computed, but 2 or more are "
+            f"{config.source} has {streams} AltUp streams and computes stream {active}, but at least 2 streams are "
             f"needed, counted from 0: correct `altup_num_inputs` or `altup_active_idx`."
         )
     return config
@@ -90,7 +95,7 @@ def ttpu_norm(config: ModelConfig) -> NormSpec:
 
 @hookimpl
 def ttpu_embedding(config: ModelConfig) -> EmbeddingSpec:
-    """Gemma's embedding, as several streams, with the per-layer ones beside it."""
+    """Gemma's embedding expanded to several streams, with per-layer embeddings."""
     own = _per_layer(config)
     streams, hidden = config.positive_int("altup_num_inputs"), own.hidden_size
     projections = Parameter((streams - 1, hidden, hidden), (None, axes.MLP, axes.EMBED))
@@ -101,7 +106,7 @@ def ttpu_embedding(config: ModelConfig) -> EmbeddingSpec:
 
 @hookimpl
 def ttpu_block(config: ModelConfig) -> BlockSpec:
-    """Norms around the sub-layers, with AltUp, Laurel and the per-layer embedding around those."""
+    """Norms before and after the sub-layers, with AltUp, Laurel and the per-layer embedding around them."""
     own = _per_layer(config)
     custom = part(
         "gemma3n_block",
@@ -116,7 +121,7 @@ def ttpu_block(config: ModelConfig) -> BlockSpec:
 
 @hookimpl
 def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """Normalised queries, keys and values, which need no scale."""
+    """Attention with normalised queries, keys and values, and a scale of 1."""
     kinds, attention = layer_types(config, PERIOD), defaults.ttpu_attention(config)
     norm = ttpu_norm(config)
     return replace(
@@ -133,7 +138,11 @@ def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
 
 @hookimpl
 def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec:
-    """A gated MLP of the layer's own width and sparsity."""
+    """A gated MLP with the layer's own width and sparsity.
+
+    Raises:
+        ConfigError: a list has another length than the layers, or a width or sparsity is out of range.
+    """
     count = config.positive_int("num_hidden_layers")
     listed = isinstance(config.get("intermediate_size"), tuple)
     key = "intermediate_size"
@@ -143,8 +152,8 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec:
     for key, values in (("intermediate_size", widths), ("activation_sparsity_pattern", sparsity)):
         if len(values) != count:
             raise ConfigError(
-                f"{config.source} gives {len(values)} values as {key!r} for {count} layers, but needs one for each: "
-                f"correct it, or `num_hidden_layers`."
+                f"{config.source} gives {len(values)} values as {key!r} for {count} layers, but one per layer is "
+                f"needed: correct it, or `num_hidden_layers`."
             )
     if min(widths) < 1 or not all(0 <= share < 1 for share in sparsity):
         raise ConfigError(
@@ -191,7 +200,7 @@ def _per_layer(config: ModelConfig) -> PerLayerSpec:
 
 
 def _block_parameters(config: ModelConfig) -> Parameters:
-    """What AltUp and Laurel store in each layer."""
+    """The parameters of AltUp and Laurel in each layer."""
     hidden, streams = config.positive_int("hidden_size"), config.positive_int("altup_num_inputs")
     rank = config.positive_int("laurel_rank")
     return (

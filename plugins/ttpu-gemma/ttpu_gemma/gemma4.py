@@ -1,6 +1,6 @@
-"""Gemma 4: heads of another size on the layers without windows, values that may be the keys, shared keys and values,
-per-layer embeddings where the config has them, and in the larger models experts beside the dense MLP. The text models,
-and the text part of the multimodal ones."""
+"""Gemma 4: other head sizes on full-attention layers, values that may equal the keys, shared keys and values,
+optional per-layer embeddings, and in the larger models experts beside the dense MLP. The hooks answer for the
+text models and for the text part of the multimodal ones."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ CONFIG_DEFAULTS: dict[str, Any] = GEMMA3_DEFAULTS | {
     "use_double_wide_mlp": False,
     "global_head_dim": 512,
 }
-PERIOD = 6  # every sixth layer sees everything, and the last one in any case
+PERIOD = 6  # every sixth layer has full attention, and so does the last one
 
 
 @hookimpl
@@ -79,7 +79,7 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
 
 @hookimpl
 def ttpu_embedding(config: ModelConfig) -> EmbeddingSpec:
-    """Gemma's embedding, with the per-layer ones beside it."""
+    """Gemma's embedding, with per-layer embeddings if the config has them."""
     own = _per_layer(config)
     if own is None:
         return common.ttpu_embedding(config)
@@ -89,7 +89,7 @@ def ttpu_embedding(config: ModelConfig) -> EmbeddingSpec:
 
 @hookimpl
 def ttpu_block(config: ModelConfig) -> BlockSpec:
-    """Norms around the sub-layers, three more where there are experts, and one factor on what leaves the layer."""
+    """Norms before and after the sub-layers, three more with experts, and one factor on the layer's output."""
     own, experts = _per_layer(config), _expert_parameters(config)
     if own is None and not experts:
         return BlockSpec("sandwich", layer_scalar=True)
@@ -100,7 +100,7 @@ def ttpu_block(config: ModelConfig) -> BlockSpec:
 
 @hookimpl
 def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """Normalised queries, keys and values, which need no scale; heads differ between the types of layers."""
+    """Attention with normalised queries, keys and values, and a scale of 1. Head sizes differ between layer types."""
     kinds, norm = _layer_types(config), ttpu_norm(config)
     kind = kinds[layer]
     changes = _overrides(config, layer, kind)
@@ -120,12 +120,13 @@ def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
 
 @hookimpl
 def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
-    """A gated MLP, twice as wide where keys and values are shared if the config says so, alone or beside experts."""
+    """A gated MLP, alone or beside experts. It is twice as wide on layers with shared keys and values if the config
+    says so."""
     act, width = activation(config, "hidden_activation"), config.positive_int("intermediate_size")
     shared = kv_source(config, layer, _layer_types(config)) is not None
     dense = MLPSpec(width * (2 if config.flag("use_double_wide_mlp") and shared else 1), act)
     for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        config.get(key)  # written though it counts for nothing
+        config.get(key)  # written even if there are no experts
     if not config.flag("enable_moe_block"):
         return dense
     router = RouterSpec(
@@ -172,7 +173,7 @@ EXPERT_NORMS = {
 
 
 def _expert_parameters(config: ModelConfig) -> Parameters:
-    """The norms that a layer has for its experts and the MLP beside them."""
+    """A layer's norms for its experts and for the MLP beside them."""
     if not config.flag("enable_moe_block"):
         return ()
     scale = Parameter((config.positive_int("hidden_size"),), (axes.NORM,), "ones")
@@ -188,11 +189,11 @@ def _per_layer(config: ModelConfig) -> PerLayerSpec | None:
 
 
 def _overrides(config: ModelConfig, layer: int, kind: str) -> dict[str, int]:
-    """Head size and number of KV heads where a layer's differ: as transformers 5 writes them, by layer, or for all
-    layers of full attention, as published files have them.
+    """The layer's own head size and number of KV heads. transformers 5 writes them by layer; published files write
+    them for all full-attention layers.
 
     Raises:
-        ConfigError: a layer is given another key.
+        ConfigError: a layer overrides another key.
     """
     config.get("global_head_dim")
     kv_heads = config.positive_int("num_global_key_value_heads", default=None)
@@ -204,7 +205,7 @@ def _overrides(config: ModelConfig, layer: int, kind: str) -> dict[str, int]:
         if kv_heads is not None and config.flag("attention_k_eq_v"):
             own["num_key_value_heads"] = kv_heads
         return own
-    # Layer numbers are padded with zeros to one width.
+    # Layer numbers are zero-padded to one width.
     section = next((by_layer.section(key) for key in by_layer if key.isdecimal() and int(key) == layer), None)
     for key in section or ():
         if key not in ("head_dim", "num_key_value_heads"):
@@ -216,7 +217,7 @@ def _overrides(config: ModelConfig, layer: int, kind: str) -> dict[str, int]:
 
 
 def _rope(config: ModelConfig, kind: str, head_dim: int) -> RopeSpec:
-    """Rope of a layer type; without parameters a quarter of the pairs turn on layers of full attention."""
+    """Rope of a layer type. Without parameters, a quarter of the pairs are rotated on full-attention layers."""
     if config.section("rope_parameters"):
         return rope_from_config(config, head_dim=head_dim, layer_type=kind, theta=THETAS[kind])
     positions = config.positive_int("max_position_embeddings")

@@ -1,5 +1,5 @@
-"""Per-layer embeddings (gemma 3n and 4): each token has a second, narrow embedding for each layer, which is let into
-the residual stream there. In: sizes; out: the parameters and mapping rules of what makes them and lets them in."""
+"""Per-layer embeddings (gemma 3n and 4): each token has a second, narrow embedding per layer, which is added to the
+residual stream there. This module describes their parameters and mapping rules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class PerLayerSpec:
         )
 
     def layer_parameters(self) -> Parameters:
-        """A layer's gate and projection; too narrow to be worth the exchange that cutting them would cost."""
+        """A layer's gate and projection. They are too narrow for tensor parallelism: its exchange would cost more
+        than it saves."""
         return (
             ("per_layer.gate.kernel", Parameter((self.features, self.hidden_size), (None, axes.EMBED))),
             ("per_layer.projection.kernel", Parameter((self.hidden_size, self.features), (axes.EMBED, None))),
@@ -42,7 +43,7 @@ class PerLayerSpec:
         )
 
     def rules(self, base: str) -> Rules:
-        """Where a checkpoint, whose text model's tensors are below `base`, keeps all of them."""
+        """Mapping rules for all of these parameters. `base` is the prefix of the text model's tensors."""
         names = {
             "embedding": "embed_tokens_per_layer.weight",
             "projection.kernel": "per_layer_model_projection.weight",
@@ -60,15 +61,22 @@ class PerLayerSpec:
 
 
 def tensors(path: str, parameters: Parameters, group: str, names: dict[str, str], base: str) -> Rules:
-    """Rules for those parameters below `path` of which `names` has the rest after `group`: a tensor of the same shape
-    by that name below `base`."""
+    """Mapping rules for parameters that are stored as one tensor of the same shape.
+
+    Args:
+        path: prefix of the parameters' Flax paths.
+        parameters: candidates; only those whose name is `group` followed by a key of `names` get a rule.
+        group: prefix within the names of `parameters`.
+        names: rest of the parameter's name → tensor name.
+        base: prefix of the tensor names.
+    """
     for name, parameter in parameters:
         if name.startswith(group) and name.removeprefix(group) in names:
             yield path + name, Tensor(base + names[name.removeprefix(group)], parameter.shape)
 
 
 def per_layer_spec(config: ModelConfig, norm: NormSpec, activation: ActivationSpec) -> PerLayerSpec | None:
-    """What a config says of per-layer embeddings; None where it has none of them."""
+    """The config's per-layer embeddings, or None if it has none."""
     features, _ = config.get("hidden_size_per_layer_input"), config.get("vocab_size_per_layer_input")
     if not features:
         return None
@@ -83,5 +91,5 @@ def per_layer_spec(config: ModelConfig, norm: NormSpec, activation: ActivationSp
 
 
 def part(name: str, implementation: str, parameters: Parameters, **options: object) -> CustomSpec:
-    """A part of a gemma model that is implemented in `ttpu_gemma.jax`."""
+    """A part of a gemma model whose implementation is in `ttpu_gemma.jax`."""
     return CustomSpec(name, (("jax", f"ttpu_gemma.jax.{implementation}"),), parameters, tuple(options.items()))

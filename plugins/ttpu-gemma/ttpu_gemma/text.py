@@ -1,5 +1,5 @@
-"""The text model as a part of Gemma's multimodal ones. In: a config, and a text model's mapping; out: the text model's
-config, and the mapping without what checkpoints hold and the text model never uses."""
+"""The text part of Gemma's multimodal models: its config, and its mapping without tensors that the text model never
+uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ttpu_core.mapping import FlaxMapping
 
 
 def text_config(config: ModelConfig, parent: str, defaults: Mapping[str, Any]) -> ModelConfig:
-    """The text model's config with its class's defaults: `config` itself, or the `text_config` of a `parent`.
+    """The text model's config with its class's defaults: `config` itself, or the `text_config` of a multimodal
+    `parent`.
 
     Raises:
         ConfigError: a parent without a `text_config`.
@@ -24,7 +25,7 @@ def text_config(config: ModelConfig, parent: str, defaults: Mapping[str, Any]) -
 
 
 def without_shared_keys(mapping: FlaxMapping, shared: Iterable[int]) -> FlaxMapping:
-    """The mapping, with what checkpoints hold for layers that read others' keys and values, and never use."""
+    """The mapping, ignoring keys and values that checkpoints hold for layers that read another layer's."""
     layers = "|".join(map(str, shared))
     unused = rf".*layers\.({layers})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*"
     return replace(mapping, ignored=(*mapping.ignored, unused)) if layers else mapping

@@ -13,5 +13,5 @@ __all__ = ["ttpu_attention", "ttpu_config", "ttpu_embedding", "ttpu_flax_mapping
 
 @hookimpl
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
-    """The usual names, but gemma 2's for the norm before the MLP."""
+    """The usual names, except that the norm before the MLP has gemma 2's name."""
     return standard_mapping(spec, CheckpointNames(mlp_norm="pre_feedforward_layernorm"))

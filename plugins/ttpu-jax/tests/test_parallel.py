@@ -134,7 +134,7 @@ def test_slices_that_nobody_named_lie_along_the_first_axes() -> None:
 
 
 def test_other_numbers_of_slices_than_there_are_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="a mesh over 4 slices was asked for, but the 16 devices are of 2"):
+    with pytest.raises(UnsupportedError, match="a mesh over 4 slices was asked for, but the 16 devices are in 2"):
         arrange(CHIPS, {"data": 4, "fsdp": 4}, {"data": 4})
 
 

@@ -114,10 +114,10 @@ def test_auto_takes_it_where_the_sequence_is_cut() -> None:
 
 
 def test_it_is_refused_where_no_axis_cuts_the_sequence() -> None:
-    with pytest.raises(UnsupportedError, match="no mesh axis cuts the sequence"):
+    with pytest.raises(UnsupportedError, match="no mesh axis shards the sequence"):
         choice.choose("ring_attention", layers(SPEC), "cpu")
 
 
 def test_kernels_for_whole_sequences_are_refused_where_it_is_cut() -> None:
-    with pytest.raises(UnsupportedError, match="it wants the whole sequence on one device"):
+    with pytest.raises(UnsupportedError, match="it needs the whole sequence on one device"):
         choice.choose("splash_attention", layers(SPEC), "tpu", sequence_axes=("sequence",))

@@ -352,7 +352,7 @@ def test_a_lost_connection_ends_the_process_at_its_far_end(fake_ssh: str, clean:
     ("ssh", "message"),
     [
         ("no-such-ssh -T", "process 0 on tpu-a was to be started by 'no-such-ssh', which cannot be run (No such file"),
-        ("ssh 'x", '--ssh "ssh \'x" was given, but a quote or backslash in it has no end'),
+        ("ssh 'x", '--ssh "ssh \'x" was given, but a quote or escape in it is not closed'),
         ("", "--ssh '' was given, but it is empty"),
     ],
     ids=["not there", "half a quote", "empty"],
@@ -398,7 +398,7 @@ def test_process_0_listens_on_the_first_host_unless_told_otherwise() -> None:
     assert coordinator_of(hosts_of("fd00::1", 1), ":99") == "[fd00::1]:99"
     with pytest.raises(LaunchError, match="HOST, HOST:PORT or :PORT"):
         coordinator_of(hosts, "a:b:c")
-    with pytest.raises(LaunchError, match="which the other hosts take for themselves"):
+    with pytest.raises(LaunchError, match="the other hosts resolve that name to themselves"):
         coordinator_of(hosts_of("localhost,tpu-b", 1), None)
 
 
@@ -436,15 +436,15 @@ def test_what_makes_no_sense_is_one_sentence_and_status_2(arguments: list[str], 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--nodes 1", "--nodes was given for processes on this machine, but it says something only with --slurm-s"),
+        ("--nodes 1", "--nodes was given for processes on this machine, but it is read only with --slurm-s"),
         ("--namespace default", "--namespace was given for processes on this machine"),
         ("--force", "only with --slurm-script or --gke"),
         ("--ssh ssh", "only with --hosts or --hostfile"),
         ("--tpu-pod --tpu-name a --zone z --nproc-per-node 8", "--nproc-per-node was given with --tpu-pod and "),
-        ("--tpu-pod --devices-per-process 8", "--devices-per-process was given with --tpu-pod, but it says"),
+        ("--tpu-pod --devices-per-process 8", "--devices-per-process was given with --tpu-pod, but it is read"),
         ("--tpu-pod --zone z", "only with --tpu-pod and --tpu-name"),
         ("--gke f --nproc-per-node 1", "only on this machine or with --hosts or --hostfile or --slurm-script"),
-        ("--slurm --nproc-per-node 2", "--nproc-per-node was given with --slurm, but it says"),
+        ("--slurm --nproc-per-node 2", "--nproc-per-node was given with --slurm, but it is read"),
         ("--slurm-script f --secret a", "--secret was given with --slurm-script, but"),
     ],
 )

@@ -1,5 +1,4 @@
-"""Asks what a backend declares for its launch: what its processes need beside their place among the others. No
-framework is imported for it."""
+"""Asks a backend which variables and limits its processes have in a launch. No framework is imported for this."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ from ttpu_core.registry import BACKENDS, default_registry
 
 
 class LaunchedBackend:
-    """The backend that a launch is for, or none in particular.
+    """The backend of a launch, or none.
 
     Args:
-        name: what `--backend` names; None for processes that need no variables but the launch's own.
+        name: the value of `--backend`; None for processes that need no variables but the launch's own.
 
     Raises:
         LaunchError: no installed backend has this name.
-        PluginError: what it declares cannot be used.
+        PluginError: the backend's declaration cannot be used.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -31,7 +30,7 @@ class LaunchedBackend:
             )
         self._launches: Launches | None = None if name is None else default_registry().launches(name)
         self.passed_on = name if self._launches else None
-        """The name that a launch on another machine is given; None for a backend that declares nothing for it."""
+        """The backend's name for a launch on another machine, or None if the backend declares nothing."""
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -39,7 +38,7 @@ class LaunchedBackend:
         return self._launches.variables if self._launches else ()
 
     def check_processes(self, per_host: int) -> None:
-        """Refuse more processes on a host than the backend has there.
+        """Refuse more processes per host than the backend supports.
 
         Raises:
             LaunchError: there are more.
@@ -53,7 +52,7 @@ class LaunchedBackend:
         """The backend's own variables of each process, see `ttpu_core.backend.Launches`.
 
         Raises:
-            LaunchError: what the backend cannot run.
+            LaunchError: the backend cannot run these processes.
         """
         if self._launches is None:
             return {}

@@ -1,5 +1,6 @@
-"""`ttpu launch`: a command comes in and runs as several processes, on this machine, on hosts, in a SLURM job or on a
-TPU slice; their lines go out behind their numbers. With --slurm-script or --gke a file goes out that has this done."""
+"""`ttpu launch`: runs a command as several processes on this machine, on hosts over ssh, in a SLURM job or on a TPU
+slice, and prefixes their output lines with their numbers. With --slurm-script or --gke it writes a file for
+another launcher."""
 
 from __future__ import annotations
 
@@ -226,7 +227,7 @@ def launch(
         return {**variables, **runs.variables_for(processes, local_devices, given, on_tpu_worker=on_worker)}
 
     if tpu_name is not None:
-        if dry_run:  # a value that was not written here is not shown either
+        if dry_run:  # do not show values that come from the environment
             variables = {name: f"<{name}>" if asked[name] is None else value for name, value in variables.items()}
         tasks = [_on_all_workers(words, tpu_name, zone, project, workdir, variables, timeout, grace, runs.passed_on)]
         if dry_run:
@@ -273,7 +274,7 @@ def _run(tasks: Sequence[Task], grace: float) -> int:
         raise LaunchError("processes were to be started here, but that needs POSIX process groups: use Linux.")
     if not hasattr(os, "waitid"):
         raise LaunchError(
-            "processes were to be started here, but this Python has no os.waitid, which macOS has from Python 3.13 on: "
+            "processes were to be started here, but this Python has no os.waitid, which needs Python 3.13 on macOS: "
             "use that, or Linux."
         )
     from ttpu_launch.supervisor import supervise

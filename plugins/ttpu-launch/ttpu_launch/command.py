@@ -1,5 +1,4 @@
-"""What each process runs. In: the words after `--` on the command line; out: an argv that means the same without an
-activated environment."""
+"""Turns the words after `--` on the command line into an argv that works without an activated environment."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ TTPU = "ttpu"
 
 
 def argv_of(words: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
-    """`ttpu …` and scripts ending in `.py` are run by `python`; anything else as it stands.
+    """The argv of a command: `ttpu …` and scripts ending in `.py` are run by `python`, other commands are unchanged.
 
     Raises:
-        LaunchError: there is no command, or one that several processes cannot run.
+        LaunchError: there is no command, or several processes cannot run it.
     """
     check_command(words)
     if words[0] == TTPU:
@@ -26,7 +25,11 @@ def argv_of(words: Sequence[str], python: str = sys.executable) -> tuple[str, ..
 
 
 def check_command(words: Sequence[str]) -> None:
-    """Refuse what no launcher can run."""
+    """Refuse commands that cannot be launched.
+
+    Raises:
+        LaunchError: there is no command, or several processes cannot run it.
+    """
     if not words:
         raise LaunchError(
             "no command was given: write what each process runs after `--`, as in "

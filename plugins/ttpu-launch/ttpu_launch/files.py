@@ -1,4 +1,4 @@
-"""Files that other programs read: a job's manifest or script. In: a path and a text; out: the whole file, or none."""
+"""Writes files for other programs, such as a job's manifest or script, whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from ttpu_core.errors import LaunchError
 
 
 def write_whole(path: Path, text: str, *, replace: bool, executable: bool = False, private: bool = False) -> None:
-    """Write the file whole or not at all. A private one can be read by its owner alone.
+    """Write the file whole or not at all.
+
+    Args:
+        path: the file.
+        text: its content.
+        replace: whether an existing file is replaced.
+        executable: whether the file can be executed.
+        private: whether only its owner can read it.
 
     Raises:
-        LaunchError: it is there already and is not to be replaced, or cannot be written.
+        LaunchError: the file exists and is not to be replaced, or cannot be written.
     """
     mode = (0o777 if executable else 0o666) & (0o700 if private else 0o777)
     try:

@@ -1,5 +1,5 @@
-"""Google Kubernetes Engine. In: a TPU topology, an image and a command; out: the YAML of a JobSet that runs the command
-on every host of every slice, for `kubectl apply -f`."""
+"""Google Kubernetes Engine: writes the YAML of a JobSet that runs a command on every host of every TPU slice, for
+`kubectl apply -f`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ACCELERATORS: Mapping[str, str] = MappingProxyType(
 )
 
 CHIPS_OF_HOSTS = (1, 4, 8)
-"""Chips of a host in GKE's machine types: …-1t, …-4t and (v5e and v6e) …-8t."""
+"""Chips per host in GKE's machine types: …-1t, …-4t and (v5e and v6e) …-8t."""
 
-# What Kubernetes takes as names (kubernetes.io/docs/concepts/overview/working-with-objects/names). A JobSet's is
-# shorter, because the names of its Jobs and pods are made of it.
+# Valid names in Kubernetes (kubernetes.io/docs/concepts/overview/working-with-objects/names). A JobSet's name must be
+# shorter, because it is part of the names of its Jobs and pods.
 NAMES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "name": (
@@ -49,9 +49,9 @@ NAMES: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 
 # A JobSet is one Job per slice with one pod per host. GKE numbers the pods and, with several slices, the slices
-# (TPU_WORKER_ID, MEGASCALE_*), which is what jax.distributed finds by itself. backoffLimit 0: a pod that fails fails
-# its slice, and the JobSet begins anew as often as maxRestarts says. One slice must be one node pool, which is what the
-# annotation asks for (github.com/kubernetes-sigs/jobset, docs/concepts).
+# (TPU_WORKER_ID, MEGASCALE_*), and jax.distributed reads these numbers. backoffLimit 0: a failed pod fails its slice,
+# and the JobSet restarts up to maxRestarts times. The annotation makes each slice one node pool
+# (github.com/kubernetes-sigs/jobset, docs/concepts).
 TEMPLATE = """\
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -98,8 +98,9 @@ spec:
 
 @dataclass(frozen=True)
 class JobSet:
-    """What runs where. `chips_per_host` is None for the usual machine: one for a slice that a host can hold, else of 4
-    chips. A variable whose value is None has it in the Kubernetes Secret `secret`, under its own name."""
+    """A job on GKE. `chips_per_host` of None selects the usual machine: one host for a slice that fits it, else
+    hosts of 4 chips. A variable whose value is None is read from the Kubernetes Secret `secret`, under its own
+    name."""
 
     command: tuple[str, ...]
     topology: Topology
@@ -115,11 +116,11 @@ class JobSet:
     backend: str | None = None
 
     def yaml(self) -> str:
-        """The manifest; strings are written as JSON, which YAML contains.
+        """The manifest. Strings are written as JSON, which is valid YAML.
 
         Raises:
-            LaunchError: a name that Kubernetes would refuse, hosts that the slice cannot be made of, or a variable
-                that has no value and no Secret.
+            LaunchError: an invalid Kubernetes name, hosts that do not divide the slice, or a variable without a
+                value and without a Secret.
         """
         for what, text in (("name", self.name), ("namespace", self.namespace), ("secret", self.secret)):
             form, said = NAMES[what]
@@ -159,7 +160,7 @@ class JobSet:
         return {"name": name, "valueFrom": {"secretKeyRef": {"name": self.secret, "key": name}}}
 
     def _chips(self) -> int:
-        """Chips of a host."""
+        """Chips per host."""
         topology, given = self.topology, self.chips_per_host
         if given is None:
             return topology.chips_per_slice // (topology.num_hosts // topology.slices)
@@ -177,7 +178,7 @@ class JobSet:
 
 
 def _unexpanded(text: str) -> str:
-    """A text that Kubernetes, which puts a variable's value in the place of $(NAME), hands on as it stands."""
+    """The text with "$" escaped, so that Kubernetes does not expand $(NAME)."""
     return text.replace("$", "$$")
 
 

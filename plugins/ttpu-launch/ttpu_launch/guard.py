@@ -1,9 +1,9 @@
-"""Runs one command on a leash, on this machine or at the far end of ssh. In: a line of JSON on stdin that says what to
-run; then stdin is the leash: when it closes, because the launcher closed it, was killed or lost its connection, the
-command's whole process group ends. Out: the command's output, and its exit code.
+"""Runs one command and ends it with its launcher, on this machine or at the far end of ssh. The first line on stdin is
+JSON that describes the command. After it, stdin is a leash: when it closes, because the launcher closed it, was killed
+or lost its connection, the guard ends the command's whole process group. It passes on the command's exit code.
 
-It is a program of its own (`python -m ttpu_launch.guard`) and imports only the standard library, so that it starts
-in a few hundredths of a second."""
+The guard is a program of its own (`python -m ttpu_launch.guard`). It imports only the standard library, so that it
+starts in a few hundredths of a second."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ import time
 from typing import Any
 
 TERMINATE, KILL = b"t", b"k"
-"""Words on the leash: end the command, as if the leash had closed; end it without a grace."""
+"""Bytes on the leash: TERMINATE ends the command as if the leash had closed, KILL ends it without a grace period."""
 
-CANNOT_RUN, NOT_FOUND = 126, 127  # as shells report them
+CANNOT_RUN, NOT_FOUND = 126, 127  # exit codes of shells
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.05
 
 
 def main() -> int:
-    """Run what stdin says; returns the command's exit code, 128 + N where signal N ended it."""
+    """Run the command that stdin describes. Returns its exit code, or 128 + N if signal N ended it."""
     header = _read_header()
     if header is None:
         return CANNOT_RUN
     if not hasattr(os, "waitid"):
         print(f"processes cannot be watched on {os.uname().nodename}: its Python {sys.version.split()[0]} has no "
-              "os.waitid, which macOS has from 3.13 on.", file=sys.stderr)  # fmt: skip
+              "os.waitid, which needs 3.13 on macOS.", file=sys.stderr)  # fmt: skip
         return CANNOT_RUN
-    # An ended launcher closes the leash, which is the one way to end this process in order.
+    # The guard ignores signals: it ends when the launcher ends, which closes the leash.
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     command, grace = list(header["command"]), float(header["grace"])
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _read_header() -> dict[str, Any] | None:
-    """The first line of stdin, read byte by byte so that nothing of what follows is taken."""
+    """The first line of stdin. It is read byte by byte, so that no later byte is consumed."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
@@ -69,7 +69,8 @@ def _read_header() -> dict[str, Any] | None:
 
 
 def _die_with_parent() -> None:
-    """In the child, before the command: signals as usual, and SIGKILL if the guard itself is killed (Linux)."""
+    """In the child, before the command: restore default signal handling, and request SIGKILL if the guard is killed
+    (Linux)."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     if sys.platform == "linux":
@@ -77,9 +78,9 @@ def _die_with_parent() -> None:
 
 
 def _wait(pid: int, grace: float) -> int:
-    """Wait for the command or the leash's end, and leave nothing of its process group; returns the exit code.
+    """Wait for the command or for the end of the leash, and end the whole process group. Returns the exit code.
 
-    The command is looked at without being reaped, so that its group's number cannot become somebody else's."""
+    The command is observed without being reaped, so that its group's number is not reused."""
     leash: list[int] = [0]
     kill_at: float | None = None
     while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
@@ -93,7 +94,7 @@ def _wait(pid: int, grace: float) -> int:
                 kill_at = time.monotonic() + grace
         if kill_at is not None and time.monotonic() >= kill_at:
             _signal(pid, signal.SIGKILL)
-    # What the command left running in the background ends with it.
+    # Background processes of the command end with it.
     _signal(pid, signal.SIGTERM)
     ended_at = time.monotonic() + min(grace, 2.0)
     while _others(pid) and time.monotonic() < ended_at:
@@ -112,12 +113,12 @@ def _read_leash() -> bytes:
 def _signal(group: int, number: signal.Signals) -> None:
     try:
         os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):  # macOS says "not permitted" of a group of zombies
+    except (ProcessLookupError, PermissionError):  # macOS reports "not permitted" for a group of zombies
         return
 
 
 def _others(group: int) -> bool:
-    """Whether the group has living members besides its ended leader (Linux; elsewhere unknown, so False)."""
+    """Whether the group has living members besides its ended leader. False outside Linux, where this is unknown."""
     try:
         numbers = [name for name in os.listdir("/proc") if name.isdecimal() and int(name) != group]  # noqa: PTH208
     except OSError:

@@ -1,5 +1,5 @@
-"""The launcher's options: their defaults, and which place reads which of them. In: a place and the options that a user
-gave; out: nothing, or one sentence about the first that would have been dropped in silence."""
+"""The launcher's options: their defaults, and which place reads which option. `check_options` refuses an option that
+a place would ignore."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_GRACE = 10.0
 """Seconds from SIGTERM to SIGKILL."""
 
 DEFAULT_SSH = "ssh -T -o BatchMode=yes -o ServerAliveInterval=15"
-"""How a host is reached: no terminal, no questions, and a connection that is dead is noticed in three times 15 s."""
+"""The default ssh command: no terminal, no questions, and a dead connection is detected within three times 15 s."""
 
 HERE, HOSTS, SLURM, WORKER, SLICE = "here", "hosts", "slurm", "worker", "slice"
 SLURM_SCRIPT, GKE = "slurm-script", "gke"
@@ -27,21 +27,21 @@ SPOKEN: Mapping[str, str] = MappingProxyType(
         GKE: "--gke",
     }
 )
-"""By which options a place is chosen; none of them is processes on this machine."""
+"""Options that select a place. Without any, processes run on this machine."""
 
 PLACES = (HERE, *SPOKEN)
 FILES = (SLURM_SCRIPT, GKE)
 
 READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        # which place
+        # selection of the place
         "hosts": (HOSTS,),
         "hostfile": (HOSTS,),
         "slurm": (SLURM,),
         "tpu_pod": (WORKER, SLICE),
         "slurm_script": (SLURM_SCRIPT,),
         "gke": (GKE,),
-        # what runs; elsewhere SLURM, GKE or the slice says how many processes there are
+        # the command; at other places SLURM, GKE or the slice sets the number of processes
         "command": PLACES,
         "backend": PLACES,
         "nproc_per_node": (HERE, HOSTS, SLURM_SCRIPT),
@@ -50,7 +50,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "timeout": PLACES,
         "grace": PLACES,
         "dry_run": PLACES,
-        # how a place is reached
+        # access to a place
         "ssh": (HOSTS,),
         "python": (HOSTS,),
         "coordinator": (HOSTS,),
@@ -58,7 +58,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "zone": (SLICE,),
         "project": (SLICE,),
         "workdir": (SLICE,),
-        # what a file says
+        # contents of a file
         "name": FILES,
         "force": FILES,
         "nodes": (SLURM_SCRIPT,),
@@ -73,14 +73,14 @@ READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "chips_per_host": (GKE,),
     }
 )
-"""The places that read an option, by the name of its parameter."""
+"""The places that read an option, by its parameter name."""
 
 
 def check_options(given: Iterable[str], place: str) -> None:
-    """Refuse what this place does not read; `given` are names of parameters.
+    """Refuse options that this place does not read. `given` are parameter names.
 
     Raises:
-        LaunchError: the first of them that it does not.
+        LaunchError: the place does not read one of them.
     """
     for name in given:
         if place not in READ_BY[name]:
@@ -89,13 +89,13 @@ def check_options(given: Iterable[str], place: str) -> None:
             where = " or ".join([*here, f"with {' or '.join(owners)}"])
             asked = f"with {SPOKEN[place]}" if place in SPOKEN else "for processes on this machine"
             raise LaunchError(
-                f"--{name.replace('_', '-')} was given {asked}, but it says something only {where}: leave it out, or "
-                "launch there."
+                f"--{name.replace('_', '-')} was given {asked}, but it is read only {where}: leave it out, or launch "
+                "there."
             )
 
 
 def own_options(timeout: int, grace: float, backend: str | None = None) -> list[str]:
-    """The options that a launch on another machine is given too, where they are not the usual."""
+    """Options that are passed to a launch on another machine, if they differ from the defaults."""
     runs = [] if backend is None else ["--backend", backend]
     waits = [] if timeout == DEFAULT_TIMEOUT else ["--timeout", str(timeout)]
     return runs + waits + ([] if grace == DEFAULT_GRACE else ["--grace", f"{grace:g}"])

@@ -1,5 +1,4 @@
-"""Where processes run: on this machine, or on hosts reached by ssh. In: hosts, processes of a host, a command; out: a
-task for each process, with its contract."""
+"""Creates a task with its contract for each process, on this machine or on hosts reached by ssh."""
 
 from __future__ import annotations
 
@@ -17,32 +16,32 @@ from ttpu_launch.options import DEFAULT_SSH
 from ttpu_launch.supervisor import Task
 
 DEFAULT_PORT = 8476
-"""Where process 0 listens on another machine, whose free ports nobody here can know."""
+"""Port of process 0 on another machine, whose free ports are unknown here."""
 
 PASSED_ON = ("JAX_", "XLA_", "LIBTPU_", "TTPU_", "HF_", "OMP_", "PYTHON")
-"""Beginnings of the names of variables that another machine is given, with those asked for. Those of the TPU runtime
-(TPU_*) are not among them: they say which machine this is."""
+"""Prefixes of variables that are passed to other machines, besides those requested with --env. Variables of the TPU
+runtime (TPU_*) are not passed on: they describe this machine."""
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and how many processes it runs."""
+    """A machine and its number of processes."""
 
     name: str
     processes: int
 
     @property
     def address(self) -> str:
-        """What other machines call it: the name without ssh's user."""
+        """The host's name for other machines: the name without ssh's user."""
         return self.name.rpartition("@")[2]
 
 
 def local_tasks(
     command: Sequence[str], processes: int, contract: Contract, environment: Mapping[str, str]
 ) -> list[Task]:
-    """`processes` tasks in this directory; `contract` says what they have in common."""
+    """`processes` tasks in this directory. `contract` holds their common values."""
     return [
         own_task(str(number), command, replace(contract, num_processes=processes, process_id=number), environment)
         for number in range(processes)
@@ -50,7 +49,7 @@ def local_tasks(
 
 
 def own_task(label: str, command: Sequence[str], contract: Contract, environment: Mapping[str, str]) -> Task:
-    """The one process of this machine, where something else has started this command on all of them."""
+    """The only process of this machine, when another launcher starts this command on all machines."""
     return Task(
         label, tuple(command), {"PYTHONUNBUFFERED": "1", **environment, **contract.environment()}, directory()
     )
@@ -67,11 +66,19 @@ def ssh_tasks(
 ) -> list[Task]:
     """Tasks on the hosts in their order, in a directory of the same name as this one.
 
-    What they run and their environment go through ssh's stdin, so that neither is quoted for a shell or seen in a list
-    of processes.
+    Commands and environments go through ssh's stdin, so that they need no quoting and do not appear in lists of
+    processes.
+
+    Args:
+        command: argv of each process.
+        hosts: the hosts, with their numbers of processes.
+        contract: values that all processes share.
+        environment: variables for each process.
+        python: path of Python on the hosts.
+        ssh: command that reaches a host.
 
     Raises:
-        LaunchError: `ssh` is empty or has a quote that does not end.
+        LaunchError: `ssh` is empty or has an unclosed quote.
     """
     reach = _words_of(ssh)
     count = sum(host.processes for host in hosts)
@@ -88,15 +95,15 @@ def ssh_tasks(
 
 
 def hosts_of(text: str, processes: int) -> list[Host]:
-    """Hosts written as "a,b,user@c"."""
+    """Parse hosts written as "a,b,user@c"."""
     return _checked([Host(name.strip(), processes) for name in text.split(",") if name.strip()], f"--hosts {text!r}")
 
 
 def hosts_in(path: Path, processes: int) -> list[Host]:
-    """Hosts in a file, one a line, with `slots=N` where one runs another number of processes; `#` begins a comment.
+    """Read hosts from a file, one per line. `slots=N` sets another number of processes, and `#` begins a comment.
 
     Raises:
-        LaunchError: the file cannot be read, a line is something else, or a host is there twice.
+        LaunchError: the file cannot be read, a line is malformed, or a host appears twice.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -119,10 +126,11 @@ def hosts_in(path: Path, processes: int) -> list[Host]:
 
 
 def coordinator_of(hosts: Sequence[Host], coordinator: str | None) -> str:
-    """Where process 0 listens: on the first host, unless HOST, HOST:PORT or :PORT says otherwise.
+    """The address of process 0: the first host, unless HOST, HOST:PORT or :PORT says otherwise.
 
     Raises:
-        LaunchError: the first host has a name under which others would look for it on themselves.
+        LaunchError: `coordinator` is malformed, or the first host has a name such as localhost that other hosts
+            would resolve to themselves.
     """
     match = re.fullmatch(r"(\[[^\]\s]+\]|[^:\s]*)(?::(\d+))?", coordinator or "")
     if match is None:
@@ -133,8 +141,8 @@ def coordinator_of(hosts: Sequence[Host], coordinator: str | None) -> str:
     address = match[1] or hosts[0].address
     if address in LOCAL_NAMES and len({host.address for host in hosts}) > 1 and not match[1]:
         raise LaunchError(
-            f"process 0 would listen at {address!r}, which the other hosts take for themselves: name the first host as "
-            "the others know it, or pass --coordinator HOST:PORT."
+            f"process 0 would listen at {address!r}, but the other hosts resolve that name to themselves: name the "
+            "first host as the others know it, or pass --coordinator HOST:PORT."
         )
     if ":" in address and not address.startswith("["):
         address = f"[{address}]"  # the first host was named by its IPv6 address
@@ -142,17 +150,17 @@ def coordinator_of(hosts: Sequence[Host], coordinator: str | None) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
+    """An unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def asked_for(variables: Iterable[str]) -> dict[str, str | None]:
-    """What NAME=VALUE and NAME ask for: a value, or None for the one that the variable has where it is needed.
+    """Parse NAME=VALUE and NAME: name → value, or None if the value is taken from the environment later.
 
     Raises:
-        LaunchError: NAME is not the name of a variable.
+        LaunchError: NAME is not a name of a variable.
     """
     result: dict[str, str | None] = {}
     for text in variables:
@@ -164,10 +172,10 @@ def asked_for(variables: Iterable[str]) -> dict[str, str | None]:
 
 
 def passed_on(variables: Mapping[str, str | None], environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for processes that are started now: one without a value gets this process's.
+    """Values of variables for processes that are started now. A variable without a value gets this process's value.
 
     Raises:
-        LaunchError: it is not set here.
+        LaunchError: the variable is not set here.
     """
     unset = [name for name, value in variables.items() if value is None and name not in environment]
     if unset:
@@ -178,13 +186,13 @@ def passed_on(variables: Mapping[str, str | None], environment: Mapping[str, str
 
 
 def usual_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables that another machine's process needs to behave the same."""
+    """This process's variables that a process on another machine needs to behave the same."""
     return {name: value for name, value in environment.items() if name.startswith(PASSED_ON)}
 
 
 def directory() -> str:
-    """This directory, by the name under which the shell entered it: other machines may not have what its links point
-    to."""
+    """The working directory, by the name under which the shell entered it. Other machines may lack the targets of
+    its links."""
     here, named = Path.cwd(), Path(os.environ.get("PWD", ""))
     return str(named if named.is_absolute() and named.is_dir() and named.samefile(here) else here)
 
@@ -194,7 +202,7 @@ def _words_of(ssh: str) -> list[str]:
         words = shlex.split(ssh)
     except ValueError as error:
         raise LaunchError(
-            f"--ssh {ssh!r} was given, but a quote or backslash in it has no end ({str(error).lower()}): correct it."
+            f"--ssh {ssh!r} was given, but a quote or escape in it is not closed ({str(error).lower()}): correct it."
         ) from error
     if not words:
         raise LaunchError(

@@ -1,5 +1,5 @@
-"""Processes find each other before a framework is asked to connect them, because its own answer to a process that never
-comes is an abort. In: each process's contract; out: all of them are there, or one sentence says which are not."""
+"""Lets processes find each other before a framework connects them, because a framework aborts if a process never
+comes. `meet` returns when all processes are present, or raises an error that names the missing ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LONGEST_LINE = 256
 
 
 def meet(contract: Contract) -> None:
-    """Return once all processes are there; the port is then free again, for the framework's own service.
+    """Return once all processes are present. The port is then free again for the framework's own service.
 
-    Process 0 listens at the coordinator's port, the others greet it with their number and wait for its word.
+    Process 0 listens at the coordinator's port. The other processes send it their number and wait for its answer.
 
     Raises:
-        LaunchError: some do not come in time, two say that they are the same, or the port is taken.
+        LaunchError: processes do not come in time, two have the same number, or the port is taken.
     """
     assert contract.num_processes is not None and contract.process_id is not None
     if contract.num_processes == 1:
@@ -63,7 +63,7 @@ def _receive_all(contract: Contract, count: int) -> None:
                         present[number] = peer
             for stranger in pending:
                 stranger.close()
-        # The port is closed before the word is given: whoever hears it may connect to the framework's service.
+        # The port is closed before the answer is sent: its receivers then connect to the framework's service.
         missing = sorted(set(range(1, count)) - set(present))
         if refusal is None and missing:
             refusal = (
@@ -87,7 +87,7 @@ def _greet(contract: Contract, count: int, number: int) -> None:
         try:
             with socket.create_connection(contract.address, timeout=min(left, 5.0)) as connection:
                 connection.sendall(f"{GREETING} {number} {count}\n".encode())
-                # Process 0 waits as long as this one does, so its refusal, which names who is missing, comes in time.
+                # Process 0 waits as long as this one, so its refusal, which names the missing processes, comes in time.
                 connection.settimeout(max(deadline + 5 - time.monotonic(), 1.0))
                 with connection.makefile("rb") as answers:
                     answer = answers.readline(4096).decode(errors="replace").strip()
@@ -122,7 +122,7 @@ def _listening(contract: Contract) -> socket.socket:
 
 
 def _line_of(peer: socket.socket, pending: dict[socket.socket, bytes]) -> str | None:
-    """A whole line, or None for half of one; "" where the connection is over."""
+    """A whole line; None if it is not complete yet; "" if the connection is closed."""
     try:
         chunk = peer.recv(LONGEST_LINE)
     except BlockingIOError:
@@ -136,15 +136,15 @@ def _line_of(peer: socket.socket, pending: dict[socket.socket, bytes]) -> str | 
 
 
 def _number_in(line: str, count: int, present: dict[int, socket.socket]) -> tuple[int | None, str | None]:
-    """The number that a greeting gives, or why everybody has to stop; (None, None) for a stranger."""
+    """The number in a greeting, or the reason why all processes must stop. (None, None) for a stranger."""
     words = line.split()
     if len(words) != 3 or words[0] != GREETING or not all(word.isdecimal() for word in words[1:]):
         return None, None  # a port scanner, or a connection that broke
     number, its_count = int(words[1]), int(words[2])
     if its_count != count or not 1 <= number < count:
         return None, (
-            f"process 0 was told of {count} processes, but a process came that is number {number} of {its_count}: give "
-            "all of them the same number of processes."
+            f"process 0 expects {count} processes, but a process came that is number {number} of {its_count}: give all "
+            "of them the same number of processes."
         )
     if number in present:
         if _is_open(present[number]):
@@ -170,7 +170,7 @@ def _tell(peer: socket.socket, text: str) -> None:
         peer.settimeout(5.0)
         peer.sendall(f"{text}\n".encode())
     except OSError:
-        return  # it is gone; its own process says so
+        return  # the peer is gone and reports its own error
 
 
 def _processes(numbers: list[int]) -> str:

@@ -1,5 +1,5 @@
-"""Runs a Python script as `python FILE` does, except that one which fails ends at once: `sys.exit(1)` runs what a
-framework does at exit, which is to wait for processes that may be waiting for this one. In: FILE and its arguments."""
+"""Runs a Python script with its arguments as `python FILE` does, but ends at once if the script fails: `sys.exit(1)`
+would run a framework's exit handlers, which wait for processes that may be waiting for this one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ttpu_core.processes import is_one_of_several, leave_at_once
 
 
 def main() -> None:
-    """Run the script that the first argument names; ends by SystemExit, by its exception, or at once."""
+    """Run the script that the first argument names. Ends by SystemExit, by the script's exception, or at once."""
     del sys.argv[0]
     file = sys.argv[0]
     sys.path[0] = str(Path(file).resolve().parent)

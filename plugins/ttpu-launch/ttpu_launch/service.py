@@ -1,4 +1,5 @@
-"""The service "rendezvous" (`ttpu_core.services.Rendezvous`), by which a backend joins the processes of a launch."""
+"""The service "rendezvous" (`ttpu_core.services.Rendezvous`), through which a backend joins the processes of a
+launch."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from ttpu_launch import rendezvous, stdout
 
 
 class RendezvousService:
-    """Lets processes meet, and keeps their output clean."""
+    """Lets processes meet, and keeps their standard output clean."""
 
     def meet(self, contract: Contract) -> None:
         """See `ttpu_launch.rendezvous.meet`."""

@@ -1,5 +1,4 @@
-"""SLURM. In: the variables that srun gives a task; out: its contract. In: nodes and a command; out: a batch script that
-runs the command on all of them."""
+"""SLURM: the contract of an srun task from its environment, and batch scripts that run a command on several nodes."""
 
 from __future__ import annotations
 
@@ -13,20 +12,22 @@ from ttpu_core.processes import DEFAULT_TIMEOUT, Contract
 from ttpu_launch.options import DEFAULT_GRACE, own_options
 
 FIRST_PORT, PORTS = 61440, 4096
-"""The coordinator's port follows from the job's number, so that two jobs on a node seldom share it; JAX's own rule."""
+"""The coordinator's port is derived from the job's number, so that two jobs on a node rarely share it. JAX uses the
+same rule."""
 
 
 TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
-"""Variables that say it, the step's before the job's, which a step may change."""
+"""Variables with the number of tasks per node. The step's variable comes before the job's, because a step may change
+it."""
 
 
 def slurm_contract(
     environment: Mapping[str, str], *, local_devices: int | None = None, timeout: int = DEFAULT_TIMEOUT
 ) -> Contract:
-    """The contract of the srun task that has this environment.
+    """The contract of the srun task with this environment.
 
     Raises:
-        LaunchError: this is no task of srun.
+        LaunchError: this process is not a task of srun.
     """
     needed = ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID")
     missing = [name for name in needed if not environment.get(name, "").isdecimal()]
@@ -45,7 +46,7 @@ def slurm_contract(
 
 
 def tasks_per_node(environment: Mapping[str, str]) -> int:
-    """The most tasks that this step has on a node, as `2(x3),1` says; 1 where SLURM does not say."""
+    """The largest number of tasks of this step on a node, from a text such as `2(x3),1`; 1 if SLURM does not say."""
     said = next((environment[name] for name in TASKS_PER_NODE if environment.get(name)), "1")
     return max((int(part) for part in re.findall(r"(?:^|,)\s*(\d+)", said)), default=1)
 
@@ -54,18 +55,21 @@ def first_node(nodes: str) -> str:
     """The first host of a compressed list: `rack[1-2]tpu[003-010,012],gpu1` gives `rack1tpu003`.
 
     Raises:
-        LaunchError: brackets that do not end, or that hold no number.
+        LaunchError: brackets are not closed, or do not begin with a number.
     """
     match = re.match(r"((?:[^,\[\]]|\[\d[^\[\]]*\])+)(?:,|$)", nodes)
     if match is None:
-        raise LaunchError(f"SLURM's list of nodes is {nodes!r}, in which no host can be made out: see `squeue`.")
+        raise LaunchError(
+            f"SLURM's list of nodes is {nodes!r}, but a compressed list of hosts such as 'tpu[001-004]' is needed: see "
+            "`squeue`."
+        )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
 
 @dataclass(frozen=True)
 class BatchScript:
-    """What a batch script asks SLURM for; `options` are more options of sbatch, such as "--account=lab". A variable
-    whose value is None is the one that sbatch finds in its own environment: its value is not in the script."""
+    """A batch script for SLURM. `options` are further options of sbatch, such as "--account=lab". A variable whose
+    value is None takes it from sbatch's own environment; the script does not contain the value."""
 
     command: tuple[str, ...]
     directory: str
@@ -85,7 +89,7 @@ class BatchScript:
         """The script.
 
         Raises:
-            LaunchError: an option would end the line that it stands in.
+            LaunchError: an option has several lines or does not begin with "-".
         """
         asked = [
             f"--job-name={self.name}",
@@ -99,7 +103,7 @@ class BatchScript:
         bad = [option for option in asked if "\n" in option or not option.startswith("-")]
         if bad:
             raise LaunchError(
-                f"{bad[0]!r} was to be an option of sbatch, but it does not begin with '-' or is more than one line: "
+                f"{bad[0]!r} was to be an option of sbatch, but it does not begin with '-' or has several lines: "
                 "write it as in --sbatch=--account=lab."
             )
         launch = ["ttpu", "launch", "--slurm"]
@@ -124,6 +128,6 @@ def _exported(name: str, value: str | None) -> str:
 
 
 def _quoted(option: str) -> str:
-    """sbatch splits its comments as a shell does."""
+    """The option quoted for sbatch, which splits its comments as a shell does."""
     name, equals, value = option.partition("=")
     return f"{name}{equals}{shlex.quote(value)}" if equals else option

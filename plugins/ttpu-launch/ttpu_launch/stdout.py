@@ -1,4 +1,4 @@
-"""Keeps what gloo writes to descriptor 1 apart from what a program prints."""
+"""Keeps gloo's output on descriptor 1 apart from a program's own output."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from contextlib import suppress
 
 _WORDS = rb"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is :"
 GLOO_PEERS = re.compile(rb"[\d\s]*((" + _WORDS + rb")[\d\s]*)+")
-"""A line of gloo's; threads write several at once, so that pieces of them stand in one. A line without its words, such
-as a number, is somebody else's."""
+"""A line that gloo wrote. Its threads write at the same time, so a line may hold pieces of several messages. A line
+without gloo's words, such as a number, is the program's."""
 
 DRAIN_SECONDS = 1.0
-"""How long the end waits for what stands in the pipe; a child that is still running holds it open."""
+"""Seconds to wait at exit for data in the pipe. A child process that is still running keeps the pipe open."""
 
 
 def keep_stdout() -> None:
-    """Give Python's stdout a descriptor of its own, because gloo writes to descriptor 1 how many peers it found, in the
-    middle of what a user asked for. What else is written there goes to stderr: that of C libraries, and of a child
-    process unless it is given `stdout=sys.stdout`."""
+    """Give Python's stdout its own descriptor, because gloo writes the number of its peers to descriptor 1, into the
+    middle of the program's output. All other output on descriptor 1 goes to stderr: that of C libraries, and of
+    child processes that are not given `stdout=sys.stdout`."""
     stream = sys.stdout
     try:
         if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != 1:
@@ -48,7 +48,7 @@ def keep_stdout() -> None:
 
 
 def _give_back(kept: io.TextIOWrapper, reader: threading.Thread) -> None:
-    """Let descriptor 1 be stdout again, which closes the pipe, and wait for what still stands in it."""
+    """Make descriptor 1 stdout again, which closes the pipe, and wait for the data in it."""
     try:
         kept.flush()
         os.dup2(kept.fileno(), 1)
@@ -62,5 +62,5 @@ def _pass_on(reading: int) -> None:
     with os.fdopen(reading, "rb") as lines:
         for line in lines:
             if GLOO_PEERS.fullmatch(line) is None:
-                with suppress(OSError):  # without a stderr it still reads, or whoever writes would wait for ever
+                with suppress(OSError):  # keeps reading without a stderr, or writers would block
                     os.write(2, line)

@@ -1,5 +1,5 @@
-"""Runs several processes as one. In: what each runs and where; out: their lines, each behind its process's label, and
-one exit status. The first that fails ends the rest, a signal ends them all, and none outlives this one."""
+"""Runs several processes as one: prefixes their lines with their labels and returns one exit status. The first
+process that fails ends the others, a signal ends them all, and none outlives this process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ttpu_launch.guard import KILL, TERMINATE
 from ttpu_launch.options import DEFAULT_GRACE
 
 LAST_LINES = 20
-"""Lines of a failed process's stderr that are shown once more."""
+"""Number of lines of a failed process's stderr that are repeated."""
 
 LONGEST_LINE = 1 << 16
-"""Bytes after which a line that does not end is shown in parts."""
+"""Bytes after which an unfinished line is printed in parts."""
 
 LINGER_SECONDS = 5.0
-"""How long output is still read, and a guard still waited for, once everything is to have ended."""
+"""Seconds for reading output and waiting for guards after all processes should have ended."""
 
 POLL_SECONDS = 0.1
 SSH_FAILED = 255
@@ -37,8 +37,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Task:
-    """One process: `command` runs in `directory` with `environment` beside what its machine has. `guard` is the argv of
-    the guard that starts it, which for another machine is that of ssh; `label` is what its lines begin with."""
+    """One process. `command` runs in `directory` with `environment` added to its machine's environment. `guard` is
+    the argv that starts the guard, through ssh for another machine. `label` is the prefix of its lines."""
 
     label: str
     command: tuple[str, ...]
@@ -49,13 +49,13 @@ class Task:
 
     @property
     def name(self) -> str:
-        """How messages call it: `process 1`, `process 1 on tpu-b`."""
+        """The name in messages: `process 1`, `process 1 on tpu-b`."""
         return f"process {self.label}" + (f" on {self.host}" if self.host else "")
 
 
 @dataclass
 class _Running:
-    """A task that was started, and what it has written so far."""
+    """A task that was started, and its output so far."""
 
     task: Task
     process: subprocess.Popen[bytes]
@@ -64,20 +64,21 @@ class _Running:
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
     def end(self, word: bytes) -> None:
-        """Say TERMINATE or KILL to the guard."""
+        """Send TERMINATE or KILL to the guard."""
         assert self.process.stdin is not None
         with suppress(OSError):  # it has ended already
             os.write(self.process.stdin.fileno(), word)
 
 
 def supervise(tasks: Sequence[Task], grace: float = DEFAULT_GRACE) -> int:
-    """Run all tasks to their end.
+    """Run all tasks until they end. Their lines are passed on to stdout and stderr as they come.
 
-    Returns 0, or the exit code of the first task that failed (128 + N where signal N ended it), or 128 + N if signal N
-    was sent to this process. Lines go to this process's stdout and stderr as they come.
+    Returns 0, or the exit code of the first task that failed (128 + N if signal N ended it), or 128 + N if signal N
+    was sent to this process.
 
     Raises:
-        LaunchError: a guard cannot be started, as where there is no ssh; what was started before it is ended.
+        LaunchError: a guard cannot be started, for example without ssh; processes that were started before are
+            ended.
     """
     return _Supervisor(tasks, grace).run()
 
@@ -101,7 +102,7 @@ class _Supervisor:
                     self._read(POLL_SECONDS)
                     self._look()
                 self._finish_lines()
-            finally:  # also a bug here, or a closed stdout, leaves no process
+            finally:  # no process survives a bug here or a closed stdout
                 self._abandon()
         if self._failed is not None:
             self._explain(self._failed)
@@ -115,7 +116,7 @@ class _Supervisor:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the others in order
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the others in order
                 bufsize=0,
             )
         except OSError as error:
@@ -140,12 +141,12 @@ class _Supervisor:
             self._selector.register(stream, selectors.EVENT_READ, running)
 
     def _open(self) -> bool:
-        """Whether there is anything left to wait for."""
+        """Whether there is anything to wait for."""
         if any(running.code is None for running in self._running):
             return True
         if not self._selector.get_map():
             return False
-        # A process that left its group can hold a pipe open for ever.
+        # A process that left its group can keep a pipe open indefinitely.
         self._ending_since = self._ending_since or time.monotonic()
         return time.monotonic() - self._ending_since < LINGER_SECONDS + self._grace
 
@@ -165,7 +166,7 @@ class _Supervisor:
             self._show(running, is_error, chunk)
 
     def _show(self, running: _Running, is_error: bool, chunk: bytes) -> None:
-        """Write whole lines; what is left waits for its end, which an empty chunk is."""
+        """Write whole lines. The rest is kept until its line ends; an empty chunk marks the end of the stream."""
         lines = (running.halves.pop(is_error, b"") + chunk).split(b"\n")
         rest = lines.pop()
         if rest and chunk and len(rest) < LONGEST_LINE:
@@ -180,7 +181,7 @@ class _Supervisor:
         _write(sys.stderr if is_error else sys.stdout, "".join(f"[{running.task.label}] {text}\n" for text in texts))
 
     def _look(self) -> None:
-        """See who has ended and who must."""
+        """Record which processes have ended, and end the others if necessary."""
         for running in self._running:
             if running.code is None and (code := running.process.poll()) is not None:
                 running.code = 128 - code if code < 0 else code
@@ -196,7 +197,7 @@ class _Supervisor:
             self._kill()
 
     def _kill(self) -> None:
-        """What has not ended by itself: a guard that hangs, or an ssh whose other end is gone."""
+        """Kill processes that did not end: a guard that hangs, or an ssh whose other end is gone."""
         for running in self._running:
             if running.code is None:
                 running.end(KILL)
@@ -209,7 +210,7 @@ class _Supervisor:
                 self._show(running, is_error, b"")
 
     def _abandon(self) -> None:
-        """Let go of every process, whatever happened, and wait until their guards have ended them."""
+        """Close the leash of every process and wait until the guards have ended them."""
         for running in self._running:
             assert running.process.stdin is not None
             running.process.stdin.close()
@@ -263,7 +264,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def _signal_name(code: int | None) -> str | None:
-    """The signal that an exit code tells of, as shells and guards write it; None for another code."""
+    """The name of the signal in an exit code of 128 + N, or None."""
     try:
         return signal.Signals((code or 0) - 128).name
     except ValueError:

@@ -1,5 +1,4 @@
-"""Cloud TPU slices. In: this machine's variables; out: the contract of one of a slice's workers. In: a slice's name and
-a command; out: the gcloud command that runs it on every worker."""
+"""Cloud TPU slices: the contract of a slice's worker, and the gcloud command that runs a command on every worker."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from ttpu_launch.options import DEFAULT_GRACE, own_options
 
 
 def pod_contract(timeout: int = DEFAULT_TIMEOUT) -> Contract:
-    """The contract of every worker: the runtime knows the rest."""
+    """The contract of every worker. The TPU runtime knows the rest."""
     return Contract(AUTO, timeout=timeout)
 
 
 def worker_label(environment: Mapping[str, str]) -> str:
-    """What a worker's lines begin with: its number in the slice where the environment has it (GKE), else its host's
-    name; with the slice's number before it where there are several."""
+    """Prefix of a worker's output lines: its number in the slice if the environment has it (GKE), else its host's
+    name. The slice's number precedes it if there are several slices."""
     worker = environment.get("TPU_WORKER_ID") or socket.gethostname()
     several = environment.get("MEGASCALE_NUM_SLICES", "1") not in ("", "1")
     return f"{environment.get('MEGASCALE_SLICE_ID', '?')}.{worker}" if several else worker
@@ -37,11 +36,27 @@ def gcloud_command(
     grace: float = DEFAULT_GRACE,
     backend: str | None = None,
 ) -> list[str]:
-    """An argv that runs `ttpu launch --tpu-pod -- command` on all workers of the slice `name`, in `directory` or in the
-    home directory. The values of `environment` stand in it."""
+    """An argv that runs `ttpu launch --tpu-pod -- command` on all workers of a slice. The command line contains the
+    values of `environment`.
+
+    Args:
+        command: the command that each worker runs.
+        name: name of the slice.
+        zone: zone of the slice.
+        project: project of the slice; None uses gcloud's default.
+        directory: working directory on the workers; None is the home directory.
+        environment: variables for the command.
+        timeout: seconds that a process waits for the others.
+        grace: seconds from SIGTERM to SIGKILL.
+        backend: the backend that the processes run, or None.
+
+    Raises:
+        LaunchError: `name` is not a name of a TPU.
+    """
     if not name or name.startswith("-"):
         raise LaunchError(
-            f"--tpu-name {name!r} was given, but it is no name of a TPU: see `gcloud compute tpus tpu-vm list`."
+            f"--tpu-name {name!r} was given, but it is not a name of a TPU: pass one that `gcloud compute tpus tpu-vm "
+            "list` shows."
         )
     launch = shlex.join(["ttpu", "launch", "--tpu-pod", *own_options(timeout, grace, backend), "--", *command])
     variables = "".join(f"{key}={shlex.quote(value)} " for key, value in (environment or {}).items())

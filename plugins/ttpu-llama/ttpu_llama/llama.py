@@ -1,7 +1,7 @@
-"""Llama: grouped-query attention, RMSNorm before each sub-layer, a gated SiLU MLP. The same `model_type` serves
+"""Llama: grouped-query attention, RMSNorm before each sub-layer, and a gated SiLU MLP. This `model_type` covers
 Llama 1 to 3.3, Code Llama, TinyLlama, SmolLM and every other checkpoint of that layout.
 
-The core's defaults are this architecture, so the plugin states only what `LlamaConfig` assumes of an absent key."""
+The core's defaults describe this architecture, so the plugin adds only the default values of `LlamaConfig`."""
 
 from ttpu_core import ModelConfig, hookimpl
 
@@ -18,5 +18,5 @@ CONFIG_DEFAULTS = {
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """A llama config with the class's defaults; the sizes that make a model are required."""
+    """A llama config with the class's defaults. The sizes that define a model are required."""
     return config.with_defaults(CONFIG_DEFAULTS)

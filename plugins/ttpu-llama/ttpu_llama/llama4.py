@@ -1,6 +1,6 @@
-"""Llama 4's text model: attention in chunks on layers with rope, whole attention without rope on every fourth, and a
-mixture of experts beside a shared one. In: a config.json of `model_type` "llama4_text", or of its multimodal parent
-"llama4"; out: the answers in which it differs from the core's defaults."""
+"""Llama 4's text model: chunked attention on layers with rope, full attention without rope on every fourth layer,
+and a mixture of experts beside a shared expert. The hooks answer for `model_type` "llama4_text" and for the text
+part of the multimodal "llama4"."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -67,13 +67,14 @@ NAMES = CheckpointNames(
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """The text part, with what `Llama4TextConfig` assumes of an absent key."""
+    """The text part, with the defaults of `Llama4TextConfig`."""
     return text_config(config, ("llama4_text",), tied=False).with_defaults(CONFIG_DEFAULTS)
 
 
 @hookimpl
 def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """With rope, queries and keys are normalised after it; without, queries grow with their position."""
+    """On layers with rope, queries and keys are normalised after it. On layers without rope, queries are scaled by
+    position."""
     norm: NormSpec | None = None
     temperature: QueryTemperature | None = None
     unscaled = NormSpec(eps=config.positive_number("rms_norm_eps"), scale=False)
@@ -94,14 +95,15 @@ def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
 
 @hookimpl
 def ttpu_rope(config: ModelConfig, layer: int, attention: AttentionSpec) -> RopeSpec:
-    """Neighbouring features are the pairs (transformers multiplies complex numbers, in float32)."""
+    """Rope over pairs of neighbouring features (transformers multiplies complex numbers, in float32)."""
     rope = rope_from_config(config, head_dim=attention.head_dim, theta=500_000.0, layout="interleaved", fp32=True)
     return rope if _has_rope(config, layer) else NO_ROPE
 
 
 @hookimpl
 def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
-    """Experts in the layers of `moe_layers`, or in every `interleave_moe_layer_step`-th; a wider MLP in the others."""
+    """Experts in the layers of `moe_layers`, or in every `interleave_moe_layer_step`-th layer. Other layers have a
+    wider MLP."""
     activation, inner = defaults.activation(config), config.positive_int("intermediate_size")
     wide = config.positive_int("intermediate_size_mlp")
     step, chosen = config.positive_int("interleave_moe_layer_step"), config.int_list("moe_layers", default=None)
@@ -119,7 +121,8 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
 
 @hookimpl
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
-    """All experts of a layer in one tensor, input features first; the parent's prefix; what sees images is left out."""
+    """All experts of a layer in one tensor, input features first. Names have the parent's prefix, and vision tensors
+    are ignored."""
     below = ("model.", "lm_head")
     if spec.model_type == PARENT:
         below = ("language_model.model.", "language_model.lm_head")
@@ -130,7 +133,7 @@ def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
 
 @hookimpl
 def ttpu_torch_patches() -> Iterable[TorchPatch]:
-    """Rope in real numbers; both functions change together, as one hands its result to the other."""
+    """Rope in real numbers. Both functions are replaced together, because one uses the other's result."""
     reason = "XLA devices have no torch.polar, so that it runs on the host and splits the program in two."
     for target, replacement in (("Llama4TextRotaryEmbedding.forward", "rotary"), ("apply_rotary_emb", "apply_rotary")):
         yield TorchPatch(
@@ -139,7 +142,8 @@ def ttpu_torch_patches() -> Iterable[TorchPatch]:
 
 
 def _has_rope(config: ModelConfig, layer: int) -> bool:
-    """`no_rope_layers` has a 1 for each layer that has rope; an empty list, as published, counts as none."""
+    """Whether a layer has rope: `no_rope_layers` has a 1 for each layer with rope. An empty list, as published,
+    counts as absent."""
     interval, layers = config.positive_int("no_rope_layer_interval"), config.positive_int("num_hidden_layers")
     listed = config.int_list("no_rope_layers", default=())
     if listed and len(listed) < layers:
@@ -151,7 +155,7 @@ def _has_rope(config: ModelConfig, layer: int) -> bool:
 
 
 def _chunk(config: ModelConfig, layer: int) -> int | None:
-    """Where `layer_types` is silent, layers with rope attend in chunks."""
+    """The chunk size of a layer. Without `layer_types`, layers with rope attend in chunks."""
     size = config.positive_int("attention_chunk_size", default=None)
     chunked = _has_rope(config, layer)
     if config.get("layer_types") is not None:

@@ -1,5 +1,5 @@
-"""Ministral 3: mistral without windows, whose queries grow with their position beyond the context that yarn stretches.
-In: a config.json of `model_type` "ministral3"; out: the answers in which it differs from the core's defaults."""
+"""Ministral 3: mistral without windows, with queries that are scaled by position beyond yarn's original context. The
+hooks answer for `model_type` "ministral3"."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -36,12 +36,12 @@ CONFIG_DEFAULTS = {
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """What `Ministral3Config` assumes of an absent key."""
+    """The config with the defaults of `Ministral3Config`."""
     return with_usual_rope(config.with_defaults(CONFIG_DEFAULTS), CONFIG_DEFAULTS)
 
 
 def with_usual_rope(config: ModelConfig, usual: Mapping[str, Any]) -> ModelConfig:
-    """The config with the class's rope where it writes a null, which its class takes for an absent key."""
+    """The config with the class's rope in place of a null, which the class treats as an absent key."""
     if "rope_parameters" in config or "rope_scaling" in config:
         return config
     return config.with_values({"rope_parameters": usual["rope_parameters"]})
@@ -49,7 +49,7 @@ def with_usual_rope(config: ModelConfig, usual: Mapping[str, Any]) -> ModelConfi
 
 @hookimpl
 def ttpu_attention(config: ModelConfig) -> AttentionSpec:
-    """A query temperature; a window, if there is one, on every layer."""
+    """Attention with a query temperature, and with a window on every layer if the config has one."""
     return replace(
         defaults.ttpu_attention(config),
         window=config.positive_int("sliding_window", default=None),
@@ -58,8 +58,8 @@ def ttpu_attention(config: ModelConfig) -> AttentionSpec:
 
 
 def query_temperature(config: ModelConfig) -> QueryTemperature | None:
-    """1 + β·log(1 + ⌊position / original context⌋), with β and the context among the rope parameters (llama 4's
-    temperature, as `get_llama_4_attn_scale` of transformers has it); None without a β."""
+    """1 + β·log(1 + ⌊position / original context⌋), with β and the context from the rope parameters (llama 4's
+    temperature; `get_llama_4_attn_scale` in transformers). None without a β."""
     rope = config.section("rope_scaling") or config.section("rope_parameters")
     if rope is None:
         return None

@@ -1,7 +1,7 @@
-"""Mistral 7B and Ministral 8B: llama whose layers look back a window of tokens at most. In: a config.json of
-`model_type` "mistral" or "ministral"; out: the answers in which they differ from the core's defaults.
+"""Mistral 7B and Ministral 8B: llama with sliding windows. The hooks answer for `model_type` "mistral" and
+"ministral".
 
-Where a config has `layer_types`, they say which layers have the window; transformers then calls mistral ministral."""
+If a config has `layer_types`, they say which layers have the window; transformers then calls the model ministral."""
 
 from dataclasses import replace
 
@@ -25,13 +25,13 @@ CONFIG_DEFAULTS = {
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """What `MistralConfig` and `MinistralConfig` assume of an absent key; a window that is null is none."""
+    """The config with the defaults of `MistralConfig` and `MinistralConfig`. A null window means no window."""
     return config.with_defaults(CONFIG_DEFAULTS)
 
 
 @hookimpl
 def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """A window on every layer, or on those that `layer_types` says."""
+    """Attention with a window on every layer, or on the layers that `layer_types` names."""
     window = config.positive_int("sliding_window", default=None)
     if config.get("layer_types") is not None and defaults.layer_type(config, layer) == "full_attention":
         window = None

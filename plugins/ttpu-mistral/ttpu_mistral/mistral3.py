@@ -1,5 +1,5 @@
-"""The text part of Mistral 3's multimodal models (Mistral Small 3.1 to 4, Ministral 3): one of this family's other
-types, behind a prefix. In: a config.json of `model_type` "mistral3"; out: the answers of the text part's own module."""
+"""The text part of Mistral 3's multimodal models (Mistral Small 3.1 to 4, Ministral 3). It is a model of another
+type of this family, and the hooks of `model_type` "mistral3" forward to that type's module."""
 
 from dataclasses import replace
 from inspect import signature
@@ -23,7 +23,7 @@ TEXT_TYPES: dict[str, ModuleType] = {
     "mistral4": mistral4,
 }
 
-# What `Mistral3Config` assumes where there is no text part at all: Mistral Small 3.1.
+# The text part that `Mistral3Config` assumes if the config has none: Mistral Small 3.1.
 TEXT_DEFAULTS = {
     "model_type": "mistral",
     "head_dim": 128,
@@ -41,7 +41,8 @@ TEXT_DEFAULTS = {
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """The text part. The head is tied where the parent says so, or, where the parent is silent, the text part.
+    """The text part. The parent decides whether the head is tied. If the parent does not say so, the text part
+    decides.
 
     Raises:
         ConfigError: a text part of another family.
@@ -55,26 +56,26 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
 
 @hookimpl
 def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
-    """The text part's."""
+    """The answer of the text part's module."""
     return _ask("ttpu_mixer", config, layer=layer)
 
 
 @hookimpl
 def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec | None:
-    """The text part's."""
+    """The answer of the text part's module."""
     return _ask("ttpu_attention", config, layer=layer)
 
 
 @hookimpl
 def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec | None:
-    """The text part's."""
+    """The answer of the text part's module."""
     return _ask("ttpu_mlp", config, layer=layer)
 
 
 @hookimpl
 def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMapping:
-    """The text part's below `language_model`, found behind the prefixes that transformers 4 and 5 use too; what sees
-    images is left out."""
+    """The text part's mapping below `language_model`, extended to the prefixes of transformers 4 and 5. Vision
+    tensors are ignored."""
     mapping: FlaxMapping = _ask("ttpu_flax_mapping", config, spec=spec) or standard_mapping(spec)
     mapping = replace(
         mapping,
@@ -97,7 +98,7 @@ def _below(rules: Rules) -> Rules:
 
 
 def _ask(hook: str, config: ModelConfig, **arguments: Any) -> Any:
-    """The answer of the text part's module, which names the arguments that it needs; None where it has none."""
+    """The answer of a hook of the text part's module, or None if it lacks the hook."""
     function = getattr(TEXT_TYPES[config.model_type], hook, None)
     if function is None:
         return None

@@ -1,6 +1,5 @@
-"""Mistral Small 4's text model: latent attention whose queries grow with position, and a mixture of experts after the
-first dense layers. In: a config.json of `model_type` "mistral4"; out: the answers in which it differs from the core's
-defaults."""
+"""Mistral Small 4's text model: latent attention with queries that are scaled by position, and a mixture of experts
+after the first dense layers. The hooks answer for `model_type` "mistral4"."""
 
 from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.mapping import FlaxMapping
@@ -52,16 +51,16 @@ CONFIG_DEFAULTS = {
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """What `Mistral4Config` assumes of an absent key."""
+    """The config with the defaults of `Mistral4Config`."""
     for key in ("head_dim", "qk_head_dim", "num_key_value_heads"):  # follow from other keys
         config.get(key)
-    config.get("intermediate_size")  # of dense layers, which there may be none of
+    config.get("intermediate_size")  # size of dense layers; there may be none
     return with_usual_rope(config.with_defaults(CONFIG_DEFAULTS), CONFIG_DEFAULTS)
 
 
 @hookimpl
 def ttpu_mixer(config: ModelConfig) -> MixerSpec:
-    """`Mistral4Attention`."""
+    """Latent attention as in `Mistral4Attention`."""
     rope = _rope(config)
     plain, rotated = config.positive_int("qk_nope_head_dim"), config.positive_int("qk_rope_head_dim")
     return latent_attention(
@@ -81,7 +80,7 @@ def ttpu_mixer(config: ModelConfig) -> MixerSpec:
 
 @hookimpl
 def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
-    """Dense layers first, then experts chosen within the best groups, beside shared ones."""
+    """A dense MLP in the first layers, then experts chosen within the best groups, with shared experts."""
     if layer < config.require("first_k_dense_replace", int):
         return defaults.ttpu_mlp(config)
     activation, inner = defaults.activation(config), config.positive_int("moe_intermediate_size")
@@ -104,13 +103,13 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
 
 @hookimpl
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
-    """DeepSeek's names, with all experts of a layer in one tensor, or each in its own."""
+    """DeepSeek's names. Experts are stored in stacked tensors per layer, or one by one."""
     usual, stacked = standard_mapping(spec), stacked_experts(spec)
     return with_alternative(replace_rules(usual, stacked), {path: usual[path] for path in stacked})
 
 
 def _rope(config: ModelConfig) -> RopeSpec:
-    """Of the rotated features; `partial_rotary_factor`, where it is written, is their share of a whole head."""
+    """Rope of the rotated features. `partial_rotary_factor`, if present, is their share of a whole head."""
     head_dim = config.positive_int("qk_rope_head_dim")
     sections = (config, config.section("rope_scaling"), config.section("rope_parameters"))
     if any(section is not None and "partial_rotary_factor" in section for section in sections):

@@ -1,5 +1,4 @@
-"""Mixtral: mistral with a mixture of experts instead of the MLP. In: a config.json of `model_type` "mixtral"; out: the
-answers in which it differs from the core's defaults."""
+"""Mixtral: mistral with a mixture of experts instead of the MLP. The hooks answer for `model_type` "mixtral"."""
 
 from dataclasses import replace
 
@@ -34,25 +33,25 @@ NAMES = CheckpointNames(
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """What `MixtralConfig` assumes of an absent key."""
+    """The config with the defaults of `MixtralConfig`."""
     return config.with_defaults(CONFIG_DEFAULTS)
 
 
 @hookimpl
 def ttpu_attention(config: ModelConfig) -> AttentionSpec:
-    """A window, if there is one, on every layer."""
+    """Attention with a window on every layer if the config has one."""
     return replace(defaults.ttpu_attention(config), window=config.positive_int("sliding_window", default=None))
 
 
 @hookimpl
 def ttpu_rope(config: ModelConfig, attention: AttentionSpec) -> RopeSpec:
-    """Rope with the class's own base."""
+    """Rope with the class's default base."""
     return rope_from_config(config, head_dim=attention.head_dim, theta=1_000_000.0)
 
 
 @hookimpl
 def ttpu_mlp(config: ModelConfig) -> MoESpec:
-    """Experts whose weights always sum to one."""
+    """Experts whose weights sum to one."""
     return MoESpec(
         num_experts=config.positive_int("num_local_experts"),
         experts_per_token=config.positive_int("num_experts_per_tok"),
@@ -64,5 +63,5 @@ def ttpu_mlp(config: ModelConfig) -> MoESpec:
 
 @hookimpl
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
-    """Experts under the names that Mistral published them with."""
+    """Experts under the names of the published checkpoints."""
     return standard_mapping(spec, NAMES)

@@ -1,4 +1,4 @@
-"""Mixtures of experts as Qwen describes them. In: a config; out: the `MoESpec` of a layer."""
+"""Mixtures of experts as Qwen's configs describe them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ SHARED_EXPERT = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "ml
 
 def is_sparse(config: ModelConfig, layer: int) -> bool:
     """Whether a layer has experts, by `mlp_only_layers` and `decoder_sparse_step`; else it has a dense MLP."""
-    config.get("intermediate_size")  # of the dense layers; files have it even where there are none
+    config.get("intermediate_size")  # size of dense layers; files have it even without such layers
     dense = config.int_list("mlp_only_layers", default=())
     step = config.positive_int("decoder_sparse_step", default=1)
     return layer not in dense and number_of_experts(config) > 0 and (layer + 1) % step == 0
 
 
 def number_of_experts(config: ModelConfig) -> int:
-    """Experts of a layer, under either of the names that configs use."""
+    """Number of experts per layer, under either of the two keys that configs use."""
     number: int = config.require("num_local_experts" if "num_local_experts" in config else "num_experts", int)
     return number
 
 
 def experts(config: ModelConfig, *, renormalize: bool, shared: bool) -> MoESpec:
-    """Softmax over all experts, the best ones chosen; with a gated shared expert beside them where there is one."""
+    """A mixture with softmax over all experts and the best ones chosen, and with a gated shared expert if `shared`."""
     size = config.positive_int("shared_expert_intermediate_size") if shared else 0
     return MoESpec(
         num_experts=number_of_experts(config),

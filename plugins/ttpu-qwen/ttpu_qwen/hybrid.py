@@ -1,7 +1,8 @@
-"""What Qwen3-Next and Qwen3.5 have in common: three layers of Gated DeltaNet, then one of attention whose output is
-gated. In: a config; out: the mixers of a layer, and the rules of its mapping.
+"""The parts that Qwen3-Next and Qwen3.5 share: three layers of Gated DeltaNet for each attention layer with a gated
+output.
 
-One tensor holds the queries and the gates of a head; one fused kernel per key head holds what DeltaNet projects."""
+In checkpoints, one tensor holds the queries and the gates of all heads. In the parameters, one fused kernel per key
+head holds the input projections of DeltaNet."""
 
 from __future__ import annotations
 
@@ -44,28 +45,28 @@ CONFIG_DEFAULTS = {
 }
 IMPLEMENTATIONS = (("jax", "ttpu_qwen.jax.gated_delta_net:GatedDeltaNet"),)
 PREDICTION_HEADS = r"mtp\..*"
-"""Tensors that predict further tokens, for speculative decoding: no part of the model itself."""
+"""Tensors of multi-token prediction, which are not part of the model itself."""
 
 InputRules = Callable[[MixerSpec, int, str], Rules]
 
 
 @hookimpl
 def ttpu_norm(config: ModelConfig) -> NormSpec:
-    """RMSNorm by 1 + w, multiplied in float32."""
+    """RMSNorm with a scale of 1 + w, multiplied in float32."""
     return replace(core.ttpu_norm(config), offset=1.0, scale_in_fp32=True)
 
 
 @hookimpl
 def ttpu_attention(config: ModelConfig) -> AttentionSpec:
-    """Attention with norms on heads, and a sigmoid gate for each feature of its output.
+    """Attention with norms on heads, and a sigmoid gate on each feature of its output.
 
     Raises:
-        ConfigError: a config that wants no gate, which would be another model.
+        ConfigError: the config disables the gate, which would be another model.
     """
     if not config.flag("attn_output_gate", default=True):
         raise ConfigError(
             f"{config.source} sets 'attn_output_gate' to false, but {config.model_type} has a gate in every attention "
-            "layer, in transformers too: remove the key, or describe that model by a plugin of its own."
+            "layer, as in transformers: remove the key, or describe that model by a plugin of its own."
         )
     plain, norm = core.ttpu_attention(config), ttpu_norm(config)
     rope = rope_from_config(config, head_dim=plain.head_dim, partial=True)
@@ -74,10 +75,10 @@ def ttpu_attention(config: ModelConfig) -> AttentionSpec:
 
 @hookimpl
 def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
-    """Gated DeltaNet in linear layers; None in the others.
+    """Gated DeltaNet in linear layers, None in the others.
 
     Raises:
-        ConfigError: value heads that key heads cannot share evenly.
+        ConfigError: the key heads do not divide the value heads.
     """
     interval = config.positive_int("full_attention_interval")
     assumed = LINEAR if (layer + 1) % interval else FULL
@@ -101,7 +102,7 @@ def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
             ("qkvz.kernel", Parameter((heads, mixed + each_value, hidden), (axes.KV_HEADS, axes.QKV, axes.EMBED))),
             ("ba.kernel", Parameter((heads, 2, group, hidden), (axes.KV_HEADS, None, axes.Q_PER_KV, axes.EMBED))),
             ("conv.kernel", Parameter((kernel, heads, mixed), (None, axes.KV_HEADS, axes.QKV))),
-            # Decay rates: a rounding would add up over thousands of tokens.
+            # Decay rates: rounding errors would add up over thousands of tokens.
             ("decay_log", Parameter((heads, group), by_value_head, "zeros", "float32")),
             ("decay_bias", Parameter((heads, group), by_value_head, "ones", "float32")),
             ("norm.scale", Parameter((value_dim,), (axes.HEAD_DIM,), "ones")),
@@ -126,8 +127,8 @@ def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
 def with_mixer_rules(
     mapping: FlaxMapping, spec: ArchitectureSpec, names: CheckpointNames, input_rules: InputRules
 ) -> FlaxMapping:
-    """The mapping, with the rules for gated attention and for Gated DeltaNet, whose input projections a checkpoint
-    keeps as `input_rules` say."""
+    """The mapping with rules for gated attention and for Gated DeltaNet. `input_rules` yields the rules of
+    DeltaNet's input projections."""
     rules: dict[str, Expression | None] = {}
     for index, layer in enumerate(spec.layers):
         prefix, path = names.layer.format(layer=index), f"layers.{index}."
@@ -141,7 +142,7 @@ def with_mixer_rules(
 
 
 def _gated_query_rules(spec: AttentionSpec, hidden: int, names: CheckpointNames, prefix: str) -> Rules:
-    """`q_proj` has for each head the rows of its query, then those of its gate."""
+    """Rules for `q_proj`, which holds for each head the rows of its query and then those of its gate."""
     kv, group, dim = spec.num_kv_heads, spec.q_per_kv, spec.head_dim
     features: list[tuple[str, tuple[int, ...]]] = [("kernel", (hidden,))] + [("bias", ())] * spec.qkv_bias
     for part, last in features:
@@ -173,7 +174,7 @@ def _delta_rules(spec: MixerSpec, hidden: int, prefix: str, input_rules: InputRu
 
 
 def queries_keys_values(rows: Tensor, spec: MixerSpec) -> list[Tensor]:
-    """The rows [all queries | all keys | all values, last] as three parts [key_heads, rows of one head, last]."""
+    """Split rows [all queries | all keys | all values, last] into three parts [key_heads, rows of one head, last]."""
     heads, group, dim, value_dim = (
         spec.option(name) for name in ("key_heads", "values_per_key", "key_dim", "value_dim")
     )

@@ -1,4 +1,4 @@
-"""Which kind of attention a layer has. In: a config and a layer's number; out: its window."""
+"""The kind of attention of a layer, and its window."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 
 
 def window_size(config: ModelConfig) -> int | None:
-    """Tokens in the window of sliding layers; None where the config does not use windows."""
-    config.get("sliding_window")  # files have it whether it is used or not, even as 0
+    """Tokens in the window of sliding layers, or None if the config does not use windows."""
+    config.get("sliding_window")  # files have it even if windows are not used, and even as 0
     return config.positive_int("sliding_window", default=None) if config.flag("use_sliding_window") else None
 
 
 def sliding_window(config: ModelConfig, layer: int, *, assumed: bool) -> int | None:
-    """The window of one layer, which slides if `layer_types` says so or, without that list, if it is `assumed` to.
+    """The window of one layer, or None. `layer_types` decides whether the layer slides; `assumed` decides without
+    that list.
 
     Raises:
-        ConfigError: a sliding layer, but no window.
+        ConfigError: a sliding layer without a window.
     """
     kind = layer_type(config, layer, assumed=SLIDING if assumed else FULL)
     window = window_size(config)

@@ -1,5 +1,4 @@
-"""The text part of Qwen3.5 checkpoints, which are multimodal. In: a config with or without a `text_config`; out: the
-config of the text part, its head, and the names and extras of its tensors."""
+"""The text part of multimodal Qwen3.5 checkpoints: its config, its head, and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ TEXT_TYPES = {
     "qwen3_5_moe_text": "qwen3_5_moe_text",
 }
 SILU = ("silu", "swish")
-# Of the vision part, or of the heads that predict further tokens, or names: they leave the text part as it is.
+# Keys of the vision part, of multi-token prediction, and names: they do not affect the text part.
 OF_OTHER_PARTS = (
     "model_type", "language_model_only", "image_token_id", "video_token_id", "vision_start_token_id",
     "vision_end_token_id", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
@@ -29,7 +28,8 @@ OF_OTHER_PARTS = (
 
 
 def text_config(config: ModelConfig, defaults: Mapping[str, Any]) -> ModelConfig:
-    """The text part with the class's defaults; a parent says whether the head is tied, as in transformers.
+    """The text part with the class's defaults. A multimodal parent decides whether the head is tied, as in
+    transformers.
 
     Raises:
         ConfigError: a gated norm with another activation than SiLU.
@@ -41,9 +41,9 @@ def text_config(config: ModelConfig, defaults: Mapping[str, Any]) -> ModelConfig
     for form in ("rope_parameters", "rope_scaling"):
         rope = text.section(form)
         if rope is not None:
-            # A token of text has the same position along time, height and width, so that the sections do not matter.
+            # A text token has the same position along time, height and width, so the sections have no effect.
             rope.get("mrope_section"), rope.get("mrope_interleaved")
-    text.get("mamba_ssm_dtype")  # the recurrent state is in float32, whatever it says
+    text.get("mamba_ssm_dtype")  # no effect: the recurrent state is always float32
     gate = text.text("output_gate_type", default="silu")
     if gate not in SILU:
         raise ConfigError(
@@ -54,15 +54,16 @@ def text_config(config: ModelConfig, defaults: Mapping[str, Any]) -> ModelConfig
 
 
 def base(model_type: str) -> str:
-    """What stands before the base model's tensors."""
+    """Prefix of the base model's tensors."""
     return "model." if model_type.endswith("_text") else "model.language_model."
 
 
 def tensor_names(model_type: str) -> CheckpointNames:
-    """Where the tensors of the text part are: below `model.language_model.` in a multimodal checkpoint."""
+    """Tensor names of the text part: below `model.language_model.` in a multimodal checkpoint."""
     return CheckpointNames(shared_gate_up_down=SHARED_EXPERT).below(base(model_type))
 
 
 def either_prefix(mapping: FlaxMapping, model_type: str) -> FlaxMapping:
-    """The mapping, which reads checkpoints of the text part and of the whole alike, and leaves out what is not text."""
+    """The mapping extended to checkpoints of the text part and of the whole model. Tensors of other parts are
+    ignored."""
     return text_mapping(mapping, base(model_type))

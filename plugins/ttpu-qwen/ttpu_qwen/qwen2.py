@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (and QwQ, and everything distilled into them): llama with biases on queries, keys and values, and
+"""Qwen2 and Qwen2.5 (also QwQ, and models distilled into them): llama with biases on queries, keys and values, and
 sliding windows in the upper layers of long-context models."""
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ CONFIG_DEFAULTS = {
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """A qwen2 config with the class's defaults; the sizes that make a model are required."""
-    config.get("use_mrope")  # published files have it; for text alone the three positions of mrope are one
+    """A qwen2 config with the class's defaults. The sizes that define a model are required."""
+    config.get("use_mrope")  # in published files; for text the three positions of mrope are equal
     return config.with_defaults(CONFIG_DEFAULTS)
 
 
 @hookimpl
 def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """Biases on queries, keys and values, whatever the config says; none on the output."""
+    """Attention with biases on queries, keys and values, whatever the config says, and no bias on the output."""
     upper = layer >= config.require("max_window_layers", int) and window_size(config) is not None
     window = sliding_window(config, layer, assumed=upper)
     return replace(core.ttpu_attention(config), qkv_bias=True, output_bias=False, window=window)

@@ -1,5 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: qwen2 with routed experts and a shared expert behind a gate; windows in every other
-layer where they are used."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: qwen2 with routed experts and a gated shared expert. If windows are used, every
+other layer has one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
 
 @hookimpl
 def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """Biases on queries, keys and values only; even layers below `max_window_layers` slide where windows are used."""
+    """Attention with biases on queries, keys and values only. If windows are used, even layers below
+    `max_window_layers` slide."""
     slides = layer % 2 == 0 and layer < config.require("max_window_layers", int) and config.flag("use_sliding_window")
     window = sliding_window(config, layer, assumed=slides)
     return replace(core.ttpu_attention(config), qkv_bias=config.flag("qkv_bias"), output_bias=False, window=window)
@@ -57,5 +58,5 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
 
 @hookimpl
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
-    """The usual names, except that there is one shared expert."""
+    """The usual names, with a single shared expert."""
     return with_alternative(standard_mapping(spec, NAMES), stacked_experts(spec, NAMES))

@@ -1,4 +1,4 @@
-"""Qwen3, dense: qwen2 without biases, with a norm on each head of queries and keys, and with an explicit `head_dim`."""
+"""Qwen3, dense: qwen2 without biases, with a norm on each head of queries and keys, and an explicit `head_dim`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ CONFIG_DEFAULTS = {
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """A qwen3 config with the class's defaults; the sizes that make a model are required."""
+    """A qwen3 config with the class's defaults. The sizes that define a model are required."""
     return config.with_defaults(CONFIG_DEFAULTS)
 
 
 @hookimpl
 def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """Norms on the heads of queries and keys, before rope."""
+    """Attention with norms on the heads of queries and keys, before rope."""
     upper = layer >= config.require("max_window_layers", int) and window_size(config) is not None
     window, norm = sliding_window(config, layer, assumed=upper), core.ttpu_norm(config)
     return replace(core.ttpu_attention(config), window=window, q_norm=norm, k_norm=norm)

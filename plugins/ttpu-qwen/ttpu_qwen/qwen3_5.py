@@ -1,5 +1,5 @@
-"""Qwen3.5, dense: `qwen3_5_text`, and the text part of the multimodal `qwen3_5`. Like Qwen3-Next, with a dense MLP, and
-with DeltaNet's input projections in tensors of their own."""
+"""Qwen3.5, dense: `qwen3_5_text`, and the text part of the multimodal `qwen3_5`. It equals Qwen3-Next with a dense
+MLP, and stores DeltaNet's input projections in separate tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
 
 
 def split_inputs(spec: MixerSpec, hidden: int, prefix: str) -> Rules:
-    """DeltaNet's input projections: queries, keys and values in one tensor, output gate, beta and decay in one each."""
+    """Rules for DeltaNet's input projections: one tensor for queries, keys and values, and one each for output gate,
+    beta and decay."""
     heads, pair, group, _ = dict(spec.parameters)["ba.kernel"].shape
     each, values = group * spec.option("value_dim"), heads * group * spec.option("value_dim")
     rows = 2 * heads * spec.option("key_dim") + values

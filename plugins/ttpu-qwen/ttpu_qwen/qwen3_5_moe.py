@@ -29,7 +29,7 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
     """The text part, with the class's defaults.
 
     Raises:
-        ConfigError: layers without experts, which transformers does not know for this type.
+        ConfigError: the config lists layers without experts, which transformers does not support for this type.
     """
     text = multimodal.text_config(config, CONFIG_DEFAULTS)
     if text.items("mlp_only_layers", default=()):
@@ -42,14 +42,14 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
 
 @hookimpl
 def ttpu_mlp(config: ModelConfig) -> MoESpec:
-    """Experts with a shared one beside them."""
+    """Experts with a shared expert."""
     return experts(config, renormalize=True, shared=True)
 
 
 @hookimpl
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
-    """The usual names, below the prefix of the text part. Experts one by one, as transformers saves them, or all of a
-    layer in two tensors, as they are published."""
+    """The usual names, below the prefix of the text part. A checkpoint holds one tensor per expert, as transformers
+    saves them, or two stacked tensors per layer, as they are published."""
     names = multimodal.tensor_names(spec.model_type)
     mapping = hybrid.with_mixer_rules(standard_mapping(spec, names), spec, names, split_inputs)
     return with_alternative(multimodal.either_prefix(mapping, spec.model_type), stacked_experts(spec, names))

@@ -1,4 +1,4 @@
-"""Qwen3-30B-A3B, Qwen3-235B-A22B and Qwen3-Coder: qwen3 with routed experts and none that is shared; where windows are
+"""Qwen3-30B-A3B, Qwen3-235B-A22B and Qwen3-Coder: qwen3 with routed experts and no shared expert. If windows are
 used, every layer has one."""
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ CONFIG_DEFAULTS = {
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """A qwen3_moe config with the class's defaults."""
-    config.get("max_window_layers")  # published files have it, and nothing follows from it: no layer is an exception
+    config.get("max_window_layers")  # in published files, without effect: every layer slides
     return config.with_defaults(CONFIG_DEFAULTS)
 
 
 @hookimpl
 def ttpu_attention(config: ModelConfig) -> AttentionSpec:
-    """Norms on the heads of queries and keys, before rope."""
+    """Attention with norms on the heads of queries and keys, before rope."""
     norm = core.ttpu_norm(config)
     return replace(core.ttpu_attention(config), window=window_size(config), q_norm=norm, k_norm=norm)
 

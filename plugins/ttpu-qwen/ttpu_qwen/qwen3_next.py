@@ -1,5 +1,5 @@
-"""Qwen3-Next-80B-A3B and Qwen3-Coder-Next: Gated DeltaNet in three of four layers, gated attention in the fourth, and a
-mixture of many small experts with a shared one."""
+"""Qwen3-Next-80B-A3B and Qwen3-Coder-Next: Gated DeltaNet in three of four layers, gated attention in the fourth,
+and a mixture of many small experts with a shared one."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ ttpu_norm, ttpu_mixer, ttpu_attention = hybrid.ttpu_norm, hybrid.ttpu_mixer, hyb
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """A qwen3_next config with the class's defaults."""
-    config.get("use_sliding_window")  # published files have it, but no layer of this type slides
+    config.get("use_sliding_window")  # in published files, without effect: no layer of this type slides
     return config.with_defaults(CONFIG_DEFAULTS)
 
 
 @hookimpl
 def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
-    """Experts with a shared one beside them, or a dense MLP."""
+    """Experts with a shared expert, or a dense MLP."""
     renormalize = config.flag("norm_topk_prob")
     return experts(config, renormalize=renormalize, shared=True) if is_sparse(config, layer) else core.ttpu_mlp(config)
 
 
 @hookimpl
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
-    """DeltaNet's input projections are fused and grouped by key head on disk as they are here."""
+    """The usual names. Checkpoints store DeltaNet's input projections fused and grouped by key head, as the
+    parameters do."""
     mapping = hybrid.with_mixer_rules(standard_mapping(spec, NAMES), spec, NAMES, _fused_inputs)
     return with_alternative(mapping, stacked_experts(spec, NAMES))
 

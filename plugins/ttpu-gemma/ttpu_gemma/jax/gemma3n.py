@@ -1,5 +1,5 @@
-"""Gemma 3n on JAX: an embedding that makes several residual streams, and a block that computes one of them and corrects
-the others by what it found (AltUp, arXiv 2301.13310), with a low-rank path beside attention (Laurel, arXiv
+"""Gemma 3n on JAX: an embedding that makes several residual streams, and a block that computes one stream and
+corrects the others by its result (AltUp, arXiv 2301.13310), with a low-rank path beside attention (Laurel, arXiv
 2411.07501). Streams are [batch, seq, streams, hidden]."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ttpu_jax.model.modules import RESIDUAL, LayerInputs, Linear, Norm, Paramete
 from ttpu_jax.model.step_cache import Keys, StepCache
 from ttpu_jax.ops.linear import linear
 
-SMALLEST_POWER = 1e-5  # a stream's mean square, when its magnitude is divided by
+SMALLEST_POWER = 1e-5  # lower bound on a stream's mean square before a division by its magnitude
 
 
 class StreamEmbedding(PerLayerEmbedding):
@@ -27,14 +27,20 @@ class StreamEmbedding(PerLayerEmbedding):
         self.unembed = values["altup.unembed.kernel"]
 
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """tokens, positions [batch, seq]: [batch, seq, streams, hidden], and [layers, batch, seq, features]."""
+        """The streams [batch, seq, streams, hidden], and the per-layer embeddings [layers, batch, seq, features].
+
+        Args:
+            tokens: [batch, seq].
+            positions: [batch, seq].
+        """
         x = self.look_up(tokens, positions)
         first = x[:, :, None]
         others = self.runtime.placement.constrain(self.project(x), *RESIDUAL, None)
         return jnp.concatenate([first, _as_large_as(first, others)], axis=2), self.for_layers(tokens, x)
 
     def collapse(self, x: jax.Array) -> jax.Array:
-        """The mean of the streams x [batch, seq, streams, hidden], all but the first projected back."""
+        """The mean [batch, seq, hidden] of the streams `x`: [batch, seq, streams, hidden]. All streams but the first
+        are projected back before."""
         first, kernels = x[:, :, :1], value_of(self.unembed)
         back = [
             linear(x[:, :, 1 + stream], jax.tree.map(lambda array, stream=stream: array[stream], kernels))
@@ -45,7 +51,7 @@ class StreamEmbedding(PerLayerEmbedding):
 
 
 class AltUp(nnx.Module):
-    """Predicts a layer's streams from those before it, and corrects them by the one that the layer computed."""
+    """Predicts a layer's streams from the previous ones, and corrects them by the stream that the layer computed."""
 
     def __init__(self, norm: NormSpec, active: int, values: Parameters, runtime: Runtime) -> None:
         self.active, self.norm = active, Norm(norm, values.at("norm"))
@@ -54,7 +60,7 @@ class AltUp(nnx.Module):
         self.scale = values["scale"]
 
     def predict(self, x: jax.Array) -> jax.Array:
-        """x [batch, seq, streams, hidden]: the same shape."""
+        """Predicted streams [batch, seq, streams, hidden] for `x`: [batch, seq, streams, hidden]."""
         streams = x.shape[2]
         weights = self.predictor(self._modalities(x[:, :, self.active]), jnp.dtype(jnp.float32))
         weights = weights.reshape(*weights.shape[:2], streams, streams)  # [batch, seq, to, from]
@@ -62,7 +68,12 @@ class AltUp(nnx.Module):
         return mixed.astype(x.dtype) + x
 
     def correct(self, predictions: jax.Array, computed: jax.Array) -> jax.Array:
-        """predictions [batch, seq, streams, hidden], computed [batch, seq, hidden]: as the predictions."""
+        """Corrected streams [batch, seq, streams, hidden].
+
+        Args:
+            predictions: [batch, seq, streams, hidden].
+            computed: [batch, seq, hidden], the computed stream.
+        """
         weights = self.corrector(self._modalities(computed), jnp.dtype(jnp.float32)) + 1.0
         surprise = (computed - predictions[:, :, self.active]).astype(jnp.float32)
         return (surprise[:, :, None] * weights[..., None]).astype(computed.dtype) + predictions
@@ -95,8 +106,10 @@ class Block(DecoderLayer):
         cache: StepCache,
         inputs: LayerInputs | None = None,
     ) -> tuple[jax.Array, StepCache, Keys | None]:
-        """x [batch, seq, streams, hidden]: the same shape, or the last token's; cache, keys and values as
-        `DecoderLayer`."""
+        """Streams [batch, seq, streams, hidden], or those of the last token only; the cache; and the keys and
+        values, as in `DecoderLayer`.
+
+        `x`: [batch, seq, streams, hidden]. `inputs` are the layer's inputs beside the streams."""
         assert inputs is not None
         assert inputs.beside is not None
         predictions = self.altup.predict(x)
@@ -118,7 +131,7 @@ class Block(DecoderLayer):
 
 
 def _as_large_as(first: jax.Array, others: jax.Array) -> jax.Array:
-    """`others` [..., hidden], each with the root mean square of `first` [..., hidden]."""
+    """`others` [..., hidden], each scaled to the root mean square of `first` [..., hidden]."""
     wanted = jnp.sqrt(jnp.square(first.astype(jnp.float32)).mean(-1, keepdims=True))
     found = jnp.square(others.astype(jnp.float32)).mean(-1, keepdims=True)
     return (others.astype(jnp.float32) * (wanted / jnp.sqrt(jnp.maximum(found, SMALLEST_POWER)))).astype(first.dtype)

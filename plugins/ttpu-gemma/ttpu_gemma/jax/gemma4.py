@@ -1,5 +1,5 @@
-"""Gemma 4's block on JAX: the shared decoder's, with experts that have their own norms beside the dense MLP, and a
-per-layer embedding that is let in before the layer's factor."""
+"""Gemma 4's block on JAX: the shared decoder's block with experts that have their own norms beside the dense MLP,
+and a per-layer embedding that is added before the layer's factor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ttpu_jax.model.modules import LayerInputs, Norm, Parameters, Runtime, maybe
 
 
 class Block(DecoderLayer):
-    """A decoder layer with what `gemma4_block` has besides."""
+    """A decoder layer with the additions of `gemma4_block`."""
 
     def __init__(self, spec: LayerSpec, values: Parameters, runtime: Runtime) -> None:
         super().__init__(spec, values, runtime)
@@ -26,7 +26,8 @@ class Block(DecoderLayer):
             self.experts_post_norm = Norm(norm, values.at("experts_post_norm"))
 
     def feed_forward(self, x: jax.Array) -> jax.Array:
-        """The dense MLP's and the experts' sum for x [batch, seq, hidden]; the router reads x as it is."""
+        """The sum [batch, seq, hidden] of the dense MLP and the experts for `x`: [batch, seq, hidden]. The router
+        reads x without a norm before it."""
         if not self.has_experts:
             return super().feed_forward(x)
         dense = self.dense_post_norm(self.mlp.dense(maybe(self.mlp_norm, x)))
@@ -35,7 +36,8 @@ class Block(DecoderLayer):
         return maybe(self.post_mlp_norm, dense + experts)
 
     def leave(self, x: jax.Array, inputs: LayerInputs | None) -> jax.Array:
-        """x [batch, seq, hidden] with the per-layer embedding in it, times the layer's factor."""
+        """`x`: [batch, seq, hidden] plus the per-layer embedding, times the layer's factor. The result is [batch,
+        seq, hidden]."""
         if self.per_layer is not None and inputs is not None and inputs.beside is not None:
             x = self._add(x, self.per_layer(x, inputs.beside))
         return super().leave(x, inputs)

@@ -1,5 +1,5 @@
-"""Per-layer embeddings on JAX. In: tokens and their usual embedding; out: each layer's narrow embedding of each token,
-and in a layer what it adds to the residual stream."""
+"""Per-layer embeddings on JAX: each layer's narrow embedding of each token, and the module that adds it to the
+residual stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ttpu_jax.ops.activation import activate
 
 
 class PerLayerEmbedding(Embedding):
-    """The usual embedding, with each layer's own beside it."""
+    """The usual embedding, with one embedding per layer beside it."""
 
     def __init__(self, spec: EmbeddingSpec, values: Parameters, runtime: Runtime) -> None:
         super().__init__(spec, values, runtime)
@@ -27,12 +27,22 @@ class PerLayerEmbedding(Embedding):
         self.per_layer_norm = Norm(own.norm, below.at("norm"))
 
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """tokens, positions [batch, seq]: [batch, seq, hidden], and [layers, batch, seq, features]."""
+        """The embedding [batch, seq, hidden], and the per-layer embeddings [layers, batch, seq, features].
+
+        Args:
+            tokens: [batch, seq].
+            positions: [batch, seq].
+        """
         x = self.look_up(tokens, positions)
         return x, self.for_layers(tokens, x)
 
     def for_layers(self, tokens: jax.Array, x: jax.Array) -> jax.Array:
-        """tokens [batch, seq] and their embedding x [batch, seq, hidden]: [layers, batch, seq, features]."""
+        """The per-layer embeddings [layers, batch, seq, features].
+
+        Args:
+            tokens: [batch, seq].
+            x: [batch, seq, hidden], the usual embedding of the tokens.
+        """
         own, constrain = self.own, self.runtime.placement.constrain
         known = jnp.where(tokens < own.vocab_size, tokens, 0)
         rows = jnp.take(self.table[...], known, axis=0, mode="clip")
@@ -44,7 +54,7 @@ class PerLayerEmbedding(Embedding):
 
 
 class PerLayerInput(nnx.Module):
-    """What a layer's own embedding of its tokens adds to the residual stream."""
+    """The contribution of a layer's own token embedding to the residual stream."""
 
     def __init__(self, own: PerLayerSpec, values: Parameters, runtime: Runtime) -> None:
         self.activation = own.activation
@@ -52,7 +62,12 @@ class PerLayerInput(nnx.Module):
         self.norm = Norm(own.norm, values.at("norm"))
 
     def __call__(self, x: jax.Array, beside: jax.Array) -> jax.Array:
-        """x [batch, seq, hidden], beside [batch, seq or more, features] of these tokens and those before them: as x."""
+        """The contribution [batch, seq, hidden].
+
+        Args:
+            x: [batch, seq, hidden].
+            beside: [batch, seq or more, features], per-layer embeddings of these tokens and of earlier ones.
+        """
         gate = activate(self.gate(x, jnp.dtype(jnp.float32)), self.activation)
         gated = (gate * beside[:, -x.shape[1] :]).astype(x.dtype)
         return self.norm(self.projection(gated))

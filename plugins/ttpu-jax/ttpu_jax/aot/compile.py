@@ -1,6 +1,6 @@
-"""Takes a function, abstract arguments sharded over a TPU topology, and that topology; no TPU is needed.
-Gives the compiled program's memory on each device, its collectives and its estimated time, or says why it does not fit.
-"""
+"""Compiles a function ahead of time for a TPU topology, from abstract arguments sharded over it. No TPU is needed.
+The result holds the program's memory on each device, its collectives and its estimated time; an error says why
+the program does not fit."""
 
 import contextlib
 import re
@@ -23,7 +23,7 @@ from .topology import GIB, TpuTopology, first_line
 
 CompilerOption = str | bool | int | float
 
-# Lets v6e and v5p compute while weights are gathered, which libtpu 0.0.42 does not do of itself.
+# Lets v6e and v5p compute while weights are gathered. libtpu 0.0.42 does not do so by default.
 OVERLAP_COLLECTIVES: Mapping[str, CompilerOption] = MappingProxyType({
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
@@ -37,7 +37,7 @@ TRAINING_OPTIONS: Mapping[str, CompilerOption] = MappingProxyType({
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
 })
 
-# As libtpu 0.0.42 says it: "... required for HLO temporaries (37.29G) exceeds available HBM (15.75G)."
+# A message of libtpu 0.0.42: "... required for HLO temporaries (37.29G) exceeds available HBM (15.75G)."
 _SIZE = r"([\d.]+)([KMGT]?)"
 _HBM_EXHAUSTED = re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}|Used {_SIZE} of {_SIZE} hbm")
 _GIB_PER_UNIT = {"": 2.0**-30, "K": 2.0**-20, "M": 2.0**-10, "G": 1.0, "T": 2.0**10}
@@ -46,13 +46,13 @@ _CACHE_LOCK = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
-    """What is known of a program before it runs. All sizes are bytes on one device."""
+    """A compiled program's properties. All sizes are bytes on one device."""
 
     topology: TpuTopology
-    peak_bytes: int  # the most HBM in use at once, arguments and results included: this has to fit
+    peak_bytes: int  # peak HBM, including arguments and results: this must fit
     argument_bytes: int
     output_bytes: int
-    alias_bytes: int  # results that live in donated arguments, counted in both of the above
+    alias_bytes: int  # results stored in donated arguments, counted in both sizes above
     temp_bytes: int
     compile_seconds: float
     collectives: tuple[Collective, ...]
@@ -68,11 +68,18 @@ def compile_for(
     donate_argnums: int | Sequence[int] = (),
     compiler_options: Mapping[str, CompilerOption] | None = None,
 ) -> CompiledProgram:
-    """Compiles `function` for the devices of `topology`, without running it.
+    """Compile `function` for the devices of `topology`, without running it.
 
-    `function`, `abstract_args`, `donate_argnums`: as in `lower_for`.
-    Raises `UnsupportedError` when the program needs more memory than a device has, when an argument is not sharded over
-    the topology, or when libtpu does not know a compiler option.
+    Args:
+        topology: the slice.
+        function: see `lower_for`.
+        abstract_args: see `lower_for`.
+        donate_argnums: see `lower_for`.
+        compiler_options: XLA options by name.
+
+    Raises:
+        UnsupportedError: the program needs more memory than a device has, an argument is not sharded over the
+            topology, or libtpu does not know a compiler option.
     """
     lowered = lower_for(topology, function, *abstract_args, donate_argnums=donate_argnums)
     return compile_lowered(topology, lowered, _name(function), compiler_options)
@@ -84,12 +91,19 @@ def lower_for(
     *abstract_args: Any,
     donate_argnums: int | Sequence[int] = (),
 ) -> jax.stages.Lowered:
-    """Traces `function` for the devices of `topology`; the compiler has yet to run.
+    """Trace `function` for the devices of `topology`, without compiling it.
 
-    `function`: a plain function, or one already under `jax.jit`, which then has its own `donate_argnums`.
-    `abstract_args`: pytrees of `jax.ShapeDtypeStruct` with a `NamedSharding` over a mesh from `make_mesh`. While the
-    function is traced that mesh is the current one, so that Pallas kernels can ask which chip they are for.
-    Raises `UnsupportedError` when an argument is not sharded over the topology.
+    While the function is traced, the arguments' mesh is the current one, so that Pallas kernels can read the device
+    kind.
+
+    Args:
+        topology: the slice.
+        function: a plain function, or one under `jax.jit` with its own `donate_argnums`.
+        abstract_args: pytrees of `jax.ShapeDtypeStruct` with a `NamedSharding` over a mesh from `make_mesh`.
+        donate_argnums: donated arguments of a plain function.
+
+    Raises:
+        UnsupportedError: an argument is not sharded over the topology.
     """
     mesh = _check_shardings(topology, abstract_args)
     jitted = _jitted(function, donate_argnums)
@@ -104,16 +118,16 @@ def compile_lowered(
     name: str,
     compiler_options: Mapping[str, CompilerOption] | None = None,
 ) -> CompiledProgram:
-    """Compiles what `lower_for` gave; `name` stands in messages.
+    """Compile the result of `lower_for`. `name` names the program in error messages.
 
-    Raises `UnsupportedError` when the program needs more memory than a device has, or when libtpu does not know a
-    compiler option.
+    Raises:
+        UnsupportedError: the program needs more memory than a device has, or libtpu does not know a compiler option.
     """
-    options: Any = dict(compiler_options) if compiler_options else None  # numbers too, which its type leaves out
+    options: Any = dict(compiler_options) if compiler_options else None  # Any: JAX's annotation omits numbers
     start = time.perf_counter()
     try:
         with without_persistent_cache():
-            executable: Any = lowered.compile(compiler_options=options)  # TPU programs have every analysis
+            executable: Any = lowered.compile(compiler_options=options)  # Any: TPU programs have all analyses
     except jax.errors.JaxRuntimeError as error:
         raise explained(error, topology, name) from error
     compile_seconds = time.perf_counter() - start
@@ -134,7 +148,7 @@ def compile_lowered(
 
 
 def _check_shardings(topology: TpuTopology, abstract_args: tuple[Any, ...]) -> Mesh | None:
-    """Returns the mesh that the arguments share, None if they have several or there are no arrays."""
+    """The mesh that the arguments share, or None if there are several meshes or no arrays."""
     devices = set(topology.devices)
     meshes: set[Mesh] = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_args):
@@ -159,17 +173,16 @@ def _jitted(function: Callable[..., Any], donate_argnums: int | Sequence[int]) -
     if donate_argnums != ():
         raise UnsupportedError(
             f"donate_argnums={donate_argnums} was asked for, but {_name(function)} is already under jax.jit, "
-            f"which fixes what is donated: give donate_argnums to that jax.jit, or pass the plain function here."
+            f"which fixes the donated arguments: give donate_argnums to that jax.jit, or pass the plain function here."
         )
     return function
 
 
 @contextlib.contextmanager
 def _current_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """Makes `mesh` the current one, unless the caller has set one.
+    """Make `mesh` the current one, unless the caller has set one.
 
-    Abstractly: under `jax.set_mesh` whatever is computed while tracing would be sent to devices that are not there.
-    """
+    The mesh is abstract: under `jax.set_mesh`, values computed while tracing would be sent to absent devices."""
     if mesh is None or not jax.sharding.get_abstract_mesh().empty:
         yield
         return
@@ -179,11 +192,10 @@ def _current_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_persistent_cache() -> Iterator[None]:
-    """Turns JAX's persistent compilation cache off: programs for absent devices can be put there, never read back.
+    """Turn JAX's persistent compilation cache off. Programs for absent devices can be stored there but not loaded.
 
-    The flag alone does not do it, since JAX looks at it once in a process; hence the resets, which forget only that.
-    """
-    config: Any = jax.config  # its options are not in its type
+    The flag alone is not enough, since JAX reads it once per process. The resets only make JAX read it again."""
+    config: Any = jax.config  # Any: its options are not annotated
     if not (config.jax_compilation_cache_dir and config.jax_enable_compilation_cache):
         yield
         return
@@ -198,7 +210,7 @@ def without_persistent_cache() -> Iterator[None]:
 
 
 def explained(error: Exception, topology: TpuTopology, name: str) -> Exception:
-    """Returns the sentence for what a user can put right, and any other error as it came."""
+    """The error as an UnsupportedError if a user can correct it, else the error unchanged."""
     message = str(error)
     if "RESOURCE_EXHAUSTED" in message:
         return UnsupportedError(_exhausted(error, topology, name))

@@ -1,5 +1,5 @@
-"""Takes the text of a program that XLA has compiled and scheduled, as `jax.stages.Compiled.as_text()` gives it.
-Gives its computations and instructions as frozen values, and its collectives with how often each one runs."""
+"""Parses the text of a program that XLA has compiled and scheduled (`jax.stages.Compiled.as_text()`) into
+computations and instructions, and lists its collectives with their execution counts."""
 
 import functools
 import math
@@ -23,20 +23,20 @@ _SHORT = (("bool", "pred"), ("uint", "u"), ("int", "s"), ("float", "f"), ("compl
 
 
 def _hlo_name(dtype: str) -> str:
-    """What HLO calls a dtype: float8_e4m3fn is f8e4m3fn, bfloat16 is bf16, int8 is s8."""
+    """HLO's name of a dtype: f8e4m3fn for float8_e4m3fn, bf16 for bfloat16, s8 for int8."""
     for long, short in _SHORT:
         dtype = dtype.replace(long, short)
     return dtype
 
 
-# Bits of an element; types not named here (token, opaque) hold no data.
+# Bits per element. Types that are not listed (token, opaque) hold no data.
 _BITS: Mapping[str, int] = MappingProxyType({_hlo_name(dtype): bits for dtype, bits in BITS.items()})
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) ?\(.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([^\s=]+) = ")
 _NAME = re.compile(r"%([^\s,(){}]+)")
-_KERNEL_METADATA = re.compile(r"(kernel_metadata=\{)\n(.*)\n(\}\})")  # the one attribute that is several lines
+_KERNEL_METADATA = re.compile(r"(kernel_metadata=\{)\n(.*)\n(\}\})")  # the only attribute that spans several lines
 _COUNT = re.compile(r"(?:num_partitions|replica_count)=(\d+)")
 
 
@@ -52,32 +52,34 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[int, ...]:
-        """Bytes of each array in the result, in order, without the padding that tiling adds."""
+        """Bytes of each array in the result, in order, without padding for tiles."""
         return array_bytes(self.shape)
 
     @property
     def operand_names(self) -> tuple[str, ...]:
+        """Names of the operands."""
         return tuple(_NAME.findall(self.operands))
 
     @property
     def estimated_cycles(self) -> int | None:
-        """The compiler's own estimate, in clock cycles of one core; absent on kernels and on data movement."""
+        """The compiler's estimate in clock cycles of one core. None for kernels and data movement."""
         match = re.search(r'"estimated_cycles":"?(\d+)', self.attributes)
         return int(match.group(1)) if match else None
 
     @property
     def collective_op(self) -> str | None:
-        """Which collective this instruction performs or starts; None for the end of one and for all else."""
+        """The collective that this instruction performs or starts. None for the end of a collective and for other
+        instructions."""
         op = self.op.removesuffix("-start")
         return op if op in COLLECTIVE_OPS else None
 
     @property
     def is_named_async(self) -> bool:
-        """Whether an instruction that reads as synchronous is one whose wait was scheduled elsewhere."""
+        """Whether an instruction that looks synchronous has its wait scheduled elsewhere."""
         return "async_collective_name" in self.attributes
 
     def attribute(self, key: str) -> str | None:
-        """Returns the value of `key=value`, without a leading `%`."""
+        """The value of `key=value`, without a leading `%`, or None."""
         match = _attribute_pattern(key).search(self.attributes)
         return match.group(1) if match else None
 
@@ -91,22 +93,24 @@ class Module:
     num_devices: int
 
     def body(self, computation: str | None) -> tuple[Instruction, ...]:
+        """The instructions of a computation. Empty for an unknown name."""
         return self.computations.get(computation or "", ())
 
     def callee(self, instruction: Instruction) -> str | None:
-        """Returns the computation that a fusion, call or asynchronous start runs."""
+        """The computation that a fusion, call or asynchronous start runs, or None."""
         return instruction.attribute("calls") or instruction.attribute("to_apply")
 
     def branches(self, conditional: Instruction) -> tuple[str, ...]:
+        """The computations that a conditional chooses from."""
         names = _NAME.findall(conditional.attributes.partition("metadata=")[0])
         return tuple(name for name in names if name in self.computations)
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Returns how often a `while` runs its body, or None where the text does not say.
+        """The number of iterations of a `while`, or None if the text does not state it.
 
-        The compiler's annotation, or else the one integer constant in the condition: `lax.scan` and `fori_loop`
-        count from zero by one up to it. Where the condition also tests data, it is an upper bound.
-        """
+        It comes from the compiler's annotation, or else from the only integer constant in the condition: `lax.scan`
+        and `fori_loop` count from zero by one up to it. If the condition also tests data, the number is an upper
+        bound."""
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if known:
             return int(known.group(1))
@@ -118,7 +122,7 @@ class Module:
         return constants[0] if len(constants) == 1 and constants[0] > 0 else None
 
     def group_size(self, collective: Instruction) -> int:
-        """Returns how many devices take part in each group of a collective."""
+        """The number of devices in each group of a collective."""
         if collective.op.startswith("collective-permute"):
             return 2
         return _group_size(collective.attributes) or self.num_devices
@@ -126,7 +130,8 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a program. `count` multiplies the trip counts of the loops around it, unknown ones as 1."""
+    """One collective of a program. `count` is the product of the trip counts of the loops around it; unknown trip
+    counts count as 1."""
 
     op: str
     result_bytes: int  # on one device, of one execution
@@ -137,7 +142,11 @@ class Collective:
 
 
 def parse(text: str) -> Module:
-    """Reads scheduled HLO text; raises `ValueError` when it holds no entry computation."""
+    """Parse scheduled HLO text.
+
+    Raises:
+        ValueError: the text has no entry computation.
+    """
     computations: dict[str, tuple[Instruction, ...]] = {}
     entry, name = "", ""
     lines: list[Instruction] = []
@@ -159,7 +168,7 @@ def parse(text: str) -> Module:
 
 
 def array_bytes(shape: str) -> tuple[int, ...]:
-    """Returns the bytes of each array in `bf16[8,128]{1,0}` or `(f32[2], s4[7])`, sub-byte types rounded up."""
+    """The bytes of each array in `bf16[8,128]{1,0}` or `(f32[2], s4[7])`. Sub-byte types are rounded up."""
     return tuple(
         -(-_BITS[dtype] * math.prod(int(size) for size in dimensions.replace("<=", "").split(",") if size) // 8)
         for dtype, dimensions in _ARRAY.findall(shape)
@@ -168,10 +177,9 @@ def array_bytes(shape: str) -> tuple[int, ...]:
 
 
 def collective_bytes(instruction: Instruction) -> int:
-    """Returns the bytes of a collective's result on one device.
+    """The bytes of a collective's result on one device.
 
-    An asynchronous start also returns its operand and bookkeeping: only the second element is its result.
-    """
+    An asynchronous start also returns its operand and bookkeeping: only the second element is its result."""
     if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":
         elements = _tuple_elements(instruction.shape)
         return sum(array_bytes(elements[1] if len(elements) > 1 else instruction.shape))
@@ -179,10 +187,9 @@ def collective_bytes(instruction: Instruction) -> int:
 
 
 def fused_collective(module: Module, fusion: Instruction) -> tuple[str, int, Instruction] | None:
-    """Returns (op, result bytes, the collective itself) of a fusion around a collective, None for other fusions.
+    """(op, result bytes, the collective itself) of a fusion around a collective, or None for other fusions.
 
-    TPUs write a reduce-scatter as an all-reduce and a slice of it, fused.
-    """
+    TPU programs write a reduce-scatter as a fusion of an all-reduce and a slice."""
     callee = module.callee(fusion) or ""
     inner = next((one for one in module.body(callee) if one.op in COLLECTIVE_OPS), None)
     if inner is None:
@@ -192,7 +199,7 @@ def fused_collective(module: Module, fusion: Instruction) -> tuple[str, int, Ins
 
 
 def collectives(text: str) -> tuple[Collective, ...]:
-    """Returns every collective of a scheduled program in the order of its schedule."""
+    """Every collective of a scheduled program in the order of its schedule."""
     module = parse(text)
     return tuple(_collectives(module, module.entry, 1, False))
 
@@ -221,7 +228,7 @@ def _collectives(module: Module, computation: str, count: int, is_async: bool) -
 def _called_collectives(module: Module, caller: Instruction, count: int, is_async: bool) -> Iterator[Collective]:
     callee = module.callee(caller) or ""
     if callee.startswith("async_collective_fusion"):
-        return  # computes while a collective that was started elsewhere goes on, and repeats it in its text
+        return  # computes during a collective that was started elsewhere, and repeats it in its text
     fused = fused_collective(module, caller) if caller.op == "fusion" else None
     if fused is not None and fused[0] != fused[2].op:
         op, result_bytes, inner = fused
@@ -249,7 +256,7 @@ def _parse_instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Returns the index after the parenthesis that closes the one at `opening`."""
+    """The index after the parenthesis that closes the one at `opening`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, opening):
         depth += 1 if match.group() == "(" else -1
@@ -259,7 +266,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _tuple_elements(shape: str) -> list[str]:
-    """Splits `(a, (b, c), d)` into `a`, `(b, c)`, `d`; a shape that is no tuple is its only element."""
+    """Split `(a, (b, c), d)` into `a`, `(b, c)`, `d`. A shape that is not a tuple is its only element."""
     if not shape.startswith("("):
         return [shape]
     elements, depth = [""], 0
@@ -273,10 +280,9 @@ def _tuple_elements(shape: str) -> list[str]:
 
 
 def _group_size(attributes: str) -> int | None:
-    """Reads the three ways to write replica groups: `{{0,1},{2,3}}`, `[2,4]<=[8]` and `mesh['x'=2,'y'=4] {'y'}`.
+    """Size of replica groups in their three notations: `{{0,1},{2,3}}`, `[2,4]<=[8]` and `mesh['x'=2,'y'=4] {'y'}`.
 
-    The last may say before its axes how devices are ordered: `mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x'}`.
-    """
+    The last may state the order of devices before its axes: `mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x'}`."""
     if match := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return len(match.group(1).split(","))
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes):

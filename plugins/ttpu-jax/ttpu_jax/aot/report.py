@@ -1,6 +1,5 @@
-"""Takes an architecture and the name of a TPU slice. Gives what the TPU compiler says of the model's decode step,
-prefill or training step there: memory, collectives, predicted time. Nothing runs, no weights are needed, and no TPU
-has to exist."""
+"""Compiles a model's decode step, prefill or training step for a TPU slice and reports the compiler's results:
+memory, collectives, predicted time. Nothing runs, and neither weights nor a TPU are needed."""
 
 from __future__ import annotations
 
@@ -40,12 +39,12 @@ class CollectiveTotal:
     op: str
     count: int
     result_bytes: int  # on one device, summed over the executions
-    in_background: int  # how many of them run while the core computes
+    in_background: int  # number of executions that overlap with computation
 
 
 @dataclass(frozen=True, slots=True)
 class UnmodelledTotal:
-    """Work that the predicted time counts as no time at all."""
+    """Work that counts as zero seconds in the predicted time."""
 
     name: str
     count: int
@@ -53,7 +52,7 @@ class UnmodelledTotal:
 
 @dataclass(frozen=True, slots=True)
 class ProgramReport:
-    """What the compiler says of one program. Sizes are bytes on one device, times are seconds of one run."""
+    """The compiler's results for one program. Sizes are bytes on one device, times are seconds of one run."""
 
     model_type: str
     num_parameters: int
@@ -64,19 +63,19 @@ class ProgramReport:
     layers: Layers
     dtype: str
     batch: int
-    context: int  # cache slots of a row
-    tokens: int  # that a row is given: 1 for decode, the whole context for prefill and training
+    context: int  # cache slots per row
+    tokens: int  # tokens per row in one run: 1 for decode, the whole context for prefill and training
 
-    peak_bytes: int  # the most HBM in use at once
-    hbm_bytes: int  # what one program may use
+    peak_bytes: int  # peak HBM
+    hbm_bytes: int  # HBM that one program may use
     argument_bytes: int
     temp_bytes: int
-    cache_bytes: int  # keys and values, or weights and optimizer: what the program is given to write over
-    aliased_bytes: int  # results that are written where a donated argument was
+    cache_bytes: int  # donated arguments: keys and values, or weights and optimizer
+    aliased_bytes: int  # results stored in donated arguments
 
     collectives: tuple[CollectiveTotal, ...]
     predicted_seconds: float
-    roofline_seconds: float  # what no program can beat: see `_roofline_seconds`
+    roofline_seconds: float  # lower bound of any program, see `_roofline_seconds`
     breakdown: Breakdown
     unmodelled: tuple[UnmodelledTotal, ...]
     loops_without_trip_count: int
@@ -87,12 +86,12 @@ class ProgramReport:
 
     @property
     def cache_in_place(self) -> bool:
-        """Whether the updated cache lies where the given one was, so that it is held once."""
+        """Whether the updated cache reuses the memory of the donated one, so that only one copy exists."""
         return self.aliased_bytes >= self.cache_bytes
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all rows, generated (decode) or read (prefill), by the predicted time."""
+        """Tokens of all rows, generated (decode) or read (prefill), divided by the predicted time."""
         return self.batch * self.tokens / self.predicted_seconds
 
 
@@ -111,24 +110,29 @@ def compile_report(
     attn_implementation: str = "auto",
     attention_config: Mapping[str, Any] | None = None,
 ) -> ProgramReport:
-    """Compiles one program of a model for a TPU slice and reads what the compiler decided.
+    """Compile one program of a model for a TPU slice and report the compiler's results.
 
-    `decode` and `prefill` take weights, tokens and a cache of `context` slots a row, which is donated; they give each
-    row's likeliest next token and the cache. `decode` takes one token a row, `prefill` `context` tokens into an empty
-    cache. `train` is one step of AdamW on `batch` rows of `context` tokens (see `ttpu_jax.aot.steps`).
+    `decode` and `prefill` take weights, tokens and a donated cache of `context` slots per row; they return each
+    row's likeliest next token and the cache. `decode` takes one token per row, `prefill` takes `context` tokens into
+    an empty cache. `train` is one step of AdamW on `batch` rows of `context` tokens (see `ttpu_jax.aot.steps`).
 
     Args:
-        topology_name: as in "v5e:2x4", see `ttpu_jax.aot.topology.tpu_topology`.
-        dtype: of weights and cache, see `ttpu_jax.params.dtypes.model_dtype`.
+        architecture: the model.
+        topology_name: a name such as "v5e:2x4", see `ttpu_jax.aot.topology.tpu_topology`.
+        task: decode, prefill or train.
+        batch: number of rows.
+        context: cache slots per row, or tokens per row.
+        dtype: dtype of weights and cache, see `ttpu_jax.params.dtypes.model_dtype`.
         mesh: mesh axis → devices along it; None shards every layer over all devices (`tensor`; `fsdp` for training).
-        slices: mesh axis → slices along it, where there are several; None puts them on the first axes that divide.
+        slices: mesh axis → slices along it for several slices; None puts them on the first axes that they divide.
         strategy: which mesh axes shard which logical axes.
-        layers: "unrolled" compiles each layer, with a cache array of its own; "scan" compiles one and loops.
-        attn_implementation, attention_config: as from_pretrained() takes them.
+        layers: "unrolled" compiles each layer with its own cache array; "scan" compiles one layer and loops.
+        attn_implementation: as in from_pretrained().
+        attention_config: as in from_pretrained().
 
     Raises:
-        UnsupportedError: no such slice or mesh, or the model cannot be sharded so, does not fit, or is beyond this
-            backend.
+        UnsupportedError: no such slice or mesh; or the model cannot be sharded this way, does not fit, or is not
+            supported by this backend.
         RequestError: a batch, context or dtype out of range.
         MissingDependencyError: libtpu is not installed.
     """
@@ -194,10 +198,10 @@ def compile_report(
 def _roofline_seconds(
     spec: ArchitectureSpec, topology: TpuTopology, step: AbstractProgram, batch: int, tokens: int, task: Task
 ) -> float:
-    """What the chip's peak rates allow: the larger of the time to read the weights (and for decode the cache) from HBM
-    once, and the time of the layers' matrix products in bfloat16, three times as many for training. Of experts, those
-    that the batch can reach are read, and those that a token is given to multiply. Attention's products and collectives
-    come on top."""
+    """Lower bound from the chip's peak rates: the larger of the time to read the weights (and for decode the cache)
+    from HBM once, and the time of the layers' matrix products in bfloat16, three times as many for training.
+    Experts that the batch can reach are read, and each token multiplies only its own experts. Attention's
+    products and collectives are not included."""
     rows, params = batch * tokens, step.arguments[0]
     read, multiplied = 0.0, 0.0
     for path, array in params.items():
@@ -242,7 +246,7 @@ def _collective_totals(program: CompiledProgram) -> tuple[CollectiveTotal, ...]:
 
 
 def _unmodelled_totals(program: CompiledProgram) -> tuple[UnmodelledTotal, ...]:
-    """By what the compiler calls them, without what makes its names unique: `scatter_fusion.3` → `scatter_fusion`."""
+    """Totals by the compiler's names without their unique suffixes: `scatter_fusion.3` → `scatter_fusion`."""
     counts: Counter[str] = Counter()
     for one in program.estimate.unmodelled:
         counts[re.sub(r"(\.\d+|\.clone)+$", "", one.name).replace("-", "_")] += one.count

@@ -1,11 +1,11 @@
-"""Takes the text of a program that XLA has compiled and scheduled for a TPU, and the name of the chip.
-Gives an estimate of the seconds that one execution takes, and of what they are spent on.
+"""Estimates the time of one execution of a program from its scheduled HLO text for a TPU chip, and what the time is
+spent on.
 
-The compiler writes its own cycle estimate on nearly every fusion. This walks the schedule with one clock for the core,
-one for the queue of asynchronous copies and one for the interconnect, and multiplies loops by their trip counts.
-Against rooflines large products come out at 70 to 90 %: good for ranking programs, not for absolute times.
-`Compiled.cost_analysis()["optimal_seconds"]` is no substitute: it counts loop bodies once and can be negative.
-"""
+The compiler writes its own cycle estimate on nearly every fusion. The estimate walks the schedule with one clock for
+the core, one for the queue of asynchronous copies and one for the interconnect, and multiplies loops by their trip
+counts. Compared with rooflines, large products reach 70 to 90 %: the estimate ranks programs, but is not an absolute
+time. `Compiled.cost_analysis()["optimal_seconds"]` is not an alternative: it counts loop bodies once and can be
+negative."""
 
 import re
 from collections import defaultdict
@@ -21,7 +21,7 @@ __all__ = ["HOP_SECONDS", "Breakdown", "InstructionCost", "ScheduleEstimate", "U
 _TOP = 12
 _COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
 _COPY_DONES = ("copy-done", "slice-done", "dynamic-slice-done")
-_OFFLOAD_STARTS = ("async-start", "call-start")  # how collectives that SparseCores perform are written
+_OFFLOAD_STARTS = ("async-start", "call-start")  # collectives that SparseCores perform
 _COLLECTIVE_DONES = ("async-done", "call-done", *(f"{op}-done" for op in COLLECTIVE_OPS))
 _WORK_WITHOUT_FUSION = ("sort", "scatter", "dynamic-update-slice", "convolution", "dot", "rng-bit-generator")
 _FREE_CUSTOM_CALL = re.compile(
@@ -31,18 +31,18 @@ _FREE_CUSTOM_CALL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Seconds by what they are spent on. All but the last are time on the core's own clock, one after another."""
+    """Seconds by cause. All but the last add up on the core's clock."""
 
     compute: float = 0.0
     copy_wait: float = 0.0  # the core waits for a copy between HBM and VMEM
     collective: float = 0.0  # the core takes part in a collective
     collective_wait: float = 0.0  # the core waits for the end of an asynchronous collective
-    collective_in_background: float = 0.0  # asynchronous collectives' own time: overlaps with the rest
+    collective_in_background: float = 0.0  # time of asynchronous collectives, which overlaps with the rest
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionCost:
-    """An instruction's share of the estimate, over all its executions. `kind` is a field of `Breakdown`."""
+    """An instruction's share of the estimate over all its executions. `kind` is a field of `Breakdown`."""
 
     name: str
     kind: str
@@ -51,7 +51,7 @@ class InstructionCost:
 
 @dataclass(frozen=True, slots=True)
 class Unmodelled:
-    """An instruction that takes time but carries no estimate, such as a Pallas kernel; counted as no time."""
+    """An instruction that takes time but has no estimate, such as a Pallas kernel. It counts as zero seconds."""
 
     name: str
     op: str
@@ -60,7 +60,7 @@ class Unmodelled:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleEstimate:
-    """Estimated seconds of one execution on every device at once, and what the estimate leaves out."""
+    """Estimated seconds of one execution (all devices work at the same time), and the parts without an estimate."""
 
     seconds: float
     breakdown: Breakdown
@@ -70,9 +70,11 @@ class ScheduleEstimate:
 
 
 def estimate(hlo_text: str, chip: str) -> ScheduleEstimate:
-    """Estimates a program from its scheduled HLO text and the name of its chip ("v5e").
+    """Estimate a program from its scheduled HLO text and the name of its chip ("v5e").
 
-    Raises `UnsupportedError` for an unknown chip, `ValueError` for text that is no HLO module.
+    Raises:
+        UnsupportedError: an unknown chip.
+        ValueError: the text is not an HLO module.
     """
     walk = _Walk(parse(hlo_text), chip_named(chip))
     ledger = _Ledger()
@@ -88,7 +90,7 @@ def estimate(hlo_text: str, chip: str) -> ScheduleEstimate:
 
 @dataclass(slots=True)
 class _Ledger:
-    """Where the seconds of a walk are entered."""
+    """Collects the seconds of a walk."""
 
     # (kind, instruction name) -> seconds
     costs: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
@@ -113,12 +115,13 @@ class _Ledger:
 
 @dataclass(slots=True)
 class _Clocks:
-    """Seconds since a computation began: of its core, and when the work queued on copies and links will be done."""
+    """Seconds since a computation began: the core's clock, and the times at which queued copies and collectives
+    finish."""
 
     core: float = 0.0
     copies: float = 0.0
     links: float = 0.0
-    ready: dict[str, float] = field(default_factory=dict)  # when what an instruction started will be done
+    ready: dict[str, float] = field(default_factory=dict)  # instruction → time at which the work it started finishes
 
     def queue_copy(self, name: str, seconds: float) -> None:
         self.copies = max(self.copies, self.core) + seconds
@@ -129,7 +132,7 @@ class _Clocks:
         self.ready[name] = self.links
 
     def wait_until(self, moment: float) -> float:
-        """Moves the core on to `moment`, if that is still to come; returns how long it waited."""
+        """Advance the core to `moment` if that is later. Returns the waiting time."""
         waited = max(0.0, moment - self.core)
         self.core += waited
         return waited
@@ -143,7 +146,7 @@ class _Walk:
     chip: Chip
 
     def run(self, computation: str, count: int, ledger: _Ledger) -> float:
-        """Returns the seconds of one execution; enters into the ledger those of all `count` executions."""
+        """Seconds of one execution. The seconds of all `count` executions are entered into the ledger."""
         clocks = _Clocks()
         for instruction in self.module.body(computation):
             self._step(instruction, clocks, count, ledger)
@@ -258,18 +261,19 @@ class _Walk:
 
 
 def _copied_bytes(start: Instruction) -> int:
-    """Bytes that an asynchronous copy moves; its result also names its source and a semaphore of four bytes."""
+    """Bytes that an asynchronous copy moves. Its result also names its source and a semaphore of four bytes."""
     if start.op == "copy-start":
         return start.arrays[0]
     return min((size for size in start.arrays if size > 4), default=0)
 
 
 def _driven_axes(collective: Instruction) -> int:
-    """How many dimensions of the interconnect the chosen algorithm drives at once, from the compiler's notes."""
+    """Number of dimensions of the interconnect that the collective's algorithm uses at once, from the compiler's
+    notes."""
     if emitter := re.search(r'"emitter":"(\d)D', collective.attributes):
         return int(emitter.group(1))
     match = re.search(r"colors:(\d+)", collective.attributes)
     colors = int(match.group(1)) if match else 1
-    if "UniDirection" in collective.attributes:  # two colors, one each way, to a dimension
+    if "UniDirection" in collective.attributes:  # two colors per dimension, one for each direction
         return max(1, colors // 2)
     return colors if "StrategyND" in collective.attributes else 1

@@ -1,5 +1,5 @@
-"""Which slice of a TPU generation a program needs. In: an architecture and a chip; out: slices from the smallest that
-may hold it upwards, each with a mesh that divides every parameter. The compiler has the last word."""
+"""Finds the TPU slices that a program needs: slices of a chip in ascending size that may hold an architecture, each
+with a mesh that divides every parameter. The compiler decides whether the program fits."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ Mesh = dict[str, int]
 Place = tuple[str, Mesh]
 
 ROOM = 0.8
-"""The share of a device's memory that weights, optimizer and cache may take for a slice to be tried."""
+"""A slice is tried if weights, optimizer and cache take at most this share of a device's memory."""
 
 TRAINING_BYTES = 16
-"""For each parameter: float32 weight, gradient and two moments."""
+"""Bytes per parameter: float32 weight, gradient and two moments."""
 
 MOST_TRIED = 3
-"""Slices that are tried, upwards, where the compiler says that a program does not fit."""
+"""Number of slices that are tried, in ascending size, while the compiler reports that the program does not fit."""
 
 
 def fitting_report(
     architecture: Architecture, places: Iterable[Place], *, task: Task, batch: int | None = None, **options: Any
 ) -> ProgramReport | None:
-    """`compile_report` on the first of some places on which the program fits; None where there is no place.
+    """`compile_report` on the first place on which the program fits, or None if `places` is empty.
 
     Args:
-        batch: rows; None is one for each device.
-        options: those of `compile_report`.
+        architecture: the model.
+        places: pairs of slice name and mesh.
+        task: the program's task.
+        batch: number of rows; None is one per device.
+        options: further arguments of `compile_report`.
 
     Raises:
-        UnsupportedError: it fits on none of the first three, or cannot be compiled at all.
+        UnsupportedError: the program fits on none of the first three places, or cannot be compiled.
     """
     refused: UnsupportedError | None = None
     for _, (name, mesh) in zip(range(MOST_TRIED), places, strict=False):
@@ -56,8 +59,8 @@ def fitting_report(
 
 
 def inference_slices(spec: ArchitectureSpec, chip: Chip, cache_bytes: int) -> Iterator[Place]:
-    """Slices for decode and prefill in bfloat16: heads along `tensor` and experts along `expert`, so that no weight
-    needs to be gathered; what is left over along `data`."""
+    """Slices for decode and prefill in bfloat16. Heads are sharded along `tensor` and experts along `expert`, so
+    that no weight is gathered; remaining devices go to `data`."""
     for name, devices in _slices(chip):
         meshes = [
             {"data": devices // tensor // expert, "expert": expert, "tensor": tensor}
@@ -75,7 +78,7 @@ def inference_slices(spec: ArchitectureSpec, chip: Chip, cache_bytes: int) -> It
 
 
 def training_slices(spec: ArchitectureSpec, chip: Chip) -> Iterator[Place]:
-    """Slices for a training step, everything fully sharded."""
+    """Slices for a training step with fully sharded parameters."""
     for name, devices in _slices(chip):
         size = _bytes_per_device(spec, {"fsdp": devices}, TRAINING_BYTES)
         if size is not None and size <= ROOM * chip.hbm_bytes:
@@ -83,21 +86,21 @@ def training_slices(spec: ArchitectureSpec, chip: Chip) -> Iterator[Place]:
 
 
 def _slices(chip: Chip) -> Iterator[tuple[str, int]]:
-    """Names of slices and how many devices they have."""
+    """Names of slices and their numbers of devices."""
     for size in slice_sizes(chip):
         topology = Topology(chip, size)
         yield topology.name, topology.num_devices
 
 
 def _bytes_per_device(spec: ArchitectureSpec, mesh: Mesh, bytes_per_element: int) -> float | None:
-    """Bytes of parameters on one device; None where the mesh does not divide them."""
+    """Bytes of parameters on one device, or None if the mesh does not divide them."""
     total = 0.0
     for path, parameter in spec.parameters.items():
         try:
-            by_dimension = DEFAULT_STRATEGY.mesh_axes(parameter.axes, parameter.shape, mesh, path)
+            sharded = DEFAULT_STRATEGY.mesh_axes(parameter.axes, parameter.shape, mesh, path)
         except UnsupportedError:
             return None
-        total += parameter.size * bytes_per_element / prod(mesh[axis] for axes in by_dimension for axis in axes)
+        total += parameter.size * bytes_per_element / prod(mesh[axis] for axes in sharded for axis in axes)
     return total
 
 

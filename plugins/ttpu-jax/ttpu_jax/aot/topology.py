@@ -1,5 +1,5 @@
-"""Takes the name of a TPU slice such as `v5e:2x4`, whether or not this machine has one.
-Gives the slice's compile-only devices, its chip's figures, and a mesh with named axes over those devices."""
+"""TPU slices for ahead-of-time compilation, such as `v5e:2x4`: compile-only devices, the chip's figures, and meshes
+over the devices. This machine needs no TPU."""
 
 import importlib.util
 import math
@@ -20,11 +20,11 @@ from ttpu_jax.params.mesh import arrange
 
 __all__ = ["CHIPS", "GIB", "Chip", "TpuTopology", "chip_named", "first_line", "make_mesh", "tpu_topology"]
 
-# Without these libtpu asks a metadata server that is not there, minutes long, and fills the log.
+# Without these variables libtpu queries a missing metadata server for minutes and fills the log.
 _SILENCE: Mapping[str, str] = MappingProxyType({
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any valid name: it does not limit the topologies
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any valid name; it does not limit the topologies
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_LOG_DIR": "disabled",
 })
@@ -32,7 +32,7 @@ _SILENCE: Mapping[str, str] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True)
 class TpuTopology:
-    """A slice to compile for. `devices` can be put in a mesh and compiled for, but nothing runs on them."""
+    """A slice to compile for. `devices` can form a mesh and be compiled for, but nothing runs on them."""
 
     name: str
     chip: Chip
@@ -40,11 +40,14 @@ class TpuTopology:
 
 
 def tpu_topology(name: str) -> TpuTopology:
-    """Returns the slice called `name`, a chip and its size in chips: "v5e:2x4", "v5p:2x2x2", "tpu7x:2x2x1"; or several
-    slices, "2*v5e:4x4".
+    """The slice `name`, a chip and its size in chips: "v5e:2x4", "v5p:2x2x2", "tpu7x:2x2x1". Several slices are
+    "2*v5e:4x4".
 
-    A slice that one host can hold is one host; a slice whose links close into rings has them.
-    Raises `UnsupportedError` for a name or size that does not exist, `MissingDependencyError` without libtpu.
+    A slice that fits one host is one host. Dimensions that close into rings on real slices do so here.
+
+    Raises:
+        UnsupportedError: the name or size does not exist.
+        MissingDependencyError: libtpu is not installed.
     """
     topology = parse_topology(name)
     chip = topology.chip
@@ -60,7 +63,7 @@ def tpu_topology(name: str) -> TpuTopology:
     if topology.slices > 1:
         options["num_slices"] = topology.slices
     if chip.name == "v4":
-        options["chip_config_name"] = "megacore"  # JAX makes meshes of v4 only so: one device a chip
+        options["chip_config_name"] = "megacore"  # JAX supports meshes of v4 only with one device per chip
     try:
         description = topologies.get_topology_desc(platform="tpu", topology_name=topology.slice_name, **options)
     except jax.errors.JaxRuntimeError as error:
@@ -72,11 +75,13 @@ def tpu_topology(name: str) -> TpuTopology:
 
 
 def make_mesh(topology: TpuTopology, axes: Mapping[str, int], slices: Mapping[str, int] | None = None) -> Mesh:
-    """Returns a mesh over all devices of `topology`, with axes named and sized as in `axes`, in that order.
+    """A mesh over all devices of `topology`, with the axes of `axes` in that order.
 
-    Neighbours on the last axes are neighbours on the interconnect where the sizes allow it. `slices` says how many of
-    several slices lie along an axis; None puts them on the first axes that divide.
-    Raises `UnsupportedError` when the sizes do not multiply to the number of devices.
+    Neighbours on the last axes are neighbours on the interconnect if the sizes allow it. `slices` gives the number
+    of slices along each axis; None puts them on the first axes that they divide.
+
+    Raises:
+        UnsupportedError: the product of the sizes is not the number of devices.
     """
     sizes = tuple(axes.values())
     wanted, found = math.prod(sizes), len(topology.devices)
@@ -93,7 +98,7 @@ def make_mesh(topology: TpuTopology, axes: Mapping[str, int], slices: Mapping[st
 
 
 def _silence_libtpu() -> None:
-    """Must come before libtpu initialises. On a machine with TPUs the variables are its own business."""
+    """Set the variables before libtpu initialises. On a machine with TPUs the environment stays unchanged."""
     if any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*")):
         return
     for variable, value in _SILENCE.items():
@@ -101,5 +106,5 @@ def _silence_libtpu() -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Returns what libtpu says before it goes into detail, to be quoted inside a sentence."""
+    """The first line of libtpu's message, for quoting inside a sentence."""
     return str(error).strip().partition("\n")[0].rstrip(".")

@@ -1,5 +1,5 @@
-"""Mixture of experts as pure functions: from router logits to each token's experts and their weights, and from those to
-the experts' output, where each token is given to its own experts only."""
+"""Mixture of experts as pure functions. `choose_experts` turns router logits into each token's experts and weights;
+`run_experts` computes each token's own experts only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ttpu_jax.ops.kernels import Kernel
 
 
 class ExpertKernels(NamedTuple):
-    """All experts' parameters: `up` [experts, 2, inner, hidden] with the gate first, or [experts, inner, hidden] where
-    nothing is gated; `down` [experts, hidden, inner]; biases without the last dimension, or None."""
+    """Parameters of all experts. `up` is [experts, 2, inner, hidden] with the gate first, or [experts, inner,
+    hidden] for experts without a gate. `down` is [experts, hidden, inner]. Biases lack the last dimension, or are
+    None."""
 
     up: Kernel
     down: Kernel
@@ -32,13 +33,14 @@ def choose_experts(
     correction_bias: jax.Array | None = None,
     expert_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Each token's experts, the best first, and their weights.
+    """Each token's experts, best first, and their weights.
 
     Args:
         logits: [..., experts].
+        spec: the router.
         count: experts per token.
         correction_bias: [experts], added for the choice only (arXiv 2408.15664).
-        expert_scale: [experts], multiplies the weights.
+        expert_scale: [experts], factors on the weights.
 
     Returns:
         int32 [..., count] and float32 [..., count].
@@ -54,7 +56,7 @@ def choose_experts(
             scores = jax.nn.softmax(logits)
         elif spec.score == "sigmoid":
             scores = jax.nn.sigmoid(logits)
-        # Where they decide alone, logits do it: the sigmoid of a large one is 1, like that of a larger one.
+        # If nothing is added to the scores, logits decide: the sigmoid saturates at 1 for large logits.
         bare = spec.score == "sigmoid" and correction_bias is None and spec.groups == 1
         preference = logits if bare else scores
         if correction_bias is not None:
@@ -87,12 +89,12 @@ def _best_groups(scores: jax.Array, spec: RouterSpec) -> jax.Array:
 
 
 JITTER_EPS = 0.01
-"""How near an expert's logit has to be to the best one's to share its softmax, as a fraction (half of it)."""
+"""Half the relative distance from the best logit up to which an expert takes part in the softmax."""
 
 
 def _sparsemixer(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """SparseMixer-v2 (arXiv 2409.12136) as phimoe runs it outside training: one expert after the other, each weighted
-    by a softmax over the experts whose logits are close to its own and that are not yet chosen."""
+    """SparseMixer-v2 (arXiv 2409.12136) as phimoe runs it in inference: experts are chosen one after another, each
+    weighted by a softmax over the remaining experts whose logits are close to its own."""
     left = logits
     chosen, weights = [], []
     for _ in range(count):
@@ -115,24 +117,26 @@ def run_experts(
     platform: str,
     first: jax.Array | int = 0,
 ) -> jax.Array:
-    """The sum of each token's experts' outputs, as far as `kernels` holds them.
+    """The weighted sum of each token's experts' outputs, over the experts that `kernels` holds.
 
     Args:
         x: [tokens, hidden].
-        chosen: [tokens, count], numbers of experts.
+        chosen: [tokens, count], indices of experts.
         weights: [tokens, count], cast to x's dtype.
-        kernels: of the experts from number `first` on.
-        platform: where this runs, see `grouped_linear`.
+        kernels: parameters of the experts from index `first` on.
+        spec: the mixture.
+        platform: platform of the devices, see `grouped_linear`.
+        first: scalar, the index of the first expert in `kernels`.
 
     Returns:
-        float32 [tokens, hidden]: in several parts, they have yet to be added up.
+        float32 [tokens, hidden]. If the experts are sharded, the shards' results must be added.
     """
     count, experts = chosen.shape[1], kernels.up.shape[0]
-    # Assignments are numbered choice by choice, so that what they give is summed over a leading axis.
+    # Assignments are numbered choice by choice, so that their results are summed over a leading axis.
     expert = chosen.T.reshape(-1) - first
     here = (expert >= 0) & (expert < experts) if experts < spec.num_experts else None
     if here is not None:
-        expert = jnp.where(here, expert, experts)  # those of absent experts are sorted behind all others
+        expert = jnp.where(here, expert, experts)  # assignments to absent experts are sorted last
     order = jnp.argsort(expert, stable=True)
     place = jnp.argsort(order)
     sizes = (expert[:, None] == jnp.arange(experts)).sum(0, dtype=jnp.int32)
@@ -151,7 +155,7 @@ def run_experts(
         inner = activate(inner.astype(jnp.float32), spec.activation)
     down_bias = None if kernels.down_bias is None else _of_expert(kernels.down_bias.astype(x.dtype), expert)
     if spec.router.weight_on == "output":
-        # The same as on the output, for fewer features, and before the rounding to x's dtype.
+        # Equal to weighting the output, but for fewer features and before the rounding to x's dtype.
         inner = inner * weight
         down_bias = None if down_bias is None else down_bias * weight
     out = _linear(inner.astype(x.dtype), kernels.down, None, expert, sizes, platform)
@@ -159,7 +163,7 @@ def run_experts(
 
 
 def _where(kept: jax.Array | None, x: jax.Array) -> jax.Array:
-    """x [n, ...], zero where not `kept` [n] (None: all are)."""
+    """x [n, ...], zero where `kept` [n] is False (None keeps all)."""
     return x if kept is None else jnp.where(kept.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
 
@@ -177,21 +181,21 @@ def _linear(
 
 
 def _of_expert(values: jax.Array, expert: jax.Array) -> jax.Array:
-    """values [experts, n] of each row's expert [rows]: [rows, n]; zero for an absent expert, whose number is too large,
-    so that its rows add nothing to the gradient either."""
+    """values [experts, n] of each row's expert [rows]: [rows, n]. Rows of an absent expert, whose index is out of
+    range, are zero and add nothing to the gradient."""
     return values.at[expert].get(mode="fill", fill_value=0)
 
 
 class _Sorting(NamedTuple):
-    """The assignment that each sorted row is for, the row of each assignment, and which assignments are to an expert
-    that is here (None: all): [count * tokens]."""
+    """Arrays [count * tokens]: the assignment of each sorted row, the row of each assignment, and which assignments
+    go to experts in `kernels` (None: all)."""
 
     order: jax.Array
     place: jax.Array
     here: jax.Array | None
 
 
-# Each is the other's gradient, so that neither has to scatter, which is slow on a TPU.
+# Each function is the other's gradient, so that neither scatters, which is slow on a TPU.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -205,7 +209,7 @@ def _combine(rows: jax.Array, sorting: _Sorting, count: int) -> jax.Array:
     """The sum of each token's rows: rows [count * tokens, features] → float32 [tokens, features]."""
     parts = rows[sorting.place].reshape(count, -1, rows.shape[-1])
     here = [None] * count if sorting.here is None else list(sorting.here.reshape(count, -1))
-    # A reduction of all would first store them in float32, and a mask on all would be stored too (libtpu 0.0.42).
+    # One reduction over all parts would first store them, and their mask, in float32 (libtpu 0.0.42).
     return reduce(jnp.add, (_where(kept, part.astype(jnp.float32)) for kept, part in zip(here, parts, strict=True)))
 
 
@@ -214,7 +218,7 @@ _dispatch.defvjp(
     lambda count, sorting, gradient: (_combine(gradient, sorting, count).astype(gradient.dtype), None),
 )
 _combine.defvjp(
-    # The rows go along for their dtype: an array without elements.
+    # An empty slice of the rows carries their dtype.
     lambda rows, sorting, count: (_combine(rows, sorting, count), (sorting, rows[:0])),
     lambda count, kept, gradient: (_dispatch(gradient.astype(kept[1].dtype), kept[0], count), None),
 )

@@ -1,5 +1,5 @@
-"""Llama 4's rotary embedding in real numbers, for XLA devices, which have no complex ones. In: what transformers' two
-functions take; out: the same turned queries and keys."""
+"""Llama 4's rotary embedding in real numbers, for XLA devices, which have no complex numbers. The functions replace
+two functions of transformers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,24 @@ from transformers.modeling_rope_utils import dynamic_rope_update
 @torch.no_grad()
 @dynamic_rope_update
 def rotary(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Cosines and sines [batch, seq, head_dim / 2, 2] of positions [batch, seq]; transformers gives e^(i·angle)."""
+    """Cosines and sines [batch, seq, head_dim / 2, 2]. transformers returns e^(i·angle) instead.
+
+    Args:
+        x: [batch, seq, hidden]; only its device is used.
+        position_ids: [batch, seq].
+    """
     angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
     return torch.stack((angles.cos(), angles.sin()), -1) * self.attention_scaling
 
 
 def apply_rotary(query: torch.Tensor, key: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn neighbouring pairs of features; query, key: [batch, seq, heads, head_dim], turns as `rotary` gives them."""
+    """Rotate neighbouring pairs of features. The results have the shapes of query and key.
+
+    Args:
+        query: [batch, seq, heads, head_dim].
+        key: [batch, seq, kv_heads, head_dim].
+        turns: [batch, seq, head_dim / 2, 2], the result of `rotary`.
+    """
     cos, sin = turns[:, :, None].unbind(-1)
     return _turned(query, cos, sin), _turned(key, cos, sin)
 

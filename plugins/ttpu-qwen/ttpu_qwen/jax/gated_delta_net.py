@@ -1,5 +1,4 @@
-"""Gated DeltaNet (arXiv 2412.06464) for JAX: a linear attention whose state is one matrix per value head. In: the
-residual stream and the state after earlier tokens; out: what the mixer adds, and the state after these tokens.
+"""Gated DeltaNet (arXiv 2412.06464) for JAX: a linear attention whose state is one matrix per value head.
 
 Value heads are grouped by the key head that they share, as `[key_heads, values_per_key]`, so that tensor parallelism
 shards between groups. Everything between the projections is computed in float32, as in transformers."""
@@ -14,7 +13,7 @@ from ttpu_core.spec import ActivationSpec, MixerSpec, NormSpec, axes
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step
 from ttpu_jax.ops.activation import activate
 
-CHUNK = 64  # tokens; the work per token grows with it, the number of steps one after another shrinks
+CHUNK = 64  # tokens; a larger chunk means more work per token and fewer sequential steps
 # A TPU rounds float32 operands to bfloat16 unless told otherwise; three passes keep the state near float32.
 PRECISION = jax.lax.Precision.HIGH
 L2_EPS = 1e-6
@@ -33,11 +32,17 @@ class GatedDeltaNet(nnx.Module):
         self.output = Linear(values.at("output"), runtime)
 
     def __call__(self, x: jax.Array, step: Step, state: State | None = None) -> tuple[jax.Array, State | None]:
-        """x [batch, seq, hidden]: the same shape (or the last token's), and the state "conv" [batch, kernel - 1,
-        key_heads, features] and "recurrent" [batch, key_heads, values_per_key, key_dim, value_dim]."""
+        """The mixer's output [batch, seq, hidden], or that of the last token only, and the state: "conv" [batch,
+        kernel - 1, key_heads, features] and "recurrent" [batch, key_heads, values_per_key, key_dim, value_dim].
+
+        Args:
+            x: [batch, seq, hidden].
+            step: the step's positions and masks.
+            state: the state after earlier tokens, or None.
+        """
         valid = step.valid[..., None]
         x = jnp.where(valid, x, 0)
-        # Each token depends on the one before, so no device may hold a part of the sequence.
+        # Each token depends on the previous one, so the sequence is not sharded.
         fused = self._whole_sequence(self.qkvz(x))
         ba = self._whole_sequence(self.ba(x, jnp.dtype(jnp.float32)))  # [batch, seq, key_heads, 2, values_per_key]
         features = self.conv.shape[-1]
@@ -72,13 +77,13 @@ class GatedDeltaNet(nnx.Module):
 def causal_convolution(
     x: jax.Array, kernel: jax.Array, window: jax.Array | None = None, valid: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """A depthwise convolution that sees a token and the kernel - 1 before it.
+    """A depthwise convolution over each token and the kernel - 1 tokens before it.
 
     Args:
         x: [batch, seq, *features].
         kernel: [kernel, *features]; the last entry weighs the token itself.
-        window: the inputs before the first token, [batch, kernel - 1, *features]; None is zeros.
-        valid: bool [batch, seq], which tokens are no padding; None is all. Those of a row are neighbours.
+        window: [batch, kernel - 1, *features], the inputs before the first token; None is zeros.
+        valid: bool [batch, seq], False for padding; None means no padding. The valid tokens of a row are contiguous.
 
     Returns:
         float32 [batch, seq, *features], and the window after the last valid token in x's dtype.
@@ -98,7 +103,7 @@ def causal_convolution(
 
 
 def l2_normalize(x: jax.Array) -> jax.Array:
-    """x [..., features] divided by its length, in float32."""
+    """`x`: [..., features] divided by its length, in float32. The result is [..., features]."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + L2_EPS)
 
@@ -111,16 +116,18 @@ def recurrent_gated_delta_rule(
     beta: jax.Array,
     state: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Token by token: the state S forgets by exp(decay), then what it recalls for the key moves towards the value by
-    the share beta, and the query reads it.
+    """The gated delta rule, token by token: the state S decays by exp(decay), its recall for the key moves towards
+    the value by the fraction beta, and the query reads it.
 
     S ← exp(decay) S;  S ← S + key ⊗ beta (value - key S);  out = query S / sqrt(key_dim)
 
     Args:
-        query, key: [batch, seq, key_heads, key_dim].
+        query: [batch, seq, key_heads, key_dim].
+        key: [batch, seq, key_heads, key_dim].
         value: [batch, seq, key_heads, values_per_key, value_dim].
-        decay, beta: [batch, seq, key_heads, values_per_key]; decay is a logarithm, so at most 0. Where both are 0 the
-            state stays as it is.
+        decay: [batch, seq, key_heads, values_per_key], a logarithm, at most 0. The state does not change if decay
+            and beta are 0.
+        beta: [batch, seq, key_heads, values_per_key].
         state: [batch, key_heads, values_per_key, key_dim, value_dim]; None is zeros.
 
     Returns:
@@ -132,7 +139,7 @@ def recurrent_gated_delta_rule(
 
     def token(state: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         query, key, value, decay, beta = inputs
-        # Sums of products on the vector unit: a matrix unit has nothing to gain on one row, and would round.
+        # Sums of products run on the vector unit: a matrix unit is not faster for one row, and would round.
         query, key = query[:, :, None, :, None], key[:, :, None, :, None]
         state = state * jnp.exp(decay)[..., None, None]
         delta = (value - (state * key).sum(-2)) * beta[..., None]
@@ -157,14 +164,26 @@ def chunk_gated_delta_rule(
     *,
     chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same by matrix products over chunks of tokens, so that only chunks follow one another (arXiv 2412.06464).
+    """The gated delta rule by matrix products over chunks of tokens, so that only chunks are sequential (arXiv
+    2412.06464). The results are those of `recurrent_gated_delta_rule`.
 
-    Arguments and results are those of `recurrent_gated_delta_rule`; `chunk` is a power of two, and the sequence may
-    have any length. Within a chunk, with c the running sum of decay, what token i writes is
+    Within a chunk, with c the running sum of decay, token i writes
 
         new_i = beta_i (value_i - exp(c_i) key_i S) - sum over j < i of beta_i exp(c_i - c_j) (key_i · key_j) new_j
 
     which is a unit lower triangular system in `new`, the same for every feature of the values.
+
+    Args:
+        query: [batch, seq, key_heads, key_dim].
+        key: [batch, seq, key_heads, key_dim].
+        value: [batch, seq, key_heads, values_per_key, value_dim].
+        decay: [batch, seq, key_heads, values_per_key].
+        beta: [batch, seq, key_heads, values_per_key].
+        state: [batch, key_heads, values_per_key, key_dim, value_dim]; None is zeros.
+        chunk: tokens per chunk, a power of two; the sequence may have any length.
+
+    Returns:
+        float32 [batch, seq, key_heads, values_per_key, value_dim], and the float32 state after the last token.
     """
     batch, seq = key.shape[:2]
     chunk = min(chunk, 1 << (seq - 1).bit_length())
@@ -177,7 +196,7 @@ def chunk_gated_delta_rule(
     total = jnp.cumsum(decay, axis=-1)
     pairs = total[..., :, None] - total[..., None, :]
     earlier_or_same = jnp.tri(chunk, dtype=bool)
-    pairs = jnp.exp(jnp.where(earlier_or_same, pairs, -jnp.inf))  # masked first: later tokens' would overflow
+    pairs = jnp.exp(jnp.where(earlier_or_same, pairs, -jnp.inf))  # masked first: later tokens would overflow
     coupling = _product("...ik,...jk->...ij", key, key) * pairs * beta[..., None]
     solve = unit_lower_inverse(jnp.where(jnp.tri(chunk, k=-1, dtype=bool), coupling, 0.0))
     written = _product("...ij,...jv->...iv", solve, value * beta[..., None])
@@ -201,12 +220,12 @@ def chunk_gated_delta_rule(
 
 @jax.custom_jvp
 def unit_lower_inverse(lower: jax.Array) -> jax.Array:
-    """(1 + lower)⁻¹ of strictly lower triangular matrices [..., n, n], n a power of two.
+    """(1 + lower)⁻¹ for strictly lower triangular matrices `lower`: [..., n, n], n a power of two. The result is
+    [..., n, n].
 
-    Inverses of the diagonal blocks of one size give those of twice the size: the block below the diagonal of
-    [[A, 0], [B, D]]⁻¹ is -D⁻¹ B A⁻¹. That is as stable as forward substitution, which a power series in `lower` is
-    not, and log2(n) pairs of products instead of n steps.
-    """
+    Inverses of the diagonal blocks of one size give those of twice the size: the block below the diagonal of [[A,
+    0], [B, D]]⁻¹ is -D⁻¹ B A⁻¹. This is as stable as forward substitution (a power series in `lower` is not), and
+    takes log2(n) pairs of products instead of n steps."""
     size = lower.shape[-1]
     index = jnp.arange(size)
     inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
@@ -225,7 +244,7 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
 
 @unit_lower_inverse.defjvp
 def _unit_lower_inverse_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """d(X⁻¹) = -X⁻¹ dX X⁻¹, so that only the inverse is kept for the gradient."""
+    """d(X⁻¹) = -X⁻¹ dX X⁻¹: the gradient needs only the inverse."""
     inverse = unit_lower_inverse(*primals)
     product = _product("...ij,...jk->...ik", tangents[0], inverse)
     return inverse, -_product("...ij,...jk->...ik", inverse, product)
@@ -240,7 +259,7 @@ def _float32(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _in_chunks(x: jax.Array, chunk: int) -> jax.Array:
-    """[batch, seq, ...] → [batch, chunks, chunk, ...], padded with tokens of zeros, which change nothing."""
+    """[batch, seq, ...] → [batch, chunks, chunk, ...]. Padding tokens are zeros, which have no effect."""
     padding = -x.shape[1] % chunk
     x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
     return x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
