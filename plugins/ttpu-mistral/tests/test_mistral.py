@@ -136,7 +136,7 @@ def test_the_text_part_decides_what_its_layers_are() -> None:
 
 
 def test_a_text_part_of_another_family_is_refused() -> None:
-    with pytest.raises(ConfigError, match="type 'llama', but the known types are mistral, ministral, ministral3, mistral4"):
+    with pytest.raises(ConfigError, match="'llama', but the known types are mistral, ministral, ministral3, mistral4"):
         parent(text_config={"model_type": "llama"})
 
 
