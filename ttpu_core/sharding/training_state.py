@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ttpu_core.sharding.workload import BITS
+from ttpu_core.spec.arithmetic import BITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from ttpu_core.errors import RequestError
 from ttpu_core.sharding.serving import StepSize
+from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec.arithmetic import BITS
 
 Task = Literal["decode", "prefill", "mixed", "train"]
@@ -42,7 +43,7 @@ class Workload:
     context: int
     dtype: str = "bfloat16"
     layers: Layers = "unrolled"
-    remat: bool = True
+    remat: bool = ADAMW.remat
     quantization: Quantization | None = None
     step: StepSize | None = None
 

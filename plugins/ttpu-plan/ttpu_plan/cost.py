@@ -16,6 +16,7 @@ from ttpu_core.sharding.hardware import Topology
 from ttpu_core.sharding.links import Links, links_of
 from ttpu_core.sharding.serving import replica_mesh
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, axes
 from ttpu_core.spec.arithmetic import (
@@ -156,10 +157,10 @@ class _Program:
         return part
 
     def update(self) -> _Part:
-        """AdamW: float32 weights and moments are read and written, gradients read."""
+        """Master weights and moments are read and written, gradients read, rounded as the layers leave them."""
         held = [*self.model.ends, *(one for kind in self.model.layers for one in kind.parameters * kind.count)]
         elements = sum(prod(one.local) for one in held)
-        traffic = elements * (2 * 3 * 4 + self.workload.bytes_per_element)
+        traffic = elements * (2 * ADAMW.held_bytes + self.workload.bytes_per_element)
         return _Part(hbm=traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE))
 
     def _token_axes(self) -> set[str]:

@@ -13,6 +13,7 @@ from ttpu_core.sharding.estimate import MemoryEstimate
 from ttpu_core.sharding.hardware import Chip
 from ttpu_core.sharding.serving import ServedShapes, replica_mesh
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MoESpec, axes
 from ttpu_core.spec.arithmetic import BITS, QUANTIZED_BITS
@@ -20,8 +21,8 @@ from ttpu_core.spec.parameters import norm_names
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, Shape, shard_model, tiled_bytes
 
 CACHE_AXES = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)
-LOSS_TOKENS = 512
-"""Tokens of a row whose logits exist at once in training (`ttpu_jax.model.loss.TOKENS_AT_ONCE`)."""
+STATE = ADAMW
+"""What the training step holds for each parameter: the definition that the step itself reads."""
 
 PROGRAM_BYTES = 32 * 2**20
 """What every program keeps beside the arrays counted here: constants, small temporaries, and room between arrays. The
@@ -30,8 +31,9 @@ rest of decode programs, libtpu 0.0.42, is 20 to 110 MiB."""
 GATHERED_LAYERS = 3
 """Layers of one turn of a loop whose weights are gathered at once: libtpu 0.0.42 begins with those that come next."""
 
-SORTED = 3
-"""Copies of all logits of a step, in float32, that an engine's sampler has at once (libtpu 0.0.42, gemma-3-12b)."""
+SORTED, SAMPLER_BYTES = 3, 96 * 2**20
+"""An engine's sampler takes at most so many copies of a device's logits of a step, in float32, and so many bytes beside
+them (libtpu 0.0.42: 15 to 106 MB for 32 and 256 rows of Llama-3.1-8B and gemma-3-12b)."""
 
 STREAMS = 3
 """Copies of the residual stream that exist at once around a layer: its input, its sub-layer's input, its output."""
@@ -112,8 +114,7 @@ def _serving(model: ModelShards, workload: Workload, shapes: ServedShapes) -> Me
     activations = _of_step(model, workload)
     logits = tiled_bytes((workload.step.rows, model.head.gathered[0]), 32)
     rows = max(shapes.decode.rows, shapes.mixed.rows)
-    # Sorting takes all columns on each device, values and places.
-    sampler = SORTED * 4 * rows * model.head.parameter.shape[0]
+    sampler = SORTED * tiled_bytes((rows, model.head.gathered[0]), 32) + SAMPLER_BYTES
     step = max(_of_step(model, decode), _of_step(model, mixed))
     stream = shapes.mixed.tokens * model.spec.hidden_size * workload.bytes_per_element
     before = stream + tiled_bytes((shapes.mixed.rows, model.head.gathered[0]), 32)
@@ -134,9 +135,12 @@ def _of_step(model: ModelShards, workload: Workload) -> int:
 
 
 def _stored(model: ModelShards, workload: Workload) -> int:
-    return weight_bytes(model.ends, workload) + sum(
-        kind.count * weight_bytes(kind.parameters, workload) for kind in model.layers
-    )
+    return sum(count * weight_bytes(shards, workload) for count, shards in _parts(model))
+
+
+def _parts(model: ModelShards) -> list[tuple[int, tuple[ParameterShard, ...]]]:
+    """The model's ends, and each kind of layer with how many there are."""
+    return [(1, model.ends), *((kind.count, kind.parameters) for kind in model.layers)]
 
 
 def _gathered_for_inference(model: ModelShards, workload: Workload) -> int:
@@ -165,7 +169,7 @@ def _relaid(model: ModelShards, workload: Workload, chip: Chip | None) -> int:
 
 
 def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
-    """float32 weights and moments, in place, and the largest of three moments of the step.
+    """Master weights and moments, in place, and the largest of three moments of the step.
 
     *The loss*: the layers' weights in the activations' dtype; what is kept of the layers; the head gathered; its
     gradient in float32 as the product gives it, rounded, and summed over devices, all of it whole, and the sum so far;
@@ -178,8 +182,10 @@ def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
     item, bits = workload.bytes_per_element, BITS[workload.dtype]
     rows, tokens = local_tokens(model, workload)
     stream = STREAMS * rows * tokens * model.spec.hidden_size * item
-    weights = weight_bytes(model.ends, workload, 32)
-    weights += sum(kind.count * weight_bytes(kind.parameters, workload, 32) for kind in model.layers)
+    weights, moment = (
+        sum(count * weight_bytes(shards, workload, BITS[held]) for count, shards in _parts(model))
+        for held in (STATE.master_dtype, STATE.moment_dtype)
+    )
     rounded = sum(kind.count * weight_bytes(kind.parameters, workload, bits) for kind in model.layers)
     head, table = model.head, model.end("embed.embedding")
     assert table is not None
@@ -188,7 +194,7 @@ def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
     whole_table = weight_bytes([table], workload, bits, gathered=True)
 
     kept, turn = _kept(model, workload), _largest_backward(model, workload)
-    logits = tiled_bytes((rows, min(tokens, LOSS_TOKENS), head.gathered[0]), 32)
+    logits = tiled_bytes((rows, min(tokens, STATE.loss_tokens), head.gathered[0]), 32)
     in_loss = {
         "gradients": stored_head,
         "activations": kept + stream,
@@ -208,7 +214,7 @@ def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
     peak = max((in_loss, in_turn, at_table), key=lambda moment: sum(moment.values()))
     return MemoryEstimate(
         weights=weights,
-        optimizer=2 * weights,
+        optimizer=STATE.moments * moment,
         gradients=peak["gradients"],
         activations=peak["activations"],
         logits=peak.get("logits", 0),
