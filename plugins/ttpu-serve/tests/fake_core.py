@@ -36,7 +36,7 @@ def tokenizer(folder: Path, template: str | None = tiny.CHAT_TEMPLATE) -> Any:
 
 
 @dataclass
-class Answer:
+class FakeOutput:
     """One answer that is still told."""
 
     id: str
@@ -63,7 +63,7 @@ class FakeCore:
     seconds: float = 0.0
     fail_at: int | None = None
     max_running: int = 1000
-    answers: list[Answer] = field(default_factory=list)
+    outputs: list[FakeOutput] = field(default_factory=list)
     seen: list[SamplingParams] = field(default_factory=list)
     pooled: list[tuple[str, list[int]]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class FakeCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.answers or self.pooled)
+        return bool(self.outputs or self.pooled)
 
     def add(
         self,
@@ -85,13 +85,13 @@ class FakeCore:
         pooling: str | None = None,
     ) -> None:
         ids = self.token_ids(prompt)
-        if any(answer.id == request_id for answer in self.answers):
+        if any(output.id == request_id for output in self.outputs):
             raise RequestError(f"a request with the id {request_id!r} is being served: choose another id.")
         if self.counts.asleep:
             raise RequestError("the engine sleeps: wake it up.")
         if max(ids) > 258:
             raise RequestError(f"prompt has the token id {max(ids)}, but this model has 259: use its tokenizer.")
-        if len(self.answers) + params.n > self.max_running:
+        if len(self.outputs) + params.n > self.max_running:
             raise QueueFullError(f"{len(self.answers)} requests wait, which is as many as may: try again later.")
         self.seen.append(params)
         self.counts = replace(
@@ -107,14 +107,14 @@ class FakeCore:
             whole = whole[: min(params.max_tokens or self.max_model_len, self.max_model_len - len(ids))]
             skip = params.skip_special_tokens
             text = TextStream(self.tokenizer, ids, params.stop, skip_special_tokens=skip) if params.detokenize else None
-            self.answers.append(Answer(request_id, index, ids, params, whole, text))
+            self.outputs.append(FakeOutput(request_id, index, ids, params, whole, text))
 
     def token_ids(self, prompt: str | list[int]) -> list[int]:
         return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
-        self.answers = [answer for answer in self.answers if answer.id != request_id]
+        self.outputs = [output for output in self.outputs if output.id != request_id]
 
     def step(self) -> list[OutputDelta]:
         time.sleep(self.seconds)
@@ -122,15 +122,15 @@ class FakeCore:
         if self.counts.steps == self.fail_at:
             raise RuntimeError("the device is on fire")
         deltas = [self._pool(*self.pooled.pop(0))] if self.pooled else []
-        for answer in list(self.answers):
-            deltas.append(self._next(answer))
+        for output in list(self.outputs):
+            deltas.append(self._next(output))
             if deltas[-1].finish_reason:
-                self.answers.remove(answer)
+                self.outputs.remove(output)
         self.counts = replace(self.counts, output_tokens=self.counts.output_tokens + len(deltas))
         return deltas
 
     def stats(self) -> EngineStats:
-        return replace(self.counts, running=len(self.answers))
+        return replace(self.counts, running=len(self.outputs))
 
     def sleep(self) -> None:
         self.counts = replace(self.counts, asleep=True)
@@ -162,33 +162,33 @@ class FakeCore:
         lines = [line for line in text.splitlines() if "say: " in line]
         return lines[-1].split("say: ", 1)[1] if lines else text
 
-    def _next(self, answer: Answer) -> OutputDelta:
-        token = answer.tokens[answer.told]
-        answer.told += 1
-        reason = "stop" if token == EOS else "length" if answer.told == len(answer.tokens) else None
+    def _next(self, output: FakeOutput) -> OutputDelta:
+        token = output.tokens[output.told]
+        output.told += 1
+        reason = "stop" if token == EOS else "length" if output.told == len(output.tokens) else None
         text, stopped_by = "", None
-        if answer.text is not None:
-            text = answer.text.push(token) if token != EOS else ""
-            stopped_by = answer.text.stopped_by
+        if output.text is not None:
+            text = output.text.push(token) if token != EOS else ""
+            stopped_by = output.text.stopped_by
             reason = "stop" if stopped_by is not None else reason
-            text += answer.text.finish() if reason and stopped_by is None else ""
-        wanted = answer.params
+            text += output.text.finish() if reason and stopped_by is None else ""
+        wanted = output.params
         return OutputDelta(
-            answer.id,
-            answer.index,
+            output.id,
+            output.index,
             text,
             [token],
             None if wanted.logprobs is None else [self._logprobs(token, wanted.logprobs)],
             reason,
             stopped_by,
-            num_prompt_tokens=len(answer.prompt),
-            num_output_tokens=answer.told,
-            prompt_logprobs=self._of_prompt(answer) if answer.told == 1 else None,
+            num_prompt_tokens=len(output.prompt),
+            num_output_tokens=output.told,
+            prompt_logprobs=self._of_prompt(output) if output.told == 1 else None,
         )
 
-    def _of_prompt(self, answer: Answer) -> list[dict[int, Logprob] | None] | None:
-        count = answer.params.prompt_logprobs
-        return None if count is None else [None, *(self._logprobs(token, count) for token in answer.prompt[1:])]
+    def _of_prompt(self, output: FakeOutput) -> list[dict[int, Logprob] | None] | None:
+        count = output.params.prompt_logprobs
+        return None if count is None else [None, *(self._logprobs(token, count) for token in output.prompt[1:])]
 
     def _logprobs(self, token: int, count: int) -> dict[int, Logprob]:
         """The token's own, then of the tokens after it; the last of five is impossible."""

@@ -76,12 +76,12 @@ def test_leaving_a_stream_aborts_its_request(bytes_tokenizer: Any) -> None:
             async for _ in stream:
                 break
             stream.close()
-            await until(lambda: core.aborted == ["one"] and not core.answers)
+            await until(lambda: core.aborted == ["one"] and not core.outputs)
             task = asyncio.create_task(text_of(engine, "say: on ", LONG, request_id="two"))
-            await until(lambda: core.answers)
+            await until(lambda: core.outputs)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await until(lambda: core.aborted == ["one", "two"] and not core.answers)
+            await until(lambda: core.aborted == ["one", "two"] and not core.outputs)
 
     asyncio.run(scenario())
 
@@ -99,7 +99,7 @@ def test_an_aborted_request_ends_for_whoever_reads_it(bytes_tokenizer: Any) -> N
                 deltas.append(delta)
             assert [deltas[-1].finish_reason, deltas[-2].finish_reason] == ["abort", "abort"]
             assert deltas[-1].num_prompt_tokens == 8 and deltas[-1].num_output_tokens > 0
-            assert not core.answers and await engine.drain(1)
+            assert not core.outputs and await engine.drain(1)
 
     asyncio.run(scenario())
 
@@ -130,7 +130,7 @@ def test_a_submission_that_is_cancelled_aborts_nobody_elses_request(bytes_tokeni
             third.cancel()
             await asyncio.gather(blocked, second, third, return_exceptions=True)
             assert "".join([delta.text async for delta in first]) == "to the end"
-            await until(lambda: not core.answers)
+            await until(lambda: not core.outputs)
             assert core.aborted in ([], ["other"]) and await engine.drain(1)
 
     asyncio.run(scenario())
@@ -142,15 +142,15 @@ def test_an_answer_that_fails_takes_the_others_of_its_request_along(bytes_tokeni
         step = core.step
 
         def failing() -> list[OutputDelta]:
-            bad = [answer for answer in core.answers if (answer.id, answer.index) == ("bad", 1)]
-            core.answers = [answer for answer in core.answers if answer not in bad]
+            bad = [answer for answer in core.outputs if (answer.id, answer.index) == ("bad", 1)]
+            core.outputs = [answer for answer in core.outputs if answer not in bad]
             return [*step(), *(OutputDelta("bad", 1, "", [], None, "error", error="not a number.") for _ in bad)]
 
         core.step = failing  # type: ignore[method-assign]
         async with started(core) as engine:
             with pytest.raises(RequestFailedError, match="not a number"):
                 await text_of(engine, "say: on ", replace(LONG, n=3), request_id="bad")
-            await until(lambda: not core.answers)
+            await until(lambda: not core.outputs)
             assert core.aborted == ["bad"]
 
     asyncio.run(scenario())
@@ -161,7 +161,7 @@ def test_a_slow_reader_gets_everything_in_fewer_pieces(bytes_tokenizer: Any) -> 
         core = FakeCore(bytes_tokenizer)
         async with started(core) as engine:
             stream = await engine.submit("say: one two three", SamplingParams(max_tokens=50, logprobs=0))
-            await until(lambda: not core.answers)
+            await until(lambda: not core.outputs)
             await asyncio.sleep(0.01)
             deltas = [delta async for delta in stream]
             assert "".join(delta.text for delta in deltas) == "one two three" and len(deltas) < 5
@@ -198,8 +198,8 @@ def test_a_request_that_fails_in_the_engine_fails_alone(bytes_tokenizer: Any) ->
 
         def failing() -> list[OutputDelta]:
             deltas = step()
-            bad = [answer for answer in core.answers if answer.id == "bad"]
-            core.answers = [answer for answer in core.answers if answer.id != "bad"]
+            bad = [answer for answer in core.outputs if answer.id == "bad"]
+            core.outputs = [answer for answer in core.outputs if answer.id != "bad"]
             return [*deltas, *(OutputDelta("bad", 0, "", [], None, "error", error="not a number.") for _ in bad)]
 
         core.step = failing  # type: ignore[method-assign]
@@ -236,7 +236,7 @@ def test_a_deadline_ends_a_request_after_what_it_said(bytes_tokenizer: Any) -> N
                 async for delta in engine.generate("say: on ", LONG, timeout=0.1):
                     said += delta.text
             assert said.startswith("on ")
-            await until(lambda: not core.answers)
+            await until(lambda: not core.outputs)
 
     asyncio.run(scenario())
 
@@ -246,7 +246,7 @@ def test_draining_lets_answers_end_and_takes_no_new_ones(bytes_tokenizer: Any) -
         core = FakeCore(bytes_tokenizer, seconds=0.002)
         async with started(core) as engine:
             task = asyncio.create_task(text_of(engine, "say: to the end"))
-            await until(lambda: core.answers)
+            await until(lambda: core.outputs)
             draining = asyncio.create_task(engine.drain(10))
             await asyncio.sleep(0)
             with pytest.raises(EngineClosingError):
@@ -261,7 +261,7 @@ def test_draining_gives_up_in_time_and_says_so(bytes_tokenizer: Any) -> None:
         core = FakeCore(bytes_tokenizer, seconds=0.01)
         async with started(core) as engine:
             task = asyncio.create_task(text_of(engine, "say: on ", LONG))
-            await until(lambda: core.answers)
+            await until(lambda: core.outputs)
             assert not await engine.drain(0.05)
             with pytest.raises(EngineClosingError):
                 await task

@@ -7,8 +7,8 @@ import pytest
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import SamplingParams
-from ttpu_serve.scheduling.block_pool import PagePool
-from ttpu_serve.scheduling.block_table import PageGroup, PageTables
+from ttpu_serve.scheduling.block_pool import BlockPool
+from ttpu_serve.scheduling.block_table import BlockTables, PageGroup
 from ttpu_serve.scheduling.prefix_cache import extend_hashes
 from ttpu_serve.scheduling.request import Request
 
@@ -16,12 +16,12 @@ HASHES = [bytes([number]) * 16 for number in range(12)]
 NOBODY = [0, 0]
 
 
-def hybrid(pages: int = 20) -> PageTables:
+def hybrid(pages: int = 20) -> BlockTables:
     """Two rows of twelve pages of four tokens, in a group that sees all and one that sees ten positions."""
-    return PageTables([PageGroup("full", pages), PageGroup("window", pages, window=10)], 2, 48, 4)
+    return BlockTables([PageGroup("full", pages), PageGroup("window", pages, window=10)], 2, 48, 4)
 
 
-def fill(tables: PageTables, slot: int, tokens: int) -> None:
+def fill(tables: BlockTables, slot: int, tokens: int) -> None:
     """A row whose full pages are registered."""
     tables.admit(slot, [], tokens)
     tables.extend(slot, tokens)
@@ -32,12 +32,12 @@ def fill(tables: PageTables, slot: int, tokens: int) -> None:
 
 
 def test_a_pool_gives_every_page_but_the_one_that_is_nobodys() -> None:
-    pool = PagePool(5)
+    pool = BlockPool(5)
     assert sorted(pool.take(4)) == [1, 2, 3, 4] and pool.available == 0 and pool.in_use == 4
 
 
 def test_a_shared_page_is_free_when_its_last_holder_releases_it() -> None:
-    pool = PagePool(3)
+    pool = BlockPool(3)
     (page,) = pool.take(1)
     pool.register(page, HASHES[0])
     pool.share(page)
@@ -48,7 +48,7 @@ def test_a_shared_page_is_free_when_its_last_holder_releases_it() -> None:
 
 
 def test_free_pages_are_taken_before_cached_ones_and_the_longest_unused_is_forgotten_first() -> None:
-    pool = PagePool(5)
+    pool = BlockPool(5)
     pages = pool.take(3)
     for page, digest in zip(pages, HASHES, strict=False):
         pool.register(page, digest)
@@ -63,7 +63,7 @@ def test_free_pages_are_taken_before_cached_ones_and_the_longest_unused_is_forgo
 
 
 def test_a_page_with_known_content_is_found_under_its_first_page_alone() -> None:
-    pool = PagePool(4)
+    pool = BlockPool(4)
     first, second = pool.take(2)
     pool.register(first, HASHES[0])
     pool.register(second, HASHES[0])
@@ -72,7 +72,7 @@ def test_a_page_with_known_content_is_found_under_its_first_page_alone() -> None
 
 
 def test_a_reset_forgets_content_but_takes_no_page_from_its_holder() -> None:
-    pool = PagePool(4)
+    pool = BlockPool(4)
     held, idle = pool.take(2)
     pool.register(held, HASHES[0])
     pool.register(idle, HASHES[1])
@@ -131,7 +131,7 @@ def test_pages_wholly_behind_the_window_are_given_back(position: int, kept: int)
 
 
 def test_pages_behind_the_chunk_are_given_back_when_the_next_chunk_begins() -> None:
-    tables = PageTables([PageGroup("chunk", 20, chunk=10)], 1, 48, 4)
+    tables = BlockTables([PageGroup("chunk", 20, chunk=10)], 1, 48, 4)
     tables.extend(0, 24)
     for position, kept in ((9, 0), (10, 2), (19, 2), (20, 5)):
         tables.trim(np.array([0]), np.array([position]))
@@ -150,9 +150,9 @@ def test_rows_are_extended_together_where_they_lack_a_page() -> None:
 
 
 def test_the_capacity_of_a_row_is_bound_by_the_scarcest_group_and_the_context() -> None:
-    tables = PageTables([PageGroup("full", 9), PageGroup("window", 5, window=10)], 1, 24, 4)
+    tables = BlockTables([PageGroup("full", 9), PageGroup("window", 5, window=10)], 1, 24, 4)
     assert tables.capacity(0) == 16 and tables.capacity(0, [0, 2]) == 8 and tables.capacity(0, [9, 9]) == 0
-    assert PageTables([PageGroup("full", 9)], 1, 24, 4).capacity(0) == 24
+    assert BlockTables([PageGroup("full", 9)], 1, 24, 4).capacity(0) == 24
 
 
 def test_a_released_row_is_empty_and_its_prefix_forgotten_from_the_end() -> None:
@@ -211,7 +211,7 @@ def test_pages_found_idle_count_against_what_a_request_may_take() -> None:
     "span, tokens, pages", [(1, 48, 1), (2, 48, 2), (5, 48, 2), (6, 48, 3), (10, 48, 4), (10, 8, 2)]
 )
 def test_one_sequence_goes_on_with_the_pages_that_one_token_can_see(span: int, tokens: int, pages: int) -> None:
-    tables = PageTables([PageGroup("window", 20, window=span)], 1, 48, 4)
+    tables = BlockTables([PageGroup("window", 20, window=span)], 1, 48, 4)
     assert tables.blocks_needed(0, tokens, whole=False) == pages
     assert tables.blocks_needed(0, tokens, whole=True) == tokens // 4
     touched = [len({seen // 4 for seen in range(max(end - span, 0), end)}) for end in range(1, tokens + 1)]

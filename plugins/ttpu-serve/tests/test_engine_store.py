@@ -25,7 +25,7 @@ from ttpu_jax.runner import executable_cache as store
 from ttpu_jax.runner import page_count
 from ttpu_jax.runner.compilation import Program, ProgramPool
 from ttpu_jax.runner.compilation_cache import JAX_DIRECTORY, JAX_SECONDS, VARIABLE, keep_compiled, programs_folder
-from ttpu_jax.runner.executable_cache import ProgramStore
+from ttpu_jax.runner.executable_cache import ExecutableCache
 
 pytestmark = pytest.mark.slow  # together they take long; the lane of the newest jax does without
 
@@ -103,15 +103,15 @@ def run(executable: Any) -> float:
 
 
 @pytest.fixture
-def stored(folder: Path) -> ProgramStore:
+def stored(folder: Path) -> ExecutableCache:
     """A store that holds the program."""
-    kept = ProgramStore(jax.devices()[:1])
+    kept = ExecutableCache(jax.devices()[:1])
     lowered = program().lower()
     assert kept.save(kept.key(lowered), lowered.compile(), {"peak": 7})
-    return ProgramStore(jax.devices()[:1])
+    return ExecutableCache(jax.devices()[:1])
 
 
-def only_file(kept: ProgramStore) -> Path:
+def only_file(kept: ExecutableCache) -> Path:
     assert kept.folder is not None
     (path,) = kept.folder.glob("*.program")
     return path
@@ -174,22 +174,22 @@ class TestFolder:
 
 
 class TestStore:
-    def test_a_pool_loads_what_is_stored_and_compiles_the_rest(self, stored: ProgramStore) -> None:
+    def test_a_pool_loads_what_is_stored_and_compiles_the_rest(self, stored: ExecutableCache) -> None:
         pool = ProgramPool(store=stored)
         pool.compile([program(), program(3.0)])
         assert pool.loaded == 1
         assert run(pool.executable(("scaled", 2.0))) == 3.0
         assert run(pool.executable(("scaled", 3.0))) == 4.0
 
-    def test_what_is_stored_beside_a_program_comes_back(self, stored: ProgramStore) -> None:
+    def test_what_is_stored_beside_a_program_comes_back(self, stored: ExecutableCache) -> None:
         assert stored.facts(stored.key(program().lower())) == {"peak": 7}
         assert stored.facts(stored.key(program(3.0).lower())) is None
 
-    def test_another_process_finds_it_under_the_same_name(self, stored: ProgramStore) -> None:
+    def test_another_process_finds_it_under_the_same_name(self, stored: ExecutableCache) -> None:
         script = (
             "import sys; sys.path.insert(0, sys.argv[1])\n"
             "import jax, test_engine_store as test\n"
-            "kept = test.ProgramStore(jax.devices()[:1])\n"
+            "kept = test.ExecutableCache(jax.devices()[:1])\n"
             "print(test.run(kept.load(test.program().lower())))"
         )
         done = subprocess.run(
@@ -203,7 +203,7 @@ class TestStore:
     def test_an_engine_starts_from_stored_programs(self, checkpoint: Path, folder: Path, unset: None) -> None:
         with LLM(str(checkpoint), **SMALL, num_pages=20) as llm:
             runner, first = llm.engine.runner, answer(llm)
-            kept = ProgramStore(runner.runtime.placement.devices)
+            kept = ExecutableCache(runner.runtime.placement.devices)
             for each in runner.programs():
                 kept.save(kept.key(each.lower()), runner.pool.executable(each.key))
         with LLM(str(checkpoint), **SMALL, num_pages=20) as llm:
@@ -213,7 +213,7 @@ class TestStore:
 
     @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:30], lambda data: b"",
                                         lambda data: data[:-1] + bytes([data[-1] ^ 1])])  # fmt: skip
-    def test_a_damaged_file_is_as_good_as_none_and_replaced(self, stored: ProgramStore, damage: Any) -> None:
+    def test_a_damaged_file_is_as_good_as_none_and_replaced(self, stored: ExecutableCache, damage: Any) -> None:
         path, lowered = only_file(stored), program().lower()
         path.write_bytes(damage(path.read_bytes()))
         assert stored.load(lowered) is None
@@ -223,15 +223,15 @@ class TestStore:
 
     @pytest.mark.parametrize("name", ["jax", "libtpu"])
     def test_another_version_finds_nothing(
-        self, stored: ProgramStore, name: str, monkeypatch: pytest.MonkeyPatch
+        self, stored: ExecutableCache, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         other = {**store._versions(), name: "0.0.1"}
         monkeypatch.setattr(store, "_versions", lambda: other)
-        assert ProgramStore(jax.devices()[:1]).load(program().lower()) is None
+        assert ExecutableCache(jax.devices()[:1]).load(program().lower()) is None
 
-    def test_other_compiler_flags_find_nothing(self, stored: ProgramStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_compiler_flags_find_nothing(self, stored: ExecutableCache, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(store, "compiler_flags", lambda platform: ("--xla_something=true",))
-        assert ProgramStore(jax.devices()[:1]).load(program().lower()) is None
+        assert ExecutableCache(jax.devices()[:1]).load(program().lower()) is None
 
     def test_flags_without_effect_on_the_platform_are_no_others(self) -> None:
         given = {
@@ -241,16 +241,18 @@ class TestStore:
         assert compiler_flags("tpu", given) == ("--xla_b=2", "--xla_tpu_c=3")
         assert compiler_flags("cpu", given) == ("--xla_b=2", "--xla_cpu_a=1")
 
-    def test_other_devices_find_nothing(self, stored: ProgramStore) -> None:
-        assert ProgramStore(jax.devices()[1:2]).load(program().lower()) is None
+    def test_other_devices_find_nothing(self, stored: ExecutableCache) -> None:
+        assert ExecutableCache(jax.devices()[1:2]).load(program().lower()) is None
 
     @pytest.mark.parametrize("whose", ["folder", "file"])
-    def test_what_others_may_write_is_not_read(self, stored: ProgramStore, whose: str) -> None:
+    def test_what_others_may_write_is_not_read(self, stored: ExecutableCache, whose: str) -> None:
         path = only_file(stored)
         (path if whose == "file" else path.parent).chmod(0o777)
         assert stored.load(program().lower()) is None
 
-    def test_a_file_of_somebody_else_is_not_read(self, stored: ProgramStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_of_somebody_else_is_not_read(
+        self, stored: ExecutableCache, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """As it looks to another user: what does not belong to them does not belong to root either."""
         owner = os.geteuid()
         real = os.fstat
@@ -264,14 +266,14 @@ class TestStore:
         monkeypatch.setattr(os, "fstat", of_another)
         assert stored.load(program().lower()) is None
 
-    def test_a_link_is_not_followed(self, stored: ProgramStore, tmp_path: Path) -> None:
+    def test_a_link_is_not_followed(self, stored: ExecutableCache, tmp_path: Path) -> None:
         path = only_file(stored)
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
         assert stored.load(program().lower()) is None
 
     def test_one_that_does_not_load_is_compiled_and_logged_once(
-        self, stored: ProgramStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, stored: ExecutableCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         def refuses(*_: Any, **__: Any) -> Any:
             raise ValueError("made for another device\nin detail")
@@ -288,7 +290,7 @@ class TestStore:
 
     def test_nothing_is_stored_or_read_where_it_is_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VARIABLE, "off")
-        kept, lowered = ProgramStore(jax.devices()[:1]), program().lower()
+        kept, lowered = ExecutableCache(jax.devices()[:1]), program().lower()
         assert kept.save(kept.key(lowered), lowered.compile()) is None
         assert not kept
         assert kept.load(lowered) is None

@@ -80,7 +80,7 @@ def test_no_more_requests_at_once_than_allowed(bytes_tokenizer: Any) -> None:
         assert server.http().get("/health").status_code == 200, "watching is always possible"
         for stream in first:
             stream.close()
-        until(lambda: not server.core.answers)
+        until(lambda: not server.core.outputs)
         assert client.completions.create(**body(1)).choices
 
 
@@ -93,9 +93,9 @@ def test_a_client_that_leaves_a_stream_aborts_its_request(bytes_tokenizer: Any) 
     with running(FakeCore(bytes_tokenizer, seconds=0.005, max_model_len=5000)) as server:
         stream = server.client().completions.create(stream=True, **body(4000))
         next(iter(stream))
-        assert server.core.answers
+        assert server.core.outputs
         stream.close()
-        until(lambda: not server.core.answers)
+        until(lambda: not server.core.outputs)
         assert len(server.core.aborted) == 1
         until(lambda: 'reason="abort"' in server.http().get("/metrics").text)
 
@@ -105,7 +105,7 @@ def test_a_client_that_leaves_before_its_answer_aborts_all_of_its_request(bytes_
         asked = ENDLESS | {"prompt": ["say: a", "say: b", "say: c"]}
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/completions", json=asked, timeout=0.3)
-        until(lambda: not server.core.answers)
+        until(lambda: not server.core.outputs)
         assert len(set(server.core.aborted)) == 3
 
 
@@ -136,7 +136,7 @@ def test_a_request_that_takes_too_long_is_ended(bytes_tokenizer: Any) -> None:
             for chunk in server.client().completions.create(stream=True, **body(4000)):
                 text += chunk.choices[0].text
         assert text.startswith("on and"), "what was said until then was sent"
-        until(lambda: not server.core.answers)
+        until(lambda: not server.core.outputs)
 
 
 def test_a_reader_that_stops_reading_loses_its_place(bytes_tokenizer: Any) -> None:
@@ -144,8 +144,8 @@ def test_a_reader_that_stops_reading_loses_its_place(bytes_tokenizer: Any) -> No
     asked = ENDLESS | {"max_tokens": 90_000, "stream": True, "logprobs": 5}
     settings = ServerSettings(write_timeout=0.3, request_timeout=None)
     with running(core, settings) as server, stalled_reader(server, asked):
-        until(lambda: core.answers)
-        until(lambda: not core.answers, 30)
+        until(lambda: core.outputs)
+        until(lambda: not core.outputs, 30)
         assert server.http().post("/v1/completions", json=ENDLESS | {"max_tokens": 3}).status_code == 200
 
 

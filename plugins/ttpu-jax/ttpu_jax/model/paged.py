@@ -91,7 +91,7 @@ def empty_caches(
     *,
     abstract: bool = False,
 ) -> tuple[PagedKV | StateCache | None, ...]:
-    """One cache per layer, zeros or only their shapes; `num_pages` per group, with the page that is nobody's."""
+    """One cache per layer, zeros or only their shapes; `num_pages` per group, with the null page."""
 
     def layer(index: int, of: LayerSpec) -> PagedKV | StateCache | None:
         group = layout.group_of[index]

@@ -23,7 +23,7 @@ def on_rows(
 
     Sequences with one token are one batch of rows, the at most `max_prefills` longer ones another: rows as long as the
     longest for all of them would be mostly padding. A sequence that begins here starts from zeros, whatever its slot
-    held; slot 0 takes what belongs to nobody."""
+    held; slot 0 takes what belongs to no sequence."""
     starts, counts = batch.query_starts[:-1], jnp.diff(batch.query_starts)
     out, arrays = jnp.zeros_like(x[0]), dict(states)
     out, arrays = _some_rows(mixer, x[0], step, out, arrays, starts, jnp.where(counts == 1, 1, 0), batch.states, 1)

@@ -27,7 +27,7 @@ from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.placement import Placement
 from ttpu_jax.runner.build import filled, refuse_idle_devices, runner_for
 from ttpu_jax.runner.compilation import Program, name_of, without_folders
-from ttpu_jax.runner.executable_cache import ProgramStore
+from ttpu_jax.runner.executable_cache import ExecutableCache
 from ttpu_jax.runner.memory import MARGIN, pages_per_group
 from ttpu_jax.runner.programs import EnginePrograms
 from ttpu_jax.runner.reserve import device_bytes, reserved_bytes
@@ -182,7 +182,7 @@ def compile_ahead(
     topology = tpu_topology(topology_name)
     runner = abstract_runner(architecture, topology, config, dtype, mesh, strategy, attn_implementation)
     placement = runner.runtime.placement
-    kept = ProgramStore(placement.devices) if store else None
+    kept = ExecutableCache(placement.devices) if store else None
     if progress is not None:
         progress("", 0, 1)
     size = runner.config.page_size or 1
@@ -206,7 +206,7 @@ def _compile_all(
     topology: TpuTopology,
     programs: Sequence[Program],
     caches: int,
-    store: ProgramStore | None,
+    store: ExecutableCache | None,
     progress: Callable[[str, int, int], None] | None,
     workers: int,
 ) -> tuple[AheadProgram, ...]:
@@ -272,7 +272,7 @@ def abstract_runner(
 
 
 def _compiled(
-    topology: TpuTopology, program: Program, lowered: jax.stages.Lowered | None, store: ProgramStore | None
+    topology: TpuTopology, program: Program, lowered: jax.stages.Lowered | None, store: ExecutableCache | None
 ) -> tuple[ProgramFigures, CompiledProgram | None]:
     """What the compiler says of a program, now or when it was stored; it is stored now if it was not."""
     lowered = lowered or lower(topology, program)
@@ -294,7 +294,7 @@ def lower(topology: TpuTopology, program: Program) -> jax.stages.Lowered:
 
 
 def _num_pages(
-    runner: EnginePrograms, topology: TpuTopology, page_bytes: tuple[int, ...], store: ProgramStore | None
+    runner: EnginePrograms, topology: TpuTopology, page_bytes: tuple[int, ...], store: ExecutableCache | None
 ) -> tuple[int, ...]:
     """What was asked for, or as many as the memory holds beside the weights and what `reserved_bytes` counts."""
     config = runner.config

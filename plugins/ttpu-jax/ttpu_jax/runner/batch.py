@@ -22,7 +22,7 @@ IN_FLIGHT = -1
 @dataclass(frozen=True)
 class BatchLayout:
     """Where each field of a step lies in its vector. `pages` per sequence in each of `groups` tables; slots 0 to
-    `max_num_seqs` - 1 are requests', the next one is nobody's."""
+    `max_num_seqs` - 1 are requests', the next one is no request's."""
 
     shape: StepShape
     groups: int

@@ -21,7 +21,7 @@ from ttpu_jax.model.paged import paged_layout
 from ttpu_jax.runner.adapter_slots import LoadedAdapters
 from ttpu_jax.runner.buckets import buckets_for
 from ttpu_jax.runner.compilation_cache import keep_compiled
-from ttpu_jax.runner.executable_cache import ProgramStore
+from ttpu_jax.runner.executable_cache import ExecutableCache
 from ttpu_jax.runner.lora import load_adapters
 from ttpu_jax.runner.runner import Runner
 from ttpu_jax.runner.weights import ServedWeights
@@ -64,7 +64,7 @@ def model_runner(
     if adapters or config.max_adapters:
         params, loaded = load_adapters(model, config, adapters or {})
     runner = runner_for(spec, runtime, params, config, model.dtype)
-    runner.pool.store = ProgramStore(placement.devices)
+    runner.pool.store = ExecutableCache(placement.devices)
     runner.served = ServedWeights(pad_mapping(model.architecture.mapping, model.paddings), model.params)
     runner.adapters = None if loaded is None else LoadedAdapters(loaded, runner.params)
     return runner
@@ -137,9 +137,9 @@ def refuse_idle_devices(placement: Any) -> None:
         if idle:
             mesh = ",".join(f"{name}={size}" for name, size in placement.mesh.shape.items())
             raise UnsupportedError(
-                f"the engine was asked to serve over {mesh}, but it does not cut {what} over {', '.join(idle)}, whose "
-                "devices would all do the same: use tensor (and expert) axes alone (`ttpu plan` makes such plans), "
-                "and start one server per replica."
+                f"the engine was asked to serve over {mesh}, but it does not shard {what} over "
+                f"{', '.join(idle)}, whose devices would all do the same: use tensor (and expert) axes alone (`ttpu "
+                "plan` makes such plans), and start one server per replica."
             )
     if jax.process_count() > 1:
         raise UnsupportedError(

@@ -21,7 +21,7 @@ from ttpu_jax.compiler_flags import compiler_options
 from ttpu_jax.runner.buckets import StepShape
 
 if TYPE_CHECKING:
-    from ttpu_jax.runner.executable_cache import ProgramStore
+    from ttpu_jax.runner.executable_cache import ExecutableCache
 
 log = logging.getLogger("ttpu.engine")
 SOURCES, FOLDERS_OF_SOURCES = "jax_hlo_source_file_canonicalization_regex", r".*/(?=(?:jax|ttpu_jax)/)"
@@ -95,7 +95,7 @@ class ProgramPool:
         *,
         strict: bool = False,
         workers: int | None = None,
-        store: ProgramStore | None = None,
+        store: ExecutableCache | None = None,
         platform: str | None = None,
     ) -> None:
         self.strict = strict

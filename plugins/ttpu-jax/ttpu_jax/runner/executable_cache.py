@@ -26,7 +26,7 @@ FORMAT = "ttpu-program-1"
 COMPILERS = ("jax", "jaxlib", "libtpu")
 
 
-class ProgramStore:
+class ExecutableCache:
     """Executables for one sequence of devices, one file each.
 
     The files hold pickles, as JAX serializes executables: whoever can write them can run code as whoever reads them.

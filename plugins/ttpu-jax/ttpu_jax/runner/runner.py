@@ -288,10 +288,10 @@ class Runner(EnginePrograms):
             self.state = program(self.state, put(np.asarray(slot, np.int32)), put(prompt), put(output))
 
     def _sample(self, step: RunnerStep, shape: StepShape, logits: jax.Array) -> Sampled:
-        nobody, owners, count = self.max_num_seqs, step.owners, len(step.owners)
+        no_slot, owners, count = self.max_num_seqs, step.owners, len(step.owners)
         slots = step.slots[owners]
         requests = np.repeat(NEUTRAL[:, None], shape.rows, axis=1)
-        requests[FIELDS["slot"]] = nobody
+        requests[FIELDS["slot"]] = no_slot
         requests[:, :count] = self._columns[:, slots]
         begins = np.cumsum(step.counts) - step.counts
         positions = step.starts[owners] + step.rows - begins[owners]
@@ -299,7 +299,7 @@ class Runner(EnginePrograms):
         samples = step.samples[owners]
         lone = samples if count == len(step.slots) else samples & (np.bincount(owners)[owners] == 1)
         # Of several rows of one request the host says which count, so none is left for the next step to find.
-        requests[FIELDS["slot"], :count] = np.where(lone, slots, nobody)
+        requests[FIELDS["slot"], :count] = np.where(lone, slots, no_slot)
         levels = self._levels[slots][samples]
         level = Level(int(levels.max())) if len(levels) else Level.GREEDY
         program = self.pool.get(("sample", shape.rows, level), partial(self._sampler_program, shape.rows, level))

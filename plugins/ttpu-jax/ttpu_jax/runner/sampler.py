@@ -63,7 +63,7 @@ def column(params: SamplingParams, slot: int) -> np.ndarray:
 BLOCK_ROWS = 64
 """Rows that are sampled at once: filters take several times the memory of the logits that they are given."""
 NEUTRAL = column(SamplingParams(temperature=0.0, seed=0), 0)
-"""The column of a row that is nobody's."""
+"""The column of a row of no request."""
 
 
 @jax.tree_util.register_dataclass
@@ -87,7 +87,7 @@ def sample_rows(
 ) -> tuple[SamplerState, Sampled]:
     """One token for every row of logits [rows, vocab]; `requests` int32 [fields, rows], `rules` at the highest level.
 
-    A row's token is left in its slot of `last_tokens`; rows that are nobody's name the last slot.
+    A row's token is left in its slot of `last_tokens`; rows of no request name the last slot.
     """
     slots = requests[FIELDS["slot"]]
     some = partial(_sample_block, state=state, level=level, max_logprobs=max_logprobs)
@@ -111,10 +111,10 @@ def _in_blocks(
     one before where rows do not divide: padding would be a copy of the logits."""
 
     def block(start: jax.Array) -> Sampled:
-        def cut(array: jax.Array, axis: int = 0) -> jax.Array:
+        def part(array: jax.Array, axis: int = 0) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(array, start, BLOCK_ROWS, axis)
 
-        return some(cut(logits), cut(requests, 1), jax.tree.map(cut, rules))
+        return some(part(logits), part(requests, 1), jax.tree.map(part, rules))
 
     whole = rows // BLOCK_ROWS * BLOCK_ROWS
     starts = [*range(0, whole, BLOCK_ROWS), *([rows - BLOCK_ROWS] if whole < rows else [])]

@@ -21,8 +21,8 @@ from ttpu_serve.speculative.load_draft import load_draft, prepare_draft
 from ttpu_serve.speculative.make import make_proposer
 
 
-def serving_backend(name: str) -> ServingBackend:
-    """A backend whose models an engine can serve.
+def serving_backend(name: str | None) -> ServingBackend:
+    """A backend whose models an engine can serve; None is the default one.
 
     Raises:
         MissingDependencyError, PluginError: it is not installed, or cannot be used.
@@ -31,8 +31,8 @@ def serving_backend(name: str) -> ServingBackend:
     backend = default_registry().backend(name)
     if not isinstance(backend, Serves):
         raise UnsupportedError(
-            f"an engine for a model of the backend {name!r} was asked for, but that backend makes no runners for "
-            "engines: load the model with one that does, such as jax."
+            f"an engine for a model of the backend {backend.name!r} was asked for, but that backend makes no runners "
+            "for engines: install and name one that does (`ttpu list-plugins`)."
         )
     return cast(ServingBackend, backend)
 

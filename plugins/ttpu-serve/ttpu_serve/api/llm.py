@@ -24,6 +24,7 @@ class LLM:
     Args:
         model: a checkpoint's directory or Hub id, or a model from `AutoModelForTPU.from_pretrained`.
         dtype, parallelism_strategy, plan, …: what `from_pretrained` takes.
+        backend: the name of the backend that loads a checkpoint; left out, the default one.
         tensor_parallel_size: the same as parallelism_strategy="tensor=N".
         progress: called as progress(stage, done, total) while loading and compiling; True shows bars, None nothing.
         engine options: `ttpu_serve.api.engine_config.EngineConfig`: max_model_len, max_num_seqs,
@@ -48,7 +49,7 @@ class LLM:
             if options.get("parallelism_strategy") is not None:
                 raise RequestError(
                     "tensor_parallel_size and parallelism_strategy were both given, but each says how the model is "
-                    "cut: pass one of them."
+                    "sharded: pass one of them."
                 )
             options["parallelism_strategy"] = f"tensor={tensor_parallel_size}" if tensor_parallel_size > 1 else None
         self.engine: EngineCore = open_engine(model, dtype=dtype, progress=progress, **options)
@@ -185,8 +186,8 @@ class LLM:
             for name, (prompt, params, options) in zip(names, requests, strict=True):
                 ids = self.engine.token_ids(prompt)
                 self.engine.add(name, ids, params, **options)
-                answers = 1 if options.get("pooling") else params.n
-                collectors[name] = Collector(name, prompt if isinstance(prompt, str) else None, ids, answers)
+                sequences = 1 if options.get("pooling") else params.n
+                collectors[name] = Collector(name, prompt if isinstance(prompt, str) else None, ids, sequences)
             left = len(collectors)
             while left:
                 for delta in inbox.take():

@@ -15,8 +15,6 @@ from ttpu_serve.api.build_engine import build_engine, serving_backend
 from ttpu_serve.api.engine_config import NAMES, EngineConfig
 from ttpu_serve.execution.engine_core import EngineCore
 
-BACKEND = "jax"
-"""The backend that loads checkpoints for engines."""
 ALIASES = {
     "speculative_config": "speculative",
     "gpu_memory_utilization": None,
@@ -29,11 +27,13 @@ LOADING = frozenset(LoadOptions.names()) - {"progress"}
 """What callers may say of loading a checkpoint; progress has an argument of its own."""
 
 
-def open_engine(model: Any, *, progress: Any = True, served_name: str = "", **options: Any) -> EngineCore:
+def open_engine(
+    model: Any, *, backend: str | None = None, progress: Any = True, served_name: str = "", **options: Any
+) -> EngineCore:
     """An engine over a checkpoint's directory or Hub id, or over a loaded model.
 
-    `options` are those of `AutoModelForTPU.from_pretrained` and of `EngineConfig`; `progress` is a function, True for
-    bars on a terminal, or None.
+    `options` are those of `AutoModelForTPU.from_pretrained` and of `EngineConfig`; `backend` loads a
+    checkpoint, None being the default one; `progress` is a function, True for bars on a terminal, or None.
 
     Raises:
         TTPUError: something of it does not do, and why.
@@ -52,9 +52,9 @@ def open_engine(model: Any, *, progress: Any = True, served_name: str = "", **op
                 )
             loaded: Any = model
         else:
-            backend = serving_backend(BACKEND)
-            backend.keep_compiled()  # before the first program of loading
-            loaded = open_model(model, LoadOptions(progress=report, **load_options), backend=backend.name)
+            loader = serving_backend(backend)
+            loader.keep_compiled()  # before the first program of loading
+            loaded = open_model(model, LoadOptions(progress=report, **load_options), backend=loader.name)
         return build_engine(loaded, config, report, name=served_name)
 
 

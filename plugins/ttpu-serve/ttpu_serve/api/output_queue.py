@@ -1,4 +1,4 @@
-"""One request's answer on its way from the engine's thread to the task that waits for it. In: deltas, as steps make
+"""One request's output on its way from the engine's thread to the task that waits for it. In: deltas, as steps make
 them; out: an asynchronous iterator over them, or the error that ended it."""
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class RequestTimeoutError(TTPUError):
 
 
 class Stream:
-    """The answer to one request as it comes: iterate over it once, in the loop where it was made.
+    """The output of one request as it comes: iterate over it once, in the loop where it was made.
 
-    Deltas that the consumer has not taken are merged for each answer, so that a slow one holds its text and no queue.
-    `abort` has the engine stop, `forget` is told when nothing more comes. An answer that fails has the engine stop
+    Deltas that the consumer has not taken are merged for each sequence, so that a slow one holds its text and no queue.
+    `abort` has the engine stop, `forget` is told when nothing more comes. A sequence that fails has the engine stop
     those beside it."""
 
     def __init__(
-        self, request_id: str, answers: int, abort: Callable[[Stream], None], forget: Callable[[Stream], None]
+        self, request_id: str, sequences: int, abort: Callable[[Stream], None], forget: Callable[[Stream], None]
     ) -> None:
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
         self._abort, self._forget = abort, forget
-        self._running = set(range(answers))
+        self._running = set(range(sequences))
         self._last: dict[int, OutputDelta] = {}
         self._waiting: dict[int, list[OutputDelta]] = {}
         self._ready = asyncio.Event()
@@ -70,7 +70,7 @@ class Stream:
         self._ready.set()
 
     def end(self, reason: str) -> None:
-        """End the answers that are not done, after what they said so far; called in the loop."""
+        """End the sequences that are not done, after what they said so far; called in the loop."""
         for index in sorted(self._running):
             last = self._last.get(index) or OutputDelta(self.request_id, index, "", [], None, None)
             logprobs: list[dict[int, Logprob]] | None = None if last.logprobs is None else []
@@ -127,7 +127,7 @@ class Stream:
 
 
 def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """Successive deltas of one answer as one."""
+    """Successive deltas of one sequence as one."""
     first, last = deltas[0], deltas[-1]
     if first is last:
         return first

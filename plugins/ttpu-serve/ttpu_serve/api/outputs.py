@@ -34,7 +34,8 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One answer. `token_ids` holds the stop token that ended it, if one did; `text` neither that nor a stop string.
+    """One generated sequence. `token_ids` holds the stop token that ended it, if one did; `text` neither that nor a
+    stop string.
 
     logprobs: for each token, token id → Logprob, the chosen token first. finish_reason: None while it grows, then
     stop, length or abort. stop_reason: the token id or text that ended it; None for the end of sequence."""
@@ -55,7 +56,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt's answers. `num_cached_tokens` of the prompt were found in the prefix cache."""
+    """A prompt's sequences. `num_cached_tokens` of the prompt were found in the prefix cache."""
 
     request_id: str
     prompt: str | None
@@ -79,7 +80,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """What one engine step added to one answer: the stream that servers send on.
+    """What one engine step added to one sequence: the stream that servers send on.
 
     `text` and `token_ids` are new since the last delta (text may be held back while it may begin a stop string, or is
     half a character; token ids are never held back)."""

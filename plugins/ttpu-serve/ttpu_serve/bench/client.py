@@ -87,7 +87,7 @@ class Client:
         except ImportError as error:
             raise MissingDependencyError(
                 "`ttpu bench serve` was asked for, but it needs httpx, which is not installed: "
-                '`pip install "ttpu-jax[bench]"` brings it.'
+                '`pip install "ttpu-serve[bench]"` brings it.'
             ) from error
         self.url, self.endpoint, self.model = _root(url), endpoint, model
         self._extra, self._timeout = dict(extra or {}), timeout
@@ -113,9 +113,9 @@ class Client:
         """
         if self.model is None:
             try:
-                answer = await self._http.get(f"{self.url}/models")
-                listed = answer.json()["data"] if answer.status_code == 200 else []
-                found = f"it answered {answer.status_code}: {_message(answer.content)}"
+                response = await self._http.get(f"{self.url}/models")
+                listed = response.json()["data"] if response.status_code == 200 else []
+                found = f"it answered {response.status_code}: {_message(response.content)}"
             except (*self._errors, ValueError, KeyError, TypeError) as error:
                 listed, found = [], self._describe(error)
             if not listed:
@@ -148,20 +148,20 @@ class Client:
         body = self.body(prompt)
         line = Timeline(due, sent=time.perf_counter() - start, prompt_tokens=prompt.tokens)
         try:
-            async with self._http.stream("POST", self.url + PATHS[self.endpoint], json=body) as answer:
-                if answer.status_code != 200:
-                    line.error = f"HTTP {answer.status_code}: {_message(await answer.aread())}"
+            async with self._http.stream("POST", self.url + PATHS[self.endpoint], json=body) as response:
+                if response.status_code != 200:
+                    line.error = f"HTTP {response.status_code}: {_message(await response.aread())}"
                 else:
-                    line.error = await self._read(answer, line, start)
+                    line.error = await self._read(response, line, start)
         except (*self._errors, ValueError, OSError) as error:
             line.error = self._describe(error)
         line.end = time.perf_counter() - start
         return line
 
-    async def _read(self, answer: httpx.Response, line: Timeline, start: float) -> str | None:
+    async def _read(self, response: httpx.Response, line: Timeline, start: float) -> str | None:
         """Note each event; the reason if the answer is not whole."""
         decoder, finished = EventDecoder(), False
-        async for piece in answer.aiter_bytes():
+        async for piece in response.aiter_bytes():
             now = time.perf_counter() - start
             for data in decoder.feed(piece):
                 if data == b"[DONE]":

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("ttpu-core", "ttpu-jax", "jax", "jaxlib", "flax", "libtpu", "httpx", "numpy")
+PACKAGES = ("ttpu-core", "ttpu-serve", "ttpu-jax", "jax", "jaxlib", "flax", "libtpu", "httpx", "numpy")
 
 
 def machine() -> dict[str, Any]:

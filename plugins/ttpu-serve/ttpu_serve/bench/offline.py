@@ -1,4 +1,4 @@
-"""Measures an engine without a server. In: a function that answers prompts, and prompts; out: rates of a whole load, or
+"""Measures an engine without a server. In: a function that serves prompts, and prompts; out: rates of a whole load, or
 how long one batch takes."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ttpu_serve.bench.summary import PERCENTILES, Distribution
 
-Answer = Callable[[], tuple[int, int]]
-"""Answers all prompts once; returns the tokens read and written."""
+ServeAll = Callable[[], tuple[int, int]]
+"""Serves all prompts once; returns the numbers of prompt and output tokens."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class OfflineSummary:
 
 
 def measure(
-    answer: Answer,
+    serve_all: ServeAll,
     requests: int,
     *,
     warmups: int,
@@ -42,7 +42,7 @@ def measure(
     prompt_tokens = output_tokens = 0
     for number in range(warmups + rounds):
         began = time.perf_counter()
-        prompt_tokens, output_tokens = answer()
+        prompt_tokens, output_tokens = serve_all()
         if number >= warmups:
             seconds.append(time.perf_counter() - began)
         if on_round is not None:

@@ -91,24 +91,24 @@ def random_prompts(
     neither, texts of so many common words, whose number of tokens only the server can tell.
     """
     random = np.random.default_rng(seed)
-    lengths, answers = inputs.draw(random, number), outputs.draw(random, number)
+    lengths, output_lengths = inputs.draw(random, number), outputs.draw(random, number)
     if vocab_size is not None:
         common = random.integers(0, vocab_size, prefix).tolist()
         rows = [tuple(common + random.integers(0, vocab_size, length).tolist()) for length in lengths]
-        return [Prompt(row, answer, len(row)) for row, answer in zip(rows, answers, strict=True)]
+        return [Prompt(row, output_tokens, len(row)) for row, output_tokens in zip(rows, output_lengths, strict=True)]
     if tokenizer is not None:
         allowed = _readable(tokenizer, random)
         start = _text_of(tokenizer, allowed, random, prefix)[0] if prefix else ""
         prompts = []
-        for length, answer in zip(lengths, answers, strict=True):
+        for length, output_tokens in zip(lengths, output_lengths, strict=True):
             text, tokens = _text_of(tokenizer, allowed, random, length)
             tokens = len(tokenizer.encode(start + text, add_special_tokens=False)) if prefix else tokens
-            prompts.append(Prompt(start + text, answer, tokens))
+            prompts.append(Prompt(start + text, output_tokens, tokens))
         return prompts
     start = "".join(f"{word} " for word in random.choice(WORDS, prefix))
     return [
-        Prompt(start + " ".join(random.choice(WORDS, length)), answer)
-        for length, answer in zip(lengths, answers, strict=True)
+        Prompt(start + " ".join(random.choice(WORDS, length)), output_tokens)
+        for length, output_tokens in zip(lengths, output_lengths, strict=True)
     ]
 
 
@@ -198,11 +198,12 @@ def _prompt(
     random: np.random.Generator,
     tokenizer: WorkloadTokenizer | None,
 ) -> Prompt:
-    answer = outputs.draw(random, 1)[0]
+    output_tokens = outputs.draw(random, 1)[0]
     if isinstance(row, str) and row:
-        return Prompt(row, answer, _tokens(tokenizer, row))
+        return Prompt(row, output_tokens, _tokens(tokenizer, row))
     if isinstance(row, Mapping):
-        asked = next((row[name] for name in ("max_tokens", "output_tokens", "output_len") if name in row), answer)
+        names = ("max_tokens", "output_tokens", "output_len")
+        asked = next((row[name] for name in names if name in row), output_tokens)
         if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 1:
             prompt, messages, turns = row.get("prompt"), row.get("messages"), row.get("conversations")
             if isinstance(prompt, str) and prompt:
@@ -213,7 +214,7 @@ def _prompt(
                 return Prompt(tuple(messages), asked)
             texts = [turn.get("value") for turn in turns or () if isinstance(turn, Mapping)]
             if texts and isinstance(texts[0], str) and texts[0]:
-                if tokenizer is not None and asked is answer and len(texts) > 1 and isinstance(texts[1], str):
+                if tokenizer is not None and asked is output_tokens and len(texts) > 1 and isinstance(texts[1], str):
                     asked = _tokens(tokenizer, texts[1]) or asked
                 return Prompt(texts[0], asked, _tokens(tokenizer, texts[0]))
     raise RequestError(

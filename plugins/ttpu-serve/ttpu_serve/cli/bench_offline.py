@@ -129,16 +129,16 @@ def _offline(
         for prompt in prompts
     ]
 
-    def answer() -> tuple[int, int]:
+    def serve_all() -> tuple[int, int]:
         llm.reset_prefix_cache()
         outputs = llm.generate(asked, params)
         read = sum(len(one.prompt_token_ids) for one in outputs)
-        return read, sum(len(answer.token_ids) for one in outputs for answer in one.outputs)
+        return read, sum(len(sequence.token_ids) for one in outputs for sequence in one.outputs)
 
     devices = llm.engine.runner.devices
     with llm, bench_options.Bar("repetitions", warmups + rounds) as advance:
         summary: OfflineSummary = measure(
-            answer, len(prompts), warmups=warmups, rounds=rounds, percentiles=points, on_round=advance
+            serve_all, len(prompts), warmups=warmups, rounds=rounds, percentiles=points, on_round=advance
         )
     document = {
         "benchmark": name,

@@ -60,7 +60,7 @@ Strategy = Annotated[
         "--parallelism-strategy",
         "--mesh",
         metavar="STRATEGY",
-        help="How to cut the model over devices, as in tensor=4.",
+        help="How to shard the model over devices, as in tensor=4.",
         rich_help_panel=ENGINE,
     ),
 ]

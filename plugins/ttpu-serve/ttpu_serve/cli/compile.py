@@ -127,9 +127,8 @@ def _compiler() -> CompilesAhead:
         UnsupportedError: it compiles nothing ahead.
     """
     from ttpu_serve.api.build_engine import serving_backend
-    from ttpu_serve.api.open_engine import BACKEND
 
-    backend = serving_backend(BACKEND)
+    backend = serving_backend(None)
     if not isinstance(backend, CompilesAhead):
         raise UnsupportedError(
             f"programs were to be compiled ahead, but the backend {backend.name!r} does not do that: start `ttpu "

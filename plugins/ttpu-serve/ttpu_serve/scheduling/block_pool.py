@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ttpu_serve.runner import NULL_PAGE
 
 
-class PagePool:
+class BlockPool:
     """Pages 1 to num_pages - 1 (`NULL_PAGE` is the null page), each free, held by `refs[page]` sequences, or idle: held
     by nobody, but cached under its hash until the page is needed (least recently used first)."""
 

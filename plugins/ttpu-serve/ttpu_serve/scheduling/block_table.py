@@ -11,7 +11,7 @@ import numpy as np
 
 from ttpu_core.errors import RequestError
 from ttpu_serve.runner import NULL_PAGE, ModelRunner
-from ttpu_serve.scheduling.block_pool import PagePool
+from ttpu_serve.scheduling.block_pool import BlockPool
 
 Positions = TypeVar("Positions", int, np.ndarray)
 
@@ -61,7 +61,7 @@ def page_groups(runner: ModelRunner) -> tuple[PageGroup, ...]:
     )
 
 
-class PageTables:
+class BlockTables:
     """Rows of `tables` belong to slots; entry i of a row names the page of positions i * page_size and on, `NULL_PAGE`
     where there is none yet, or it lay behind the group's window and was given back.
 
@@ -73,7 +73,7 @@ class PageTables:
         self.groups = tuple(groups)
         self.page_size = page_size
         self.pages_per_seq = self.blocks(max_model_len)
-        self.pools = tuple(PagePool(group.num_pages) for group in self.groups)
+        self.pools = tuple(BlockPool(group.num_pages) for group in self.groups)
         self.tables = tuple(np.full((max_num_seqs, self.pages_per_seq), NULL_PAGE, np.int32) for _ in self.groups)
         self.registered = np.zeros(max_num_seqs, np.int32)
         self._first = tuple(np.zeros(max_num_seqs, np.int32) for _ in self.groups)  # the first entry that is there

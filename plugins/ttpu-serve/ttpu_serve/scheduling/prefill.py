@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ttpu_serve.scheduling.block_table import PageTables
-from ttpu_serve.scheduling.prefix_cache import Prefixes
+from ttpu_serve.scheduling.block_table import BlockTables
+from ttpu_serve.scheduling.prefix_cache import PrefixCache
 from ttpu_serve.scheduling.request import Request, Status
 from ttpu_serve.scheduling.running_queue import RunningRequests
 from ttpu_serve.scheduling.scheduler_output import SchedulerConfig
@@ -40,10 +40,10 @@ class Prefill:
     def __init__(
         self,
         config: SchedulerConfig,
-        pages: PageTables,
+        pages: BlockTables,
         running: RunningRequests,
         waiting: WaitingQueue,
-        prefixes: Prefixes,
+        prefixes: PrefixCache,
     ) -> None:
         self._config, self._pages, self._running = config, pages, running
         self._waiting, self._prefixes = waiting, prefixes
@@ -143,7 +143,7 @@ class Prefill:
         return budget
 
     def _found(self, request: Request) -> int | None:
-        """`Prefixes.find`; -1 where pages are too few now as before. Looking up a long prompt again is dear."""
+        """`PrefixCache.find`; -1 where pages are too few now as before. Looking up a long prompt again is dear."""
         short = scheduling_of(request).short_of
         if short is not None and self._plans % _LOOKED_UP_AGAIN:
             now = (pool.available for pool in self._pages.pools)

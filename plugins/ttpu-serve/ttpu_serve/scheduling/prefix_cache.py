@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ttpu_serve.scheduling.block_table import PageTables
+from ttpu_serve.scheduling.block_table import BlockTables
 from ttpu_serve.scheduling.request import Request
 from ttpu_serve.scheduling.running_queue import RunningRequests
 from ttpu_serve.scheduling.waiting_queue import scheduling_of
@@ -33,13 +33,13 @@ def extend_hashes(hashes: list[bytes], request: Request, pages: int, page_size: 
         hashes.append(parent)
 
 
-class Prefixes:
+class PrefixCache:
     """The prefix cache, as requests see it; where it is off, nothing is ever found.
 
     query_tokens, hit_tokens: prompt tokens that were looked up, and found, when their request ran first.
     """
 
-    def __init__(self, pages: PageTables, running: RunningRequests, enabled: bool) -> None:
+    def __init__(self, pages: BlockTables, running: RunningRequests, enabled: bool) -> None:
         self.enabled = enabled
         self.query_tokens = 0
         self.hit_tokens = 0

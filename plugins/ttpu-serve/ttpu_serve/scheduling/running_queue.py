@@ -96,16 +96,16 @@ class RunningRequests:
 
     def settle(self, request: Request) -> None:
         """Makes the arrays agree with a running request, of which the newest token at least is left to compute."""
-        slot, answers = request.slot, request.max_output - len(request.output)
+        slot, remaining = request.slot, request.max_output - len(request.output)
         if request.pooling:
-            answers = int(request.computed < len(request.prompt))
+            remaining = int(request.computed < len(request.prompt))
         else:
             request.computed = min(request.computed, request.total - 1)
         self.guessing[slot] = False
         self.known[slot] = request.known
         self.total[slot] = request.total
         self.computed[slot] = request.computed
-        self.left[slot] = answers - request.pending
+        self.left[slot] = remaining - request.pending
 
     def update(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> None:
         """`Scheduler.update` of a step with drafts."""

@@ -13,9 +13,9 @@ import numpy as np
 
 from ttpu_core.errors import RequestError
 from ttpu_serve.execution.errors import QueueFullError
-from ttpu_serve.scheduling.block_table import PageGroup, PageTables
+from ttpu_serve.scheduling.block_table import BlockTables, PageGroup
 from ttpu_serve.scheduling.prefill import Prefill, PromptPart
-from ttpu_serve.scheduling.prefix_cache import Prefixes
+from ttpu_serve.scheduling.prefix_cache import PrefixCache
 from ttpu_serve.scheduling.request import Request, SchedulingState, Status
 from ttpu_serve.scheduling.running_queue import RunningRequests
 from ttpu_serve.scheduling.scheduler_output import ScheduledStep, SchedulerConfig, SchedulerStats
@@ -35,13 +35,13 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, groups: Sequence[PageGroup]) -> None:
         self.config = config
-        self.pages = PageTables(groups, config.max_num_seqs, config.max_model_len, config.page_size)
+        self.pages = BlockTables(groups, config.max_num_seqs, config.max_model_len, config.page_size)
         self.preemptions_total = 0
         self._requests: dict[str, Request] = {}
         self._added = 0
         self._waiting = WaitingQueue()
         self._running = RunningRequests(config.max_num_seqs)
-        self._prefixes = Prefixes(self.pages, self._running, config.caches_prefixes)
+        self._prefixes = PrefixCache(self.pages, self._running, config.caches_prefixes)
         self._prefill = Prefill(config, self.pages, self._running, self._waiting, self._prefixes)
 
     # counts
@@ -63,7 +63,7 @@ class Scheduler:
 
     @property
     def tables(self) -> tuple[np.ndarray, ...]:
-        """`PageTables.tables`."""
+        """`BlockTables.tables`."""
         return self.pages.tables
 
     @property

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from ttpu_serve.api.async_engine import AsyncEngine
 from ttpu_serve.server import chat, completions, endpoints, errors, page
 from ttpu_serve.server.events import ClientGoneError
-from ttpu_serve.server.gate import Gate
+from ttpu_serve.server.middleware import RequestMiddleware
 from ttpu_serve.server.service import Service
 from ttpu_serve.server.settings import ServerSettings
 
@@ -56,7 +56,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
 
     app = FastAPI(
         title="TTPU",
-        version=version("ttpu-jax"),
+        version=version("ttpu-serve"),
         description="An OpenAI-compatible server of one model.",
         lifespan=lifespan,
         docs_url=None,  # their pages load scripts from elsewhere
@@ -78,7 +78,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
         app.include_router(endpoints.admin(service))
     if settings.page:
         app.include_router(page.router())
-    app.add_middleware(Gate, settings=settings, metrics=service.metrics)
+    app.add_middleware(RequestMiddleware, settings=settings, metrics=service.metrics)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

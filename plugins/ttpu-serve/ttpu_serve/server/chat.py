@@ -16,12 +16,12 @@ from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.reasoning_parsers.protocol import ReasoningStream
 from ttpu_serve.server import forced_calls, sampling
-from ttpu_serve.server.answers import TokenLogprobs, chat_logprobs, prompt_logprobs, said
 from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.chat_protocol import ChatRequest, Tool, ToolChoice
 from ttpu_serve.server.errors import ApiError, JSONResponse
 from ttpu_serve.server.events import EventStream, until_gone
-from ttpu_serve.server.service import Answers, Service
+from ttpu_serve.server.responses import TokenLogprobs, chat_logprobs, prompt_logprobs, said
+from ttpu_serve.server.service import OutputStreams, Service
 from ttpu_serve.tool_parsers.json_calls import Forced
 from ttpu_serve.tool_parsers.protocol import Call, Parsed, ToolCallStream
 
@@ -34,13 +34,13 @@ def router(service: Service) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         chat = Chat(service, body)
-        answers = await until_gone(request, chat.submit())
+        streams = await until_gone(request, chat.submit())
         if body.stream:
-            return EventStream(chat.chunks(answers), service.settings.write_timeout, answers.close)
+            return EventStream(chat.chunks(streams), service.settings.write_timeout, streams.close)
         try:
-            return JSONResponse(await until_gone(request, chat.whole(answers)))
+            return JSONResponse(await until_gone(request, chat.whole(streams)))
         finally:
-            answers.close()
+            streams.close()
 
     return routes
 
@@ -111,11 +111,11 @@ class Chat:
         self._top = request.top_logprobs or 0
         self._guided = False  # where a grammar holds from the first token on, there is no reasoning before it
 
-    async def submit(self) -> Answers:
+    async def submit(self) -> OutputStreams:
         """Check it all, and have the engine begin."""
         service, request = self._service, self._request
         adapter = service.adapter_of(request.model)
-        service.check_choices(1, request.answers)
+        service.check_choices(1, request.num_sequences)
         self._check_tools()
         params = sampling.of_chat(request, service.settings.default_sampling, self._guide())
         self._guided = params.guided is not None
@@ -124,11 +124,11 @@ class Chat:
         service.check_length(ids, "messages")
         return await service.submit([ids], params, request, adapter=adapter)
 
-    async def whole(self, answers: Answers) -> dict[str, Any]:
+    async def whole(self, streams: OutputStreams) -> dict[str, Any]:
         """The whole answer."""
-        turns = [self._turn() for _ in range(self._request.answers)]
+        turns = [self._turn() for _ in range(self._request.num_sequences)]
         first: OutputDelta | None = None
-        async with aclosing(answers.deltas()) as deltas:
+        async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
                 first = first or delta
                 turn = turns[number]
@@ -139,18 +139,18 @@ class Chat:
                 turn.calls += len(new.calls)
         told = self._envelope("chat.completion")
         told["choices"] = [self._message(number, turn) for number, turn in enumerate(turns)]
-        told["usage"] = answers.usage.as_json()
+        told["usage"] = streams.usage.as_json()
         if first is not None and first.prompt_logprobs is not None:
             told["prompt_logprobs"] = prompt_logprobs(first, self._service.tokens)
         return told
 
-    async def chunks(self, answers: Answers) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self, streams: OutputStreams) -> AsyncGenerator[dict[str, Any], None]:
         """The answer's chunks as they come."""
-        turns = [self._turn() for _ in range(self._request.answers)]
+        turns = [self._turn() for _ in range(self._request.num_sequences)]
         counted = {"usage": None} if self._request.includes_usage else {}
         of_prompt: dict[str, Any] = {}
         told = False
-        async with aclosing(answers.deltas()) as deltas:
+        async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
                 if not told and delta.prompt_logprobs is not None:
                     told, of_prompt = True, {"prompt_logprobs": prompt_logprobs(delta, self._service.tokens)}
@@ -159,7 +159,7 @@ class Chat:
                     yield {**self._envelope("chat.completion.chunk"), "choices": [choice], **counted, **of_prompt}
                     of_prompt = {}
         if self._request.includes_usage:
-            usage = answers.usage.as_json()
+            usage = streams.usage.as_json()
             yield {**self._envelope("chat.completion.chunk"), "choices": [], "usage": usage}
 
     def _pieces(self, number: int, turn: _Turn, delta: OutputDelta) -> list[dict[str, Any]]:

@@ -12,12 +12,12 @@ from fastapi import APIRouter, Request, Response
 
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.server import sampling
-from ttpu_serve.server.answers import CompletionLogprobs, joined, prompt_logprobs, said
 from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.errors import ApiError, JSONResponse
 from ttpu_serve.server.events import EventStream, until_gone
 from ttpu_serve.server.protocol import CompletionRequest
-from ttpu_serve.server.service import Answers, Service
+from ttpu_serve.server.responses import CompletionLogprobs, joined, prompt_logprobs, said
+from ttpu_serve.server.service import OutputStreams, Service
 
 _NEWS = ("text", "logprobs", "finish_reason", "token_ids", "prompt_logprobs")
 
@@ -30,13 +30,13 @@ def router(service: Service) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Go on from prompts."""
         completion = Completion(service, body)
-        answers = await until_gone(request, completion.submit())
+        streams = await until_gone(request, completion.submit())
         if body.stream:
-            return EventStream(completion.chunks(answers), service.settings.write_timeout, answers.close)
+            return EventStream(completion.chunks(streams), service.settings.write_timeout, streams.close)
         try:
-            return JSONResponse(await until_gone(request, completion.whole(answers)))
+            return JSONResponse(await until_gone(request, completion.whole(streams)))
         finally:
-            answers.close()
+            streams.close()
 
     return routes
 
@@ -51,16 +51,16 @@ class Completion:
         self._prompts: list[list[int]] = []
         self._texts: list[str] = []
         count = request.logprobs or 0
-        number = len(request.prompt) * request.answers
+        number = len(request.prompt) * request.num_sequences
         specials = request.skip_special_tokens is False
         self._logprobs = [CompletionLogprobs(service.tokens, count, specials) for _ in range(number)]
         self._began = [False] * number
 
-    async def submit(self) -> Answers:
+    async def submit(self) -> OutputStreams:
         """Check it all, and have the engine begin."""
         service, request = self._service, self._request
         adapter = service.adapter_of(request.model)
-        service.check_choices(len(request.prompt), request.answers)
+        service.check_choices(len(request.prompt), request.num_sequences)
         if request.max_tokens == 0 and not request.echo:
             raise ApiError("max_tokens is 0, but without echo nothing would be said: raise it.", param="max_tokens")
         params = sampling.of_completion(request, service.settings.default_sampling)
@@ -72,28 +72,28 @@ class Completion:
                 self._texts.append(text)
         return await service.submit(self._prompts, params, request, adapter=adapter)
 
-    async def whole(self, answers: Answers) -> dict[str, Any]:
+    async def whole(self, streams: OutputStreams) -> dict[str, Any]:
         """The whole answer."""
         pieces: list[list[dict[str, Any]]] = [[] for _ in self._logprobs]
-        async with aclosing(answers.deltas()) as deltas:
+        async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
                 pieces[number].append(self._piece(number, delta))
         told = self._envelope()
         told["choices"] = [_joined(parts) for parts in pieces]
-        told["usage"] = self._usage(answers)
+        told["usage"] = self._usage(streams)
         return told
 
-    async def chunks(self, answers: Answers) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self, streams: OutputStreams) -> AsyncGenerator[dict[str, Any], None]:
         """The answer's chunks as they come."""
         counted = {"usage": None} if self._request.includes_usage else {}
-        async with aclosing(answers.deltas()) as deltas:
+        async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
                 piece = self._piece(number, delta)
                 # text may be held back, but ids and the prompt's values come once
                 if any(piece.get(name) for name in _NEWS):
                     yield {**self._envelope(), "choices": [piece], **counted}
         if self._request.includes_usage:
-            yield {**self._envelope(), "choices": [], "usage": self._usage(answers)}
+            yield {**self._envelope(), "choices": [], "usage": self._usage(streams)}
 
     def _piece(self, number: int, delta: OutputDelta) -> dict[str, Any]:
         """A delta as a choice; the first of an answer holds the prompt where it is to be echoed."""
@@ -106,7 +106,7 @@ class Completion:
             text, ids = "", []
         if not self._began[number]:
             self._began[number] = True
-            prompt = number // request.answers
+            prompt = number // request.num_sequences
             if request.echo:
                 text = self._texts[prompt] + text
                 if request.logprobs is not None and delta.prompt_logprobs is not None:
@@ -127,10 +127,10 @@ class Completion:
             piece["stop_reason"] = delta.stop_reason
         return piece
 
-    def _usage(self, answers: Answers) -> dict[str, Any]:
+    def _usage(self, streams: OutputStreams) -> dict[str, Any]:
         if self._request.max_tokens == 0:
-            answers.usage.answer = 0
-        return answers.usage.as_json()
+            streams.usage.completion = 0
+        return streams.usage.as_json()
 
     def _envelope(self) -> dict[str, Any]:
         return {

@@ -93,9 +93,9 @@ async def _embed(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
         )
     special = body.add_special_tokens is not False
     prompts = [await service.ids_of(one, special=special, param="input") for one in body.input]
-    answers = await service.embed(prompts, body.pooling or "last", adapter=adapter)
+    streams = await service.embed(prompts, body.pooling or "last", adapter=adapter)
     found: dict[int, np.ndarray] = {}
-    async with aclosing(answers.deltas()) as deltas:
+    async with aclosing(streams.deltas()) as deltas:
         async for number, delta in deltas:
             if delta.embedding is not None:
                 found[number] = delta.embedding
@@ -105,7 +105,7 @@ async def _embed(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
         as_base64 = body.encoding_format == "base64"
         value: Any = base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
         data.append({"object": "embedding", "index": number, "embedding": value})
-    count = answers.usage.prompt
+    count = streams.usage.prompt
     usage = {"prompt_tokens": count, "total_tokens": count}
     return {"object": "list", "data": data, "model": body.model, "usage": usage}
 
@@ -154,7 +154,7 @@ def watching(service: Service) -> APIRouter:
     @routes.get("/version")
     async def show_version() -> Response:
         """This software's version."""
-        return JSONResponse({"version": version("ttpu-jax")})
+        return JSONResponse({"version": version("ttpu-serve")})
 
     @routes.get("/metrics")
     async def metrics() -> Response:

@@ -53,7 +53,7 @@ class Metrics:
         )
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
         self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
-        self._answer = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self._output = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self._ended = Counter(
             "ttpu:requests_finished", "Answers, by how they ended.", ["model_name", "reason"], registry=self.registry
         )
@@ -69,30 +69,30 @@ class Metrics:
         self._http.labels(path, str(status)).inc()
         self._http_time.labels(path).observe(seconds)
 
-    def watch(self, arrival: float, answers: int) -> RequestWatch:
-        """A request for so many answers that arrived then (`time.monotonic`)."""
-        return RequestWatch(self, arrival, answers)
+    def watch(self, arrival: float, sequences: int) -> RequestWatch:
+        """A request for so many sequences that arrived then (`time.monotonic`)."""
+        return RequestWatch(self, arrival, sequences)
 
     def text(self) -> bytes:
         """All of it in Prometheus' format."""
         return generate_latest(self.registry)
 
     def observe_first(self, seconds: float) -> None:
-        """The time to an answer's first token."""
+        """The time to a sequence's first token."""
         self._first.labels(**self._labels).observe(seconds)
         self.recent.append((time.monotonic(), seconds))
 
-    def observe_end(self, prompt: int, answer: int, each: float | None, whole: float, reason: str) -> None:
-        """An answer ended: its tokens, seconds per token after the first, seconds in all, and why."""
+    def observe_end(self, prompt: int, output: int, each: float | None, whole: float, reason: str) -> None:
+        """A sequence ended: its tokens, seconds per token after the first, seconds in all, and why."""
         if each is not None:
             self._each.labels(**self._labels).observe(each)
         self._whole.labels(**self._labels).observe(whole)
         self._prompt.labels(**self._labels).observe(prompt)
-        self._answer.labels(**self._labels).observe(answer)
+        self._output.labels(**self._labels).observe(output)
         self._ended.labels(reason=reason, **self._labels).inc()
 
     def observe_abort(self, reason: str) -> None:
-        """An answer that did not end by itself."""
+        """A sequence that did not end by itself."""
         self._ended.labels(reason=reason, **self._labels).inc()
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -100,10 +100,10 @@ class Metrics:
 
 
 class RequestWatch:
-    """The times of one request's answers."""
+    """The times of one request's sequences."""
 
-    def __init__(self, metrics: Metrics, arrival: float, answers: int) -> None:
-        self._metrics, self._arrival, self._open = metrics, arrival, answers
+    def __init__(self, metrics: Metrics, arrival: float, sequences: int) -> None:
+        self._metrics, self._arrival, self._open = metrics, arrival, sequences
         self._began: dict[int, float] = {}
 
     def see(self, delta: OutputDelta) -> None:

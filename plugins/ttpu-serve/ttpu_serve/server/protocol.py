@@ -253,8 +253,8 @@ class Generation(Body):
         return self
 
     @property
-    def answers(self) -> int:
-        """Answers to each prompt."""
+    def num_sequences(self) -> int:
+        """Sequences that are generated for each prompt."""
         return 1 if self.n is None else self.n
 
     @property

@@ -119,7 +119,7 @@ def _params(request: Generation, defaults: Mapping[str, Any], **values: Any) -> 
     if request.seed is not None:
         asked["seed"] = request.seed % 2**32
     return SamplingParams(
-        n=request.answers,
+        n=request.num_sequences,
         stop=tuple(request.stop or ()),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logit_bias=request.logit_bias or {},

@@ -15,11 +15,11 @@ from ttpu_serve.api.async_engine import AsyncEngine, Pooling
 from ttpu_serve.api.output_queue import RequestTimeoutError
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.reasoning_parsers.installed import parser_for as reasoning_parser_for
-from ttpu_serve.server.answers import Usage
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.events import ARRIVAL
 from ttpu_serve.server.metrics import Metrics, RequestWatch
 from ttpu_serve.server.protocol import Generation, Prompt
+from ttpu_serve.server.responses import Usage
 from ttpu_serve.server.settings import ServerSettings
 from ttpu_serve.server.template import ChatTemplate
 from ttpu_serve.server.tokens import Tokens
@@ -108,14 +108,14 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def check_choices(self, prompts: int, answers: int) -> None:
+    def check_choices(self, prompts: int, sequences: int) -> None:
         """That one request does not ask for too many answers."""
         most = self.settings.max_choices
-        if prompts * answers > most:
+        if prompts * sequences > most:
             raise ApiError(
-                f"n is {answers} with {prompts} prompts, which is {prompts * answers} answers, but one request may "
+                f"n is {sequences} with {prompts} prompts, which is {prompts * sequences} answers, but one request may "
                 f"have {most}: ask for fewer.",
-                param="n" if answers > 1 else "prompt",
+                param="n" if sequences > 1 else "prompt",
             )
 
     def check_inputs(self, count: int) -> None:
@@ -143,21 +143,21 @@ class Service:
 
     async def submit(
         self, prompts: Sequence[list[int]], params: SamplingParams, request: Generation, *, adapter: str | None
-    ) -> Answers:
+    ) -> OutputStreams:
         """Have the engine answer a request's prompts; refused as a whole where one of them is."""
         priority = self.priority_of(request.priority)
         return await self._submit(prompts, params, adapter=adapter, priority=priority, cache_salt=request.cache_salt)
 
-    async def embed(self, prompts: Sequence[list[int]], pooling: Pooling, *, adapter: str | None) -> Answers:
+    async def embed(self, prompts: Sequence[list[int]], pooling: Pooling, *, adapter: str | None) -> OutputStreams:
         """Have the engine embed prompts."""
         return await self._submit(prompts, SamplingParams(max_tokens=1), adapter=adapter, pooling=pooling)
 
-    async def _submit(self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any) -> Answers:
+    async def _submit(self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any) -> OutputStreams:
         arrival = ARRIVAL.get(time.monotonic())
-        answers = Answers([], params.n, self.settings.request_timeout)
+        streams = OutputStreams([], params.n, self.settings.request_timeout)
         for stream in await self.engine.submit_all(prompts, params, timeout=self._left(arrival), **options):
-            answers.add(stream, self.metrics.watch(arrival, params.n))
-        return answers
+            streams.add(stream, self.metrics.watch(arrival, params.n))
+        return streams
 
     def _left(self, arrival: float) -> float | None:
         """Seconds that a request has from now on; those that reading its prompt took are gone."""
@@ -169,8 +169,8 @@ class Service:
         self.tokens.close()
 
 
-class Answers:
-    """The streams of one HTTP request: one for each prompt, with `each` answers. Answer j of prompt i is number
+class OutputStreams:
+    """The streams of one HTTP request: one for each prompt, with `each` sequences. Sequence j of prompt i is number
     i × `each` + j."""
 
     def __init__(self, streams: list[Any], each: int, timeout: float | None = None) -> None:
@@ -185,7 +185,7 @@ class Answers:
         self._watches.append(watch)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        """Deltas with the number of their answer, as they come. Ending the loop early aborts the rest."""
+        """Deltas with the number of their sequence, as they come. Ending the loop early aborts the rest."""
         try:
             if len(self._streams) == 1:
                 async for pair in self._of(0):
@@ -219,7 +219,7 @@ class Answers:
                 began = True
                 self.usage.prompt += delta.num_prompt_tokens
                 self.usage.cached += delta.num_cached_tokens
-            self.usage.answer += len(delta.token_ids)
+            self.usage.completion += len(delta.token_ids)
             yield prompt * self.each + delta.index, delta
 
     def _end(self, reason: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.execution.step_builder import StepBuilder
 from ttpu_serve.runner import InFlight, ModelRunner
-from ttpu_serve.scheduling.block_table import PageTables, page_groups
+from ttpu_serve.scheduling.block_table import BlockTables, page_groups
 from ttpu_serve.scheduling.request import Request
 from ttpu_serve.scheduling.scheduler_output import ScheduledStep
 
@@ -50,7 +50,7 @@ class DraftModelProposer:
             limits.max_model_len, limits.max_num_batched_tokens, limits.vocab_size,
         )  # fmt: skip
         self._vocab = min(vocab_size or self._own_vocab, self._own_vocab)
-        self.pages = PageTables(page_groups(runner), limits.max_num_seqs, self._length, limits.page_size)
+        self.pages = BlockTables(page_groups(runner), limits.max_num_seqs, self._length, limits.page_size)
         self._followed: dict[str, _Followed] = {}
         self._free = list(range(limits.max_num_seqs - 1, -1, -1))
         self._round = 0

@@ -39,7 +39,7 @@ as well."""
 _PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class Gate:
+class RequestMiddleware:
     """Checks the API key (401), the body's size (413) and the number of requests (429), reads the body, and names and
     counts every request."""
 

@@ -20,24 +20,24 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass
 class Usage:
-    """Tokens of all prompts and answers of one request."""
+    """Tokens of all prompts and generated sequences of one request."""
 
     prompt: int = 0
     cached: int = 0
-    answer: int = 0
+    completion: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
         return {
             "prompt_tokens": self.prompt,
-            "completion_tokens": self.answer,
-            "total_tokens": self.prompt + self.answer,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 
 def said(delta: OutputDelta, tokens: Tokens) -> OutputDelta:
-    """A delta without the token that ended its answer, which is no part of what OpenAI's API reports."""
+    """A delta without the token that ended its sequence, which is no part of what OpenAI's API reports."""
     ended = delta.finish_reason == "stop" and delta.stop_reason is None and delta.token_ids
     if not ended or not tokens.ends(delta.token_ids[-1]):
         return delta
