@@ -92,7 +92,7 @@ class FakeCore:
         if max(ids) > 258:
             raise RequestError(f"prompt has the token id {max(ids)}, but this model has 259: use its tokenizer.")
         if len(self.outputs) + params.n > self.max_running:
-            raise QueueFullError(f"{len(self.answers)} requests wait, which is as many as may: try again later.")
+            raise QueueFullError(f"{len(self.outputs)} requests wait, which is as many as may: try again later.")
         self.seen.append(params)
         self.counts = replace(
             self.counts, requests=self.counts.requests + 1, prompt_tokens=self.counts.prompt_tokens + len(ids)

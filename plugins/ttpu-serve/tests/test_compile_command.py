@@ -112,7 +112,7 @@ class TestSlices:
             (("v5e:2x2", "--enable-lora", "poet=./poet"), "LoRA"),
             (("v5e:2x2", "--kv-cache-dtype", "int3"), "kv_cache_dtype"),
             (("v5e:2x2", "--kv-cache-memory", 0), "GiB above 0"),
-            (("v5e:2x2", "--dtype", "int3"), "models run in"),
+            (("v5e:2x2", "--dtype", "int3"), "weights are held in"),
         ],
     )
     def test_what_cannot_be_compiled_is_an_error_in_one_sentence(

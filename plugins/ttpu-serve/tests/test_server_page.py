@@ -86,9 +86,9 @@ def test_the_stop_button_ends_the_answer_here_and_in_the_engine(server: Running,
     said = page.evaluate(SAID)
     assert said.startswith("round")
     deadline = time.monotonic() + 10
-    while server.core.answers and time.monotonic() < deadline:
+    while server.core.outputs and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not server.core.answers
+    assert not server.core.outputs
     assert page.evaluate(SAID) == said
 
 
