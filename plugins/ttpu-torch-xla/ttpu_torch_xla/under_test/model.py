@@ -21,6 +21,7 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_torch_xla.backend import TorchXlaBackend
 from ttpu_torch_xla.load import stock_model
+from ttpu_torch_xla.load_options import TorchXlaLoadOptions
 from ttpu_torch_xla.runtime import Counters
 from ttpu_torch_xla.sharding.apply import parameter_cuts
 
@@ -57,14 +58,10 @@ class TorchModel:
         """
         gc.collect()  # models that are gone may hold patches
         self.architecture, self.checkpoint = architecture, checkpoint
-        self.model = TorchXlaBackend().load(
-            architecture,
-            checkpoint,
-            dtype=dtype,
-            mesh=mesh,
-            attn_implementation=attn_implementation,
-            scan_layers=scan_layers,
+        options = TorchXlaLoadOptions(
+            dtype=dtype, mesh=mesh, attn_implementation=attn_implementation, scan_layers=scan_layers
         )
+        self.model = TorchXlaBackend().open(architecture, checkpoint, options)
         self.runtime = self.model.ttpu.runtime
 
     def logits(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
