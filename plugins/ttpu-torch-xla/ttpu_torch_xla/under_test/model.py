@@ -19,6 +19,7 @@ from transformers import LogitsProcessor
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.errors import UnsupportedError
 from ttpu_torch_xla.backend import TorchXlaBackend
 from ttpu_torch_xla.load import stock_model
 from ttpu_torch_xla.load_options import TorchXlaLoadOptions
@@ -76,7 +77,17 @@ class TorchModel:
 
     def logits_in_parts(self, ids: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
         """float32 [batch, seq, vocab] when the token `ids` [batch, seq] come in parts: single tokens after a prompt by
-        the two programs of `generate`, other parts with transformers' own cache, which grows."""
+        the two programs of `generate`, other parts with transformers' own cache, which grows.
+
+        Raises:
+            UnsupportedError: a rope depends on the sequence's length, which transformers takes from the tokens so far.
+        """
+        ropes = [layer.mixer.rope for layer in self.architecture.spec.layers]
+        if any(rope is not None and rope.depends_on_length for rope in ropes):
+            raise UnsupportedError(
+                "a prompt was to be read in parts, but transformers turns each part by the length that the sequence has "
+                "then, so that its logits are not those of the whole: read it whole."
+            )
         if len(lengths) > 1 and set(lengths[1:]) == {1}:
             return self._logits_of_forced_tokens(ids, lengths[0])
         tokens, parts, cache, begin = torch.tensor(ids), [], None, 0
