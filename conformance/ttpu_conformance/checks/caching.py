@@ -38,8 +38,8 @@ def check_chunked_prefill(case: Case) -> Measured:
 def _in_parts(case: Case, lengths: list[int], how: str) -> Measured:
     try:
         ours = case.model.logits_in_parts(case.reference.token_ids, lengths)
-    except UnsupportedError as error:
-        raise NotApplicable(str(error)) from error
+    except UnsupportedError as refused:
+        raise NotApplicable(str(refused)) from refused
     error = relative_error(ours, case.logits)
     measured = hold(error, FLOAT32, f"{how} the logits differ from those of the whole sequence")
     return replace(measured, note=AS_A_PROMPT) if depends_on_length(case.architecture.spec) else measured

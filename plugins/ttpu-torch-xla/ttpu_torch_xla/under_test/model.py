@@ -85,8 +85,8 @@ class TorchModel:
         ropes = [layer.mixer.rope for layer in self.architecture.spec.layers]
         if any(rope is not None and rope.depends_on_length for rope in ropes):
             raise UnsupportedError(
-                "a prompt was to be read in parts, but transformers turns each part by the length that the sequence has "
-                "then, so that its logits are not those of the whole: read it whole."
+                "a prompt was to be read in parts, but transformers turns each part by the length that the sequence "
+                "has then, so that its logits are not those of the whole: read it whole."
             )
         if len(lengths) > 1 and set(lengths[1:]) == {1}:
             return self._logits_of_forced_tokens(ids, lengths[0])
