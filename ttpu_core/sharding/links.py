@@ -1,5 +1,5 @@
-"""How long devices take to exchange data. In: a mesh and the slices under it; out: which links each mesh axis has, and
-from those the seconds of one collective, inside a slice and between slices."""
+"""Predicts how long devices take to exchange data: which interconnect links each mesh axis has on given slices, and
+the time of a collective over them."""
 
 from __future__ import annotations
 

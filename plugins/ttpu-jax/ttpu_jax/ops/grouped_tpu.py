@@ -20,10 +20,18 @@ _BLOCK_BYTES = 2 << 20
 
 
 def product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract: int, interpret: bool = False) -> jax.Array:
-    """Each row of x times its group's kernel, in x's dtype; rows after the last group are left as they were in memory.
+    """Each row of x times its group's kernel, in x's dtype. Rows after the last group are uninitialised.
 
-    x [rows, in], kernels [groups, *out, in]: [rows, out], where `contract` is 1; x [rows, out]: [rows, in] where it is
-    0, as gradients want it."""
+    Args:
+        x: [rows, in] for `contract` 1, [rows, out] for `contract` 0.
+        kernels: [groups, *out, in].
+        sizes: [groups], the number of rows of each group.
+        contract: the kernel axis that is contracted: 1 for the product, 0 for the gradient of x.
+        interpret: run the kernel in the interpreter.
+
+    Returns:
+        [rows, out] for `contract` 1, [rows, in] for `contract` 0.
+    """
     if _stored_transposed(kernels):
         kernels, contract = kernels.swapaxes(1, 2), 1 - contract
     kernels = kernels.reshape(len(kernels), -1, kernels.shape[-1])
@@ -66,7 +74,18 @@ def product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract: int
 def kernel_gradient(
     x: jax.Array, gradient: jax.Array, sizes: jax.Array, kernels: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """The sum of gradient [rows, out] times x [rows, in] over each group's rows: [groups, out, in], as `kernels`."""
+    """The sum of gradient times x over each group's rows.
+
+    Args:
+        x: [rows, in].
+        gradient: [rows, out].
+        sizes: [groups], the number of rows of each group.
+        kernels: [groups, out, in], for its shape and dtype.
+        interpret: run the kernel in the interpreter.
+
+    Returns:
+        [groups, out, in], as `kernels`.
+    """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     swap = _stored_transposed(kernels)
