@@ -21,8 +21,8 @@ CACHE_AXES = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys [batch, kv_heads, slots, head_dim] and values [batch, kv_heads, slots, value_dim] of one layer; with a
-    leading layers axis where layers are stacked."""
+    """The keys [batch, kv_heads, slots, head_dim] and values [batch, kv_heads, slots, value_dim] of one layer. Stacked
+    layers share one `LayerCache`, whose arrays have a leading layers axis."""
 
     key: jax.Array
     value: jax.Array
@@ -30,7 +30,14 @@ class LayerCache:
     def write(
         self, key: jax.Array, value: jax.Array, slot: jax.Array, layer_index: jax.Array | None = None
     ) -> LayerCache:
-        """The cache with keys and values [batch, kv_heads, seq, dim] at `slot`, of one of the stacked layers if any."""
+        """Return the cache with the keys and values of new tokens in it.
+
+        Args:
+            key: [batch, kv_heads, seq, head_dim].
+            value: [batch, kv_heads, seq, value_dim].
+            slot: int32 scalar, the slot of the first new token.
+            layer_index: scalar, the index among stacked layers; None where layers are not stacked.
+        """
         lead = () if layer_index is None else (layer_index,)
 
         def put(cache: jax.Array, new: jax.Array) -> jax.Array:
@@ -48,7 +55,10 @@ class LayerCache:
         return LayerCache(put(self.key, key), put(self.value, value))
 
     def layer(self, layer_index: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of one layer where layers are stacked, or of the only one."""
+        """Return one layer's keys [batch, kv_heads, slots, head_dim] and values [batch, kv_heads, slots, value_dim].
+
+        `layer_index` is a scalar, the index among stacked layers, or None where layers are not stacked.
+        """
         if layer_index is None:
             return self.key, self.value
         return self.key[layer_index], self.value[layer_index]
@@ -57,13 +67,16 @@ class LayerCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StateCache:
-    """What a custom mixer carries: state name -> [batch, *shape], with a leading layers axis where layers are
-    stacked."""
+    """The states that a custom mixer keeps between steps: state name → [batch, *shape]. Stacked layers share one
+    `StateCache`, whose arrays have a leading layers axis."""
 
     arrays: dict[str, jax.Array]
 
     def write(self, state: Mapping[str, jax.Array], layer_index: jax.Array | None = None) -> StateCache:
-        """The cache with the state after some tokens, of one layer where layers are stacked."""
+        """Return the cache with a layer's new state (name → [batch, *shape]) in it.
+
+        `layer_index` is a scalar, the index among stacked layers, or None where layers are not stacked.
+        """
 
         def put(cache: jax.Array, new: jax.Array) -> jax.Array:
             new = new.astype(cache.dtype)
@@ -72,18 +85,25 @@ class StateCache:
         return StateCache({name: put(array, state[name]) for name, array in self.arrays.items()})
 
     def layer(self, layer_index: jax.Array | None) -> dict[str, jax.Array]:
-        """The state of one layer where layers are stacked, or of the only one."""
+        """Return one layer's state: name → [batch, *shape].
+
+        `layer_index` is a scalar, the index among stacked layers, or None where layers are not stacked.
+        """
         return {name: array if layer_index is None else array[layer_index] for name, array in self.arrays.items()}
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """What each layer (or place in a stacked group) keeps, None for a layer that reads another's, and what the batch
-    has in common.
+    """The contiguous cache of all layers, and the slot numbers that they share.
 
-    `start` [batch] is each row's first slot that is not padding, `length` the next slot to be written, `prompt_end` the
-    slot after the prompts, which may be read in several parts; a row has `slots`, used and free."""
+    Attributes:
+        layers: one cache per layer, or per place in a stacked group; None for a layer that reads another layer's keys.
+        start: int32 [batch], the first slot of each row that is not padding.
+        length: int32 scalar, the next slot to write.
+        prompt_end: int32 scalar, the slot after the prompts, which may be read in several chunks.
+        slots: number of slots of each row, used and free.
+    """
 
     layers: tuple[LayerCache | StateCache | None, ...]
     start: jax.Array
@@ -92,13 +112,17 @@ class KVCache:
     slots: int = field(metadata={"static": True})
 
     def positions(self, seq: int) -> tuple[jax.Array, jax.Array]:
-        """Positions of the next `seq` tokens [batch, seq] and of every slot [batch, slots]; negative for padding. A
-        slot that is not yet written has a position after every query's, so causality hides it."""
+        """Return the positions of the next `seq` tokens [batch, seq] and of every slot [batch, slots].
+
+        Padding has negative positions. A slot that is not yet written has a position after every query's, so that the
+        causal mask hides it.
+        """
         begin = self.start[:, None]
         return self.length + jnp.arange(seq)[None] - begin, jnp.arange(self.slots)[None] - begin
 
     def lengths(self, seq: int) -> jax.Array:
-        """Tokens of each row [batch] with the next `seq` ones, and at least its whole prompt."""
+        """Return the length [batch] of each row after the next `seq` tokens, and at least the length of its whole
+        prompt."""
         return jnp.maximum(self.length + seq, self.prompt_end) - self.start
 
 
@@ -112,7 +136,17 @@ def empty_cache(
     stacked: bool = False,
     abstract: bool = False,
 ) -> KVCache:
-    """A cache of zeros on the placement's devices, or only its shapes."""
+    """Make a cache of zeros on the placement's devices.
+
+    Args:
+        spec: the architecture, padded for the placement's mesh.
+        batch: number of rows.
+        slots: number of tokens that each row can hold.
+        placement: the mesh, and the axes that shard each array.
+        dtype: of keys and values, and of states whose spec names no dtype.
+        stacked: make one cache per place in a stacked group, with a leading layers axis.
+        abstract: return `jax.ShapeDtypeStruct`s instead of arrays.
+    """
 
     def make(shape: tuple[int, ...], logical: tuple[str | None, ...], kind: Any) -> Any:
         # The batch is whole on every device where it is smaller than the axes that would shard it.

@@ -1,5 +1,6 @@
-"""A language model as pure functions of its parameters, made in one place. `causal_model` takes an architecture and a
-runtime; what it returns fits `ttpu_core.backend.CausalModel` and serves generation, engine, compiler and trainer."""
+"""A causal language model as pure functions of its parameters. `causal_model` takes an architecture and a runtime and
+returns a `DecoderModel`, which implements `ttpu_core.backend.CausalModel`. Generation, the serving engine, the
+ahead-of-time compiler and the trainer all use it."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DecoderModel:
-    """The shared decoder of one architecture on one placement.
+    """The shared decoder for one architecture on one placement.
 
     Attributes:
-        spec: the architecture, padded as the mesh needs it.
-        runtime: where arrays live and which attention runs.
-        stacked: equal layers are stacked and scanned over instead of unrolled.
-        remat: a layer's activations are computed again for its gradient instead of being kept.
+        spec: the architecture, padded for the mesh.
+        runtime: the placement of arrays and the attention implementation.
+        stacked: stack equal layers and scan over them instead of unrolling them.
+        remat: recompute a layer's activations in the backward pass instead of keeping them.
     """
 
     spec: ArchitectureSpec
@@ -42,21 +43,21 @@ class DecoderModel:
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
-        """Flax path → shape, logical axes and initialization of each parameter."""
+        """The shape, logical axes and initialization of each parameter, by Flax path."""
         return stacked_parameters(self.spec) if self.stacked else self.spec.parameters
 
     @cached_property
     def placements(self) -> Mapping[str, Sharding]:
-        """Flax path → sharding of each parameter.
+        """The sharding of each parameter, by Flax path.
 
         Raises:
-            UnsupportedError: a parameter that the mesh does not divide.
+            UnsupportedError: the mesh does not divide a parameter.
         """
         placement = self.runtime.placement
         return {path: placement.parameter(path, parameter) for path, parameter in self.parameters.items()}
 
     def empty_cache(self, batch: int, slots: int, dtype: np.dtype[Any], *, abstract: bool = False) -> KVCache:
-        """A contiguous cache of zeros for `batch` rows of `slots` tokens, or only its shapes."""
+        """Make a contiguous cache of zeros for `batch` rows of `slots` tokens; with `abstract`, only its shapes."""
         return empty_cache(
             self.spec, batch, slots, self.runtime.placement, dtype, stacked=self.stacked, abstract=abstract
         )
@@ -72,16 +73,16 @@ class DecoderModel:
         *,
         abstract: bool = False,
     ) -> Caches:
-        """The caches that `ragged_forward` reads and writes, zeros or only their shapes.
+        """Make the paged caches of zeros that `ragged_forward` reads and updates.
 
         Args:
-            layout: which page group each layer belongs to.
-            num_pages: pages of each group, with the null page.
-            max_num_seqs: sequences that have a recurrent state at once.
+            layout: the page group of each layer.
+            num_pages: number of pages of each group, the null page included.
+            max_num_seqs: the most sequences that have a recurrent state at once.
             page_size: tokens per page.
             dtype: of keys and values.
-            state_dtype: of recurrent states whose spec names none.
-            abstract: only shapes, dtypes and shardings.
+            state_dtype: of recurrent states whose spec names no dtype.
+            abstract: return `jax.ShapeDtypeStruct`s instead of arrays.
         """
         return empty_caches(
             self.spec,
@@ -105,15 +106,18 @@ class DecoderModel:
         last_only: bool = False,
         fresh: bool = False,
     ) -> tuple[jax.Array, KVCache | None]:
-        """Logits float32 [batch, seq, vocab] of the next token, and the cache with these tokens in it.
+        """Return the next-token logits, float32 [batch, seq, vocab], and the cache with these tokens in it.
 
         Args:
             params: Flax path → array.
             tokens: [batch, seq].
-            positions: [batch, seq], negative for padding; None where there is a cache, which knows them.
-            cache: where earlier keys and values are, and where these go.
-            last_only: logits of the last token only, [batch, 1, vocab].
-            fresh: the cache is empty, so that attention reads these tokens' own keys and values instead of it.
+            positions: [batch, seq], negative for padding; None with a cache, which determines the positions.
+            cache: keys and values of earlier tokens; None to run without a cache.
+            last_only: return the logits of the last token only, [batch, 1, vocab].
+            fresh: the cache is empty, so attention reads the keys and values of these tokens instead of the cache.
+
+        Raises:
+            RequestError: neither positions nor a cache is given.
         """
         return self.module(params)(tokens, positions, cache, last_only=last_only, fresh=fresh)
 
@@ -127,31 +131,47 @@ class DecoderModel:
         last_only: bool = False,
         fresh: bool = False,
     ) -> tuple[jax.Array, KVCache | None]:
-        """The residual stream [batch, seq, hidden] after the final norm, and the cache. Arguments as of `forward`."""
+        """Return the residual stream [batch, seq, hidden] after the final norm, and the cache with these tokens in it.
+
+        Args:
+            params: Flax path → array.
+            tokens: [batch, seq].
+            positions: [batch, seq], negative for padding; None with a cache, which determines the positions.
+            cache: keys and values of earlier tokens; None to run without a cache.
+            last_only: return the last token only, [batch, 1, hidden].
+            fresh: the cache is empty, so attention reads the keys and values of these tokens instead of the cache.
+
+        Raises:
+            RequestError: neither positions nor a cache is given.
+        """
         return self.module(params).hidden(tokens, positions, cache, last_only=last_only, fresh=fresh)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """float32 logits [batch, seq, vocab] of a residual stream [batch, seq, hidden] after the final norm."""
+        """Return float32 logits [batch, seq, vocab] for `hidden` [batch, seq, hidden], the residual stream after the
+        final norm."""
         return self.module(params).logits(hidden)
 
     def ragged_forward(
         self, params: Params, tokens: jax.Array, batch: RaggedBatch, caches: Caches
     ) -> tuple[jax.Array, Caches]:
-        """One step of many sequences of different lengths over paged caches.
+        """Run one step of many sequences of different lengths over paged caches.
 
         Args:
             params: Flax path → array.
-            tokens: [tokens] of all sequences, one after another, then padding.
-            batch: which tokens belong to which sequence, and where each sequence's pages are.
-            caches: of `empty_paged_cache`, with earlier tokens in them.
+            tokens: [tokens], the tokens of all sequences one after another, then padding.
+            batch: the sequence of each token, and the page table of each sequence.
+            caches: made by `empty_paged_cache`; they hold the keys and values of earlier tokens.
 
         Returns:
             The residual stream after the final norm [tokens, hidden], and the caches with these tokens in them.
+
+        Raises:
+            UnsupportedError: the model stacks its layers.
         """
         return self.module(params).ragged(tokens, batch, caches)
 
     def module(self, params: Params) -> Decoder:
-        """The decoder as a Flax NNX module over these parameters."""
+        """Build the decoder as a Flax NNX module over these parameters."""
         return Decoder(self.spec, params, self.parameters, self.runtime, stacked=self.stacked, remat=self.remat)
 
 
@@ -162,12 +182,12 @@ def causal_model(
     stacked: bool = False,
     remat: bool = False,
 ) -> DecoderModel:
-    """The model of an architecture: the one place where a decoder is made.
+    """Make the model of an architecture. No other function makes a decoder.
 
     Args:
-        spec: as `ttpu_jax.params.padding.pad_for` gives it for the runtime's mesh.
-        runtime: where arrays live and which attention runs.
-        stacked: equal layers are stacked and scanned over instead of unrolled.
-        remat: a layer's activations are computed again for its gradient instead of being kept.
+        spec: the architecture, padded for the runtime's mesh by `ttpu_jax.params.padding.pad_for`.
+        runtime: the placement of arrays and the attention implementation.
+        stacked: stack equal layers and scan over them instead of unrolling them.
+        remat: recompute a layer's activations in the backward pass instead of keeping them.
     """
     return DecoderModel(spec, runtime, stacked, remat)

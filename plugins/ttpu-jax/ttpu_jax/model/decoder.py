@@ -1,6 +1,6 @@
-"""The shared decoder, written once for every family. In: tokens, and a cache that may be absent; out: logits and the
-updated cache. Equal layers share one traced body: unrolled, each call of it is inlined by the compiler; stacked, a scan
-runs over them, so that compile time does not grow with depth."""
+"""The decoder that all model families share. It takes tokens and an optional cache, and returns logits and the updated
+cache. Unrolled layers that are equal share one traced body, which the compiler inlines at each call; stacked layers run
+in a scan, so that compile time does not grow with depth."""
 
 from __future__ import annotations
 
@@ -36,9 +36,15 @@ Bind = Callable[[Any, jax.Array | None], StepCache]
 class Decoder(nnx.Module):
     """Embedding, layers, final norm and head over a flat dict of parameters.
 
-    `stacked` parameters have paths `groups.<g>.<position>.…` and a leading layers axis
-    (`ttpu_core.mapping.stack_layers`); others have paths `layers.<i>.…`. With `remat`, a layer's activations are
-    computed again for its gradient instead of being kept."""
+    Args:
+        spec: the architecture, padded for the mesh.
+        arrays: Flax path → array. Stacked parameters have paths `groups.<g>.<position>.…` and a leading layers axis
+            (`ttpu_core.mapping.stack_layers`); others have paths `layers.<i>.…`.
+        table: Flax path → shape and logical axes.
+        runtime: the placement of arrays and the attention implementation.
+        stacked: the parameters are stacked, and a scan runs over the layers.
+        remat: recompute a layer's activations in the backward pass instead of keeping them.
+    """
 
     def __init__(
         self,
@@ -70,24 +76,31 @@ class Decoder(nnx.Module):
         last_only: bool = False,
         fresh: bool = False,
     ) -> tuple[jax.Array, KVCache | None]:
-        """Logits of the next token.
+        """Compute the logits of the next token.
 
         Args:
             tokens: [batch, seq].
-            positions: [batch, seq], negative for padding; None where there is a cache, which knows them.
-            cache: where earlier keys and values are, and where these go.
-            fresh: the cache is empty, so that attention reads these tokens' own keys and values instead of it.
-            last_only: logits of the last token only, [batch, 1, vocab].
+            positions: [batch, seq], negative for padding; None with a cache, which determines the positions.
+            cache: keys and values of earlier tokens; None to run without a cache.
+            last_only: return the logits of the last token only, [batch, 1, vocab].
+            fresh: the cache is empty, so attention reads the keys and values of these tokens instead of the cache.
 
         Returns:
-            float32 logits [batch, seq, vocab], and the cache with these tokens in it. Where a mesh has the vocabulary
-            padded, there are as many logits as the table has rows, and those of no token are -inf.
+            float32 logits [batch, seq, vocab], and the cache with these tokens in it. Where a mesh pads the vocabulary,
+                the last axis also has the padding rows of the embedding table; their logits are -inf.
+
+        Raises:
+            RequestError: neither positions nor a cache is given.
         """
         x, cache = self.hidden(tokens, positions, cache, last_only=last_only, fresh=fresh)
         return self.logits(x), cache
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """What `hidden` gives [batch, seq, hidden], as float32 logits [batch, seq, vocab], with padding as the call."""
+        """Return float32 logits [batch, seq, vocab] for the output of `hidden`, x [batch, seq, hidden].
+
+        Where a mesh pads the vocabulary, the last axis also has the padding rows of the embedding table; their logits
+        are -inf.
+        """
         logits = self.head(x, self.embed.embedding[...])
         if self.spec.embedding.rows == self.spec.vocab_size:
             return logits
@@ -104,8 +117,18 @@ class Decoder(nnx.Module):
         last_only: bool = False,
         fresh: bool = False,
     ) -> tuple[jax.Array, KVCache | None]:
-        """The residual stream after the final norm, [batch, seq, hidden], and the cache; arguments are those of the
-        call."""
+        """Return the residual stream after the final norm, [batch, seq, hidden], and the cache with these tokens in it.
+
+        Args:
+            tokens: [batch, seq].
+            positions: [batch, seq], negative for padding; None with a cache, which determines the positions.
+            cache: keys and values of earlier tokens; None to run without a cache.
+            last_only: return the last token only, [batch, 1, hidden].
+            fresh: the cache is empty, so attention reads the keys and values of these tokens instead of the cache.
+
+        Raises:
+            RequestError: neither positions nor a cache is given.
+        """
         seq = tokens.shape[1]
         positions, lengths, bind = _bound(tokens, positions, cache, fresh=fresh)
         step = Step(positions, self._angles(positions, lengths))
@@ -123,17 +146,18 @@ class Decoder(nnx.Module):
         return maybe(self.final_norm, self.embed.collapse(x)), cache
 
     def ragged(self, tokens: jax.Array, batch: RaggedBatch, caches: Caches) -> tuple[jax.Array, Caches]:
-        """One step of many sequences of different lengths, whose caches are pages and slots (`ttpu_jax.model.paged`).
+        """Run one step of many sequences of different lengths over paged caches (`ttpu_jax.model.paged`).
 
         Args:
-            tokens: [tokens], of all sequences one after another, then padding.
-            batch: which of them belong to which sequence, and where each sequence's pages are.
+            tokens: [tokens], the tokens of all sequences one after another, then padding.
+            batch: the sequence of each token, and the page table of each sequence.
+            caches: one cache per layer.
 
         Returns:
             The residual stream after the final norm [tokens, hidden], and the caches with these tokens in them.
 
         Raises:
-            UnsupportedError: stacked layers.
+            UnsupportedError: the layers are stacked.
         """
         if self.stacked:
             raise UnsupportedError(

@@ -1,4 +1,5 @@
-"""The two ends of a decoder: from tokens to the residual stream, and from it to logits."""
+"""The embedding, which turns tokens into the residual stream, and the head, which turns the residual stream into
+logits."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from ttpu_jax.ops.linear import linear
 
 
 class Embedding(nnx.Module):
-    """Token table, with the scale, learned positions and norm that some models add.
+    """The token table, with the scale, learned positions and norm that some models add.
 
-    A custom embedding is a class of the same constructor and methods, and may inherit from this one."""
+    A custom embedding is a class with the same constructor and methods. It may inherit from this one.
+    """
 
     def __init__(self, spec: EmbeddingSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.placement = spec, runtime.placement
@@ -23,12 +25,16 @@ class Embedding(nnx.Module):
         self.norm = Norm(spec.norm, values.at("norm")) if spec.norm else None
 
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """tokens, positions [batch, seq]: the residual stream [batch, seq, hidden], and what each layer is given beside
-        it, [layers, batch, seq, features] or None."""
+        """Embed tokens [batch, seq] at positions [batch, seq].
+
+        Returns:
+            The residual stream [batch, seq, hidden], and an additional input of each layer [layers, batch, seq,
+                features], or None for models that have none.
+        """
         return self.look_up(tokens, positions), None
 
     def look_up(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """tokens, positions [batch, seq]: [batch, seq, hidden]."""
+        """Look up tokens [batch, seq] at positions [batch, seq] and return the residual stream [batch, seq, hidden]."""
         x = self.placement.constrain_looked_up(jnp.take(self.embedding[...], tokens, axis=0, mode="clip"))
         if self.spec.scale is not None:
             x = x * jnp.asarray(self.spec.scale, x.dtype)
@@ -38,19 +44,23 @@ class Embedding(nnx.Module):
         return maybe(self.norm, x)
 
     def collapse(self, x: jax.Array) -> jax.Array:
-        """What the last layer leaves, as the one stream [batch, seq, hidden] that the final norm is for."""
+        """Turn the output of the last layer into the input of the final norm, [batch, seq, hidden].
+
+        Here x has the same shape and is returned as it is; a custom embedding with several residual streams combines
+        them.
+        """
         return x
 
 
 class Head(nnx.Module):
-    """From the residual stream to float32 logits."""
+    """Projects the residual stream to float32 logits."""
 
     def __init__(self, spec: HeadSpec, values: Parameters) -> None:
         self.spec = spec
         self.kernel, self.bias = values.get("kernel"), values.get("bias")
 
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
-        """x [..., hidden], table [vocab, hidden] of the embedding: [..., vocab]."""
+        """Return logits [..., vocab] for x [..., hidden]. With tied embeddings the weight is table [vocab, hidden]."""
         kernel = table if self.kernel is None else value_of(self.kernel)
         logits = linear(x, kernel, value_of(self.bias), out_dtype=jnp.dtype(jnp.float32))
         logits = logits if self.spec.multiplier == 1.0 else logits * self.spec.multiplier

@@ -1,6 +1,8 @@
-"""Latent attention (`ttpu_core.spec.latent_attention`) as a Flax NNX module. Among tokens that are all here, each
-head's keys and values are made and attended to like any others; a cache is read as it lies, its latents serving as keys
-and values that all heads share (the "absorbed" form: arXiv 2405.04434, section 2.1.2)."""
+"""Latent attention (`ttpu_core.spec.latent_attention`) as a Flax NNX module.
+
+Without cached tokens, the latents are expanded to keys and values of each head, and attention runs as usual. A cache
+keeps the latents, which all heads share as keys and values (the "absorbed" form: arXiv 2405.04434, section 2.1.2).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from ttpu_jax.ops.temperature import query_factor
 
 
 class LatentAttention(CachingMixer):
-    """Attention whose cache holds one latent and one rotated key per token."""
+    """Attention whose cache holds one latent vector and one rotated key per token."""
 
     def __init__(self, spec: LatentAttentionSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
@@ -42,15 +44,29 @@ class LatentAttention(CachingMixer):
         self.output = Linear(values.at("output"), runtime)
 
     def __call__(self, x: jax.Array, step: Step, cache: StepCache) -> tuple[jax.Array, StepCache]:
-        """x [batch, seq, hidden]: the same shape (or the last token's, [batch, 1, hidden]), and the cache with these
-        tokens' latents [batch, seq, kv_lora_rank] and rotated keys [batch, seq, qk_rope_head_dim] in it."""
+        """Attend among the tokens of x [batch, seq, hidden] and those in the cache.
+
+        Returns:
+            An output shaped as x (with `step.last_only`, of the last token, [batch, 1, hidden]), and the cache with
+                these tokens' latents [batch, seq, kv_lora_rank] and rotated keys [batch, seq, qk_rope_head_dim] in it.
+        """
         latent, rope_key = self._compress(x, step)
         query, positions = self._queries(x, step)
         mixed, cache = cache.attend_latents(self, query, positions, latent, rope_key)
         return self.output(mixed.reshape(*mixed.shape[:2], -1)), cache
 
     def over_pages(self, query: jax.Array, pages: PagedKV, batch: RaggedBatch) -> jax.Array:
-        """As `absorbed`, of query [1, tokens, heads, dim] of many sequences."""
+        """Attend to latents and rotated keys in pages, in the absorbed form (see `absorbed`).
+
+        Args:
+            query: [1, tokens, heads, qk_nope_head_dim + qk_rope_head_dim], the tokens of many sequences one after
+                another.
+            pages: the pages of this layer, this step's tokens included.
+            batch: the sequence of each token, and the page table of each sequence.
+
+        Returns:
+            [1, tokens, heads, v_head_dim].
+        """
         key_up, value_up = (dense(value_of(each.kernel), query.dtype) for each in (self.key_up, self.value_up))
         if self.runtime.placement.platform == "cpu":
             key_up, value_up = (a.astype(jnp.float32) for a in (key_up, value_up))
@@ -92,8 +108,18 @@ class LatentAttention(CachingMixer):
         rope_key: jax.Array,
         key_positions: jax.Array,
     ) -> jax.Array:
-        """query [batch, seq, heads, dim] over the keys and values made of the same tokens' latent [batch, seq,
-        kv_lora_rank]: [batch, seq, heads, v_head_dim]."""
+        """Expand the latents to keys and values of each head and attend to them.
+
+        Args:
+            query: [batch, seq, heads, qk_nope_head_dim + qk_rope_head_dim].
+            query_positions: [batch, seq].
+            latent: [batch, keys, kv_lora_rank].
+            rope_key: [batch, keys, qk_rope_head_dim].
+            key_positions: [batch, keys].
+
+        Returns:
+            [batch, seq, heads, v_head_dim].
+        """
         key = self._shard(self.key_up(latent))
         shared = jnp.broadcast_to(rope_key[:, :, None], (*key.shape[:3], rope_key.shape[-1]))
         key, value = jnp.concatenate([key, shared], axis=-1), self._shard(self.value_up(latent))
@@ -109,8 +135,21 @@ class LatentAttention(CachingMixer):
         rope_key: jax.Array,
         key_positions: jax.Array,
     ) -> jax.Array:
-        """As `expanded`, of a cache: the latents are the keys of queries taken through `key_up`, and `value_up` is
-        applied to what is mixed of them. Each cached token is read once for all heads, and never expanded."""
+        """Attend to cached latents without expanding them.
+
+        `key_up` is applied to the queries, whose keys are then the latents, and `value_up` is applied to the attention
+        output. Each cached token is read once for all heads.
+
+        Args:
+            query: [batch, seq, heads, qk_nope_head_dim + qk_rope_head_dim].
+            query_positions: [batch, seq].
+            latent: [batch, slots, kv_lora_rank].
+            rope_key: [batch, slots, qk_rope_head_dim].
+            key_positions: [batch, slots].
+
+        Returns:
+            [batch, seq, heads, v_head_dim].
+        """
         key_up, value_up = (dense(value_of(each.kernel), query.dtype) for each in (self.key_up, self.value_up))
         if self.runtime.placement.platform == "cpu":  # as in the reference: XLA:CPU wants float32 operands
             key_up, value_up, latent, rope_key = (a.astype(jnp.float32) for a in (key_up, value_up, latent, rope_key))
@@ -138,8 +177,8 @@ class LatentAttention(CachingMixer):
 
 
 def latent_pages(spec: LatentAttentionSpec) -> AttentionSpec:
-    """The attention that latent attention is in its absorbed form: all heads share one key, whose first features are
-    the value."""
+    """Describe the absorbed form of latent attention as an `AttentionSpec`: all heads share one key of kv_lora_rank +
+    qk_rope_head_dim features, of which the first kv_lora_rank are the value."""
     rank = spec.kv_lora_rank
     return AttentionSpec(
         num_heads=spec.num_heads,

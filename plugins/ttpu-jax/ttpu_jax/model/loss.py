@@ -1,4 +1,4 @@
-"""The language model's loss: the cross-entropy of each next token, in nats."""
+"""The training loss of a language model: the cross-entropy of each next token, in nats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from ttpu_jax.model.causal_model import DecoderModel, Params
 def next_token_loss(
     model: DecoderModel, params: Params, tokens: jax.Array, mask: jax.Array | None = None
 ) -> jax.Array:
-    """Mean cross-entropy in nats, a float32 scalar; arguments as of `summed_next_token_loss`."""
+    """Return the mean cross-entropy of the next tokens in nats, a float32 scalar.
+
+    Args:
+        model: computes the logits.
+        params: Flax path → array.
+        tokens: int [batch, seq]; every token but the first of a row is predicted from those before it.
+        mask: bool [batch, seq], true for real tokens; None: all are real.
+    """
     total, count = summed_next_token_loss(model, params, tokens, mask)
     return total / jnp.maximum(count, 1)
 
@@ -25,16 +32,17 @@ def summed_next_token_loss(
     *,
     tokens_at_once: int = ADAMW.loss_tokens,
 ) -> tuple[jax.Array, jax.Array]:
-    """The summed cross-entropy in nats, a float32 scalar, and the number of tokens that were predicted.
+    """Return the summed cross-entropy in nats, a float32 scalar, and the number of predicted tokens.
+
+    Logits are computed for `tokens_at_once` tokens of a row at a time, and again in the backward pass, so that the
+    logits of a whole batch never exist at once.
 
     Args:
-        model: what computes the logits.
+        model: computes the logits.
         params: Flax path → array.
-        tokens: int [batch, seq]; every token but a row's first is predicted from those before it.
-        mask: bool [batch, seq], the real tokens; padding is neither seen nor predicted. None: all are real.
-        tokens_at_once: of a row, for which logits are held.
-
-    Logits are computed for some tokens at a time, and again for the gradient, so that they never exist all at once.
+        tokens: int [batch, seq]; every token but the first of a row is predicted from those before it.
+        mask: bool [batch, seq], true for real tokens; padding is neither attended to nor predicted. None: all are real.
+        tokens_at_once: number of tokens of each row whose logits are held at once.
     """
     batch, seq = tokens.shape
     mask = jnp.ones(tokens.shape, jnp.bool_) if mask is None else mask

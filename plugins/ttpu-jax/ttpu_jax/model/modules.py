@@ -160,7 +160,7 @@ def different_ropes(layers: tuple[LayerSpec, ...]) -> tuple[RopeSpec, ...]:
 
 
 def maybe(norm: Norm | None, x: jax.Array) -> jax.Array:
-    """`norm` of x, or x where there is none."""
+    """Return `norm(x)`, or x where `norm` is None. x is [..., features], and the result has the same shape."""
     return x if norm is None else norm(x)
 
 

@@ -1,5 +1,5 @@
-"""A mixture of experts as a Flax NNX module. In and out: the residual stream [batch, seq, hidden]. Over a mesh, each
-device computes what its own experts, and its share of their inner dimension, add to its own tokens."""
+"""A mixture of experts as a Flax NNX module over the residual stream [batch, seq, hidden]. On a mesh, each device
+computes the contribution of its own experts, or of its shard of their inner dimension, to its own tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ttpu_jax.ops.moe import ExpertKernels, choose_experts, run_experts
 
 
 class Router(nnx.Module):
-    """Which experts a token is given to, and how much each counts."""
+    """Chooses the experts of each token and their weights."""
 
     def __init__(self, spec: MoESpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
@@ -28,7 +28,7 @@ class Router(nnx.Module):
         self.scale = values.get("scale")
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [batch, seq, hidden]: experts and weights, [batch, seq, experts_per_token]."""
+        """Return the experts and their weights, both [batch, seq, experts_per_token], for x [batch, seq, hidden]."""
         spec = self.spec.router
         if self.norm is not None:
             x = self.norm(x)
@@ -44,7 +44,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The experts themselves."""
+    """The experts' kernels, run on the tokens that the router gives them."""
 
     def __init__(self, spec: MoESpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
@@ -55,7 +55,16 @@ class Experts(nnx.Module):
         self.down = Linear(values.at("down"), runtime)
 
     def __call__(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-        """x [batch, seq, hidden]; chosen and weights [batch, seq, experts_per_token]: as x."""
+        """Return the weighted sum of the chosen experts' outputs.
+
+        Args:
+            x: [batch, seq, hidden].
+            chosen: int [batch, seq, experts_per_token].
+            weights: [batch, seq, experts_per_token].
+
+        Returns:
+            [batch, seq, hidden].
+        """
         up = self.gate_up if self.spec.gated else self.up
         kernels = ExpertKernels(*map(value_of, (up.kernel, self.down.kernel, up.bias, self.down.bias)))
         mesh, platform = self.runtime.placement.mesh, self.runtime.placement.platform
@@ -113,7 +122,7 @@ class Experts(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Router and experts, with a shared expert and a dense MLP beside them where the spec has them."""
+    """Router and experts, with the shared expert and the dense MLP that some models add."""
 
     def __init__(self, spec: MoESpec, values: Parameters, runtime: Runtime) -> None:
         self.spec = spec
@@ -125,7 +134,10 @@ class MoE(nnx.Module):
         self.dense = MLP(spec.dense, values.at("dense"), runtime) if spec.dense else None
 
     def __call__(self, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
-        """x [batch, seq, hidden]: the same shape. The router reads `routed_by`, shaped alike, where it is given."""
+        """Return the sum of the experts' outputs for x [batch, seq, hidden], in the same shape.
+
+        `routed_by` [batch, seq, hidden] is the input of the router where it is not x.
+        """
         chosen, weights = self.router(x if routed_by is None else routed_by)
         out = self.experts(x, chosen, weights)
         if self.shared is not None:

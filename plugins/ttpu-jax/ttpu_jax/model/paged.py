@@ -1,5 +1,5 @@
-"""The caches of a serving engine. In: an architecture, page counts and request slots; out: which page group each layer
-belongs to, and one cache per layer: pages for attention, a state per request slot for recurrent mixers."""
+"""The caches of a serving engine. `paged_layout` assigns the layers of an architecture to page groups, and
+`empty_caches` makes one cache per layer: pages for attention, one state per request slot for recurrent mixers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ttpu_jax.params.placement import Placement
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Layers that keep the same tokens' keys and values: all of them, those of a window, or those of a chunk. `layers`
-    are those with pages of their own."""
+    """Layers that keep the keys and values of the same tokens: all tokens, those in a window, or those in a chunk.
+    `layers` are the layers of the group that have pages of their own."""
 
     name: str
     window: int | None
@@ -32,7 +32,8 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class PagedLayout:
-    """Which group each layer is in: None for layers without pages (recurrent ones, and those that read another's)."""
+    """The page group of each layer; None for layers without pages (recurrent ones, and those that read another
+    layer's)."""
 
     groups: tuple[GroupSpec, ...]
     group_of: tuple[int | None, ...]
@@ -41,12 +42,11 @@ class PagedLayout:
 
 
 def paged_layout(spec: ArchitectureSpec, max_model_len: int) -> PagedLayout:
-    """The page groups of an architecture whose sequences have at most `max_model_len` tokens: a window that holds all
-    of them is none.
+    """Assign the layers of an architecture to page groups. A window or chunk of at least `max_model_len` tokens counts
+    as none.
 
     Raises:
-        UnsupportedError: a mixer whose cache grows with the sequence in a way that pages do not know, or attention that
-            is not causal.
+        UnsupportedError: a mixer keeps something for every token that pages cannot hold, or attention is not causal.
     """
     found: dict[tuple[int | None, int | None], list[int]] = {}
     keys: list[tuple[int | None, int | None] | None] = []
@@ -91,7 +91,19 @@ def empty_caches(
     *,
     abstract: bool = False,
 ) -> tuple[PagedKV | StateCache | None, ...]:
-    """One cache per layer, zeros or only their shapes; `num_pages` per group, with the null page."""
+    """Make one cache of zeros per layer.
+
+    Args:
+        spec: the architecture, padded for the placement's mesh.
+        layout: the page group of each layer.
+        num_pages: number of pages of each group, the null page included.
+        max_num_seqs: number of request slots for recurrent states.
+        page_size: tokens per page.
+        placement: the mesh, and the axes that shard each array.
+        dtype: of keys and values.
+        state_dtype: of recurrent states whose spec names no dtype.
+        abstract: return `jax.ShapeDtypeStruct`s instead of arrays.
+    """
 
     def layer(index: int, of: LayerSpec) -> PagedKV | StateCache | None:
         group = layout.group_of[index]
@@ -111,7 +123,15 @@ def empty_caches(
 def group_page_bytes(
     spec: ArchitectureSpec, layout: PagedLayout, page_size: int, placement: Placement, dtype: np.dtype[Any]
 ) -> tuple[int, ...]:
-    """Bytes on one device of one page of each group, over all layers of the group."""
+    """Return the bytes that one page of each group takes on one device, summed over the layers of the group.
+
+    Args:
+        spec: the architecture, padded for the placement's mesh.
+        layout: the page group of each layer.
+        page_size: tokens per page.
+        placement: the mesh, and the axes that shard each array.
+        dtype: of keys and values.
+    """
     total = [0] * len(layout.groups)
     for index, of in enumerate(spec.layers):
         group = layout.group_of[index]
@@ -123,7 +143,7 @@ def group_page_bytes(
 
 
 def state_bytes(spec: ArchitectureSpec, max_num_seqs: int, placement: Placement, dtype: np.dtype[Any]) -> int:
-    """Bytes on one device of the recurrent states of all request slots."""
+    """Return the bytes that the recurrent states of all request slots take on one device."""
     total = 0
     for layer in spec.layers:
         if isinstance(layer.mixer, AttentionSpec | LatentAttentionSpec):

@@ -1,5 +1,5 @@
-"""Recurrent mixers over a flat batch of many sequences, whose states lie in slots. A mixer itself sees rows of whole
-sequences, as everywhere."""
+"""Runs recurrent mixers on a flat batch of many sequences, whose states lie in slots. The mixer itself sees one row per
+sequence, as it does outside the serving engine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,22 @@ Mixer = Callable[[jax.Array, Step, Mapping[str, jax.Array]], tuple[jax.Array, An
 def on_rows(
     mixer: Mixer, x: jax.Array, step: Step, states: Mapping[str, jax.Array], batch: RaggedBatch
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The mixer of x [1, tokens, hidden], and the states [slots, ...] by name after these tokens.
+    """Run a mixer on a flat batch, each sequence from its own state.
 
-    Sequences with one token are one batch of rows, the at most `max_prefills` longer ones another: rows as long as the
-    longest for all of them would be mostly padding. A sequence that begins here starts from zeros, whatever its slot
-    held; slot 0 takes what belongs to no sequence."""
+    Sequences with one token form one batch of rows, and the at most `max_prefills` longer ones another: rows as long as
+    the longest sequence would be mostly padding. A sequence that begins in this step starts from zeros, whatever its
+    slot holds. Slot 0 takes the state of rows that belong to no sequence.
+
+    Args:
+        mixer: the recurrent mixer.
+        x: [1, tokens, hidden].
+        step: positions and rotary angles of the tokens.
+        states: name → [slots, ...], the states of all slots.
+        batch: the sequence of each token, and the state slot of each sequence.
+
+    Returns:
+        The mixer's output [1, tokens, hidden], and the states of all slots after these tokens.
+    """
     starts, counts = batch.query_starts[:-1], jnp.diff(batch.query_starts)
     out, arrays = jnp.zeros_like(x[0]), dict(states)
     out, arrays = _some_rows(mixer, x[0], step, out, arrays, starts, jnp.where(counts == 1, 1, 0), batch.states, 1)

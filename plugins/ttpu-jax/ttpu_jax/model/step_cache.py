@@ -28,8 +28,14 @@ Mixer = Callable[[jax.Array, Step, Any], tuple[jax.Array, Any]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenKeys:
-    """Keys [batch, kv_heads, keys, head_dim] and values [batch, kv_heads, keys, value_dim] of tokens at `positions`
-    [batch, keys]: the step's own (`own`, static) or those of every slot of a cache."""
+    """Keys and values that queries attend to.
+
+    Attributes:
+        key: [batch, kv_heads, keys, head_dim].
+        value: [batch, kv_heads, keys, value_dim].
+        positions: [batch, keys].
+        own: the keys are those of the step's own tokens, not of the slots of a cache.
+    """
 
     key: jax.Array
     value: jax.Array
@@ -44,8 +50,19 @@ class TokenKeys:
         runtime: Runtime,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """query [batch, seq, kv_heads, q_per_kv, head_dim] at positions [batch, seq]: [batch, seq, kv_heads, q_per_kv,
-        value_dim]."""
+        """Attend to these keys and values.
+
+        Args:
+            query: [batch, seq, kv_heads, q_per_kv, head_dim].
+            query_positions: [batch, seq].
+            spec: the attention of the layer.
+            runtime: the placement of arrays and the attention implementation.
+            sinks: [kv_heads, q_per_kv], a logit per query head that takes probability and adds
+                no value; None for models without sinks.
+
+        Returns:
+            [batch, seq, kv_heads, q_per_kv, value_dim].
+        """
         placement = runtime.placement
         return attention_ops.attend(
             runtime.attention,
@@ -71,7 +88,7 @@ class TokenKeys:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedKeys:
-    """Keys and values of many sequences in pages, this step's among them."""
+    """The keys and values of many sequences in pages, this step's tokens included."""
 
     pages: PagedKV
     batch: RaggedBatch
@@ -84,8 +101,19 @@ class PagedKeys:
         runtime: Runtime,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """query [1, tokens, kv_heads, q_per_kv, head_dim] of all sequences: [1, tokens, kv_heads, q_per_kv, value_dim];
-        the batch knows their positions."""
+        """Attend to these pages.
+
+        Args:
+            query: [1, tokens, kv_heads, q_per_kv, head_dim], the tokens of all sequences one after another.
+            query_positions: [1, tokens]; not read, because the batch has the positions.
+            spec: the attention of the layer.
+            runtime: the placement of arrays.
+            sinks: [kv_heads, q_per_kv], a logit per query head that takes probability and adds
+                no value; None for models without sinks.
+
+        Returns:
+            [1, tokens, kv_heads, q_per_kv, value_dim].
+        """
         placement = runtime.placement
         context = attention_ops.AttentionContext(
             mesh=placement.mesh,
@@ -100,7 +128,7 @@ Keys = TokenKeys | PagedKeys
 
 
 class LatentReader(Protocol):
-    """How latent attention reads latents: each cache calls the form that suits what it holds."""
+    """The forms of latent attention. Each cache calls the form that suits its contents."""
 
     def expanded(
         self,
@@ -110,7 +138,18 @@ class LatentReader(Protocol):
         rope_key: jax.Array,
         key_positions: jax.Array,
     ) -> jax.Array:
-        """Over keys and values that are made of the step's own latents."""
+        """Expand the step's own latents to keys and values of each head and attend to them.
+
+        Args:
+            query: [batch, seq, heads, qk_nope_head_dim + qk_rope_head_dim].
+            query_positions: [batch, seq].
+            latent: [batch, keys, kv_lora_rank].
+            rope_key: [batch, keys, qk_rope_head_dim].
+            key_positions: [batch, keys].
+
+        Returns:
+            [batch, seq, heads, v_head_dim].
+        """
         ...
 
     def absorbed(
@@ -121,11 +160,32 @@ class LatentReader(Protocol):
         rope_key: jax.Array,
         key_positions: jax.Array,
     ) -> jax.Array:
-        """Over cached latents as they lie."""
+        """Attend to cached latents without expanding them.
+
+        Args:
+            query: [batch, seq, heads, qk_nope_head_dim + qk_rope_head_dim].
+            query_positions: [batch, seq].
+            latent: [batch, slots, kv_lora_rank].
+            rope_key: [batch, slots, qk_rope_head_dim].
+            key_positions: [batch, slots].
+
+        Returns:
+            [batch, seq, heads, v_head_dim].
+        """
         ...
 
     def over_pages(self, query: jax.Array, pages: PagedKV, batch: RaggedBatch) -> jax.Array:
-        """Over latents and rotated keys in pages."""
+        """Attend to latents and rotated keys in pages.
+
+        Args:
+            query: [1, tokens, heads, qk_nope_head_dim + qk_rope_head_dim], the tokens of many sequences one after
+                another.
+            pages: the pages of this layer, this step's tokens included.
+            batch: the sequence of each token, and the page table of each sequence.
+
+        Returns:
+            [1, tokens, heads, v_head_dim].
+        """
         ...
 
 
@@ -135,13 +195,15 @@ class LatentReader(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NoCache:
-    """Nothing is kept: tokens at `positions` [batch, seq] attend to each other, and states start from zeros."""
+    """Keeps nothing between steps: the tokens at `positions` [batch, seq] attend to each other, and states start from
+    zeros."""
 
     positions: jax.Array
     held: None = None
 
     def write(self, key: jax.Array, value: jax.Array) -> tuple[NoCache, Keys]:
-        """key [batch, kv_heads, seq, head_dim] and value [batch, kv_heads, seq, value_dim] as what is attended to."""
+        """Return the step's own key [batch, kv_heads, seq, head_dim] and value [batch, kv_heads, seq, value_dim] for
+        queries to attend to."""
         return self, TokenKeys(key, value, self.positions, own=True)
 
     def attend_latents(
@@ -152,25 +214,37 @@ class NoCache:
         latent: jax.Array,
         rope_key: jax.Array,
     ) -> tuple[jax.Array, NoCache]:
-        """query [batch, seq, heads, dim] over latent [batch, seq, kv_lora_rank] and rope_key [batch, seq,
-        qk_rope_head_dim]: [batch, seq, heads, v_head_dim]."""
+        """Attend to the step's own latents.
+
+        Args:
+            reader: the layer's latent attention.
+            query: [batch, queries, heads, qk_nope_head_dim + qk_rope_head_dim].
+            query_positions: [batch, queries].
+            latent: [batch, seq, kv_lora_rank].
+            rope_key: [batch, seq, qk_rope_head_dim].
+
+        Returns:
+            [batch, queries, heads, v_head_dim], and this cache.
+        """
         return reader.expanded(query, query_positions, latent, rope_key, self.positions), self
 
     def recur(self, mixer: Mixer, x: jax.Array, step: Step) -> tuple[jax.Array, NoCache]:
-        """The recurrent mixer of x [batch, seq, hidden]."""
+        """Run a recurrent mixer on x [batch, seq, hidden] from zero states; the output has the same shape."""
         return mixer(x, step, None)[0], self
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ContiguousCache:
-    """A layer's part of a `KVCache`: rows that advance in step.
+    """One layer's part of a `KVCache`, whose rows all advance by the same number of tokens.
 
-    held: `LayerCache` of attention, `StateCache` of another mixer, None for a layer that reads another's keys.
-    positions: [batch, slots] of all slots, or where the cache is `fresh` (static) [batch, seq] of the step's tokens,
-        which then are all that there is to attend to.
-    slot: int32 scalar, where the first token goes.
-    layer_index: place among stacked layers; None where layers are not stacked.
+    Attributes:
+        held: a `LayerCache` for attention, a `StateCache` for another mixer, None for a layer that reads another
+            layer's keys.
+        positions: [batch, slots] of all slots; [batch, seq] of the step's tokens where the cache is `fresh`.
+        slot: int32 scalar, the slot of the step's first token.
+        layer_index: scalar, the index among stacked layers; None where layers are not stacked.
+        fresh: the cache is empty, so that queries attend to the step's own tokens only.
     """
 
     held: Any
@@ -180,7 +254,13 @@ class ContiguousCache:
     fresh: bool = field(metadata={"static": True})
 
     def write(self, key: jax.Array, value: jax.Array) -> tuple[ContiguousCache, Keys]:
-        """As `NoCache.write`, with what is in the cache already."""
+        """Write the step's keys and values, and return the updated cache and the keys and values that queries attend
+        to.
+
+        Args:
+            key: [batch, kv_heads, seq, head_dim].
+            value: [batch, kv_heads, seq, value_dim].
+        """
         held: LayerCache = self.held.write(key, value, self.slot, self.layer_index)
         read = (key, value) if self.fresh else held.layer(self.layer_index)
         return replace(self, held=held), TokenKeys(*read, self.positions, own=self.fresh)
@@ -193,7 +273,18 @@ class ContiguousCache:
         latent: jax.Array,
         rope_key: jax.Array,
     ) -> tuple[jax.Array, ContiguousCache]:
-        """As `NoCache.attend_latents`, over the cached ones too."""
+        """Write the step's latents, and attend to them and to the cached ones.
+
+        Args:
+            reader: the layer's latent attention.
+            query: [batch, queries, heads, qk_nope_head_dim + qk_rope_head_dim].
+            query_positions: [batch, queries].
+            latent: [batch, seq, kv_lora_rank].
+            rope_key: [batch, seq, qk_rope_head_dim].
+
+        Returns:
+            [batch, queries, heads, v_head_dim], and the updated cache.
+        """
         before: StateCache = self.held
         state = before.layer(self.layer_index)
         state = {
@@ -207,7 +298,7 @@ class ContiguousCache:
         return mixed, replace(self, held=before.write(state, self.layer_index))
 
     def recur(self, mixer: Mixer, x: jax.Array, step: Step) -> tuple[jax.Array, ContiguousCache]:
-        """The recurrent mixer of x [batch, seq, hidden] from the states after earlier tokens."""
+        """Run a recurrent mixer on x [batch, seq, hidden] from the cached states, and store the new states."""
         before: StateCache = self.held
         mixed, state = mixer(x, step, before.layer(self.layer_index))
         return mixed, replace(self, held=before.write(state, self.layer_index))
@@ -221,17 +312,20 @@ class ContiguousCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedCache:
-    """A layer's pages, or its states by request slot, for one row that holds tokens of many sequences.
+    """One layer's pages or recurrent states, for a flat batch [1, tokens] with the tokens of many sequences.
 
-    held: `PagedKV` of attention, `StateCache` of another mixer, None for a layer that reads another's pages.
-    batch: which tokens belong to which sequence, and where each sequence's pages and states are.
+    Attributes:
+        held: a `PagedKV` for attention, a `StateCache` for another mixer, None for a layer that reads another layer's
+            pages.
+        batch: the sequence of each token, and the page table and state slot of each sequence.
     """
 
     held: Any
     batch: RaggedBatch
 
     def write(self, key: jax.Array, value: jax.Array) -> tuple[PagedCache, Keys]:
-        """As `NoCache.write`, for key [1, kv_heads, tokens, head_dim] and value [1, kv_heads, tokens, value_dim]."""
+        """Write key [1, kv_heads, tokens, head_dim] and value [1, kv_heads, tokens, value_dim] to the pages, and return
+        the updated cache and the pages for queries to attend to."""
         pages = write(self.held, key[0].swapaxes(0, 1), value[0].swapaxes(0, 1), self.batch)
         return replace(self, held=pages), PagedKeys(pages, self.batch)
 
@@ -243,13 +337,27 @@ class PagedCache:
         latent: jax.Array,
         rope_key: jax.Array,
     ) -> tuple[jax.Array, PagedCache]:
-        """As `NoCache.attend_latents`, over pages with one key head that holds latent and rotated key, and whose first
-        features are the value."""
+        """Write the step's latents to the pages, and attend to the pages.
+
+        The pages have one key head, which holds the latent and the rotated key; its first kv_lora_rank features are the
+        value.
+
+        Args:
+            reader: the layer's latent attention.
+            query: [1, tokens, heads, qk_nope_head_dim + qk_rope_head_dim].
+            query_positions: [1, tokens]; not read, because the batch has the positions.
+            latent: [1, tokens, kv_lora_rank].
+            rope_key: [1, tokens, qk_rope_head_dim].
+
+        Returns:
+            [1, tokens, heads, v_head_dim], and the updated cache.
+        """
         pages = write(self.held, jnp.concatenate([latent, rope_key], axis=-1)[0][:, None], None, self.batch)
         return reader.over_pages(query, pages, self.batch), replace(self, held=pages)
 
     def recur(self, mixer: Mixer, x: jax.Array, step: Step) -> tuple[jax.Array, PagedCache]:
-        """The recurrent mixer of x [1, tokens, hidden], each sequence from its own state."""
+        """Run a recurrent mixer on x [1, tokens, hidden], each sequence from its own state, and store the new states.
+        """
         states: Mapping[str, jax.Array] = self.held.arrays
         mixed, after = on_rows(mixer, x, step, states, self.batch)
         return mixed, replace(self, held=StateCache(after))
