@@ -150,6 +150,17 @@ def test_a_launch_gives_its_processes_its_variables(env: Environment, tmp_path: 
 
 
 def test_what_it_cannot_do_is_refused_in_one_sentence(env: Environment, checkpoint: Path) -> None:
-    assert env.ttpu("plan", checkpoint / "config.json", "--topology", "v5e:2x2", **OTHERS)
-    assert "error: " in refused(env, "plan", checkpoint, "--topology", "v5e:2x2", "--verify")
-    assert "error: " in refused(env, "serve", checkpoint)
+    plan = ("plan", checkpoint, "--topology", "v5e:2x2")
+    assert env.ttpu(*plan, "--task", "generation", **OTHERS)
+    assert refused(env, *plan) == (
+        "error: a plan to serve was asked for, but no installed backend says what its engine compiles: `pip install "
+        '"ttpu-core[jax]"`, or plan for generate() with `--task generation`.'
+    )
+    assert refused(env, *plan, "--task", "generation", "--verify") == (
+        "error: --verify was asked for, but no installed backend can compile a plan: `pip install -U "
+        '"ttpu-core[jax]"`.'
+    )
+    assert refused(env, "serve", checkpoint) == (
+        "error: an engine for a model of the backend 'echo' was asked for, but that backend makes no runners for "
+        "engines: install and name one that does (`ttpu list-plugins`)."
+    )

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 ProgressCallback = Callable[[str, float, float], None]
 OwnOptions = TypeVar("OwnOptions", bound="LoadOptions")
 
+NOT_FOR_ENGINES = {"for_engines": False}
+"""Metadata of a backend's option that means nothing to who opens an engine."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
@@ -68,6 +71,13 @@ class LoadOptions:
     def names(cls) -> tuple[str, ...]:
         """The names of all options, sorted."""
         return tuple(sorted(option.name for option in fields(cls)))
+
+    @classmethod
+    def names_for_engines(cls) -> tuple[str, ...]:
+        """The names that who opens an engine may give, sorted: all but `progress`, which engines have themselves, and
+        those fields whose metadata is `NOT_FOR_ENGINES`."""
+        hidden = {option.name for option in fields(cls) if option.metadata == NOT_FOR_ENGINES} | {"progress"}
+        return tuple(name for name in cls.names() if name not in hidden)
 
     def suited_to(self, kind: type[OwnOptions]) -> OwnOptions:
         """These options as those of a backend, whose own ones keep their defaults.

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -122,7 +123,7 @@ class Conversation:
         """Stream a reply to stdout; in a terminal Ctrl-C ends it, and what was said until then is part of the talk."""
         said = ""
         try:
-            for event in self._session.stream(self._messages, self._decoding, **self._limit()):
+            for event in self._session.stream(self._messages, self._limited()):
                 said += event.text
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
@@ -135,13 +136,14 @@ class Conversation:
             sys.stdout.flush()
         return said
 
-    def _limit(self) -> dict[str, int]:
-        """The default length of a reply, as a total that the backend cuts at the context's end."""
+    def _limited(self) -> Decoding:
+        """The user's choices, with the default length of a reply as a total that the backend cuts at the context's
+        end, where neither the user nor the checkpoint sets one."""
         tokens = self._prompt_tokens()
         chosen = (self._decoding.max_new_tokens, self._decoding.max_length)
         if chosen != (None, None) or "max_new_tokens" in self._session.checkpoint.generation_config:
-            return {}
-        return {"max_length": tokens + DEFAULT_NEW_TOKENS}
+            return self._decoding
+        return replace(self._decoding, max_length=tokens + DEFAULT_NEW_TOKENS)
 
     def _prompt_tokens(self) -> int:
         tokenizer = self._session.model.tokenizer

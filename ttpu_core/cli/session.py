@@ -36,11 +36,10 @@ class Session:
 
         return is_first_process()
 
-    def stream(self, prompt: Prompt, decoding: Decoding, **more: Any) -> Iterator[StreamEvent]:
-        """Events of one answer; the progress disappears with the first text, which shares the terminal with it.
-
-        `more` are arguments of the model's `stream` that win over those of `decoding`."""
-        arguments = decoding.arguments(self.checkpoint.generation_config) | more
+    def stream(self, prompt: Prompt, decoding: Decoding, *, logprobs: int | None = None) -> Iterator[StreamEvent]:
+        """Events of one answer, each with as many of the likeliest tokens as `logprobs` says; the progress disappears
+        with the first text, which shares the terminal with it."""
+        arguments = decoding.arguments(self.checkpoint.generation_config) | {"logprobs": logprobs}
         for event in self.model.stream(prompt, **arguments):
             if event.text:
                 self.progress.close()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from ttpu_core.errors import MissingDependencyError, RequestError
-from ttpu_core.loading import LoadOptions, refuse_unknown
+from ttpu_core.loading import NOT_FOR_ENGINES, LoadOptions, refuse_unknown
 from ttpu_core.registry import default_registry
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class JaxLoadOptions(LoadOptions):
     """
 
     task: str = "inference"
-    enable_paged_attention: bool = False
-    engine_config: EngineConfig | None = None
+    enable_paged_attention: bool = field(default=False, metadata=NOT_FOR_ENGINES)
+    engine_config: EngineConfig | None = field(default=None, metadata=NOT_FOR_ENGINES)
 
     def __post_init__(self) -> None:
         if self.task != "inference":

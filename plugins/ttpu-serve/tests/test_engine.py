@@ -234,6 +234,13 @@ def test_engine_settings_are_refused_without_the_engine(checkpoint: Path) -> Non
         LLM(checkpoint, max_num_sequences=3, progress=None)
     with pytest.raises(RequestError, match=r"gpu_memory_utilization.*kv_cache_memory"):
         LLM(checkpoint, gpu_memory_utilization=0.9, progress=None)
+    with pytest.raises(RequestError, match="an engine was given enable_paged_attention"):
+        LLM(checkpoint, enable_paged_attention=True, progress=None)
+
+
+def test_how_to_load_is_refused_for_a_loaded_model(model: Any) -> None:
+    with pytest.raises(RequestError, match="a loaded model was given with backend, mesh, but these say how to load"):
+        LLM(model, backend="jax", mesh="tensor=2", progress=None)
 
 
 @pytest.mark.slow

@@ -15,7 +15,9 @@ from fake_core import FakeCore, tokenizer
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_core.registry import default_registry
 from ttpu_serve.api.async_engine import AsyncEngine
+from ttpu_serve.api.engine_config import EngineConfig
 from ttpu_serve.api.output_queue import (
     EngineClosingError,
     EngineDeadError,
@@ -298,15 +300,16 @@ def test_an_engine_is_made_of_a_checkpoint_and_lives_as_long_as_it_is_entered(
     bytes_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = FakeCore(bytes_tokenizer)
+    options = default_registry().backend().options
     made: list[Any] = []
     monkeypatch.setattr(
-        "ttpu_serve.api.open_engine.open_engine", lambda *given, **options: made.append((given, options)) or core
+        "ttpu_serve.api.open_engine.open_engine", lambda *given, **options: made.append(given) or core
     )
 
     async def scenario() -> None:
         async with AsyncEngine.from_pretrained("./llama", max_num_seqs=4) as engine:
             assert await text_of(engine, "say: hello") == "hello"
-        assert core.closed and made == [(("./llama",), {"max_num_seqs": 4})]
+        assert core.closed and made == [("./llama", options(), EngineConfig(max_num_seqs=4))]
 
     asyncio.run(scenario())
 

@@ -525,6 +525,9 @@ class ServingBackend(Protocol):
 
     name: str
 
+    @property
+    def options(self) -> type[LoadOptions]: ...
+
     def model_runner(
         self, model: Any, config: EngineConfig, adapters: Mapping[str, AdapterWeights] | None = None
     ) -> ModelRunner:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Any
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.sharding.hardware import Chip, Topology, slice_sizes
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
 from ttpu_core.spec import ArchitectureSpec
-from ttpu_jax.aot.report import ProgramReport, compile_report
+from ttpu_jax.aot.report import Layers, ProgramReport, compile_report
 from ttpu_jax.aot.steps import Task
 
 Mesh = dict[str, int]
@@ -29,7 +28,13 @@ MOST_TRIED = 3
 
 
 def fitting_report(
-    architecture: Architecture, places: Iterable[Place], *, task: Task, batch: int | None = None, **options: Any
+    architecture: Architecture,
+    places: Iterable[Place],
+    *,
+    task: Task,
+    batch: int | None = None,
+    context: int = 2048,
+    layers: Layers = "unrolled",
 ) -> ProgramReport | None:
     """`compile_report` on the first place on which the program fits, or None if `places` is empty.
 
@@ -38,7 +43,7 @@ def fitting_report(
         places: pairs of slice name and mesh.
         task: the program's task.
         batch: number of rows; None is one per device.
-        options: further arguments of `compile_report`.
+        context, layers: as for `compile_report`.
 
     Raises:
         UnsupportedError: the program fits on none of the first three places, or cannot be compiled.
@@ -47,7 +52,13 @@ def fitting_report(
     for _, (name, mesh) in zip(range(MOST_TRIED), places, strict=False):
         try:
             return compile_report(
-                architecture, name, task=task, mesh=mesh, batch=batch or prod(mesh.values()), **options
+                architecture,
+                name,
+                task=task,
+                mesh=mesh,
+                batch=batch or prod(mesh.values()),
+                context=context,
+                layers=layers,
             )
         except UnsupportedError as error:
             if "HBM" not in str(error):

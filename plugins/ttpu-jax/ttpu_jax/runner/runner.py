@@ -15,12 +15,13 @@ import numpy as np
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.generation.sampling_params import MAX_LOGIT_BIAS
+from ttpu_jax.model.causal_model import DecoderModel
 from ttpu_jax.model.decoder import Caches
-from ttpu_jax.model.paged import GroupSpec, group_page_bytes
+from ttpu_jax.model.paged import GroupSpec, PagedLayout, group_page_bytes
 from ttpu_jax.ops.kernels import QuantizedKernel, base_of, with_base
 from ttpu_jax.ops.sampling import LogitRules, Sampled
 from ttpu_jax.runner.batch import put_whole
-from ttpu_jax.runner.buckets import StepShape
+from ttpu_jax.runner.buckets import Buckets, StepShape
 from ttpu_jax.runner.compilation import CompileStats, OnProgress, ProgramPool, ProgramStats, program_stats
 from ttpu_jax.runner.programs import EnginePrograms
 from ttpu_jax.runner.reserve import fitting_pages
@@ -30,6 +31,7 @@ from ttpu_jax.runner.weights import ServedWeights, opened_update
 
 if TYPE_CHECKING:
     from ttpu_jax.runner.adapter_slots import LoadedAdapters
+    from ttpu_serve.api.engine_config import EngineConfig
     from ttpu_serve.runner import InFlight as AnyInFlight
     from ttpu_serve.runner import ModelRunner, RowRules, RunnerStep, SlotStart
 
@@ -83,10 +85,22 @@ class Runner(EnginePrograms):
     adapters: LoadedAdapters | None = None
     served: ServedWeights | None = None
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Arguments are those of `EnginePrograms`."""
-        super().__init__(*arguments, **options)
-        config = self.config
+    def __init__(
+        self,
+        model: DecoderModel,
+        params: Mapping[str, Any],
+        config: EngineConfig,
+        layout: PagedLayout,
+        buckets: Buckets,
+        cache_dtype: np.dtype[Any],
+        state_dtype: np.dtype[Any],
+    ) -> None:
+        """
+        Args:
+            model, params, config, layout, buckets, cache_dtype, state_dtype: as for `EnginePrograms`; parameters are
+                on devices.
+        """
+        super().__init__(model, params, config, layout, buckets, cache_dtype, state_dtype)
         assert config.max_model_len and config.max_num_batched_tokens and config.page_size
         self.pool = ProgramPool(strict=config.strict_compile, platform=self.runtime.placement.platform)
         self.caches: Caches = ()

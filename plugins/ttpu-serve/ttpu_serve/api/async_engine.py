@@ -55,15 +55,18 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="ttpu-engine", daemon=True)
 
     @classmethod
-    def from_pretrained(cls, model: Any, **options: Any) -> AsyncEngine:
+    def from_pretrained(
+        cls, model: Any, *, backend: str | None = None, progress: Any = True, **options: Any
+    ) -> AsyncEngine:
         """An engine over a checkpoint's directory or Hub id, or over a loaded model; `options` are those of `LLM`.
 
         Raises:
             TTPUError: the checkpoint, its plugin, a setting or the memory does not do, and why.
         """
-        from ttpu_serve.api.open_engine import open_engine
+        from ttpu_serve.api.open_engine import open_engine, read_options
 
-        return cls(open_engine(model, **options))
+        load, config = read_options(model, options, backend)
+        return cls(open_engine(model, load, config, backend=backend, progress=progress))
 
     # -- life -----------------------------------------------------------------------------------------------
 
@@ -198,16 +201,45 @@ class AsyncEngine:
                 stream.expire_after(timeout)
         return streams
 
-    async def generate(self, prompt: Prompt, params: SamplingParams, **options: Any) -> AsyncIterator[OutputDelta]:
-        """The deltas of `submit`'s stream. Leaving the loop over them aborts the request."""
-        async for delta in await self.submit(prompt, params, **options):
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[OutputDelta]:
+        """The deltas of `submit`'s stream, with its arguments. Leaving the loop over them aborts the request."""
+        stream = await self.submit(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            adapter=adapter,
+            cache_salt=cache_salt,
+            timeout=timeout,
+        )
+        async for delta in stream:
             yield delta
 
-    async def embed(self, prompt: Prompt, pooling: Pooling = "last", **options: Any) -> EmbeddingOutput:
-        """A prompt's embedding."""
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling: Pooling = "last",
+        *,
+        priority: int = 0,
+        adapter: str | None = None,
+        timeout: float | None = None,
+    ) -> EmbeddingOutput:
+        """A prompt's embedding; arguments are those of `submit`."""
         self.check_accepting()
         ids: list[int] = await self.call(lambda: self.core.token_ids(prompt))
-        stream = await self.submit(ids, SamplingParams(max_tokens=1), pooling=pooling, **options)
+        stream = await self.submit(
+            ids, SamplingParams(max_tokens=1), priority=priority, adapter=adapter, pooling=pooling, timeout=timeout
+        )
         embedding: np.ndarray | None = None
         async for delta in stream:
             embedding = delta.embedding if delta.embedding is not None else embedding

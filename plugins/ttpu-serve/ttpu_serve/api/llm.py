@@ -40,10 +40,11 @@ class LLM:
         *,
         dtype: Any = "auto",
         tensor_parallel_size: int | None = None,
+        backend: str | None = None,
         progress: Any = True,
         **options: Any,
     ) -> None:
-        from ttpu_serve.api.open_engine import open_engine
+        from ttpu_serve.api.open_engine import open_engine, read_options
 
         if tensor_parallel_size is not None:
             if options.get("parallelism_strategy") is not None:
@@ -52,7 +53,8 @@ class LLM:
                     "sharded: pass one of them."
                 )
             options["parallelism_strategy"] = f"tensor={tensor_parallel_size}" if tensor_parallel_size > 1 else None
-        self.engine: EngineCore = open_engine(model, dtype=dtype, progress=progress, **options)
+        load, config = read_options(model, {"dtype": dtype, **options}, backend)
+        self.engine: EngineCore = open_engine(model, load, config, backend=backend, progress=progress)
         self._numbers = itertools.count()
 
     def generate(
@@ -92,9 +94,18 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        adapter: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, of {"role", "content"} messages, by the tokenizer's chat template.
+
+        Args:
+            messages: one conversation, or several.
+            sampling_params, adapter, priority, use_tqdm: as for `generate`.
+            add_generation_prompt: an answer begins behind the messages.
+            chat_template: a Jinja template in place of the tokenizer's.
+            tools: functions that the model may call, as OpenAI's API describes them.
 
         Raises:
             RequestError: there is no chat template, or it refuses the messages.
@@ -110,7 +121,7 @@ class LLM:
             )
             for chat in chats
         ]
-        return self.generate(prompts, sampling_params, **options)
+        return self.generate(prompts, sampling_params, adapter=adapter, priority=priority, use_tqdm=use_tqdm)
 
     def embed(
         self,

@@ -1,10 +1,10 @@
-"""From a checkpoint's name to an engine. In: what a caller of `LLM`, or of `ttpu serve`, passes; out: an
-`EngineCore`."""
+"""From a checkpoint's name, and what a caller of `LLM` or of `ttpu serve` sets, to an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,51 +23,62 @@ ALIASES = {
 }
 """Names that vLLM's callers know: what they are here, None for what has no meaning on these devices."""
 
-LOADING = frozenset(LoadOptions.names()) - {"progress"}
-"""What callers may say of loading a checkpoint; progress has an argument of its own."""
-
 
 def open_engine(
-    model: Any, *, backend: str | None = None, progress: Any = True, served_name: str = "", **options: Any
+    model: Any,
+    load: LoadOptions | None = None,
+    config: EngineConfig | None = None,
+    *,
+    backend: str | None = None,
+    progress: Any = True,
+    served_name: str = "",
 ) -> EngineCore:
     """An engine over a checkpoint's directory or Hub id, or over a loaded model.
 
-    `options` are those of `AutoModelForTPU.from_pretrained` and of `EngineConfig`; `backend` loads a
-    checkpoint, None being the default one; `progress` is a function, True for bars on a terminal, or None.
+    Args:
+        model: the directory or id, or the model.
+        load: how a checkpoint is loaded; None as usual.
+        config: the engine's settings; None takes the usual ones.
+        backend: the name of the backend that loads a checkpoint; None is the default one.
+        progress: a function, True for bars on a terminal, or None.
+        served_name: the model's name in responses; "" is the checkpoint's directory name.
 
     Raises:
         TTPUError: something of it does not do, and why.
     """
-    engine_options, load_options = split_options(options)
-    config = EngineConfig(**engine_options)
-    if load_options.get("plan") is not None:
-        load_options["plan"] = engine_plan(load_options["plan"])
+    load = load or LoadOptions()
+    if load.plan is not None:
+        load = replace(load, plan=engine_plan(load.plan))
     with _reported(progress) as report:
-        if not isinstance(model, str | Path):
-            given = {name: value for name, value in load_options.items() if value not in (None, "auto")}
-            if given:
-                raise RequestError(
-                    f"a loaded model was given with {', '.join(given)}, but these say how to load one: leave them "
-                    "out, or pass the checkpoint's directory."
-                )
-            loaded: Any = model
-        else:
+        if isinstance(model, str | Path):
             loader = serving_backend(backend)
             loader.keep_compiled()  # before the first program of loading
-            loaded = open_model(model, LoadOptions(progress=report, **load_options), backend=loader.name)
+            loaded: Any = open_model(model, replace(load, progress=report), backend=loader.name)
+        else:
+            _refuse_loading(load, backend)
+            loaded = model
         return build_engine(loaded, config, report, name=served_name)
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of the engine, and those of loading.
+def read_options(model: Any, given: Mapping[str, Any], backend: str | None = None) -> tuple[LoadOptions, EngineConfig]:
+    """What a caller of `LLM` gave by name: how a checkpoint is loaded by its backend, and the engine's settings.
+
+    Args:
+        model: a checkpoint's directory or Hub id, or a loaded model.
+        given: names of options, and their values.
+        backend: the name of the backend that loads a checkpoint; None is the default one.
 
     Raises:
-        RequestError: a name that nobody knows, or that vLLM knows and that means nothing here.
+        RequestError: a name that nobody knows, or that vLLM knows and that means nothing here; a value that is refused.
+        MissingDependencyError, PluginError: the backend is not installed, or cannot be used.
+        UnsupportedError: the backend's models cannot be served.
     """
-    refuse_unknown(options, (*NAMES, *LOADING, *ALIASES), "an engine", "it")
+    kind = serving_backend(backend).options if isinstance(model, str | Path) else LoadOptions
+    loading = set(kind.names_for_engines())
+    refuse_unknown(given, (*NAMES, *loading, *ALIASES), "an engine", "it")
     engine: dict[str, Any] = {}
     load: dict[str, Any] = {}
-    for name, value in options.items():
+    for name, value in given.items():
         if name in ALIASES:
             own = ALIASES[name]
             if own is None:
@@ -75,14 +86,27 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
                     f"{name} was given, but this engine measures the memory that is free and always compiles: leave it "
                     "out, or set kv_cache_memory (bytes)."
                 )
-            if own in options:
+            if own in given:
                 raise RequestError(f"{name} and {own} were both given, two names of one setting: pass one of them.")
             engine[own] = value
         elif name in NAMES:
             engine[name] = value
         else:
             load[name] = value
-    return engine, load
+    return kind(**load), EngineConfig(**engine)
+
+
+def _refuse_loading(load: LoadOptions, backend: str | None) -> None:
+    """Refuse whatever says how a checkpoint is loaded, because a loaded model was given."""
+    asked = {name: getattr(load, name) for name in load.names_for_engines()} | {"backend": backend}
+    given = [
+        name for name, value in asked.items() if value is not None and not (isinstance(value, str) and value == "auto")
+    ]
+    if given:
+        raise RequestError(
+            f"a loaded model was given with {', '.join(sorted(given))}, but these say how to load one: leave them "
+            "out, or pass the checkpoint's directory."
+        )
 
 
 @contextmanager

@@ -108,10 +108,11 @@ def compile_programs(
             for one in found:
                 _print_ahead(name, one, arguments, folder)
         return
-    with backend.cache_counts() as counts, LoadProgress(quiet=quiet) as progress:
-        from ttpu_serve.api.open_engine import open_engine
+    from ttpu_serve.api.open_engine import open_engine, read_options
 
-        core = open_engine(name, progress=progress, **arguments)
+    load, config = read_options(name, arguments)
+    with backend.cache_counts() as counts, LoadProgress(quiet=quiet) as progress:
+        core = open_engine(name, load, config, progress=progress)
     rows = _rows_here(core)
     core.close()
     if as_json:
@@ -141,20 +142,19 @@ def _compiler() -> CompilesAhead:
 
 
 def _ahead(backend: CompilesAhead, name: str, topology: str, arguments: Mapping[str, Any], quiet: bool) -> AheadSlice:
-    from ttpu_serve.api.engine_config import EngineConfig
-    from ttpu_serve.api.open_engine import split_options
+    from ttpu_serve.api.open_engine import read_options
 
-    engine, load = split_options(arguments)
-    architecture, dtype = _described(name, load.get("patch_packs"), load["dtype"])
+    load, config = read_options(name, arguments)
+    architecture, dtype = _described(name, load.patch_packs, load.dtype)
     with LoadProgress(quiet=quiet) as progress:
         found: AheadSlice = backend.compile_ahead(
             architecture,
             topology,
-            EngineConfig(**engine),
+            config,
             dtype=dtype,
-            parallelism_strategy=load.get("parallelism_strategy"),
-            plan=load.get("plan"),
-            attn_implementation=load.get("attn_implementation", "auto"),
+            parallelism_strategy=load.parallelism_strategy,
+            plan=load.plan,
+            attn_implementation=load.attn_implementation or "auto",
             progress=progress,
         )
     return found

@@ -1,5 +1,5 @@
 """Options of an engine that `ttpu serve` and `ttpu compile` share, so that what was compiled for is what is served. In:
-what the user typed; out: the arguments of `ttpu_serve.api.open_engine.open_engine`."""
+what the user typed; out: options by the names of `ttpu_serve.api.open_engine.read_options`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def engine_arguments(
     attn_implementation: str,
     patch_pack: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """Those of `open_engine`, by its names, without those that were not given.
+    """What `read_options` takes, by its names, without those that were not given.
 
     Raises:
         RequestError: an adapter that is not NAME=PATH, or no memory at all.

@@ -260,7 +260,7 @@ def _check_keys(keys: list[str] | None, host: str, enable_admin: bool) -> None:
 def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool) -> Any:
     """The application, once the model is loaded and its programs are compiled."""
     from ttpu_serve.api.async_engine import AsyncEngine
-    from ttpu_serve.api.open_engine import open_engine
+    from ttpu_serve.api.open_engine import open_engine, read_options
     from ttpu_serve.reasoning_parsers import installed as reasoning
     from ttpu_serve.server.app import create_app
     from ttpu_serve.tool_parsers import installed as tools
@@ -268,8 +268,9 @@ def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool) -> 
     tools.check_parser(settings.tool_call_parser)  # a wrong name is refused before a model is loaded
     reasoning.check_parser(settings.reasoning_parser)
     served = "" if Path(name).expanduser().exists() else name
+    load, config = read_options(name, options_)
     with LoadProgress(quiet=quiet) as progress:
-        core = open_engine(name, progress=progress, served_name=served, **options_)
+        core = open_engine(name, load, config, progress=progress, served_name=served)
     app = create_app(AsyncEngine(core), settings)
     if not quiet:
         stats = core.stats()

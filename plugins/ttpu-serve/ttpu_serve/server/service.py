@@ -152,10 +152,28 @@ class Service:
         """Have the engine embed prompts."""
         return await self._submit(prompts, SamplingParams(max_tokens=1), adapter=adapter, pooling=pooling)
 
-    async def _submit(self, prompts: Sequence[list[int]], params: SamplingParams, **options: Any) -> OutputStreams:
+    async def _submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        adapter: str | None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        pooling: Pooling | None = None,
+    ) -> OutputStreams:
         arrival = ARRIVAL.get(time.monotonic())
         streams = OutputStreams([], params.n, self.settings.request_timeout)
-        for stream in await self.engine.submit_all(prompts, params, timeout=self._left(arrival), **options):
+        submitted = await self.engine.submit_all(
+            prompts,
+            params,
+            priority=priority,
+            adapter=adapter,
+            pooling=pooling,
+            cache_salt=cache_salt,
+            timeout=self._left(arrival),
+        )
+        for stream in submitted:
             streams.add(stream, self.metrics.watch(arrival, params.n))
         return streams
 
