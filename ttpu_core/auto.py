@@ -11,6 +11,11 @@ class AutoModelForTPU:
     """Opens a checkpoint as transformers' Auto classes do; there are no instances of this class itself."""
 
     def __init__(self) -> None:
+        """Refuse to make an instance.
+
+        Raises:
+            TypeError: always; call `from_pretrained`.
+        """
         raise TypeError("AutoModelForTPU has no instances: call AutoModelForTPU.from_pretrained(path_or_id).")
 
     @classmethod

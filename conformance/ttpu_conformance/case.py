@@ -79,7 +79,8 @@ class Reference:
 
     @cached_property
     def bfloat16_logits(self) -> np.ndarray:
-        """The same from the model as `from_pretrained(dtype=bfloat16)` loads it, which may keep parts in float32."""
+        """The logits [ROWS, SEQUENCE, vocab] of the model loaded by `from_pretrained(dtype=bfloat16)`, which may keep
+        parts in float32."""
         import torch
 
         loaded = type(self.model).from_pretrained(self.path, dtype=torch.bfloat16, attn_implementation="eager").eval()
@@ -92,7 +93,7 @@ class Reference:
         return np.random.default_rng(0).integers(0, text.vocab_size, (ROWS, SEQUENCE))
 
     def logits_of(self, model: Any, ids: np.ndarray) -> np.ndarray:
-        """Logits of a torch model as float32."""
+        """Return a torch model's logits, float32 [batch, seq, vocab], of ids [batch, seq]."""
         import torch
 
         with torch.no_grad():
@@ -195,7 +196,7 @@ class Case:
 
     @cached_property
     def logits(self) -> np.ndarray:
-        """Our float32 logits of the reference's token ids."""
+        """Return our float32 logits [ROWS, SEQUENCE, vocab] of the reference's token ids."""
         return self.model.logits(self.reference.token_ids)
 
     def clear(self) -> None:
@@ -206,8 +207,15 @@ class Case:
 
 
 class CompileCase(Case):
-    """A published model of a model type, to be compiled for one TPU generation; None where the type declares none, so
-    that this is said."""
+    """A published model of a model type, to be compiled for one TPU generation.
+
+    Args:
+        registry: where plugins are found.
+        declaration: the plugin's conformance declaration.
+        published: the published model; None where the plugin declares none, which the checks report.
+        chip: the TPU generation, as in v5e.
+        options: of the run.
+    """
 
     def __init__(
         self,
@@ -270,10 +278,18 @@ def cases_of(
     declaration: Declaration | None = None,
     compile_for: Iterable[str] = (),
 ) -> list[Case]:
-    """The cases of one model type: its variants, the base first, then published models for the chips of `compile_for`.
+    """Return the cases of one model type: its variants, the base first, then its published models for each chip.
+
+    Args:
+        model_type: as in config.json.
+        options: of the run.
+        registry: where plugins are found; None is the default one.
+        declaration: the plugin's conformance declaration; None reads its conformance.toml.
+        compile_for: TPU generations, as in v5e.
 
     Raises:
-        PluginError, DeclarationError: no such plugin, or its conformance.toml holds something unknown.
+        PluginError: no such plugin.
+        DeclarationError: its conformance.toml holds something unknown.
     """
     registry = registry or default_registry()
     record = plugin_record(registry, model_type)

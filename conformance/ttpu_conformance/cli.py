@@ -91,6 +91,12 @@ def conformance(
       ttpu conformance llama --backend torch_xla
 
       ttpu conformance llama --compile-for v5e,v6e --json llama.json
+
+    \f
+    Raises:
+        RequestError: no model type, or both --all and model types.
+        MissingDependencyError: --compile-for was given, but libtpu is not installed.
+        UnsupportedError: --require-tpu was given on a machine without a TPU.
     """
     from ttpu_conformance.case import Options
     from ttpu_conformance.model_under_test import backend_under_test

@@ -36,7 +36,15 @@ class Measured:
 
 
 def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest difference, as a share of the reference's scale; infinite where ours are not numbers."""
+    """Return the largest difference as a share of the reference's scale; infinite where our logits are not finite.
+
+    Args:
+        ours: [batch, seq, vocab].
+        theirs: [batch, seq, vocab], the reference.
+
+    Raises:
+        CheckFailure: the shapes differ.
+    """
     if ours.shape != theirs.shape:
         fail(f"our logits have the shape {ours.shape}, but the reference's have {theirs.shape}.")
     if not np.isfinite(ours).all():
@@ -45,9 +53,15 @@ def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def typical_error(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The median over tokens of each token's largest difference, as a share of the scale.
+    """Return the median over tokens of each token's largest difference, as a share of the reference's scale.
 
-    The median, because in low precision a router may choose another expert for a few tokens, on either side."""
+    It is a median because in low precision a router may choose another expert for a few tokens, on either side. It is
+    infinite where our logits are not finite.
+
+    Args:
+        ours: [batch, seq, vocab].
+        theirs: [batch, seq, vocab], the reference.
+    """
     if not np.isfinite(ours).all():
         return float("inf")
     per_token = np.abs(ours - theirs).max(axis=-1)
@@ -55,7 +69,11 @@ def typical_error(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def hold(error: float, tolerance: float, sentence: str) -> Measured:
-    """The measurement, if it is within its tolerance; else a failure that says what differs."""
+    """Return the measurement if it is within its tolerance.
+
+    Raises:
+        CheckFailure: it is not; the message says what differs.
+    """
     if not error <= tolerance:
         fail(
             f"{sentence} by {error:.1e} of their scale, where {tolerance:.1e} is allowed.",

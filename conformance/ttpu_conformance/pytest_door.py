@@ -26,7 +26,11 @@ class PytestCheck:
     item: Item
 
     def __call__(self, case: Case) -> None:
-        """Hold the promise against a case."""
+        """Run the check on a case.
+
+        Raises:
+            CheckFailure: the promise does not hold.
+        """
         import pytest
 
         _keep_only(case)

@@ -41,7 +41,11 @@ class CommandGroup(TyperGroup):
         return super().get_command(ctx, cmd_name) or _added().get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is going to run, so an added one is imported now."""
+        """Return the command to run. A command of a plugin is imported here, not earlier.
+
+        Raises:
+            MissingDependencyError: the plugin that adds the command is not installed.
+        """
         asked = args[0].replace("_", "-")
         if asked in distributions.COMMANDS and self.get_command(ctx, asked) is None:
             raise MissingDependencyError(

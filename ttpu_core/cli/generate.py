@@ -106,7 +106,11 @@ def generate(
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from the one place where it was given: the option, the file, or stdin if that is not a terminal."""
+    """Read the prompt from the one place where it was given: the option, the file, or stdin if it is not a terminal.
+
+    Raises:
+        RequestError: no prompt, both options, or a file that cannot be read.
+    """
     if prompt is not None and prompt_file is not None:
         raise RequestError("--prompt and --prompt-file were both given, but there is one prompt: leave one out.")
     if prompt is not None:

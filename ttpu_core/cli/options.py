@@ -172,6 +172,11 @@ class Decoding:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            RequestError: a value is out of range, or two options contradict each other.
+        """
         for name, (allows, allowed) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not allows(value):

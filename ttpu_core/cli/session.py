@@ -48,7 +48,11 @@ class Session:
 
 
 def checkpoint_name(checkpoint: str | None, weights_dir: str | None) -> str:
-    """The one checkpoint that was named, as CHECKPOINT or as --weights-dir."""
+    """Return the one checkpoint that was named, as CHECKPOINT or as --weights-dir.
+
+    Raises:
+        RequestError: none or both were given.
+    """
     named = [name for name in (checkpoint, weights_dir) if name]
     if len(named) != 1:
         found = f"both {named[0]} and --weights-dir {named[1]} were" if named else "none was"

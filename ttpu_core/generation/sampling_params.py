@@ -26,6 +26,11 @@ class GuidedDecoding:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            RequestError: none or several of the fields are given, or `choice` has an empty text.
+        """
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
@@ -72,6 +77,11 @@ class SamplingParams(TokenChoice):
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        """Convert values to the types of the fields and check them.
+
+        Raises:
+            RequestError: a value has the wrong type or is out of range, or two values contradict each other.
+        """
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
@@ -97,7 +107,11 @@ class SamplingParams(TokenChoice):
         self.validate()
 
     def validate(self) -> None:
-        """Raises RequestError, in one sentence, for the first value that is out of range."""
+        """Check the values.
+
+        Raises:
+            RequestError: a value is out of range, or two values contradict each other; the message names the first one.
+        """
         super().validate()
         _whole("n", self.n, 1)
         if self.max_tokens is not None:

@@ -141,7 +141,12 @@ def check_unknown_key_is_reported(case: Case) -> None:
 
 @check("contract", scope="type", quick="all")
 def check_unknown_rope_is_refused(case: Case) -> None:
-    """A rope type that nobody knows is refused with a sentence."""
+    """An unknown rope type is refused by a ConfigError that names it.
+
+    Raises:
+        CheckFailure: it is accepted, or refused without its name or by another error.
+        NotApplicable: the model has no rope.
+    """
     kind = "rope-of-the-future"
     changed = json.loads(json.dumps(case.reference.config))
     part = changed.get("text_config", changed)
@@ -166,7 +171,12 @@ def check_unknown_rope_is_refused(case: Case) -> None:
 
 @check("contract", quick="all")
 def check_old_rope_json(case: Case) -> None:
-    """The older JSON form of rope parameters, which most published checkpoints have, describes the same model."""
+    """The older JSON form of rope parameters, which most published checkpoints have, describes the same model.
+
+    Raises:
+        CheckFailure: it describes another model.
+        NotApplicable: transformers reads no older form as these parameters.
+    """
     old = old_style(case.reference)
     if old is None:
         raise NotApplicable("there is no older JSON form that transformers reads as these rope parameters")

@@ -12,7 +12,12 @@ from ttpu_core.errors import UnsupportedError
 
 @check("device", scope="heavy")
 def check_attention_kernels(case: Case) -> Measured:
-    """In bfloat16 on the device every attention implementation is as near to exact logits as the reference is."""
+    """In bfloat16 on the device every attention implementation is as near to exact logits as the reference is.
+
+    Raises:
+        CheckFailure: the logits of an implementation differ by more.
+        NotApplicable: no other implementation serves this model.
+    """
     backend = able(case.backend, HasAttentionImplementations, "has one implementation of attention")
     reference, *others = backend.attention_implementations()
     exact, ids = case.reference.logits, case.reference.token_ids

@@ -27,7 +27,12 @@ from ttpu_core.spec import AttentionSpec
 
 @check("numerics", quick="all")
 def check_float32_logits(case: Case) -> Measured:
-    """Logits in float32 are those of transformers."""
+    """Logits in float32 equal those of transformers.
+
+    Raises:
+        CheckFailure: they differ, or the model fails; the message ends with a diagnosis where there is one.
+        TTPUError: the model fails and there is no diagnosis.
+    """
     try:
         ours = case.logits
     except TTPUError as error:

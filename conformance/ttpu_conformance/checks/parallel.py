@@ -60,7 +60,12 @@ def check_sharded_tensor(case: Case) -> Measured:
 
 @check("sharded", scope="heavy")
 def check_sharded_experts(case: Case) -> Measured:
-    """Logits with experts cut along `expert` are those of one device, and the experts are really cut."""
+    """Logits with experts sharded along `expert` equal those of one device, and the experts are really sharded.
+
+    Raises:
+        CheckFailure: they differ, or the experts are not sharded.
+        NotApplicable: the model has no experts that the core knows.
+    """
     if not any(isinstance(layer.mlp, MoESpec) for layer in case.architecture.spec.layers):
         raise NotApplicable("this model has no experts that the core knows of")
     return _cut(case, _first_that_fits(case, EXPERT), "expert", within=".experts.")

@@ -1,4 +1,5 @@
-"""The JAX backend as the core sees it: from an architecture and a checkpoint to a model on this process's devices."""
+"""The JAX backend, which implements the core's backend protocols. It turns an architecture and a checkpoint into a
+model on this process's devices."""
 
 from __future__ import annotations
 
@@ -57,10 +58,13 @@ class JaxBackend:
     options = JaxLoadOptions
 
     def open(self, architecture: Architecture, checkpoint: Checkpoint, options: JaxLoadOptions) -> JaxCausalLM:
-        """Read the weights onto the devices.
+        """Load a model: read its weights onto the devices.
 
         Raises:
-            CheckpointError, MappingError, UnsupportedError, RequestError: what cannot be loaded, and why.
+            CheckpointError: the checkpoint's files cannot be read.
+            MappingError: the checkpoint's tensors are not those that the architecture needs.
+            UnsupportedError: this backend cannot run the model, or the mesh does not divide it.
+            RequestError: options that contradict each other or the devices.
         """
         began = time.perf_counter()
         initialize()
@@ -145,23 +149,24 @@ class JaxBackend:
         return JaxLoadOptions(dtype=model.dtype.name, mesh=model.programs.runtime.placement.mesh)
 
     def keep_compiled(self) -> Path | None:
-        """Switch JAX's persistent compilation cache on, unless the user has said where it is, or that there is none."""
+        """Enable JAX's persistent compilation cache, unless the user has set its folder or disabled it."""
         from ttpu_jax.runner.compilation_cache import keep_compiled
 
         return keep_compiled()
 
     def compiled_folder(self, *, ahead: bool) -> Path:
-        """Where compiled programs are kept: JAX's cache, or with `ahead` the folder for other machines' devices.
+        """Return the folder of compiled programs: JAX's cache, or with `ahead` the folder of programs for other
+        machines' devices.
 
         Raises:
-            RequestError: nowhere.
+            RequestError: there is no folder that only this user may write to, or JAX's cache is disabled.
         """
         from ttpu_jax.runner.compilation_cache import compiled_folder
 
         return compiled_folder(ahead=ahead)
 
     def cache_counts(self) -> CacheCounts:
-        """Counts, while it is entered, programs that JAX's cache had and that it was given."""
+        """Return a context manager that counts the hits and the writes of JAX's compilation cache."""
         from ttpu_jax.runner.compilation_cache import CacheCounts
 
         return CacheCounts()
@@ -210,7 +215,7 @@ class JaxBackend:
     def verify_plan(
         self, architecture: Architecture, plan: Plan, *, progress: Callable[[str], None] | None = None
     ) -> tuple[Verification, ...]:
-        """What the TPU compiler says of each program of a plan, see `ttpu_jax.aot.verify`."""
+        """Compile each program of a plan for TPUs and return the compiler's figures; see `ttpu_jax.aot.verify`."""
         from ttpu_jax.aot.verify import verify_plan
 
         return verify_plan(architecture, plan, progress=progress)
@@ -218,7 +223,8 @@ class JaxBackend:
     def planned_kernels(
         self, architecture: Architecture, *, served: bool = False, cuts_sequence: bool = False
     ) -> Mapping[str, str]:
-        """See `ttpu_core.backend.Plans`."""
+        """Return the attention implementation of each kind of layer on a TPU, and why; see `ttpu_core.backend.Plans`.
+        """
         if served:
             from ttpu_jax.runner.planned import served_kernels
 
@@ -230,13 +236,25 @@ class JaxBackend:
     def served_shapes(
         self, spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy, limits: ServingLimits, dtype: str
     ) -> ServedShapes:
-        """See `ttpu_core.backend.Plans`."""
+        """Return the sizes of the steps that an engine compiles on TPUs, and the bytes of its cache and state.
+
+        Args:
+            spec: the architecture, padded for the mesh.
+            mesh: mesh axis → devices along it, of one replica.
+            strategy: the mesh axes that shard each logical axis.
+            limits: of the engine.
+            dtype: of weights, activations and cache.
+
+        Raises:
+            UnsupportedError: an engine cannot serve the model.
+        """
         from ttpu_jax.runner.planned import served_shapes
 
         return served_shapes(spec, mesh, strategy, limits, dtype)
 
     def kernels(self, architecture: Architecture) -> Mapping[str, str]:
-        """Operation → implementation and why: on this machine, and where that is no TPU, on one."""
+        """Return the implementation of each operation on this machine, and why; on a machine without TPUs, also the one
+        on a TPU."""
         initialize()
         here, on_tpu = (_attention_by_kind(architecture, platform) for platform in (jax.default_backend(), "tpu"))
         table = {
@@ -246,7 +264,7 @@ class JaxBackend:
         return {**table, "norm, rope, MLP": "XLA: fused by the compiler"}
 
     def doctor(self) -> Mapping[str, Any]:
-        """Devices, versions, and whether TPU programs can be compiled here."""
+        """Report the devices, the versions of libraries, and whether this machine can compile TPU programs."""
         initialize()
         names = ("jax", "jaxlib", "flax", "transformers", "safetensors", "libtpu")
         versions = {name: _version(name) for name in names}

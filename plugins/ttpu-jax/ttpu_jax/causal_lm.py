@@ -29,14 +29,20 @@ if TYPE_CHECKING:
 
 
 class JaxCausalLM:
-    """A causal language model whose parameters are on this backend's devices; made by
-    `AutoModelForTPU.from_pretrained`.
+    """A causal language model whose parameters are on this backend's devices. `AutoModelForTPU.from_pretrained` makes
+    it.
+
+    Args:
+        architecture: the family plugin's description of the model; `spec` is its data.
+        checkpoint: the checkpoint that the model was loaded from; None for a model with other weights.
+        programs: compiles and runs the model's programs.
+        params: Flax path → `jax.Array`, padded for the mesh.
+        dtype: of the parameters.
+        tokenizer: the checkpoint's transformers tokenizer, or None.
+        load_seconds: how long loading took.
+        paddings: Flax path → padding, for the parameters that are padded.
 
     Attributes:
-        architecture: what the family plugin says of it; `spec` is its data.
-        params: Flax path → `jax.Array`, padded as the mesh needs them.
-        paddings: Flax path → how a parameter is padded, for those that are.
-        tokenizer: the checkpoint's transformers tokenizer, or None.
         timings: of loading, and of the last call of `generate` or `stream`.
         backend: the name of this backend.
     """
@@ -91,10 +97,14 @@ class JaxCausalLM:
         return self.spec.context
 
     def __call__(self, input_ids: Any, attention_mask: Any = None) -> CausalLMOutput:
-        """Logits float32 [batch, seq, vocab] of input_ids [batch, seq] (or [seq], or lists of one length).
+        """Compute the logits, float32 [batch, seq, vocab], of input_ids [batch, seq] (or [seq], or lists of equal
+        length).
 
-        Positions follow the mask, so that a padded row's real tokens have the logits of the row alone; logits at
-        padding mean nothing.
+        Positions follow `attention_mask` [batch, seq], so that the real tokens of a padded row have the same logits as
+        the row without padding. Logits at padding are undefined.
+
+        Raises:
+            RequestError: the input is text, has ids outside the vocabulary, or is longer than the context.
         """
         prompts = read_prompts(input_ids, attention_mask, self.tokenizer, self.spec.vocab_size)
         if prompts.form == "text":
@@ -168,7 +178,12 @@ class JaxCausalLM:
         return self._sequences(prompts, done, options)
 
     def stream(self, prompt: Any, generation_config: Any = None, **arguments: Any) -> Iterator[StreamEvent]:
-        """Yield one `StreamEvent` per token of one prompt as it is generated; arguments are those of `generate`."""
+        """Yield one `StreamEvent` per token of one prompt as it is generated. The arguments are those of `generate`.
+
+        Raises:
+            RequestError: several prompts, an argument that is out of range or not supported, or a prompt longer than
+                the context.
+        """
         prompts, options = self._request(prompt, generation_config, None, arguments)
         if len(prompts.prompts) != 1:
             raise RequestError(f"stream() follows one prompt, but {len(prompts.prompts)} were given: call generate().")

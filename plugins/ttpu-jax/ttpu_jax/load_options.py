@@ -1,4 +1,4 @@
-"""What loading a model with the JAX backend takes beside what every backend takes."""
+"""The options for loading a model with the JAX backend."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ class JaxLoadOptions(LoadOptions):
     engine_config: EngineConfig | None = field(default=None, metadata=NOT_FOR_ENGINES)
 
     def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            RequestError: `task` is not "inference".
+        """
         if self.task != "inference":
             raise RequestError(
                 f"task={self.task!r} was asked for, but this version of the JAX backend loads models for inference: "

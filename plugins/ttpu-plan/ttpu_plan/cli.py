@@ -103,6 +103,10 @@ def plan(
       ttpu plan ./llama/config.json
       ttpu plan ./llama --topology v5e:2x4 --batch 64 --save plan.json
       ttpu plan ./llama --topology v5p:4x4x4 --task training --verify --picture memory.html
+
+    \f
+    Raises:
+        UnsupportedError: --verify was given with --quantization.
     """
     from ttpu_core.registry import default_registry
     from ttpu_core.sharding.plan import check_plan_file

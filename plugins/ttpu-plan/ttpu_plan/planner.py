@@ -53,7 +53,11 @@ class Request:
     one_replica: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what no workload can be, before anything is enumerated."""
+        """Check the values before meshes are enumerated.
+
+        Raises:
+            RequestError: an unknown purpose, or sizes that no workload can have.
+        """
         if self.purpose not in get_args(Purpose):
             raise RequestError(
                 f"a plan for {self.purpose!r} was asked for, but there is only {', '.join(get_args(Purpose))}: write "

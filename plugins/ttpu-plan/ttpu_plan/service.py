@@ -1,4 +1,4 @@
-"""The service "planner" (`ttpu_core.services.Planner`), by which a backend has a mesh chosen."""
+"""The planner as a service (`ttpu_core.services.Planner`), which backends call to choose a mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ttpu_plan.planner import Purpose, Request, plans, why_nothing_fits
 
 
 class PlannerService:
-    """Chooses meshes to serve a model on."""
+    """Chooses meshes to run a model on."""
 
     def fastest_mesh(
         self,
@@ -27,7 +27,23 @@ class PlannerService:
         served: bool = False,
         accepts: Callable[[Parallelism], bool] | None = None,
     ) -> Parallelism | None:
-        """See `ttpu_core.services.Planner`."""
+        """Return the fastest mesh of these slices on which the model is predicted to fit.
+
+        Args:
+            spec: the architecture.
+            topology: the slices.
+            strategy: the mesh axes that shard each logical axis.
+            dtype: of weights, activations and cache.
+            quantization: of the layers' weights.
+            served: plan one serving engine over all devices; otherwise plan `generate`.
+            accepts: whether the backend can run a mesh; None accepts all.
+
+        Returns:
+            None if the backend accepts no mesh.
+
+        Raises:
+            UnsupportedError: the model fits on no mesh; the message says by how much, and what would help.
+        """
         purpose: Purpose = "inference" if served else "generation"
         request = Request(purpose, dtype=dtype, quantization=quantization, strategy=strategy, one_replica=served)
         found = plans(spec, topology, request)

@@ -13,6 +13,11 @@ class AutoXLAModelForCausalLM:
     """Opens a checkpoint with AutoXLA's arguments; there are no instances of this class itself."""
 
     def __init__(self) -> None:
+        """Refuse to make an instance.
+
+        Raises:
+            TypeError: always; call `from_pretrained`.
+        """
         raise TypeError("AutoXLAModelForCausalLM has no instances: call its from_pretrained(path_or_id).")
 
     @classmethod

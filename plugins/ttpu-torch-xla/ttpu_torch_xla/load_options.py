@@ -1,4 +1,4 @@
-"""What loading a model with the torch_xla backend takes beside what every backend takes."""
+"""The options for loading a model with the torch_xla backend."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ class TorchXlaLoadOptions(LoadOptions):
     patches: bool = True
 
     def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            RequestError: a switch that is not a bool, or a `quantization_config` without `do_quant`.
+        """
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, but it is a switch: write True or False.")

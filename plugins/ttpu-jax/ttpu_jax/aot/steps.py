@@ -1,5 +1,6 @@
-"""The programs that are compiled for a slice that is not there. In: an architecture, a placement and sizes; out: the
-function, its abstract arguments, and which of them it may write over. What the mesh does not divide is padded here."""
+"""The programs that are compiled ahead of time for a TPU slice. Each function takes an architecture, a placement and
+sizes, pads the architecture for the mesh, and returns a function with its abstract arguments and the arguments that it
+may overwrite."""
 
 from __future__ import annotations
 
@@ -28,8 +29,15 @@ Task = Literal["decode", "prefill", "train"]
 
 @dataclass(frozen=True)
 class AbstractProgram:
-    """A function with what it is called with; `held` is what it writes over: a cache, or weights and optimizer. `spec`
-    is the architecture as the mesh needs it."""
+    """A function with the abstract arguments to compile it for.
+
+    Attributes:
+        function: the function to compile.
+        arguments: its arguments as `jax.ShapeDtypeStruct`s.
+        donated: the indices of the arguments that it may overwrite.
+        held: the arrays among the arguments that it overwrites: a cache, or weights and optimizer state.
+        spec: the architecture, padded for the mesh.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -48,8 +56,17 @@ def inference_step(
     context: int,
     stacked: bool,
 ) -> AbstractProgram:
-    """`tokens` tokens of each row, into a cache of `context` slots: one is a decode step, `context` the prefill of an
-    empty cache. Gives each row's likeliest next token and the cache."""
+    """Make a decode step or a prefill, which returns each row's likeliest next token and the updated cache.
+
+    Args:
+        spec: not padded yet.
+        runtime: the placement of arrays and the attention implementation.
+        dtype: of weights, activations and cache.
+        batch: number of rows.
+        tokens: tokens of each row: 1 for a decode step, `context` for a prefill of an empty cache.
+        context: slots of each row's cache.
+        stacked: stack equal layers and scan over them.
+    """
     placement = runtime.placement
     spec, _ = pad_for(spec, placement)
     model = causal_model(spec, runtime, stacked=stacked)
@@ -76,19 +93,19 @@ def train_step(
     stacked: bool,
     optimizer: optax.GradientTransformation | None = None,
 ) -> AbstractProgram:
-    """One step on the next-token loss of `batch` rows, as `ttpu_jax.train.step` makes it.
+    """Make one training step on the next-token loss of `batch` rows, as `ttpu_jax.train.step` does.
 
     Args:
         spec: not padded yet.
-        runtime: where arrays live and which attention runs.
-        dtype: what the model computes in; weights and moments are as `TrainingState` has them.
-        batch: rows.
-        tokens: of each row.
-        stacked: equal layers are stacked and scanned over.
+        runtime: the placement of arrays and the attention implementation.
+        dtype: the dtype that the model computes in; `TrainingState` gives the dtypes of weights and moments.
+        batch: number of rows.
+        tokens: tokens of each row.
+        stacked: stack equal layers and scan over them.
         optimizer: AdamW by default.
 
     Returns:
-        The step, which gives weights, optimizer state and loss.
+        The step, which returns weights, optimizer state and loss.
     """
     placement = runtime.placement
     spec, paddings = pad_for(spec, placement)

@@ -1,5 +1,5 @@
-"""`generate` and `stream` of a model by its serving engine: the same events and completions as the loop without an
-engine gives."""
+"""Runs `generate` and `stream` of a model by its serving engine. The events and completions are the same as those of
+`ttpu_jax.generation.loop`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,20 @@ def run(
     context: int,
     timings: Timings,
 ) -> Iterator[tuple[StreamEvent, Completion]]:
-    """As `ttpu_jax.generation.loop.run`: events of all prompts as their tokens come.
+    """Generate for a batch of prompts, as `ttpu_jax.generation.loop.run` does; events come in the order of their
+    tokens.
+
+    Args:
+        engine: the model's serving engine.
+        prompts: token ids of each prompt.
+        options: of the call.
+        stop_ids: tokens that end a sequence and are not part of it.
+        context: the most tokens that a sequence may have.
+        timings: receives the times of this call.
 
     Raises:
-        RequestError: at once, for a prompt or an option that the engine cannot serve.
-        TTPUError: at its step, where a request fails.
+        RequestError: at the call, for a prompt or an option that the engine cannot serve.
+        TTPUError: during iteration, where a request fails.
     """
     most = min(context, engine.max_model_len)
     requests = [_params(options, index, prompt, stop_ids, most) for index, prompt in enumerate(prompts)]

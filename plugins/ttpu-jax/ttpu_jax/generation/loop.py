@@ -1,5 +1,5 @@
-"""The generation loop. In: prompts and options; out: events, token by token, and completions. The device runs one step
-ahead of the host, which meanwhile decodes text and looks for the end."""
+"""The generation loop. It takes prompts and options, and yields events token by token, each with its completion. While
+the device runs one step, the host detokenizes the tokens of the step before and checks for the end of sequences."""
 
 from __future__ import annotations
 
@@ -44,13 +44,20 @@ def run(
     context: int,
     timings: Timings,
 ) -> Iterator[tuple[StreamEvent, Completion]]:
-    """Generate for a batch of prompts; each event comes with the completion that it belongs to.
+    """Generate for a batch of prompts. Each event comes with the completion that it belongs to.
 
-    `context` is the most tokens that a sequence may have. `stop_ids` end a sequence and are not part of it.
+    Args:
+        programs: the model's compiled programs.
+        prompts: tokens of each prompt.
+        options: of the call.
+        stop_ids: tokens that end a sequence and are not part of it.
+        tokenizer: decodes tokens to text; None for no text.
+        context: the most tokens that a sequence may have.
+        timings: receives the times of this call.
 
     Raises:
-        RequestError: at once, for a prompt that leaves no room in the context.
-        TTPUError: at its step, where the model gave logits that are not numbers.
+        RequestError: at the call, for a prompt that leaves no room in the context.
+        TTPUError: during iteration, where the model returns logits that are not finite.
     """
     rows = [_row(prompt, options, tokenizer, context) for prompt in prompts]
     return _events(programs, prompts, rows, options, stop_ids, timings)

@@ -1,5 +1,5 @@
-"""What a caller asks of `generate`, by transformers' argument names. In: keyword arguments, a `GenerationConfig`, and
-the checkpoint's own defaults; out: frozen `GenerationOptions`, or one clear refusal."""
+"""The options of `generate`, named as in transformers. `options_from` joins keyword arguments, a `GenerationConfig` and
+the checkpoint's own defaults to frozen `GenerationOptions`, or raises one error that names the argument to correct."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """One call's options. `max_length` counts prompt and new tokens; `max_new_tokens` wins over it. `logprobs` n
-    reports the n likeliest tokens beside each chosen one. `usual_new_tokens` are what a checkpoint has as its own
-    `max_new_tokens`: unlike what a caller asks for, they are cut at the context's end."""
+    """The options of one call of `generate`.
+
+    Attributes:
+        max_new_tokens: the most new tokens; takes precedence over `max_length`.
+        max_length: the most tokens of prompt and answer together.
+        usual_new_tokens: the checkpoint's own `max_new_tokens`. Unlike the caller's, it is lowered to what the context
+            has room for.
+        logprobs: how many of the likeliest tokens to report beside each chosen one.
+    """
 
     max_new_tokens: int | None = None
     max_length: int | None = None
@@ -41,7 +47,11 @@ class GenerationOptions:
     return_dict_in_generate: bool = False
 
     def new_tokens(self, prompt_length: int) -> int:
-        """How many tokens may follow a prompt of this length."""
+        """Return how many tokens may follow a prompt of this length.
+
+        Raises:
+            RequestError: the prompt is as long as `max_length`, or longer.
+        """
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         if self.max_length is not None:
@@ -54,10 +64,10 @@ class GenerationOptions:
         return self.usual_new_tokens or DEFAULT_MAX_NEW_TOKENS
 
     def limit(self, prompt_length: int, context: int) -> int:
-        """How many tokens may follow a prompt of this length in a context of `context` tokens.
+        """Return how many tokens may follow a prompt of this length in a context of `context` tokens.
 
         Raises:
-            RequestError: there is no room for one, or for as many as the caller asked for.
+            RequestError: there is no room for one token, or for as many as the caller asked for.
         """
         room = context - prompt_length
         if room < 1:

@@ -1,5 +1,5 @@
-"""The two compiled programs of generation, per shape: prefill of a padded bucket, and one decode step. In: shapes; out:
-executables whose cache is donated and written in place. Values never cause a compile, only shapes and features do."""
+"""The two compiled programs of generation: the prefill of a padded bucket, and one decode step. Each is compiled once
+per shape and set of sampling features, never per value; its cache is donated and updated in place."""
 
 from __future__ import annotations
 
@@ -35,8 +35,14 @@ OnCompile = Callable[[str, float], None]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """What one step hands to the next, all on device: the cache, the last token [batch], how many tokens were generated
-    [batch], and token statistics where penalties need them."""
+    """The state that one step passes to the next, all on the device.
+
+    Attributes:
+        cache: keys and values of all earlier tokens.
+        token: int32 [batch], the last token of each row.
+        step: int32 [batch], the number of generated tokens.
+        counts: token counts where penalties need them, else None.
+    """
 
     cache: KVCache
     token: jax.Array
@@ -78,9 +84,14 @@ class Programs:
         self._programs: dict[tuple[Any, ...], Compiled] = {}
 
     def start(self, starts: np.ndarray, prompt_end: int, slots: int, seen: np.ndarray | None = None) -> DecodeState:
-        """A fresh state for a batch: an empty cache of `slots`, where prompts lie from `starts` [batch] to
-        `prompt_end`. `seen` [batch, rows of the table] says which tokens the prompts hold, where penalties count
-        them."""
+        """Make the state for a new batch, with an empty cache.
+
+        Args:
+            starts: int [batch], the first slot of each prompt; prompts are left-padded.
+            prompt_end: the slot after the prompts.
+            slots: slots of each row.
+            seen: bool [batch, rows of the token table], the tokens of each prompt, where penalties count them.
+        """
         batch = len(starts)
         cache = self.model.empty_cache(batch, slots, self.cache_dtype)
         put = partial(jax.device_put, device=cache.start.sharding)
@@ -93,9 +104,14 @@ class Programs:
     def prefill(
         self, state: DecodeState, tokens: np.ndarray, inputs: SamplingInputs, features: SamplingFeatures, *, fresh: bool
     ) -> tuple[DecodeState, Sampled]:
-        """Run tokens [batch, chunk] through the model and sample what follows the last; `state` is consumed.
+        """Run tokens through the model and sample the next one. `state` is consumed.
 
-        `fresh` says that the cache is empty, so that attention need not read it.
+        Args:
+            state: the state before these tokens.
+            tokens: int32 [batch, chunk].
+            inputs: the sampling parameters of each row.
+            features: the sampling features that any row uses.
+            fresh: the cache is empty, so that attention need not read it.
         """
         key = ("prefill", *tokens.shape, state.cache.slots, fresh, features)
         program = self._get(key, partial(self._prefill, fresh=fresh, features=features), state, tokens, inputs)
@@ -104,13 +120,18 @@ class Programs:
     def decode(
         self, state: DecodeState, inputs: SamplingInputs, features: SamplingFeatures
     ) -> tuple[DecodeState, Sampled]:
-        """One token for every row; `state` is consumed."""
+        """Generate one token for every row. `state` is consumed."""
         key = ("decode", state.token.shape[0], state.cache.slots, features)
         program = self._get(key, partial(self._decode, features=features), state, inputs)
         return program(self._params, state, inputs)
 
     def logits(self, tokens: np.ndarray, positions: np.ndarray) -> jax.Array:
-        """Logits [batch, seq, vocab] of whole sequences, without a cache."""
+        """Compute the logits [batch, seq, vocab] of whole sequences without a cache.
+
+        Args:
+            tokens: int32 [batch, seq].
+            positions: int32 [batch, seq], negative for padding.
+        """
         key = ("logits", *tokens.shape)
         program = self._get(key, self._logits, tokens, positions)
         return program(self._params, tokens, positions)

@@ -1,5 +1,6 @@
-"""An engine's programs for a TPU slice that need not be there. In: an architecture, a slice and engine settings; out:
-what the TPU compiler says of each step, and how many pages fit beside the weights and the largest step."""
+"""Compiles an engine's programs for a TPU slice ahead of time. It takes an architecture, a slice and engine settings,
+and returns the compiler's figures for each program, and the number of pages that fit beside the weights and the largest
+step."""
 
 from __future__ import annotations
 
@@ -243,7 +244,22 @@ def abstract_runner(
     strategy: Strategy = DEFAULT_STRATEGY,
     attn_implementation: str = "auto",
 ) -> EnginePrograms:
-    """A runner whose weights are only shapes, on the devices of a slice."""
+    """Make a runner for the devices of a slice, whose weights are only shapes.
+
+    Args:
+        architecture: the model.
+        topology: the slice.
+        config: the engine's settings.
+        dtype: of weights, activations and cache.
+        mesh: mesh axis → devices along it; None shards every layer over all devices (`tensor`).
+        strategy: the mesh axes that shard each logical axis.
+        attn_implementation: as for loading.
+
+    Raises:
+        UnsupportedError: the engine cannot serve the model or the mesh, or the settings ask for adapters or a draft
+            model.
+        RequestError: settings that contradict the model or each other.
+    """
     check_supported(architecture.spec)
     if config.adapters or config.max_adapters:
         raise UnsupportedError(

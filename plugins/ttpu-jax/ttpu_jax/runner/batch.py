@@ -1,5 +1,6 @@
-"""One step's numbers on their way to the device: a single vector of integers, so that a step costs one transfer, and
-the device works out positions and slots itself. In: host arrays; out: a `RaggedBatch` inside the compiled step."""
+"""Transfers one step's inputs to the device as a single vector of integers, so that a step costs one transfer.
+`BatchLayout.pack` makes the vector of host arrays; `BatchLayout.unpack` runs in the compiled step, computes positions
+and slots, and returns a `RaggedBatch`."""
 
 from __future__ import annotations
 
@@ -21,8 +22,16 @@ IN_FLIGHT = -1
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Where each field of a step lies in its vector. `pages` per sequence in each of `groups` tables; slots 0 to
-    `max_num_seqs` - 1 are requests', the next one is no request's."""
+    """The offset of each field of a step in its vector.
+
+    Attributes:
+        shape: sizes of the compiled step.
+        groups: number of page groups.
+        pages: pages per sequence in each group's table.
+        page_size: tokens per page.
+        max_num_seqs: number of request slots; the slot of this number belongs to no request.
+        adapters: sequences may use LoRA adapters.
+    """
 
     shape: StepShape
     groups: int
@@ -68,16 +77,18 @@ class BatchLayout:
         tables: Sequence[np.ndarray],
         adapters: np.ndarray | None = None,
     ) -> np.ndarray:
-        """The vector of a step of n sequences.
+        """Make the vector of a step of n sequences, int32 [size].
 
         Args:
-            tokens: of all sequences, `IN_FLIGHT` for those that the host does not know.
-            counts: [n], tokens of each sequence here. starts: [n], the position of its first.
-            prompts: [n], tokens of its prompt.
-            slots: [n].
-            rows: indices into `tokens`, of those whose logits are wanted.
-            tables: per group [n, pages].
-            adapters: [n].
+            tokens: [step tokens], the tokens of all sequences one after another; `IN_FLIGHT` for those unknown to the
+                host.
+            counts: [n], the number of tokens of each sequence in this step.
+            starts: [n], the position of each sequence's first token.
+            prompts: [n], the length of each sequence's prompt.
+            slots: [n], the request slot of each sequence.
+            rows: [logit rows], the indices into `tokens` of the tokens whose logits are needed.
+            tables: per group [n, pages], the pages of each sequence.
+            adapters: [n], the adapter of each sequence; None where no adapters are served.
         """
         vector = np.zeros(self.size, np.int32)
 
@@ -102,7 +113,12 @@ class BatchLayout:
         return vector
 
     def unpack(self, vector: jax.Array, last_tokens: jax.Array) -> StepInputs:
-        """The fields on the device; `last_tokens` [max_num_seqs + 1] by slot."""
+        """Read the fields on the device.
+
+        Args:
+            vector: int32 [size], made by `pack`.
+            last_tokens: int32 [max_num_seqs + 1], the last sampled token of each slot.
+        """
 
         def get(name: str) -> jax.Array:
             offset, shape = self.fields[name]
@@ -155,5 +171,5 @@ class StepInputs:
 
 
 def put_whole(vector: np.ndarray, sharding: Any) -> jax.Array:
-    """A host array, whole on every device."""
+    """Copy a host array to the devices, replicated. vector is [size], and the result has the same shape."""
     return jax.device_put(vector, sharding)

@@ -1,5 +1,5 @@
-"""The few shapes in which steps are compiled. In: limits of the engine; out: the shapes, and the smallest that holds a
-step. Whatever requests come, the device only ever sees these."""
+"""The shapes that an engine compiles its steps for. `buckets_for` derives them from the engine's limits, and
+`Buckets.step` chooses the smallest that holds a step. No other shape ever runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ SMALLEST_TOKENS = 16
 
 @dataclass(frozen=True, order=True)
 class StepShape:
-    """A compiled step's sizes: `tokens` of up to `sequences`, the logits of `rows` of them, at most `max_queries`
-    tokens of one sequence, and at most `max_prefills` sequences with more than one."""
+    """The sizes of a compiled step.
+
+    Attributes:
+        tokens: number of tokens.
+        sequences: the most sequences.
+        rows: the most tokens whose logits are computed.
+        max_queries: the most tokens of one sequence.
+        max_prefills: the most sequences with more than one token.
+    """
 
     tokens: int
     sequences: int
@@ -29,11 +36,14 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Every shape of an engine.
+    """All step shapes of an engine.
 
-    sequences: sizes for steps that only decode, ascending. mixed_sequences: those for steps that also prefill.
-    tokens: sizes for steps that also prefill, ascending. draft: tokens that are verified per sequence, 0 without
-    speculation. max_prefills: prompts per step, None for any number.
+    Attributes:
+        sequences: ascending sizes of steps that only decode.
+        mixed_sequences: ascending numbers of sequences of steps that also prefill.
+        tokens: ascending numbers of tokens of steps that also prefill.
+        draft: draft tokens that are verified per sequence; 0 without speculation.
+        max_prefills: the most prompts per step; None for any number.
     """
 
     sequences: tuple[int, ...]
@@ -43,10 +53,11 @@ class Buckets:
     max_prefills: int | None = None
 
     def step(self, num_tokens: int, num_sequences: int, most: int) -> StepShape:
-        """The smallest shape for a step of so many tokens and sequences, one of which has `most` tokens.
+        """Return the smallest shape for a step of `num_tokens` tokens of `num_sequences` sequences, one of which has
+        `most` tokens.
 
         Raises:
-            RequestError: there is none, which a scheduler with the same limits never asks for.
+            RequestError: no shape is large enough. A scheduler with the engine's limits never asks for such a step.
         """
         if most == 1:
             return self._decode(_smallest(self.sequences, num_sequences, "sequences"))
@@ -56,7 +67,7 @@ class Buckets:
         return self._mixed(_smallest(self.tokens, num_tokens, "tokens"), sequences)
 
     def all(self) -> tuple[StepShape, ...]:
-        """Every shape, largest first: the largest says how much memory programs need."""
+        """Return every shape, largest first, because the largest determines the memory that programs need."""
         shapes = {self._decode(sequences) for sequences in self.sequences}
         if self.draft:
             shapes |= {self._verify(sequences) for sequences in self.sequences}
@@ -90,8 +101,18 @@ def buckets_for(
     tokens: Iterable[int] | None = None,
     factor: int = 4,
 ) -> Buckets:
-    """The limits, and sizes smaller by `factor` again and again, unless sizes are given; steps that also prefill are
-    made for all sequences. Each size more costs a compilation, each size less some padding."""
+    """Choose the step shapes of an engine. Each additional size costs a compilation and saves some padding.
+
+    Args:
+        max_num_seqs: the most sequences of a step.
+        max_num_batched_tokens: the most tokens of a step.
+        draft: draft tokens that are verified per sequence; 0 without speculation.
+        max_prefills: the most prompts per step; None for any number.
+        sequences: sizes of steps that only decode; None for `max_num_seqs` divided by `factor` again and again.
+        tokens: numbers of tokens of steps that also prefill; None for `max_num_batched_tokens` divided by `factor`
+            again and again. These steps are compiled for `max_num_seqs` sequences only.
+        factor: the ratio of one size to the next smaller one.
+    """
     seqs = tuple(sorted({*(sequences or _powers(1, max_num_seqs, factor)), max_num_seqs}))
     smallest = min(SMALLEST_TOKENS, max_num_batched_tokens)
     sizes = tuple(sorted({*(tokens or _powers(smallest, max_num_batched_tokens, factor)), max_num_batched_tokens}))

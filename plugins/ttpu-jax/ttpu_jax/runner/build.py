@@ -1,5 +1,5 @@
-"""From a loaded model to a runner that an engine drives: settings are filled in for the platform, and step sizes
-chosen. Programs are not compiled yet, and caches not made."""
+"""Makes the runner of a loaded model for an engine: fills in the settings that depend on the platform, and chooses step
+sizes. Caches and programs are made later."""
 
 from __future__ import annotations
 
@@ -127,7 +127,11 @@ def runner_for(
 
 
 def refuse_idle_devices(placement: Any) -> None:
-    """Refuse meshes whose devices would repeat each other's work."""
+    """Refuse meshes whose devices would repeat each other's work.
+
+    Raises:
+        UnsupportedError: an axis shards requests or the sequence but no weights, or there are several processes.
+    """
     if placement.mesh is None:
         return
     logical = (axes.Q_HEADS, axes.MLP, axes.EMBED, axes.EXPERT)

@@ -246,7 +246,15 @@ def reached_tensors(path: str, rule: Expression) -> tuple[str, ...] | None:
 
 
 def make_site(path: str, tensors: tuple[str, ...], rule: Expression, ranks: int, padding: Padding | None) -> Site:
-    """The site of a kernel: `rule` and `padding` are those of the kernel, `ranks` those of all `tensors` together."""
+    """Make the site of a kernel.
+
+    Args:
+        path: the kernel's Flax path.
+        tensors: the checkpoint tensors that the kernel is made of.
+        rule: makes the kernel of the checkpoint tensors.
+        ranks: the ranks of all `tensors` together.
+        padding: the padding of the kernel; None where it has none.
+    """
     narrowed = _narrowed(rule, ranks)
     assert narrowed is not None
     inputs = None

@@ -1,5 +1,5 @@
-"""What the engine compiles and keeps on a TPU, for the planner: step sizes, pages and sampling state by formula,
-without a device and without tracing."""
+"""Predicts for the planner what an engine compiles and keeps on a TPU: step sizes, pages and sampling state. It
+computes formulas only, without a device and without tracing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,18 @@ class _PlannedPlacement(Placement):
 def served_shapes(
     spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy, limits: ServingLimits, dtype: str
 ) -> ServedShapes:
-    """See `ttpu_core.backend.Plans.served_shapes`."""
+    """Return the sizes of the steps that an engine compiles on TPUs, and the bytes of its cache and state.
+
+    Args:
+        spec: the architecture, padded for the mesh.
+        mesh: mesh axis → devices along it, of one replica.
+        strategy: the mesh axes that shard each logical axis.
+        limits: of the engine.
+        dtype: of weights, activations and cache.
+
+    Raises:
+        UnsupportedError: an engine cannot serve the model.
+    """
     layout = _layout(spec, limits.max_model_len)
     buckets = buckets_for(
         limits.max_num_seqs,

@@ -231,7 +231,8 @@ class Runner(EnginePrograms):
         return tuple(base.shape), np.dtype(base.dtype)
 
     def replace_weight(self, path: str, value: np.ndarray) -> None:
-        """Put a host array of the same shape and dtype in a parameter's place: on its devices, or where it sleeps."""
+        """Replace a parameter, on its devices or in host memory while the engine sleeps. value: a host array of the
+        same shape and dtype as the parameter."""
         if self._asleep:
             self._asleep[path] = with_base(self._asleep[path], value)
             return

@@ -1,8 +1,10 @@
-"""From logits to tokens, on the device and by request slot. In: logits of a step's rows and one small array of what
-their requests asked for; out: tokens, left where the next step finds them, and log-probabilities.
+"""Samples the tokens of a step on the device, by request slot. It takes the logits of the step's rows and one small
+array of the requests' sampling parameters, and returns tokens and log-probabilities; the tokens also stay on the device
+for the next step.
 
-A program of its own, so that what requests ask for multiplies these small programs and not the model's: it is compiled
-at three levels per number of rows, and a step takes the lowest that serves all of its rows."""
+The sampler is compiled apart from the model, so that different sampling parameters do not multiply the model's
+programs. It has three levels for each number of rows, and a step uses the lowest level that serves all of its rows.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ FIELDS = {name: index for index, name in enumerate(_FIELDS)}
 
 
 class Level(enum.IntEnum):
-    """How much a sampler program can do."""
+    """The features of a sampler program."""
 
     GREEDY = 0
     DRAW = 1
@@ -43,7 +45,7 @@ class Level(enum.IntEnum):
 
 
 def column(params: SamplingParams, slot: int) -> np.ndarray:
-    """What a request asks for, as int32 [fields]; its step is added where it is known."""
+    """Encode a request's sampling parameters as int32 [fields]; the runner adds the step number to it later."""
     values = np.zeros(len(_FIELDS), np.int32)
     values[FIELDS["slot"]] = slot
     values[FIELDS["seed"]] = np.uint32(params.with_seed().seed or 0).view(np.int32)
@@ -69,8 +71,12 @@ NEUTRAL = column(SamplingParams(temperature=0.0, seed=0), 0)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerState:
-    """What stays on the device between steps: the token sampled last, by slot [slots], the last being no request's; and
-    token counts by slot where penalties are served."""
+    """The sampler's state on the device between steps.
+
+    Attributes:
+        last_tokens: int32 [slots], the last sampled token of each slot; the last slot belongs to no request.
+        counts: token counts by slot where penalties are served, else None.
+    """
 
     last_tokens: jax.Array
     counts: TokenCounts | None
@@ -85,9 +91,15 @@ def sample_rows(
     level: Level,
     max_logprobs: int,
 ) -> tuple[SamplerState, Sampled]:
-    """One token for every row of logits [rows, vocab]; `requests` int32 [fields, rows], `rules` at the highest level.
+    """Sample one token for every row, and store it in the row's slot of `last_tokens`.
 
-    A row's token is left in its slot of `last_tokens`; rows of no request name the last slot.
+    Args:
+        logits: [rows, vocab].
+        state: the sampler's state before this step.
+        requests: int32 [fields, rows], the columns that `column` makes; rows of no request name the last slot.
+        rules: biases and allowed tokens of each row; read at the highest level only.
+        level: the features that the rows need.
+        max_logprobs: how many of the likeliest tokens to report beside each chosen one.
     """
     slots = requests[FIELDS["slot"]]
     some = partial(_sample_block, state=state, level=level, max_logprobs=max_logprobs)

@@ -1,5 +1,5 @@
-"""An engine's programs for a TPU slice, as `ttpu compile --topology` asks for them: the mesh is what loading the
-checkpoint there would choose, and what is compiled is kept for a machine that has such a slice."""
+"""Compiles an engine's programs for a TPU slice, for `ttpu compile --topology`. It uses the mesh that loading the
+checkpoint on the slice would choose, and stores the programs for a machine that has such a slice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,17 @@ def compile_slice(
     attn_implementation: str = "auto",
     progress: Callable[[str, float, float], None] | None = None,
 ) -> Ahead:
-    """Compile an engine's programs for a slice, and keep them; arguments are those of `JaxBackend.compile_ahead`.
+    """Compile an engine's programs for a slice, and store them.
+
+    Args:
+        architecture: the model.
+        topology: the slice, as in v5e:2x4.
+        config: the engine's settings.
+        dtype: of weights, activations and cache.
+        parallelism_strategy: how the model is sharded; None shards every layer over all devices.
+        plan: a plan, or its file, in place of a strategy.
+        attn_implementation: as for loading.
+        progress: called as progress("compile", programs done, all programs).
 
     Raises:
         UnsupportedError: no such slice or mesh, several machines, or a program does not fit.

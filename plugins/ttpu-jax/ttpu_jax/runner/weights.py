@@ -31,7 +31,7 @@ class Weights(Protocol):
         ...
 
     def replace_weight(self, path: str, value: np.ndarray) -> None:
-        """Put a host array of the same shape and dtype in a parameter's place."""
+        """Replace a parameter. value: a host array of the same shape and dtype as the parameter."""
         ...
 
 

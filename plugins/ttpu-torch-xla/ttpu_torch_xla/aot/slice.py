@@ -84,13 +84,15 @@ class TpuSlice(TorchXla):
         """Nothing to do: cuts are noted here, and said to the compiler at the end."""
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the device: without values where it has none."""
+        """Move a tensor of any shape to the device; the result has the same shape, and no values where the tensor has
+        none."""
         if not tensor.is_meta:
             return tensor.to(self.device())
         return self.placeholder(tuple(tensor.shape), tensor.dtype)
 
     def placeholder(self, shape: tuple[int, ...], dtype: torch.dtype, cut: tuple[Cut, ...] = ()) -> torch.Tensor:
-        """An argument of the program, cut along mesh axes where `cut` says so."""
+        """Make an argument of the program, a tensor of any shape without values, sharded along the mesh axes of `cut`.
+        """
         self.device()
         tensor = placeholder(shape, dtype)
         self.cuts[argument_of(tensor)] = (self.mesh_used or SliceMesh(()), cut or (None,) * len(shape))
@@ -113,7 +115,8 @@ class TpuSlice(TorchXla):
         return mesh
 
     def shard(self, tensor: torch.Tensor, mesh: SliceMesh, cut: tuple[Cut, ...]) -> None:
-        """Note how an argument is cut, or tell the compiler how an intermediate result is."""
+        """Shard a tensor of any shape along mesh axes: record the sharding of an argument, or constrain an intermediate
+        result."""
         if (argument := argument_of(tensor)) in self.cuts:
             self.cuts[argument] = (mesh, cut)
             return
@@ -124,7 +127,7 @@ class TpuSlice(TorchXla):
         replace_value(tensor, held)
 
     def sharding_of(self, tensor: torch.Tensor) -> str:
-        """Of an argument."""
+        """Return how an argument, a tensor of any shape, is sharded, as XLA writes it; empty where it is not."""
         found = self.cuts.get(argument_of(tensor))
         return "" if found is None else sharding_text(*found)
 

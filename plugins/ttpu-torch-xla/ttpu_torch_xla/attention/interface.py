@@ -21,14 +21,38 @@ REFUSED = {"indices": "sparse attention to chosen keys", "cache": "a paged cache
 def splash_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **given: Any
 ) -> tuple[torch.Tensor, None]:
-    """For AttentionInterface: JAX's splash kernel. See `attention`."""
+    """Compute attention by JAX's splash kernel, for transformers' AttentionInterface; see `attention`.
+
+    Args:
+        module: the layer's attention module.
+        query: [batch, heads, queries, head_dim].
+        key: [batch, kv_heads, keys, head_dim].
+        value: [batch, kv_heads, keys, value_dim].
+        attention_mask: [batch, 1 or heads, queries, keys], or None.
+        given: further arguments of `attention`.
+
+    Returns:
+        [batch, queries, heads, value_dim], and None in place of the probabilities.
+    """
     return attention("splash_attention", module, query, key, value, attention_mask, **given), None
 
 
 def xla_flash_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **given: Any
 ) -> tuple[torch.Tensor, None]:
-    """For AttentionInterface: JAX's flash kernel. See `attention`."""
+    """Compute attention by JAX's flash kernel, for transformers' AttentionInterface; see `attention`.
+
+    Args:
+        module: the layer's attention module.
+        query: [batch, heads, queries, head_dim].
+        key: [batch, kv_heads, keys, head_dim].
+        value: [batch, kv_heads, keys, value_dim].
+        attention_mask: [batch, 1 or heads, queries, keys], or None.
+        given: further arguments of `attention`.
+
+    Returns:
+        [batch, queries, heads, value_dim], and None in place of the probabilities.
+    """
     return attention("xla_flash_attention", module, query, key, value, attention_mask, **given), None
 
 
@@ -49,23 +73,32 @@ def attention(
     segment_ids: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """Attention of one layer of a stock model.
+    """Compute the attention of one layer of a stock model.
 
     Args:
         name: of the kernel.
-        module: the layer's attention; its attribute `ttpu`, where the backend prepared the model, has the layer's
-            AttentionSpec, the mesh and the kernel's settings. What the model itself passes here comes first.
+        module: the layer's attention module. Where the backend prepared the model, its attribute `ttpu` has the layer's
+            AttentionSpec, the mesh and the kernel's settings; the arguments below take precedence.
         query: [batch, heads, queries, head_dim].
-        key, value: [batch, kv_heads, keys, head_dim].
-        attention_mask: what `kernel_mask` made; or any other, which is read; or None: `is_causal` says all.
-        segment_ids: [batch, queries] of packed sequences, where the mask does not say it.
-        others: `cu_seq_lens_q` [sequences + 1], where one row is packed; what else models hand through is not ours.
+        key: [batch, kv_heads, keys, head_dim].
+        value: [batch, kv_heads, keys, value_dim].
+        attention_mask: bool or float [batch, 1 or heads, queries, keys]. A mask of `kernel_mask` is understood without
+            being read; any other is read; with None, `is_causal` alone decides.
+        dropout: of the probabilities.
+        scaling: factor of the scores; None takes the AttentionSpec's.
+        is_causal: no query sees a later key; None takes the module's.
+        sliding_window: tokens that a query sees, itself included.
+        softcap: of the scores.
+        s_aux: [heads] logits of attention sinks.
+        position_bias: [batch, 1 or heads, queries, keys], or what broadcasts to it; added to the scores.
+        segment_ids: [batch, queries] of packed sequences, where the mask does not have them.
+        others: `cu_seq_lens_q` [sequences + 1] where one row is packed. Other arguments that models pass are ignored.
 
     Returns:
         [batch, queries, heads, value_dim].
 
     Raises:
-        UnsupportedError: an argument that changes the result, and that neither kernel nor reference has.
+        UnsupportedError: an argument changes the result, and neither kernel nor reference implements it.
     """
     for argument, meaning in REFUSED.items():
         if others.get(argument) is not None:

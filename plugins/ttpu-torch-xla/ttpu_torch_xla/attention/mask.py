@@ -53,7 +53,18 @@ def kernel_mask(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """A function for transformers' AttentionMaskInterface: its bool mask [batch, 1, queries, keys], never left out."""
+    """Make a mask, bool [batch, 1, queries, keys], for transformers' AttentionMaskInterface, with its meaning attached.
+
+    Args:
+        batch_size: number of rows.
+        q_length: number of queries.
+        kv_length: number of keys.
+        q_offset: the key index of the first query.
+        kv_offset: the index of the first key.
+        mask_function: transformers' function of batch, head, query and key index that is true where a query sees a key.
+        attention_mask: bool [batch, keys], false at padding; None where there is none.
+        options: further arguments of transformers' `sdpa_mask`.
+    """
     options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     mask = masks.sdpa_mask(
         batch_size=batch_size,
@@ -78,7 +89,10 @@ def kernel_mask(
 
 
 def meaning_of(mask: torch.Tensor) -> MaskMeaning | None:
-    """What a mask means; None where it has to be read: one that did not come from `kernel_mask`, or was changed."""
+    """Return the meaning of a mask [batch, 1 or heads, queries, keys].
+
+    It is None for a mask that `kernel_mask` did not make or that was changed since; such a mask has to be read.
+    """
     meaning: MaskMeaning | None = getattr(mask, MEANING, None)
     return meaning if meaning is not None and meaning.version == _version(mask) else None
 

@@ -20,17 +20,18 @@ def reference(
     bias: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Softmax attention with all scores in memory, without repeating keys and values for the heads that share them.
+    """Compute softmax attention with all scores in memory, without repeating the keys and values that heads share.
 
     Args:
         query: [batch, heads, queries, head_dim].
         key: [batch, kv_heads, keys, head_dim].
         value: [batch, kv_heads, keys, value_dim].
-        visible: bool, true where a query sees a key, or a number to add to the scores; [batch, 1 or heads, queries,
-            keys] or what broadcasts to it; None: every query sees every key.
-        scale, softcap: of the scores, in this order.
-        sinks: [heads] logits of a sink that takes probability and gives nothing.
-        bias: added to the scores; as `visible`.
+        visible: [batch, 1 or heads, queries, keys], or what broadcasts to it: bool, true where a query sees a key, or a
+            number to add to the scores; None: every query sees every key.
+        scale: factor of the scores.
+        softcap: of the scaled scores.
+        sinks: [heads] logits of a sink that takes probability and adds no value.
+        bias: [batch, 1 or heads, queries, keys], or what broadcasts to it; added to the scores.
         dropout: of the probabilities.
 
     Returns:

@@ -35,6 +35,10 @@ def inspect(
       ttpu inspect ./gemma
       ttpu inspect ./gemma/config.json --backend torch_xla
       ttpu inspect ./gemma --json | jq '.left'
+
+    \f
+    Raises:
+        RequestError: another backend than torch_xla was given.
     """
     if backend != "torch_xla":
         raise RequestError(

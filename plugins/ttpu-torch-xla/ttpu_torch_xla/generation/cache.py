@@ -19,12 +19,12 @@ OTHERS = ("linear_attention", "dummy")
 
 
 class Clock:
-    """Where all layers of a cache are.
+    """The fill level that all layers of a cache share.
 
     Attributes:
-        slot: int64 [1] on the device, where the next token goes; None before and during the prefill.
-        shift: int64, what turns columns into tokens counted as transformers would without the padding to a bucket:
-            [prompt] in the prefill, [] later.
+        slot: int64 [1] on the device, the slot of the next token; None before and during the prefill.
+        shift: int64 [prompt] in the prefill, [] later: what to add to a column of the padded prompt to get the
+            column of the caller's prompt.
     """
 
     def __init__(self, shift: torch.Tensor) -> None:
@@ -32,7 +32,7 @@ class Clock:
         self.shift = shift
 
     def begin_decode(self, slot: torch.Tensor, shift: torch.Tensor) -> None:
-        """The prefill is done."""
+        """Switch from prefill to decoding. slot is int64 [1], the slot of the next token; shift is int64 []."""
         self.slot, self.shift = slot, shift
 
 
@@ -50,7 +50,12 @@ class FixedLayer(CacheLayerMixin):
         self.clock, self.length, self.is_sliding = clock, length, is_sliding
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Hold the prompt's keys and values, then room for what follows."""
+        """Store the prompt's keys and values, and reserve the slots of the tokens to come.
+
+        Args:
+            key_states: [batch, heads, tokens, head_dim].
+            value_states: [batch, heads, tokens, value_dim].
+        """
         room = self.length - key_states.shape[-2]
         self.keys = torch.nn.functional.pad(key_states, (0, 0, 0, room))
         self.values = torch.nn.functional.pad(value_states, (0, 0, 0, room))
@@ -59,7 +64,13 @@ class FixedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What to attend to: the prompt alone in the prefill, so that its attention is square; then all slots."""
+        """Store keys and values, and return the ones to attend to: the prompt's own in the prefill, later those of all
+        slots.
+
+        Args:
+            key_states: [batch, heads, tokens, head_dim].
+            value_states: [batch, heads, tokens, value_dim].
+        """
         if self.clock.slot is None:
             self.lazy_initialization(key_states, value_states)
             return key_states, value_states
@@ -88,7 +99,7 @@ class FixedCache(Cache):
     Args:
         config: a model's config, or that of its text part.
         length: slots for prompt and new tokens together.
-        shift: see `Clock`.
+        shift: int64 [prompt]; see `Clock`.
     """
 
     def __init__(self, config: Any, length: int, shift: torch.Tensor) -> None:

@@ -49,13 +49,16 @@ class Decoding:
 
     Args:
         model: a causal language model on the device of `runtime`.
+        runtime: puts tensors on the device.
         input_ids: int64 [batch, tokens] on the host.
-        processors, criteria: transformers' lists. Those that have no form of fixed shape here run on the host as they
-            are, between two steps, so that the device waits for them.
+        processors: transformers' logits processors. Those without a form of fixed shape run on the host between two
+            steps, so that the device waits for them.
+        criteria: transformers' stopping criteria; the same holds for them.
         config: the prepared generation config, which has its special tokens as tensors.
-        attention_mask, position_ids: as transformers prepared them; see `padded`.
+        attention_mask: [batch, tokens], 0 at padding; None where there is none.
+        position_ids: [..., batch or 1, tokens], as transformers counts them; None to count from the mask.
         streamer: gets each new token, or None.
-        placement: where the cache and the results lie.
+        placement: how the cache and the results are sharded.
         forward: further arguments of the model's `forward`.
     """
 

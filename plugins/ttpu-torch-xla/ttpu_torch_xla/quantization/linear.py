@@ -42,10 +42,18 @@ class QuantizedLinear(nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """A layer whose buffers are to be loaded: weights and bias are 0 until then.
+        """Make a layer whose buffers are to be loaded. Until then weights and bias are 0.
+
+        Args:
+            in_features: number of inputs.
+            out_features: number of outputs.
+            bias: the layer has a bias.
+            config: how to quantize; None is `QuantizationConfig()`.
+            device: of the buffers.
+            dtype: of the bias and the computed `weight`; None is torch's default dtype.
 
         Raises:
-            RequestError: the inputs cannot be cut into the configuration's blocks, or paired.
+            RequestError: the configuration's blocks, or pairs of 4-bit weights, do not divide the inputs.
         """
         super().__init__()
         self.config = config or QuantizationConfig()

@@ -92,7 +92,18 @@ def quantized_shapes(
 
 
 def check_shape(in_features: int, bits: int, block_size: int, packed: bool, name: str = "a linear layer") -> None:
-    """Raises RequestError where the inputs cannot be cut into such blocks, or paired."""
+    """Check that the inputs of a layer can be divided into blocks, and into pairs of 4-bit weights.
+
+    Args:
+        in_features: number of inputs.
+        bits: 4 or 8.
+        block_size: inputs that share a scale; -1 for all.
+        packed: two weights of 4 bits to a byte.
+        name: of the layer, for the message.
+
+    Raises:
+        RequestError: they cannot.
+    """
     if block_size != -1 and in_features % block_size:
         raise RequestError(
             f"block_size={block_size} was asked for, but {name} has {in_features} inputs: pass a divisor of that, -1, "
@@ -107,8 +118,8 @@ def check_shape(in_features: int, bits: int, block_size: int, packed: bool, name
 
 
 def half_run(in_features: int) -> int:
-    """How far apart the two inputs of a byte are, without blocks: 128 where that goes, else the largest power of two
-    that does."""
+    """Return the distance between the two inputs that share a byte, in a weight without blocks: 128 where twice that
+    divides the inputs, else the largest power of two for which this holds."""
     half = LANES
     while in_features % (2 * half):
         half //= 2
@@ -116,26 +127,33 @@ def half_run(in_features: int) -> int:
 
 
 def half_of(q: torch.Tensor) -> int:
-    """The same, of a matrix [out, in] or blocks [in / block_size, block_size, out]."""
+    """Return the distance between the two inputs that share a byte, for q [out, in] or [in / block_size, block_size,
+    out]."""
     return half_run(q.shape[1]) if q.ndim == 2 else q.shape[1] // 2
 
 
 def pack(q: torch.Tensor, half: int) -> torch.Tensor:
-    """Whole numbers from -8 to 7, int8 [a, n, ...] → uint8 [a, n / 2, ...], of each 2 · half along n the first half in
-    the low four bits."""
+    """Pack q, int8 [a, n, ...] with values from -8 to 7, two to a byte, as uint8 [a, n / 2, ...].
+
+    Of each 2 · half values along n, the first half are in the low four bits.
+    """
     low, high = (q + 8).to(torch.uint8).unflatten(1, (-1, 2, half)).unbind(2)
     return (low | (high << 4)).flatten(1, 2)
 
 
 def nibbles(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The low and the high halves of the bytes, as int8 from -8 to 7.
+    """Return the low and the high four bits of packed, uint8 of any shape, as two int8 tensors of the same shape with
+    values from -8 to 7.
 
-    The shift is of unsigned bytes: torch_xla turns `>>` into a division, which rounds negative numbers towards zero."""
+    The shift is of unsigned bytes, because torch_xla turns `>>` into a division, which rounds negative numbers towards
+    zero.
+    """
     return (packed & 15).to(torch.int8) - 8, (packed >> 4).to(torch.int8) - 8
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [out, in / 2] or [in / block_size, block_size / 2, out] → int8 with all inputs, in their order."""
+    """Unpack packed, uint8 [out, in / 2] or [in / block_size, block_size / 2, out], to int8 [out, in] or [in /
+    block_size, block_size, out]."""
     half = half_run(2 * packed.shape[1]) if packed.ndim == 2 else packed.shape[1]
     parts = [part.unflatten(1, (-1, half)) for part in nibbles(packed)]
     return torch.stack(parts, 2).flatten(1, 3)

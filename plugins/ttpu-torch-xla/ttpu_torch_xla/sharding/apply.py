@@ -23,14 +23,15 @@ from ttpu_torch_xla.sharding.resolve import cut_of
 
 @dataclass(frozen=True)
 class Sharding:
-    """A mesh of the runtime, and what is cut along it."""
+    """A mesh of the runtime, and the strategy that shards a model over it."""
 
     parallelism: Parallelism
     mesh: Any
     runtime: TorchRuntime
 
     def cut(self, logical: tuple[str | None, ...], shape: tuple[int, ...]) -> tuple[MeshAxes, ...]:
-        """The mesh axes that cut each dimension of an activation or a cache; one that they do not divide is whole."""
+        """Return the mesh axes that shard each dimension of an activation or a cache; axes that do not divide a
+        dimension are left out."""
         table, sizes = dict(self.parallelism.strategy.rules), dict(self.parallelism.mesh)
         result: list[MeshAxes] = []
         taken: set[str] = set()
@@ -41,19 +42,27 @@ class Sharding:
         return tuple(result)
 
     def constrain(self, tensor: torch.Tensor, *logical: str | None) -> torch.Tensor:
-        """Tell the compiler how an activation is cut, and its gradient alike; returns the tensor."""
+        """Shard an activation, a tensor of any shape with logical axes `logical`, and its gradient alike; returns the
+        tensor."""
         return self._hold(tensor, self.cut(logical, tuple(tensor.shape)))
 
     def constrain_sums(self, sums: torch.Tensor) -> torch.Tensor:
-        """Tell the compiler that a product [..., batch, seq, hidden], or [tokens, hidden], whose terms lie on several
-        devices is summed there and then; returns it.
+        """Make the compiler sum a product over devices at once, sharded by batch and sequence; returns it.
 
-        GSPMD computes wrong numbers where such a product takes a cut of its features from what is done with it next
-        (seen with XLA of torch_xla 2.9, along three mesh axes)."""
+        Without this, GSPMD computes wrong numbers where such a product takes a sharding of its features from a later
+        operation (seen with XLA of torch_xla 2.9, along three mesh axes).
+
+        Args:
+            sums: [..., batch, seq, hidden] or [tokens, hidden].
+        """
         return self._hold(sums, self._of_sums(sums), whole=True)
 
     def constrain_gradient_sums(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same of the gradient that reaches a tensor from what is done with the one that this returns."""
+        """Return the tensor with a hook that constrains its gradient as `constrain_sums` does.
+
+        Args:
+            tensor: [..., batch, seq, hidden] or [tokens, hidden]; the result has the same shape.
+        """
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
         cut, own = self._of_sums(tensor), tensor.view_as(tensor)  # a gradient of its own, before it is added to others

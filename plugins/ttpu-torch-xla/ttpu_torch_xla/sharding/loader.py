@@ -25,8 +25,16 @@ class ShardedLoader:
     """
 
     def __init__(self, batches: Iterable[Any], model: Any) -> None:
-        """`batches`: tensors [batch, ...] or [batch, sequence, ...], alone or in mappings, lists and tuples; mappings
-        such as a `BatchEncoding` come out as dicts."""
+        """Make a loader.
+
+        Args:
+            batches: tensors [batch, ...] or [batch, sequence, ...], alone or in mappings, lists and tuples. Mappings
+                such as a `BatchEncoding` come out as dicts.
+            model: a model that this backend loaded.
+
+        Raises:
+            RequestError: this backend did not load the model.
+        """
         handle = getattr(model, "ttpu", None)
         if not isinstance(handle, Handle):
             raise RequestError(

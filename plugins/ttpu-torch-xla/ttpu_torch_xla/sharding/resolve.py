@@ -148,11 +148,18 @@ def planned(
     dtype: str,
     quantization: Quantization | None = None,
 ) -> Parallelism:
-    """The planner's fastest mesh for these devices, among those that divide the heads: here they are not padded.
+    """Ask the planner for the fastest mesh of these devices that divides the heads, which this backend does not pad.
+
+    Args:
+        spec: the architecture.
+        runtime: has the devices.
+        strategy: the mesh axes that shard each logical axis.
+        dtype: of weights and activations.
+        quantization: of the layers' weights.
 
     Raises:
         MissingDependencyError: the planner is not installed.
-        UnsupportedError: the model fits in no way.
+        UnsupportedError: the model fits on no mesh.
     """
     planner: Planner = default_registry().service("planner")
     devices = runtime.num_devices()
