@@ -1,2 +1,2 @@
-"""The serving engine, its OpenAI-compatible server and its benchmark. It drives a model runner; it imports no
-framework."""
+"""The serving engine, its OpenAI-compatible server and its benchmarks. The engine drives a model runner and imports no
+framework itself."""

@@ -1,5 +1,5 @@
-"""What a backend says of an engine's programs that it compiled for devices which need not be there, as `ttpu compile`
-shows it. Backends fit these protocols with types of their own."""
+"""Protocols for the programs that a backend compiles ahead for devices which need not be present. `ttpu compile` prints
+them. Backends implement these protocols with types of their own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ttpu_serve.runner import LayerGroup
 
 
 class ProgramFigures(Protocol):
-    """What the compiler says of a program."""
+    """Memory, time, collectives and kernels of one compiled program, as the compiler reports them."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that it takes on a device."""
+        """Peak memory on one device, in bytes."""
         ...
 
     @property
@@ -24,102 +24,102 @@ class ProgramFigures(Protocol):
 
     @property
     def counts_all(self) -> bool:
-        """Whether `seconds` leave nothing out."""
+        """Whether `seconds` includes every operation of the program."""
         ...
 
     @property
     def compile_seconds(self) -> float:
-        """Time that compiling took."""
+        """Time that compilation took."""
         ...
 
     @property
     def collectives(self) -> Sequence[tuple[str, int, int]]:
-        """(name, number, bytes of one device's results)."""
+        """(name, number of calls, bytes of one device's results) of each collective."""
         ...
 
     @property
     def kernels(self) -> int:
-        """Calls of kernels."""
+        """Number of custom kernel calls."""
         ...
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, as JSON has them."""
+        """Return all figures as JSON values."""
         ...
 
 
 class AheadProgram(Protocol):
-    """One program."""
+    """One program that was compiled ahead."""
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """The program's name in tables."""
         ...
 
     @property
     def figures(self) -> ProgramFigures:
-        """What the compiler says of it."""
+        """The compiler's figures for the program."""
         ...
 
     @property
     def compiled_before(self) -> bool:
-        """Whether it was kept from an earlier run."""
+        """Whether the program came from the cache of an earlier run."""
         ...
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of pages and states that it is given on each device."""
+        """Bytes of KV pages and recurrent states that the program receives on each device."""
         ...
 
     @property
     def cache_in_place(self) -> bool:
-        """Whether all of these are written where they were, and so held once."""
+        """Whether the program updates all pages and states in place, so that each is held once."""
         ...
 
 
 class AheadSlice(Protocol):
-    """An engine's programs for a slice."""
+    """All programs of an engine, compiled for one TPU slice."""
 
     @property
     def topology_name(self) -> str:
-        """The slice, as in v5e:2x4."""
+        """The slice's name, for example v5e:2x4."""
         ...
 
     @property
     def hbm_bytes(self) -> int:
-        """Memory of each device."""
+        """Memory of each device, in bytes."""
         ...
 
     @property
     def mesh(self) -> Mapping[str, int]:
-        """Mesh axis → devices along it."""
+        """Mesh axis → number of devices along it."""
         ...
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         ...
 
     @property
     def page_groups(self) -> Sequence[LayerGroup]:
-        """The groups of `num_pages`."""
+        """The page groups, in the order of `num_pages`."""
         ...
 
     @property
     def num_pages(self) -> tuple[int, ...]:
-        """Pages that fit beside the weights, per group."""
+        """Pages per group that fit beside the weights."""
         ...
 
     @property
     def page_bytes(self) -> tuple[int, ...]:
-        """Of a page of each group on each device, in all of its layers."""
+        """Bytes of one page per group on each device, summed over the group's layers."""
         ...
 
     @property
     def weight_bytes(self) -> int:
-        """On each device."""
+        """Bytes of weights on each device."""
         ...
 
     @property
     def programs(self) -> Sequence[AheadProgram]:
-        """Every program."""
+        """Every compiled program."""
         ...

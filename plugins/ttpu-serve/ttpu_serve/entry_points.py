@@ -1,4 +1,4 @@
-"""Objects that installed distributions offer the server under names of their own."""
+"""Loads objects that installed distributions offer to the server by entry points."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def _points(group: str) -> dict[str, metadata.EntryPoint]:
 
 
 def names(group: str) -> list[str]:
-    """The names of a group, sorted. Imports nothing."""
+    """Return the sorted entry-point names of a group, without importing anything."""
     return sorted(_points(group))
 
 
 @cache
 def loaded(group: str, name: str) -> Any:
-    """What an entry point names.
+    """Import and return the object of an entry point.
 
     Raises:
-        PluginError: it cannot be imported.
+        PluginError: the object cannot be imported.
     """
     point = _points(group)[name]
     try:

@@ -1,1 +1,1 @@
-"""LoRA adapters that requests choose."""
+"""LoRA adapters that requests select by name."""

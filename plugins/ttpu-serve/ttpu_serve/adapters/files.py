@@ -1,5 +1,5 @@
-"""Reads LoRA adapters as PEFT saves them. In: a directory with `adapter_config.json` and `adapter_model.safetensors`;
-out: a low-rank update for each module of the base model that it names. Nothing is left out in silence."""
+"""Reads LoRA adapters in PEFT's format: a directory with `adapter_config.json` and `adapter_model.safetensors` becomes
+one low-rank update per adapted module of the base model. Adapter features that are not supported are refused."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 
 
 def read_adapter(directory: str | Path) -> AdapterWeights:
-    """An adapter's updates, by the modules of the base model.
+    """Read an adapter's low-rank updates, keyed by the base model's modules.
 
     Raises:
-        RequestError: there is no such directory, or no adapter in it.
-        CheckpointError: its files are malformed, or contradict each other.
-        UnsupportedError: it is no plain LoRA.
+        RequestError: the directory does not exist or holds no adapter.
+        CheckpointError: the adapter's files are malformed or contradict each other.
+        UnsupportedError: the adapter is not a plain LoRA adapter.
     """
     path = Path(directory)
     try:
@@ -159,7 +159,8 @@ def _update(module: str, pair: Mapping[str, np.ndarray], config: Mapping[str, An
 
 
 def _pattern(config: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
-    """A module's own value, by the first key that its name ends with, as PEFT matches them."""
+    """Return the value that a pattern mapping gives to a module: the first key that the module's name ends with wins,
+    as in PEFT."""
     for key, value in (config.get(name) or {}).items():
         try:
             matches = re.match(rf"(.*\.)?({key})$", module)

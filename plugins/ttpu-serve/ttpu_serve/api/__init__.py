@@ -1,1 +1,1 @@
-"""The engine's public names: `LLM`, `AsyncEngine`, their settings and results."""
+"""The engine's public interface: `LLM`, `AsyncEngine`, their settings and their outputs."""

@@ -1,5 +1,5 @@
-"""The engine for programs that run on asyncio, such as servers. In: prompts, from any number of tasks; out: a stream of
-deltas for each, while one thread of its own steps the core."""
+"""An engine for asyncio programs such as servers. Any number of tasks submit prompts and receive a stream of deltas for
+each, while one thread steps the engine core."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ Pooling = Literal["last", "mean"]
 
 @dataclass
 class _Call:
-    """Something to do between two steps, and who waits for it."""
+    """A function to call between two steps, and the future that receives its result."""
 
     work: Callable[[], Any]
     future: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
 
 
 class AsyncEngine:
-    """Serves requests of many asyncio tasks with one core: an `EngineCore`, or whatever has its `add`, `abort`, `step`,
-    `has_work`, `token_ids`, `stats` and `close`.
+    """Serves requests of many asyncio tasks with one core: an `EngineCore`, or any object with its `add`, `abort`,
+    `step`, `has_work`, `token_ids`, `stats` and `close`.
 
-    The core is touched by the engine's own thread alone: between steps it does what tasks asked for. All methods but
-    `start` and `close` are called in an event loop."""
+    Only the engine's own thread touches the core: between two steps it runs the calls that tasks queued. All methods
+    except `start` and `close` must be called in an event loop.
+    """
 
     def __init__(self, core: Any) -> None:
         self.core: Any = core
@@ -58,10 +59,11 @@ class AsyncEngine:
     def from_pretrained(
         cls, model: Any, *, backend: str | None = None, progress: Any = True, **options: Any
     ) -> AsyncEngine:
-        """An engine over a checkpoint's directory or Hub id, or over a loaded model; `options` are those of `LLM`.
+        """Open an engine over a checkpoint's directory, a Hub id, or a loaded model. `backend` and `progress` are those
+        of `open_engine`; `options` are options of loading and fields of `EngineConfig`.
 
         Raises:
-            TTPUError: the checkpoint, its plugin, a setting or the memory does not do, and why.
+            TTPUError: the checkpoint, its plugin or a setting is invalid, or memory does not suffice.
         """
         from ttpu_serve.api.open_engine import open_engine, read_options
 
@@ -71,7 +73,7 @@ class AsyncEngine:
     # -- life -----------------------------------------------------------------------------------------------
 
     def start(self) -> AsyncEngine:
-        """Begin to step; once."""
+        """Start the engine's thread. Call it once."""
         self._thread.start()
         return self
 
@@ -83,17 +85,17 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether it serves what it has."""
+        """Whether the engine's thread runs and has not failed."""
         return self.error is None and not self._stopped and self._thread.is_alive()
 
     @property
     def accepting(self) -> bool:
-        """Whether it takes new requests."""
+        """Whether the engine takes new requests."""
         return self.alive and not self._closing
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Take nothing new and wait until nothing runs; False if that took longer than `timeout` seconds, and what
-        was left then is aborted."""
+        """Refuse new requests and wait until none is running. After `timeout` seconds, abort the remaining requests and
+        return False."""
         self._closing = True
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         while self._streams:
@@ -111,7 +113,7 @@ class AsyncEngine:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Stop at once; from any thread."""
+        """Stop at once. May be called from any thread."""
         self._closing = True
         self._calls.put(None)
         if self._thread.is_alive():
@@ -131,11 +133,22 @@ class AsyncEngine:
         cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> Stream:
-        """A stream of deltas, once the core has taken the request; `timeout` in seconds aborts it.
+        """Add a request, wait until the core has accepted it, and return its stream of deltas.
+
+        Args:
+            prompt: a text or token ids.
+            params: sampling parameters.
+            request_id: the request's id; by default a random one.
+            priority: requests with lower values run first.
+            adapter: name of a loaded LoRA adapter; None uses the base model.
+            pooling: asks for the prompt's embedding instead of generated tokens.
+            cache_salt: only requests with the same salt share cached prefixes.
+            timeout: seconds after which the request is aborted; None never aborts it.
 
         Raises:
-            RequestError: the core refuses it (QueueFullError: for now).
-            EngineDeadError, EngineClosingError: it takes nothing.
+            RequestError: the core refuses the request; QueueFullError if it may succeed later.
+            EngineDeadError: the engine failed or does not run.
+            EngineClosingError: the engine takes no new requests.
         """
         (stream,) = await self.submit_all(
             [prompt],
@@ -161,7 +174,24 @@ class AsyncEngine:
         cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> list[Stream]:
-        """As `submit`, of several prompts between the same two steps: all of them are taken, or none."""
+        """Add several requests between the same two steps and return their streams. Either all of them are accepted or
+        none.
+
+        Args:
+            prompts: texts or token ids.
+            params: sampling parameters of every prompt.
+            request_ids: one id per prompt; by default random ones.
+            priority: requests with lower values run first.
+            adapter: name of a loaded LoRA adapter; None uses the base model.
+            pooling: asks for embeddings instead of generated tokens.
+            cache_salt: only requests with the same salt share cached prefixes.
+            timeout: seconds after which unfinished requests are aborted; None never aborts them.
+
+        Raises:
+            RequestError: the core refuses a request; QueueFullError if it may succeed later.
+            EngineDeadError: the engine failed or does not run.
+            EngineClosingError: the engine takes no new requests.
+        """
         self.check_accepting()
         names = request_ids or [uuid.uuid4().hex for _ in prompts]
         streams = [Stream(name, 1 if pooling else params.n, self._abort, self._forget) for name in names]
@@ -212,7 +242,17 @@ class AsyncEngine:
         cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[OutputDelta]:
-        """The deltas of `submit`'s stream, with its arguments. Leaving the loop over them aborts the request."""
+        """Submit a prompt and yield its deltas. Leaving the loop aborts the request.
+
+        Args:
+            prompt: a text or token ids.
+            params: sampling parameters.
+            request_id: the request's id; by default a random one.
+            priority: requests with lower values run first.
+            adapter: name of a loaded LoRA adapter; None uses the base model.
+            cache_salt: only requests with the same salt share cached prefixes.
+            timeout: seconds after which the request is aborted; None never aborts it.
+        """
         stream = await self.submit(
             prompt,
             params,
@@ -234,7 +274,21 @@ class AsyncEngine:
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> EmbeddingOutput:
-        """A prompt's embedding; arguments are those of `submit`."""
+        """Return a prompt's embedding.
+
+        Args:
+            prompt: a text or token ids.
+            pooling: which hidden states are pooled: of the last token, or the mean of all.
+            priority: requests with lower values run first.
+            adapter: name of a loaded LoRA adapter; None uses the base model.
+            timeout: seconds after which the request is aborted; None never aborts it.
+
+        Raises:
+            RequestError: the prompt cannot be served.
+            RequestFailedError: the engine returned no embedding.
+            EngineDeadError: the engine failed or does not run.
+            EngineClosingError: the engine takes no new requests.
+        """
         self.check_accepting()
         ids: list[int] = await self.call(lambda: self.core.token_ids(prompt))
         stream = await self.submit(
@@ -248,8 +302,8 @@ class AsyncEngine:
         return EmbeddingOutput(stream.request_id, ids, embedding)
 
     def abort(self, request_id: str) -> None:
-        """End a request, at any time; an unknown one is no error. What it said until then is delivered, and answers
-        that were not done end with the finish reason abort."""
+        """End a request at any time; unknown ids are ignored. Text generated so far is delivered, and unfinished
+        sequences end with the finish reason abort."""
 
         def work() -> None:
             self.core.abort(request_id)
@@ -261,7 +315,7 @@ class AsyncEngine:
         self._calls.put(_Call(work))
 
     def _abort(self, stream: Stream) -> None:
-        """Have the core forget a stream's request, but not another one of its name."""
+        """Abort a stream's request in the core, unless another stream has taken over its id."""
 
         def work() -> None:
             if self._owners.get(stream.request_id) is stream:
@@ -271,18 +325,18 @@ class AsyncEngine:
         self._calls.put(_Call(work))
 
     def _forget(self, stream: Stream) -> None:
-        """A stream is done."""
+        """Drop a finished stream."""
         if self._streams.get(stream.request_id) is stream:
             self._streams.pop(stream.request_id, None)  # which the engine's thread may do, too
 
     # -- everything else --------------------------------------------------------------------------------------
 
     async def call(self, work: Callable[[], T]) -> T:
-        """What `work` returns, which the engine's thread does between two steps: the way to sleep, wake up, load an
-        adapter or change weights.
+        """Run `work` in the engine's thread between two steps and return its result. Use it to sleep, wake up, load an
+        adapter or change weights. Errors of `work` propagate.
 
         Raises:
-            EngineDeadError: it is dead, or dies before; otherwise what `work` raises.
+            EngineDeadError: the engine is dead, or dies before the call runs.
         """
         self.check_alive()
         call = _Call(work)
@@ -293,19 +347,31 @@ class AsyncEngine:
         return result
 
     async def stats(self, patience: float = 1.0) -> Any:
-        """The core's counters; those of last time where the core is busy for longer than `patience` seconds."""
+        """Return the core's counters. If the core is busy for longer than `patience` seconds, return the previous
+        ones."""
         if self.alive:
             with suppress(asyncio.TimeoutError, EngineDeadError):
                 self._stats = await asyncio.wait_for(self.call(self.core.stats), patience)
         return self._stats if self._stats is not None else self.core.stats()
 
     def check_alive(self) -> None:
+        """Check that the engine can work.
+
+        Raises:
+            EngineDeadError: the engine failed or does not run.
+        """
         if self.error is not None:
             raise EngineDeadError(f"the engine failed and serves nothing any more ({self.error}): start it again.")
         if self._stopped or not self._thread.is_alive():
             raise EngineDeadError("the engine was asked to work, but it is not running: call start().")
 
     def check_accepting(self) -> None:
+        """Check that the engine takes new requests.
+
+        Raises:
+            EngineDeadError: the engine failed or does not run.
+            EngineClosingError: the engine is shutting down.
+        """
         self.check_alive()
         if self._closing:
             raise EngineClosingError("the server is shutting down and takes no new requests: ask another one.")
@@ -328,7 +394,7 @@ class AsyncEngine:
                 self.core.close()
 
     def _do_calls(self) -> bool:
-        """What was asked for meanwhile; waits for it where there is nothing else to do. False: stop."""
+        """Run the queued calls; wait for one if the core has no work. Return False if the engine has to stop."""
         while True:
             try:
                 call = self._calls.get(block=not self.core.has_work)
@@ -344,7 +410,7 @@ class AsyncEngine:
                 call.future.set_exception(error)
 
     def _deliver(self, deltas: Sequence[OutputDelta]) -> None:
-        """Hand deltas to their streams: one wake-up of a loop for all of a step's."""
+        """Hand deltas to their streams, waking each event loop once per step."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Stream, OutputDelta]]] = {}
         for delta in deltas:
             stream = self._streams.get(delta.request_id)

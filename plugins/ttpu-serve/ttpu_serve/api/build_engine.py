@@ -1,5 +1,5 @@
-"""From a loaded model to an engine that serves it: the model's backend makes a runner, whose pages fill the memory that
-is left and whose programs are compiled; scheduler, proposer and loop are made to its limits."""
+"""Builds an engine for a loaded model: the model's backend makes a runner, whose pages fill the free memory and whose
+programs are compiled; scheduler, proposer and core are made to the runner's limits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ttpu_serve.speculative.make import make_proposer
 
 
 def serving_backend(name: str | None) -> ServingBackend:
-    """A backend whose models an engine can serve; None is the default one.
+    """Return the backend with the given name (None: the default one), checked to support serving.
 
     Raises:
-        MissingDependencyError, PluginError: it is not installed, or cannot be used.
-        UnsupportedError: it makes no runners.
+        MissingDependencyError, PluginError: the backend is not installed or cannot be used.
+        UnsupportedError: the backend makes no model runners.
     """
     backend = default_registry().backend(name)
     if not isinstance(backend, Serves):
@@ -40,17 +40,17 @@ def serving_backend(name: str | None) -> ServingBackend:
 def build_engine(
     model: ServedModel, config: EngineConfig | None = None, progress: OnProgress | None = None, *, name: str = ""
 ) -> EngineCore:
-    """An engine for a loaded model.
+    """Build an engine for a loaded model.
 
     Args:
-        config: settings; None takes the usual ones.
+        config: settings; None uses the defaults.
         progress: called as progress("compile", programs done, programs in all).
-        name: the model's name in responses; the checkpoint's directory name otherwise.
+        name: the model's name in responses; by default the name of the checkpoint's directory.
 
     Raises:
-        UnsupportedError: a model, or a mesh, that the engine cannot serve.
-        RequestError: settings that contradict the model or each other, or too little memory.
-        CheckpointError, MappingError: an adapter that cannot be used.
+        UnsupportedError: the engine cannot serve the model or its mesh.
+        RequestError: settings contradict the model or each other, or memory does not suffice.
+        CheckpointError, MappingError: an adapter cannot be used.
     """
     config = config or EngineConfig()
     backend = serving_backend(model.backend)
@@ -81,7 +81,7 @@ def build_engine(
 
 
 def scheduler_for(runner: ModelRunner, config: EngineConfig) -> Scheduler:
-    """A scheduler that keeps to a runner's limits; the runner's pages are made."""
+    """Make a scheduler with the limits of a runner whose pages are allocated."""
     limits = runner.limits
     settings = SchedulerConfig(
         max_num_seqs=limits.max_num_seqs,
@@ -99,7 +99,7 @@ def scheduler_for(runner: ModelRunner, config: EngineConfig) -> Scheduler:
 
 
 def _costs(runner: ModelRunner) -> StepCosts | None:
-    """What counts FLOPs and bytes; None for a model that is not described as data."""
+    """Return the FLOP and byte counter of a model; None if the runner has no architecture description."""
     if runner.spec is None:
         return None
     memory, devices = runner.memory_stats(), runner.devices

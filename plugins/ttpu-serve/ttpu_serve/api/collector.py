@@ -1,5 +1,4 @@
-"""From the stream of deltas to whole outputs. In: `OutputDelta`s of many requests; out: a `RequestOutput` or an
-`EmbeddingOutput` per request, as callers of offline inference want them."""
+"""Collects the deltas of offline requests into one `RequestOutput` or `EmbeddingOutput` per request."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from ttpu_serve.api.outputs import CompletionOutput, EmbeddingOutput, OutputDelt
 
 
 class Collector:
-    """What is known of one request so far."""
+    """Accumulates the output of one request."""
 
     def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], sequences: int) -> None:
         outputs = [CompletionOutput(index) for index in range(sequences)]
@@ -20,7 +19,7 @@ class Collector:
         self.embedding: EmbeddingOutput | None = None
 
     def take(self, delta: OutputDelta) -> None:
-        """Add what one step gave.
+        """Add a delta.
 
         Raises:
             TTPUError: the request failed in the engine.

@@ -1,5 +1,5 @@
-"""How an engine is built. In: what a caller sets; out: a checked `EngineConfig` whose open choices are filled in for a
-model and a platform."""
+"""Settings of an engine: a frozen `EngineConfig` that is checked when it is made and completed for a model and a
+platform."""
 
 from __future__ import annotations
 
@@ -25,22 +25,25 @@ KV_CACHE_DTYPES = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Limits and choices of one engine; None leaves a choice to the engine.
+    """Limits and options of one engine. None leaves an option to the engine.
 
-    max_model_len: the most tokens of one sequence; None is the model's context.
-    max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.
-    page_size: tokens per page of the KV cache. num_pages: pages of the largest group, in place of what fits.
-    kv_cache_memory: bytes of each device for pages, in place of what is free after weights and programs.
-    kv_cache_dtype: auto (as the model computes), float32, bfloat16, float16, fp8, int8.
-    max_waiting: requests that may wait for a place before new ones are refused.
-    sequence_buckets, token_buckets: sizes of compiled steps, in place of the usual ones.
+    max_model_len: maximum tokens of one sequence; None uses the model's context length.
+    max_num_seqs: requests that run at once. max_num_batched_tokens: tokens per step.
+    page_size: tokens per page of the KV cache. num_pages: pages of the largest group; None fills the free memory.
+    kv_cache_memory: bytes per device for pages; None uses what remains after weights and programs.
+    kv_cache_dtype: auto (the model's dtype), float32, bfloat16, float16, fp8, int8.
+    max_waiting: waiting requests beyond which new ones are refused.
+    sequence_buckets, token_buckets: sizes of compiled steps, instead of the defaults.
     speculative: "ngram", "ngram:4", a checkpoint's path, or a mapping (`ttpu_serve.speculative`).
     adapters: name → directory of a LoRA adapter in PEFT's format.
-    strict_compile: a program that was not compiled ahead is an error while serving, not a delay.
-    sampling_level: what sampler programs are compiled for: "greedy", "draw" (temperature, top-k, top-p, min-p), or
-    "all" (rules for tokens, penalties and log-probabilities too); requests that need more are refused.
-    penalties: serve presence, frequency and repetition penalties, which cost five bytes per request slot and token of
-    the vocabulary. prompt_logprobs: serve log-probabilities of prompts.
+    strict_compile: while serving, a program that was not compiled ahead raises an error instead of being compiled.
+    sampling_level: which sampler programs are compiled: "greedy", "draw" (temperature, top-k, top-p, min-p), or "all"
+    (also token rules, penalties and log-probabilities). Requests that need a higher level are refused.
+    penalties: support presence, frequency and repetition penalties, at five bytes per request slot and vocabulary
+    token. prompt_logprobs: support log-probabilities of prompts.
+
+    Raises:
+        RequestError: a value is out of range or unknown.
     """
 
     max_model_len: int | None = None
@@ -93,29 +96,29 @@ class EngineConfig:
 
     @property
     def kv_dtype(self) -> str | None:
-        """The name of the dtype of cached keys and values; None is that of the model."""
+        """The dtype of cached keys and values; None is the model's."""
         return KV_CACHE_DTYPES[self.kv_cache_dtype]
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """The settings of speculative decoding; None without.
+        """The settings of speculative decoding, or None if it is off.
 
         Raises:
-            RequestError: `speculative` is none of what it may be.
+            RequestError: `speculative` has an unknown form.
         """
         return None if self.speculative is None else speculative_config(self.speculative)
 
     def filled(
         self, context: int, *, max_num_seqs: int, max_num_batched_tokens: int, page_size: int
     ) -> EngineConfig:
-        """With every choice made that does not depend on free memory.
+        """Return the configuration with every option set that does not depend on free memory.
 
         Args:
-            context: the most tokens that the model's sequences can have.
-            max_num_seqs, max_num_batched_tokens, page_size: what a backend usually takes on its platform.
+            context: the model's context length in tokens.
+            max_num_seqs, max_num_batched_tokens, page_size: the backend's defaults for its platform.
 
         Raises:
-            RequestError: more tokens per sequence than the model's context holds.
+            RequestError: `max_model_len` exceeds the context, or settings contradict each other.
         """
         if self.max_model_len is not None and self.max_model_len > context:
             raise RequestError(

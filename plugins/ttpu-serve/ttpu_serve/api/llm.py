@@ -1,5 +1,5 @@
-"""Offline inference. In: a checkpoint and prompts; out: finished outputs. Names are vLLM's, so that scripts move over
-by changing an import."""
+"""Offline inference: `LLM` turns prompts into finished outputs. Its names are vLLM's, so that scripts move over by
+changing an import."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ class LLM:
 
     Args:
         model: a checkpoint's directory or Hub id, or a model from `AutoModelForTPU.from_pretrained`.
-        dtype, parallelism_strategy, plan, …: what `from_pretrained` takes.
-        backend: the name of the backend that loads a checkpoint; left out, the default one.
-        tensor_parallel_size: the same as parallelism_strategy="tensor=N".
+        dtype, parallelism_strategy, plan, …: options of `from_pretrained`.
+        backend: name of the backend that loads a checkpoint; None is the default one.
+        tensor_parallel_size: equals parallelism_strategy="tensor=N".
         progress: called as progress(stage, done, total) while loading and compiling; True shows bars, None nothing.
-        engine options: `ttpu_serve.api.engine_config.EngineConfig`: max_model_len, max_num_seqs,
+        engine options: fields of `ttpu_serve.api.engine_config.EngineConfig`: max_model_len, max_num_seqs,
             max_num_batched_tokens, kv_cache_dtype, enable_prefix_caching, speculative, adapters, …
 
     Raises:
-        TTPUError: the checkpoint, its plugin, a setting or the memory does not do, and why.
+        TTPUError: the checkpoint or its plugin is invalid, or memory does not suffice.
+        RequestError: a setting is invalid, or both tensor_parallel_size and parallelism_strategy are given.
     """
 
     def __init__(
@@ -66,12 +67,17 @@ class LLM:
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer prompts (texts, or lists of token ids), all at once; outputs are in the order of the prompts.
+        """Generate completions of all prompts in one batch. Outputs are in the order of the prompts.
 
-        `sampling_params`, `adapter` and `priority` are one for all prompts, or one for each. `use_tqdm` shows a bar.
+        Args:
+            prompts: one prompt or several: texts, or lists of token ids.
+            sampling_params: parameters for all prompts, or one per prompt.
+            adapter: name of a LoRA adapter for all prompts, or one per prompt.
+            priority: priority of all prompts, or one per prompt; lower values run first.
+            use_tqdm: show a progress bar.
 
         Raises:
-            RequestError: a prompt or value that cannot be served; no prompt is then answered.
+            RequestError: a prompt or a value cannot be served; no output is returned then.
         """
         asked = _prompts(prompts)
         params = _each("sampling_params", SamplingParams() if sampling_params is None else sampling_params, len(asked))
@@ -98,7 +104,15 @@ class LLM:
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, of {"role", "content"} messages, by the tokenizer's chat template.
+        """Generate the next message of one or several conversations, rendered with the tokenizer's chat template.
+
+        Args:
+            messages: one conversation of {"role", "content"} messages, or a sequence of conversations.
+            sampling_params: parameters for all conversations, or one per conversation.
+            add_generation_prompt: end the prompt with the beginning of an assistant message.
+            chat_template: a Jinja template instead of the tokenizer's.
+            tools: JSON descriptions of functions, passed to the template.
+            options: passed on to `generate`.
 
         Args:
             messages: one conversation, or several.
@@ -131,7 +145,12 @@ class LLM:
         adapter: str | None = None,
         use_tqdm: bool = False,
     ) -> list[EmbeddingOutput]:
-        """Embeddings of length one: the final hidden state of each prompt's last token, or the mean over its tokens."""
+        """Return embeddings of unit length: the final hidden state of each prompt's last token, or its mean over all
+        tokens.
+
+        Raises:
+            RequestError: `pooling` is unknown, or a prompt cannot be served.
+        """
         if pooling not in ("last", "mean"):
             raise RequestError(f"pooling is {pooling!r}, but last and mean are known: use one of them.")
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
@@ -144,24 +163,26 @@ class LLM:
         return self.engine.tokenizer
 
     def load_adapter(self, name: str, directory: str) -> None:
-        """Load a LoRA adapter in PEFT's format for `generate(..., adapter=name)`, in place of one of the same name.
+        """Load a LoRA adapter in PEFT's format for `generate(..., adapter=name)`. It replaces an adapter of the same
+        name.
 
         Raises:
-            RequestError: no room (`max_adapters`, `max_lora_rank`), or no adapter there.
-            CheckpointError, MappingError, UnsupportedError: an adapter that this model cannot use.
+            RequestError: the limits `max_adapters` or `max_lora_rank` do not suffice, or the directory holds no
+                adapter.
+            CheckpointError, MappingError, UnsupportedError: this model cannot use the adapter.
         """
         self.engine.load_adapter(name, directory)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter."""
+        """Unload a LoRA adapter."""
         self.engine.unload_adapter(name)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what prompts have in common with earlier ones."""
+        """Drop all cached prefixes."""
         self.engine.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Give the devices' memory back: weights go to the host, cached keys and values are dropped."""
+        """Free the devices' memory: move the weights to the host and drop the KV cache."""
         self.engine.sleep()
 
     def wake_up(self) -> None:
@@ -169,16 +190,16 @@ class LLM:
         self.engine.wake_up()
 
     def update_weights(self, weights: str | Path | Mapping[str, Any]) -> None:
-        """Replace weights in place, as RL loops do between rollouts: a checkpoint's directory, or a mapping from the
-        names under which transformers saves tensors to arrays; shapes must be those of the model.
+        """Replace weights in place, as RL loops do between rollouts. `weights` is a checkpoint's directory, or a
+        mapping from tensor names of the transformers checkpoint to arrays of the model's shapes.
 
         Raises:
-            RequestError, MappingError, CheckpointError: what does not fit, before anything is replaced.
+            RequestError, MappingError, CheckpointError: the weights do not fit; nothing is replaced then.
         """
         self.engine.update_weights(weights)
 
     def close(self) -> None:
-        """Give the devices' memory back for good."""
+        """Free the devices' memory for good."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -190,7 +211,7 @@ class LLM:
     def _run(
         self, requests: list[tuple[PromptInput, SamplingParams, dict[str, Any]]], *, show: bool
     ) -> list[Collector]:
-        """Serve requests until all are done; on any error, and on Ctrl-C, none is left behind."""
+        """Serve requests until all have finished; on any error, including Ctrl-C, abort those that are left."""
         names = [str(next(self._numbers)) for _ in requests]
         collectors: dict[str, Collector] = {}
         with self.engine.inbox(names) as inbox, _bar(len(requests), show) as advance:
@@ -211,10 +232,11 @@ class LLM:
 
 
 def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-    """The tokens of a conversation by the tokenizer's chat template; `options` are those of `apply_chat_template`.
+    """Render a conversation with the tokenizer's chat template and return its token ids. `options` are those of
+    `apply_chat_template`.
 
     Raises:
-        RequestError: no tokenizer, no template, or messages that it refuses.
+        RequestError: there is no tokenizer or no chat template, or the template refuses the messages.
     """
     if tokenizer is None:
         raise RequestError("messages were given, but the checkpoint has no tokenizer: pass token ids to generate().")
@@ -247,7 +269,7 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 
 
 class _bar:
-    """A progress bar over requests on a terminal, or nothing."""
+    """Return a progress bar over requests on a terminal, or a bar that shows nothing."""
 
     def __init__(self, total: int, show: bool) -> None:
         self._total, self._show, self._progress = total, show, None

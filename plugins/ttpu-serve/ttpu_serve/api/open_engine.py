@@ -1,4 +1,4 @@
-"""From a checkpoint's name, and what a caller of `LLM` or of `ttpu serve` sets, to an engine."""
+"""Opens an engine from the name of a checkpoint and the options that `LLM` and `ttpu serve` take."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ def open_engine(
     progress: Any = True,
     served_name: str = "",
 ) -> EngineCore:
-    """An engine over a checkpoint's directory or Hub id, or over a loaded model.
+    """Open an engine over a checkpoint's directory, a Hub id, or a loaded model.
 
     Args:
-        model: the directory or id, or the model.
-        load: how a checkpoint is loaded; None as usual.
-        config: the engine's settings; None takes the usual ones.
-        backend: the name of the backend that loads a checkpoint; None is the default one.
+        model: the directory or id, or the loaded model.
+        load: options of loading a checkpoint; None uses the defaults.
+        config: the engine's settings; None uses the defaults.
+        backend: name of the backend that loads a checkpoint; None is the default one.
         progress: a function, True for bars on a terminal, or None.
-        served_name: the model's name in responses; "" is the checkpoint's directory name.
+        served_name: the model's name in responses; "" uses the name of the checkpoint's directory.
 
     Raises:
-        TTPUError: something of it does not do, and why.
+        TTPUError: the checkpoint or its plugin is invalid, or memory does not suffice.
+        RequestError: a setting is invalid, or options of loading are given with a loaded model.
     """
     load = load or LoadOptions()
     if load.plan is not None:
@@ -61,16 +62,17 @@ def open_engine(
 
 
 def read_options(model: Any, given: Mapping[str, Any], backend: str | None = None) -> tuple[LoadOptions, EngineConfig]:
-    """What a caller of `LLM` gave by name: how a checkpoint is loaded by its backend, and the engine's settings.
+    """Split options given by name into those of loading, as the backend's class, and those of the engine.
 
     Args:
         model: a checkpoint's directory or Hub id, or a loaded model.
-        given: names of options, and their values.
-        backend: the name of the backend that loads a checkpoint; None is the default one.
+        given: option name → value.
+        backend: name of the backend that loads a checkpoint; None is the default one.
 
     Raises:
-        RequestError: a name that nobody knows, or that vLLM knows and that means nothing here; a value that is refused.
-        MissingDependencyError, PluginError: the backend is not installed, or cannot be used.
+        RequestError: an option is unknown, is given under two names, has an invalid value, or is an option of vLLM
+            without effect here.
+        MissingDependencyError, PluginError: the backend is not installed or cannot be used.
         UnsupportedError: the backend's models cannot be served.
     """
     kind = serving_backend(backend).options if isinstance(model, str | Path) else LoadOptions

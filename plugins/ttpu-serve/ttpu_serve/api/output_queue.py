@@ -1,5 +1,5 @@
-"""One request's output on its way from the engine's thread to the task that waits for it. In: deltas, as steps make
-them; out: an asynchronous iterator over them, or the error that ended it."""
+"""Output queues between the engine's thread and asyncio tasks: each request's deltas become an asynchronous iterator
+that ends with the request or with its error."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from ttpu_serve.api.outputs import Logprob, OutputDelta
 
 
 class EngineDeadError(TTPUError):
-    """The engine failed, or was shut down, and serves nothing any more."""
+    """The engine failed or was shut down and serves no requests."""
 
 
 class EngineClosingError(TTPUError):
-    """The engine finishes what it has and takes nothing new."""
+    """The engine finishes its running requests and takes no new ones."""
 
 
 class RequestFailedError(TTPUError):
-    """One request failed within the engine; others go on."""
+    """One request failed within the engine; others continue."""
 
 
 class RequestTimeoutError(TTPUError):
-    """A request took longer than it was given; what it had said until then was delivered."""
+    """A request exceeded its time limit; its output until then was delivered."""
 
 
 class Stream:
-    """The output of one request as it comes: iterate over it once, in the loop where it was made.
+    """The output queue of one request. Iterate over it once, in the event loop where it was made.
 
-    Deltas that the consumer has not taken are merged for each sequence, so that a slow one holds its text and no queue.
-    `abort` has the engine stop, `forget` is told when nothing more comes. A sequence that fails has the engine stop
-    those beside it."""
+    Deltas that the consumer has not taken are merged per sequence, so that a slow consumer does not grow the queue.
+    `abort` is called to stop the request in the engine, `forget` when no more deltas follow. If one sequence fails, the
+    request's other sequences are aborted.
+    """
 
     def __init__(
         self, request_id: str, sequences: int, abort: Callable[[Stream], None], forget: Callable[[Stream], None]
@@ -49,11 +50,11 @@ class Stream:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more comes from the engine."""
+        """Whether the engine sends no more deltas."""
         return not self._running or self._error is not None
 
     def put(self, delta: OutputDelta) -> None:
-        """One delta of the engine's; called in the loop."""
+        """Add a delta from the engine. Call it in the event loop."""
         if self.finished:
             return
         if delta.error is not None:
@@ -70,7 +71,7 @@ class Stream:
         self._ready.set()
 
     def end(self, reason: str) -> None:
-        """End the sequences that are not done, after what they said so far; called in the loop."""
+        """End unfinished sequences with a finish reason, after their output so far. Call it in the event loop."""
         for index in sorted(self._running):
             last = self._last.get(index) or OutputDelta(self.request_id, index, "", [], None, None)
             logprobs: list[dict[int, Logprob]] | None = None if last.logprobs is None else []
@@ -79,14 +80,14 @@ class Stream:
             )
 
     def fail(self, error: TTPUError) -> None:
-        """End with an error, after what was said so far; called in the loop."""
+        """End the stream with an error, after the output so far. Call it in the event loop."""
         if not self.finished:
             self._error = error
             self._done()
             self._ready.set()
 
     def expire_after(self, seconds: float) -> None:
-        """Abort if it is not done by then."""
+        """Abort the request after `seconds`, unless it has finished."""
 
         def expired() -> None:
             self._abort(self)
@@ -100,7 +101,7 @@ class Stream:
         self._deadline = self.loop.call_later(seconds, expired)
 
     def close(self) -> None:
-        """Abort what is still running; nothing where all of it is done."""
+        """Abort the request, unless it has finished."""
         if not self.finished:
             self._abort(self)
             self.fail(EngineClosingError("the stream was closed before its answer was done: ask again."))
@@ -127,7 +128,7 @@ class Stream:
 
 
 def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """Successive deltas of one sequence as one."""
+    """Merge successive deltas of one sequence."""
     first, last = deltas[0], deltas[-1]
     if first is last:
         return first

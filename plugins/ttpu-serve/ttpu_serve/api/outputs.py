@@ -1,5 +1,4 @@
-"""What the engine gives back. In: nothing; out: plain values whose names are vLLM's, so that callers need not
-change."""
+"""Outputs of the engine: plain dataclasses with vLLM's names, so that callers need not change."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ ErrorKind = Literal["engine", "request"]
 
 @dataclass(frozen=True)
 class Logprob:
-    """A token's natural log-probability in the model's own distribution (before temperature and filters), its rank (1
-    is the likeliest; None where it is not among those reported) and its text."""
+    """A token's natural log-probability under the model's own distribution (before temperature and filters), its rank
+    (1 is the most likely; None if it is not among the reported tokens) and its text."""
 
     logprob: float
     rank: int | None = None
@@ -24,7 +23,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times in seconds of `time.monotonic`; None for what has not happened yet."""
+    """Times in seconds of `time.monotonic`; None for events that have not happened yet."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -34,11 +33,13 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One generated sequence. `token_ids` holds the stop token that ended it, if one did; `text` neither that nor a
-    stop string.
+    """One generated sequence. `token_ids` includes a stop token that ended it; `text` includes neither a stop token nor
+    a stop string.
 
-    logprobs: for each token, token id → Logprob, the chosen token first. finish_reason: None while it grows, then
-    stop, length or abort. stop_reason: the token id or text that ended it; None for the end of sequence."""
+    logprobs: for each token, token id → Logprob, the chosen token first. finish_reason: None while the sequence grows,
+    then stop, length or abort. stop_reason: the token id or text that ended the sequence; None for an end-of-sequence
+    token.
+    """
 
     index: int
     text: str = ""
@@ -50,13 +51,13 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether it is whole."""
+        """Whether the sequence is complete."""
         return self.finish_reason is not None
 
 
 @dataclass
 class RequestOutput:
-    """A prompt's sequences. `num_cached_tokens` of the prompt were found in the prefix cache."""
+    """A prompt and its generated sequences. `num_cached_tokens` counts the prompt tokens found in the prefix cache."""
 
     request_id: str
     prompt: str | None
@@ -70,7 +71,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """A prompt's embedding: float32 [hidden], of length one."""
+    """A prompt's embedding: float32 [hidden], of unit length."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -80,10 +81,11 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """What one engine step added to one sequence: the stream that servers send on.
+    """The output that one engine step added to one sequence. Servers stream these deltas.
 
-    `text` and `token_ids` are new since the last delta (text may be held back while it may begin a stop string, or is
-    half a character; token ids are never held back)."""
+    `text` and `token_ids` are new since the last delta. Text is held back while it may begin a stop string or ends
+    within a character; token ids are never held back.
+    """
 
     request_id: str
     index: int

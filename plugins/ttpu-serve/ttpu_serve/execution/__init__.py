@@ -1,1 +1,1 @@
-"""The engine's loop: requests in, scheduled steps to a model runner, tokens and text out."""
+"""The engine's loop: it schedules requests, dispatches steps to a model runner, and returns tokens and text."""

@@ -1,5 +1,5 @@
-"""The engine's loop: requests come at any time, and each step gives what it added to their outputs. One thread calls
-it; while the device runs a step, this host decodes the last one's text and schedules the next."""
+"""The engine core: requests may be added at any time, and each step returns the deltas of their outputs. One thread
+calls it. While the device runs a step, the host decodes the previous step's text and schedules the next step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ttpu_serve.scheduling.scheduler_output import ScheduledStep
 
 @dataclass(frozen=True)
 class _Dispatched:
-    """A step that the runner works on: as it was scheduled, as the runner was given it, and where its results come."""
+    """A dispatched step: as scheduled, as passed to the runner, and its pending results."""
 
     scheduled: ScheduledStep
     step: RunnerStep
@@ -43,9 +43,10 @@ class _Dispatched:
 
 
 class EngineCore:
-    """Requests in, tokens out, over any `ModelRunner`. Made by `ttpu_serve.api.build_engine`.
+    """Serves requests with any `ModelRunner`. `ttpu_serve.api.build_engine` makes it.
 
-    Not safe for several threads: `AsyncEngine` gives it one of its own."""
+    It is not thread-safe: `AsyncEngine` gives it a thread of its own.
+    """
 
     def __init__(
         self,
@@ -60,17 +61,16 @@ class EngineCore:
         speculation: Speculation | None = None,
         overlap: bool = True,
     ) -> None:
-        """
-        Args:
-            runner: with its pages made and its programs compiled.
-            scheduler: with the runner's limits and page groups.
-            tokenizer: transformers' tokenizer of the model, or None.
-            model_name: what the server calls the model.
+        """Args:
+            runner: the runner, with allocated pages and compiled programs.
+            scheduler: made with the runner's limits and page groups.
+            tokenizer: the model's transformers tokenizer, or None.
+            model_name: the model's name in responses.
             stop_ids: tokens that end a sequence.
-            costs: counts FLOPs and bytes; None counts none.
+            costs: counts FLOPs and bytes; None counts nothing.
             model: the loaded model that shares the runner's weights.
-            speculation: drafts; None for none.
-            overlap: schedule a step before the tokens of the last one are known.
+            speculation: makes and counts drafts; None turns speculation off.
+            overlap: schedule a step before the tokens of the previous one are known.
         """
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.input_processor = InputProcessor(runner, tokenizer, stop_ids)
@@ -105,14 +105,20 @@ class EngineCore:
         pooling: Pooling | None = None,
         cache_salt: str | None = None,
     ) -> None:
-        """Take a request; its deltas come out of `step` under its id, with an index per sequence.
+        """Add a request. `step` returns its deltas under its id, with an index per sequence.
 
         Args:
-            cache_salt: only requests with the same one share prefixes with it.
+            request_id: an id that no running or waiting request has.
+            prompt: a text, token ids, or a mapping with one of them.
+            params: sampling parameters.
+            priority: requests with lower values run first.
+            adapter: name of a loaded LoRA adapter; None uses the base model.
+            pooling: asks for the prompt's embedding instead of generated tokens.
+            cache_salt: only requests with the same salt share cached prefixes.
 
         Raises:
-            QueueFullError: too many wait already.
-            RequestError: a prompt or value that cannot be served, or an id that is taken.
+            QueueFullError: too many requests wait already.
+            RequestError: the prompt or a value cannot be served, or the id is taken.
         """
         if self.closed:
             raise RequestError("a request was made, but the engine is closed: open another one.")
@@ -142,27 +148,27 @@ class EngineCore:
         self._prompt_tokens += len(made[0].request.prompt)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request: nothing more is said of it. Unknown ids are no error."""
+        """Drop a request; no more deltas of it are returned. Unknown ids are ignored."""
         self._held = [delta for delta in self._held if delta.request_id != request_id]
         for child in self._children.pop(request_id, ()):
             self._forget(child, self.scheduler.abort(child))
 
     def token_ids(self, prompt: PromptInput) -> list[int]:
-        """A prompt's tokens, see `InputProcessor.token_ids`."""
+        """Return a prompt's token ids; see `InputProcessor.token_ids`."""
         return list(self.input_processor.read(prompt).token_ids)
 
     def stream(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], timings: Timings
     ) -> Iterator[StreamEvent]:
-        """Events of several prompts, one per token, as they come; see `stream_events`.
+        """Yield events of several prompts, one per token, as they come; see `stream_events`.
 
         Raises:
-            RequestError: at once, for a prompt or a value that cannot be served.
+            RequestError: a prompt or a value cannot be served; raised at once.
         """
         return stream_events(self, prompts, params, timings)
 
     def inbox(self, request_ids: Iterable[str]) -> Inbox:
-        """A place of their own for the deltas of some requests, which `step` then does not return."""
+        """Return a separate queue for the deltas of some requests; `step` no longer returns these."""
         return Inbox(self, request_ids)
 
     def hold(self, delta: OutputDelta) -> None:
@@ -173,14 +179,15 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
+        """Whether `step` has anything to do."""
         waiting = bool(self._outputs) and not self.asleep
         return bool(self._held or self._in_flight) or waiting
 
     def step(self) -> list[OutputDelta]:
-        """Dispatch what is next and read what is done: at most one step of each.
+        """Dispatch the next step if one can be scheduled, collect the oldest finished step, and return its deltas.
 
-        Whatever it raises, pages and requests are accounted for, and a later call goes on."""
+        If it raises, pages and requests stay consistent, and a later call continues.
+        """
         deltas, self._held = self._held, []
         try:
             if not self.asleep:
@@ -207,7 +214,7 @@ class EngineCore:
             self._collect(deltas)
 
     def _waits_for_tokens(self) -> bool:
-        """Whether the next step depends on the last one's tokens: guides and drafts do."""
+        """Whether the next step depends on the previous step's tokens, as guides and drafts do."""
         guided = (output.request.status is Status.RUNNING for output in self._guided.values())
         return self.speculation.proposer is not None or any(guided)
 
@@ -232,7 +239,7 @@ class EngineCore:
         self._steps += 1
 
     def _collect(self, deltas: list[OutputDelta]) -> None:
-        """Wait for the oldest dispatched step, and give each request its tokens."""
+        """Wait for the oldest dispatched step and give each request its tokens."""
         done = self._in_flight.popleft()
         scheduled = done.scheduled
         try:
@@ -275,14 +282,14 @@ class EngineCore:
                 self._close(output)
 
     def _live(self, request: Request) -> SequenceOutput | None:
-        """The output of a request that still wants one. A later request may have taken its id."""
+        """Return the output of an unfinished request, or None. A later request may have taken its id."""
         output = self._outputs.get(request.id)
         return output if output is not None and output.request is request and not output.finished else None
 
     # -- state of the whole engine --
 
     def stats(self) -> EngineStats:
-        """Counters and gauges."""
+        """Return counters and gauges."""
         scheduler, compiled, speculation = self.scheduler.stats(), self.runner.compile_stats(), self.speculation
         names = [group.name for group in self.runner.page_groups]
         pages = zip(scheduler.pages_in_use, scheduler.pages_total, strict=True)
@@ -316,26 +323,27 @@ class EngineCore:
 
     @property
     def adapters(self) -> dict[str, int]:
-        """Loaded LoRA adapters by name, each with its number."""
+        """Names of the loaded LoRA adapters, each with its number."""
         return {} if self.runner.adapters is None else dict(self.runner.adapters.names)
 
     def load_adapter(self, name: str, directory: str) -> None:
-        """Load a LoRA adapter in PEFT's format, in place of one of the same name; requests finish with what they
-        started with.
+        """Load a LoRA adapter in PEFT's format. It replaces an adapter of the same name; running requests finish with
+        the adapter they started with.
 
         Raises:
-            RequestError: no room (`max_adapters`, `max_lora_rank`), or no adapter there.
-            CheckpointError, MappingError, UnsupportedError: an adapter that this model cannot use.
+            RequestError: the limits `max_adapters` or `max_lora_rank` do not suffice, or the directory holds no
+                adapter.
+            CheckpointError, MappingError, UnsupportedError: this model cannot use the adapter.
         """
         self.prepare_adapter(name, directory)()
 
     def prepare_adapter(self, name: str, directory: str) -> Callable[[], None]:
-        """The slow half of `load_adapter`, which reads files and may run in another thread than the engine's; what it
-        returns is the other half, for the engine's.
+        """Do the slow half of `load_adapter`, which reads files and may run in any thread. Return the fast half, a
+        function for the engine's thread.
 
         Raises:
-            RequestError, CheckpointError, MappingError, UnsupportedError: as `load_adapter`, which the other half does
-                for what depends on the engine's state.
+            RequestError, CheckpointError, MappingError, UnsupportedError: as `load_adapter`; the returned function
+                raises those that depend on the engine's state.
         """
         checked = self._slots_for(name).check(read_adapter(directory))
 
@@ -353,10 +361,10 @@ class EngineCore:
         return slots
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter; requests that use it finish with it.
+        """Unload a LoRA adapter; running requests that use it finish with it.
 
         Raises:
-            RequestError: there is none of this name.
+            RequestError: no adapter of this name is loaded.
         """
         slots = self.runner.adapters
         if slots is None or name not in slots.names:
@@ -365,12 +373,12 @@ class EngineCore:
         slots.unload(name)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what prompts have in common with earlier ones."""
+        """Drop all cached prefixes."""
         self.scheduler.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Give the devices' memory back: weights go to the host, cached keys and values are dropped. Requests stay, and
-        are computed again after `wake_up`."""
+        """Free the devices' memory: move the weights to the host and drop the KV cache. Requests are kept and computed
+        again after `wake_up`."""
         if not self.asleep:
             self._pause()
             self.runner.sleep()
@@ -380,7 +388,7 @@ class EngineCore:
             self.asleep = True
 
     def wake_up(self) -> None:
-        """Put the weights back on the devices, and go on."""
+        """Move the weights back to the devices and continue."""
         if self.asleep:
             self.runner.wake_up()
             if self.speculation.proposer is not None:
@@ -388,29 +396,29 @@ class EngineCore:
             self.asleep = False
 
     def update_weights(self, weights: str | Path | Mapping[str, Any]) -> None:
-        """Replace some or all weights, awake or asleep. Running requests keep the tokens that they have and go on with
-        the new weights; nothing that the old ones computed is used again.
+        """Replace some or all weights, awake or asleep. Running requests keep their tokens and continue with the new
+        weights; keys and values of the old weights are dropped.
 
         Args:
-            weights: a directory (of a checkpoint, or of safetensors files alone), or tensor name → array, by the names
-                and shapes of the model's checkpoint.
+            weights: a directory (a checkpoint, or only safetensors files), or a mapping from the checkpoint's tensor
+                names to arrays of the model's shapes.
 
         Raises:
-            RequestError, MappingError, CheckpointError: what does not fit, before anything is replaced.
+            RequestError, MappingError, CheckpointError: the weights do not fit; nothing is replaced then.
         """
         with self.runner.weight_update(weights) as replace:
             self._pause()
             replace()
 
     def _pause(self) -> None:
-        """Finish what is dispatched, and let every request start over from its tokens."""
+        """Collect all dispatched steps and preempt every request."""
         while self._in_flight:
             self._collect(self._held)
         self.scheduler.preempt_all()
         self.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
-        """Abort everything and give the device's memory back."""
+        """Abort all requests and free the devices' memory."""
         for request_id in list(self._children):
             self.abort(request_id)
         while self._in_flight:
@@ -442,7 +450,7 @@ class EngineCore:
 def _add_rules(
     rules: dict[tuple[int, int], RowRules], output: SequenceOutput, scheduled: ScheduledStep, index: int
 ) -> None:
-    """Add what the rows of request `index` must obey."""
+    """Add the rules for the rows of request `index`."""
     draft = scheduled.drafts[index] if scheduled.drafts else []
     first = int(scheduled.starts[index] + scheduled.counts[index]) - len(draft) - len(output.request.prompt)
     masks = output.guide.masks(draft) if output.guide is not None else None

@@ -1,4 +1,4 @@
-"""What serving refuses beside a request's own values: a request that came at a bad time, and may come again."""
+"""Refusals that depend on the engine's load, not on the request: the same request may succeed later."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from ttpu_core.errors import RequestError
 
 
 class QueueFullError(RequestError):
-    """As many requests wait as the engine was told to let wait; the same request may succeed later."""
+    """The waiting queue is full; the same request may succeed later."""

@@ -1,5 +1,5 @@
-"""Who waits for what. In: the deltas of an engine's steps; out: to each caller those of its own requests, however many
-callers take turns at stepping one engine."""
+"""Distributes the deltas of an engine's steps to the callers that wait for them, when several callers take turns
+stepping one engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Inbox:
-    """The deltas of some requests; made by `EngineCore.inbox`, and open until `close`, which aborts what is left."""
+    """The queue of deltas of some requests. `EngineCore.inbox` makes it; `close` ends it and aborts unfinished
+    requests."""
 
     def __init__(self, engine: EngineCore, request_ids: Iterable[str]) -> None:
         self._engine, self._ids = engine, tuple(request_ids)
@@ -24,14 +25,14 @@ class Inbox:
             engine.inboxes[request_id] = self
 
     def put(self, delta: OutputDelta) -> None:
-        """Keep a delta until it is taken."""
+        """Queue a delta."""
         self._deltas.append(delta)
 
     def take(self) -> list[OutputDelta]:
-        """What has come since the last call; runs a step of the engine where nothing has.
+        """Return the queued deltas; run a step of the engine if there are none.
 
         Raises:
-            RequestError: the engine sleeps or is closed, so that nothing would ever come.
+            RequestError: the engine sleeps or is closed, so that no delta can come.
         """
         engine = self._engine
         if not self._deltas:
@@ -45,7 +46,7 @@ class Inbox:
         return taken
 
     def close(self) -> None:
-        """Take no more, and abort the requests that are not finished."""
+        """Close the queue and abort unfinished requests."""
         for request_id in self._ids:
             if self._engine.inboxes.pop(request_id, None) is not None:
                 self._engine.abort(request_id)

@@ -1,5 +1,5 @@
-"""From what a caller asks to requests that can be scheduled: one `SequenceOutput` per sequence that is asked for, each
-with its `Request`, or one clear refusal."""
+"""Turns a caller's prompt and parameters into requests that can be scheduled: one `SequenceOutput` with its `Request`
+per sequence. Invalid requests are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_PRIORITY = 2**31
 
 
 class InputProcessor:
-    """Reads requests for one engine."""
+    """Checks and converts the requests of one engine."""
 
     def __init__(self, runner: ModelRunner, tokenizer: Any, stop_ids: frozenset[int]) -> None:
         self.runner, self.tokenizer, self.stop_ids = runner, tokenizer, stop_ids
@@ -39,10 +39,10 @@ class InputProcessor:
         self._texts: dict[int, str] = {}
 
     def read(self, prompt: PromptInput) -> Prompt:
-        """The prompt: tokenized as the checkpoint says, or as it is.
+        """Return the prompt's token ids; texts are tokenized as the checkpoint specifies.
 
         Raises:
-            RequestError: text without a tokenizer, an empty prompt, or something that is no token of the vocabulary.
+            RequestError: a text is given without a tokenizer, the prompt is empty, or an id is outside the vocabulary.
         """
         if isinstance(prompt, Mapping):
             given = [prompt[name] for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
@@ -80,10 +80,19 @@ class InputProcessor:
         pooling: Pooling | None = None,
         cache_salt: str | None = None,
     ) -> list[SequenceOutput]:
-        """One per sequence that is asked for (`params.n`), checked.
+        """Check a request and return one output per sequence (`params.n`; one for pooling).
+
+        Args:
+            request_id: the caller's id; sequences of one request share it.
+            prompt: a text, token ids, or a mapping with one of them and possibly `cache_salt`.
+            params: sampling parameters.
+            priority: requests with lower values run first.
+            adapter: name of a loaded LoRA adapter; None uses the base model.
+            pooling: asks for the prompt's embedding instead of generated tokens.
+            cache_salt: only requests with the same salt share cached prefixes.
 
         Raises:
-            RequestError: a prompt or value that cannot be served.
+            RequestError: the prompt or a value cannot be served.
         """
         read = self.read(prompt)
         if isinstance(prompt, Mapping):
@@ -149,8 +158,8 @@ class InputProcessor:
         return output
 
     def _salt(self, prompt: Prompt, adapter: str | None, cache_salt: str | None) -> bytes:
-        """What sets a prompt's pages apart from those of equal tokens: what its owner chose, its adapter, and its
-        length where that matters."""
+        """Return the salt of the prompt's page hashes: the caller's salt, the adapter, and the prompt's length if keys
+        depend on it."""
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt is {cache_salt!r}, but a text is needed: correct it, or leave it out.")
         chosen = blake2b(cache_salt.encode("utf-8", "surrogatepass")).digest() if cache_salt else b""
@@ -158,7 +167,7 @@ class InputProcessor:
         return chosen + of_adapter + self.runner.length_salt(len(prompt))
 
     def _text_of(self, token: int) -> str | None:
-        """One token as text, as log-probabilities show it."""
+        """Return one token as text, as log-probabilities show it."""
         if self.tokenizer is None:
             return None
         if token not in self._texts:

@@ -1,5 +1,5 @@
-"""What one request says about single tokens' logits. In: its `logit_bias`, `min_tokens` and `allowed_token_ids`; out:
-small arrays for the sampler: token ids with what is added to their logits, and a bit mask of the tokens allowed."""
+"""Per-token rules of one request (`logit_bias`, `min_tokens`, `allowed_token_ids`) as small arrays for the sampler:
+token ids with the values added to their logits, and a bit mask of allowed tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ Bias = tuple[np.ndarray, np.ndarray]
 
 
 def mask_words(rows: int) -> int:
-    """Words of 32 bits in a mask over `rows` logits."""
+    """Return the number of 32-bit words of a mask over `rows` logits."""
     return -(-rows // 32)
 
 
 def mask_of(tokens: Iterable[int], rows: int) -> np.ndarray:
-    """The mask uint32 [words] that holds just `tokens`: bit i % 32 of word i // 32 is token i's."""
+    """Return the mask uint32 [words] in which exactly `tokens` are set: bit i % 32 of word i // 32 stands for token
+    i."""
     mask = np.zeros(mask_words(rows), np.uint32)
     ids = np.fromiter(tokens, np.int64)
     np.bitwise_or.at(mask, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
@@ -31,10 +32,10 @@ def mask_of(tokens: Iterable[int], rows: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Rules:
-    """One request's rules.
+    """The rules of one request.
 
-    mask: uint32 [words], or None where every token is allowed. always: the bias of `logit_bias`. early: the bias of the
-    first `min_tokens` tokens, which also forbids the tokens that would end the request.
+    mask: uint32 [words], or None if every token is allowed. always: the bias of `logit_bias`. early: the bias during
+    the first `min_tokens` tokens, which also forbids tokens that would end the request.
     """
 
     mask: np.ndarray | None
@@ -44,11 +45,13 @@ class Rules:
 
     @classmethod
     def for_request(cls, request: Request, vocab_size: int, rows: int) -> Rules:
-        """The rules of `request`, whose `stop_ids` are known, for logits [rows] of which `vocab_size` are tokens.
+        """Make the rules of `request`, whose `stop_ids` are known, for logits [rows]; the first `vocab_size` rows are
+        tokens.
 
-        A guided request's mask forbids its stop tokens by itself (`GuideState`), since its grammar may allow no other.
+        For guided requests `GuideState` forbids early stop tokens, because a grammar may allow no other token.
 
-        Raises RequestError for tokens outside the vocabulary, too many of them, or rules that leave none.
+        Raises:
+            RequestError: a token is outside the vocabulary, too many tokens have a bias, or no token remains allowed.
         """
         params = request.params
         _inside("logit_bias", params.logit_bias, vocab_size)
@@ -78,7 +81,7 @@ class Rules:
         )
 
     def bias(self, step_index: int) -> Bias | None:
-        """What to add to the logits from which the answer's token `step_index`, the first being 0, is chosen."""
+        """Return the bias for the logits of output token `step_index`, which counts from 0."""
         return self.early if step_index < self.min_tokens else self.always
 
 

@@ -1,5 +1,4 @@
-"""What requests want to know of their prompts: log-probabilities of prompt tokens, and embeddings, both from a step's
-residual stream."""
+"""Prompt log-probabilities and embeddings, computed from a step's residual stream."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ NOT_A_NUMBER = (
 def read_prompts(
     step: ScheduledStep, done: InFlight, outputs: Sequence[SequenceOutput | None], runner: ModelRunner
 ) -> None:
-    """Note what a step says of the prompts that it computed; `outputs` are those of the step's requests, None for ones
-    that are gone. The stream is fetched once, and the head runs once, for all of them."""
+    """Store prompt log-probabilities and pooled states of a step. `outputs` belong to the step's requests, with None
+    for requests that are gone. The stream is fetched once and the head runs once for all of them."""
     begins = np.cumsum(step.counts) - step.counts
     scored: list[tuple[SequenceOutput, int, int, list[int]]] = []
     stream: np.ndarray | None = None
@@ -53,7 +52,7 @@ def read_prompts(
 
 
 def finish_pooling(output: SequenceOutput) -> None:
-    """End a request whose prompt is whole by its embedding, of length one."""
+    """End a request whose prompt is complete with its embedding, of unit length."""
     assert output.pooled is not None
     request = output.request
     vector = output.pooled / (len(request.prompt) if request.pooling == "mean" else 1)
@@ -65,7 +64,7 @@ def finish_pooling(output: SequenceOutput) -> None:
 
 
 def _pool(output: SequenceOutput, stream: np.ndarray, start: int) -> None:
-    """Take in the part of a prompt that begins at `start`: its last token, or the sum of all."""
+    """Add the part of a prompt that begins at `start`: its last token's state, or the sum over its tokens."""
     if output.request.pooling == "last":
         output.pooled = stream[-1]
     else:

@@ -1,4 +1,4 @@
-"""From what a row sampled to the tokens that count for its sequence. What goes wrong here is one request's affair."""
+"""Turns sampled rows into the accepted tokens of a sequence. An error here fails one request only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ log = logging.getLogger("ttpu.engine")
 
 
 def accepted(sampled: list[int], draft: list[int]) -> list[int]:
-    """The tokens that hold: the first that was sampled, and after each draft token that equals it the next one."""
+    """Return the accepted tokens: the first sampled one, and one more after each draft token that equals the sampled
+    token."""
     count = 1
     for guess, token in zip(draft, sampled, strict=False):
         if guess != token:
@@ -22,10 +23,11 @@ def accepted(sampled: list[int], draft: list[int]) -> list[int]:
 
 
 def take_row(output: SequenceOutput, sampled: list[int], row: int, values: SampledRows) -> list[int]:
-    """Give an output the tokens of its rows, of which the first is `row`, and bring its text and end up to them.
+    """Append the tokens of a sequence's rows to its output, and update its text and finish reason. `row` is the first
+    row.
 
     Returns:
-        The tokens that count; none where the request failed, which its output then says.
+        The accepted tokens; empty if the request failed, which its output then records.
     """
     try:
         return _take(output, sampled, row, values)

@@ -1,4 +1,4 @@
-"""The least that sampling must be able to do for a request."""
+"""Determines the sampling level that a request needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GREEDY, DRAW, ALL = range(len(SAMPLING_LEVELS))
 
 
 def level_of(params: SamplingParams) -> int:
-    """The lowest level that serves a request, as an index into `SAMPLING_LEVELS`."""
+    """Return the lowest level that serves a request, as an index into `SAMPLING_LEVELS`."""
     special = (
         params.has_penalties
         or params.logprobs is not None

@@ -1,5 +1,5 @@
-"""One generated sequence while it grows: which of its sampled tokens count, why it ends, and what is new for the
-caller: text that is certain, tokens, log-probabilities."""
+"""The output of one sequence while it grows: accepted tokens, finish reason, and the text, tokens and log-probabilities
+that are new for the caller."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ TokenLogprobs = dict[int, Logprob]
 
 
 class SequenceOutput:
-    """Text, log-probabilities and end of one request.
+    """Text, log-probabilities and finish reason of one sequence.
 
-    `request_id` is that of the caller's request, whose sequence number `index` this is."""
+    Args:
+        request: the scheduled request of this sequence.
+        request_id: the id of the caller's request.
+        index: the sequence's number within the caller's request.
+        tokenizer: the model's tokenizer, or None.
+        text_of: returns one token as text, for log-probabilities.
+    """
 
     def __init__(
         self, request: Request, request_id: str, index: int, tokenizer: Any, text_of: Callable[[int], str | None]
@@ -47,9 +53,10 @@ class SequenceOutput:
         self._new_logprobs: list[TokenLogprobs] = []
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> int:
-        """Go on by tokens that were sampled; how many of them count, those after an end do not.
+        """Append sampled tokens and return how many of them were accepted; tokens after the end are dropped.
 
-        `finish_reason` is set where the answer ended."""
+        Sets `finish_reason` if the sequence ended.
+        """
         params, generated = self.request.params, len(self.request.output)
         for number, token in enumerate(tokens):
             generated += 1
@@ -77,26 +84,26 @@ class SequenceOutput:
         return len(tokens)
 
     def fail(self, sentence: str, kind: ErrorKind = "engine") -> None:
-        """End it by an error, which is the engine's fault or the request's."""
+        """End the sequence with an error; `kind` tells whether the engine or the request caused it."""
         self.error, self.error_kind = sentence, kind
         self._end("error")
 
     def end(self, reason: str) -> None:
-        """End it from outside."""
+        """End the sequence with the finish reason `reason`."""
         self._end(reason)
 
     @property
     def wants_prompt(self) -> bool:
-        """Whether something is asked about the prompt's tokens: log-probabilities, or an embedding."""
+        """Whether prompt log-probabilities or an embedding are requested."""
         return self.request.pooling is not None or self.request.params.prompt_logprobs is not None
 
     @property
     def finished(self) -> bool:
-        """Whether nothing follows."""
+        """Whether the sequence has ended."""
         return self.finish_reason is not None
 
     def delta(self) -> OutputDelta | None:
-        """What is new since the last call; None where nothing is."""
+        """Return the output since the last call, or None if there is none."""
         if not (self._new_tokens or self._new_text or self.finished):
             return None
         request, first = self.request, not self._began
@@ -123,7 +130,14 @@ class SequenceOutput:
     def logprobs_of(
         self, token: int, logprob: float, top_tokens: np.ndarray, top_logprobs: np.ndarray, count: int
     ) -> TokenLogprobs:
-        """The chosen token's log-probability and those of the `count` likeliest."""
+        """Return the log-probabilities of the chosen token and of the `count` most likely ones.
+
+        Args:
+            token: the chosen token. logprob: its log-probability.
+            top_tokens: int32 [max_logprobs], most likely first.
+            top_logprobs: float32 [max_logprobs].
+            count: how many of the most likely tokens to include.
+        """
         top = top_tokens.tolist()
         rank = top.index(token) + 1 if token in top else None
         found: TokenLogprobs = {token: Logprob(logprob, rank, self._text_of(token))}
@@ -139,11 +153,12 @@ class SequenceOutput:
         top_tokens: np.ndarray,
         top_logprobs: np.ndarray,
     ) -> None:
-        """Note those of prompt tokens `start` and on; the first prompt token has none.
+        """Store log-probabilities of the prompt tokens from position `start`; the first prompt token has none.
 
         Args:
             start: the position of the first target. targets: token ids.
-            logprobs: float32 [targets]. top_tokens, top_logprobs: [targets, max_logprobs], likeliest first.
+            logprobs: float32 [targets].
+            top_tokens, top_logprobs: [targets, max_logprobs], most likely first.
         """
         if self.prompt_logprobs is None:
             self.prompt_logprobs = [None]

@@ -1,4 +1,4 @@
-"""Speculative decoding as the engine's loop sees it: drafts are asked for before a step, counted after it."""
+"""Speculative decoding in the engine's loop: it requests drafts before a step and counts accepted tokens after it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ttpu_serve.speculative.proposer import Proposer
 
 
 class Speculation:
-    """A proposer, and how its drafts fared; without a proposer it does nothing.
+    """A proposer and the counts of its drafts. Without a proposer it does nothing.
 
-    drafted, accepted: tokens. accepted_at: accepted tokens by their place in the draft.
+    drafted, accepted: numbers of tokens. accepted_at: accepted tokens by position in the draft.
     """
 
     def __init__(self, proposer: Proposer | None = None, draft_tokens: int = 0) -> None:
-        """`draft_tokens`: per request and step at most."""
+        """`draft_tokens`: maximum draft tokens per request and step."""
         self.proposer, self.draft_tokens = proposer, draft_tokens
         self.drafted = self.accepted = 0
         self.accepted_at = [0] * draft_tokens
@@ -31,7 +31,7 @@ class Speculation:
         return self.proposer is not None and self.proposer.wants_hidden
 
     def propose(self, outputs: Iterable[SequenceOutput]) -> None:
-        """Ask for drafts of the requests that may have some."""
+        """Request drafts for the sequences that can have them."""
         if self.proposer is None:
             return
         ready = [output for output in outputs if _speculates(output)]
@@ -44,15 +44,15 @@ class Speculation:
             output.request.draft = list(draft)
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Note how a draft of one request fared."""
+        """Count the drafted and accepted tokens of one request."""
         self.drafted += drafted
         self.accepted += accepted
         for place in range(accepted):
             self.accepted_at[place] += 1
 
     def observe(self, scheduled: ScheduledStep, done: InFlight, kept: Sequence[Sequence[int]]) -> None:
-        """Show the proposer the hidden states from which each request's newest token was drawn; `kept` are the tokens
-        of each request that count."""
+        """Pass the proposer the hidden states from which each request's newest token was drawn. `kept` holds each
+        request's accepted tokens."""
         sampled = [index for index, tokens in enumerate(kept) if tokens]
         if not sampled or self.proposer is None:
             return
@@ -63,7 +63,8 @@ class Speculation:
 
 
 def _speculates(output: SequenceOutput) -> bool:
-    """Whether drafts can be judged: penalties change with every token, and prompts have nothing to guess."""
+    """Whether drafts of a request can be verified: penalties change with every token, and incomplete prompts need no
+    drafts."""
     request = output.request
     decodes = request.status is Status.RUNNING and request.pending == 0 and request.computed == request.known - 1
     return decodes and not request.params.has_penalties and request.pooling is None

@@ -1,4 +1,4 @@
-"""What an engine did and is doing, as plain numbers: the source of metrics pages and benchmarks."""
+"""The engine's counters and gauges as plain numbers, for metrics and benchmarks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot. Counters count from the engine's start.
+    """A snapshot of the engine. Counters count from the engine's start.
 
-    kv_usage: share of pages in use, of the fullest group. pages_in_use, pages: by group name.
-    prefix_queries, prefix_hits: prompt tokens looked for in the prefix cache, and found.
-    drafted, accepted: tokens of speculative decoding; accepted_at: by place in the draft.
-    recompiles: programs compiled while serving. model_flops: floating point operations of the model's products, and
-    hbm_bytes: weights and cached keys and values that steps read, both by formula.
-    device_seconds: time in which a step was under way.
+    kv_usage: share of used pages in the fullest group. pages_in_use, pages: by group name.
+    prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache.
+    drafted, accepted: tokens of speculative decoding; accepted_at: accepted tokens by position in the draft.
+    recompiles: programs compiled while serving. model_flops: floating point operations of the model's matrix products,
+    by formula. hbm_bytes: bytes of weights and cached keys and values that steps read, by formula.
+    device_seconds: time during which a step was running.
     """
 
     waiting: int = 0

@@ -1,5 +1,5 @@
-"""From the scheduler's step to the one that a runner is given: token ids, rows whose logits are wanted, block tables,
-and the requests that take their slots. It refers to no object of the engine, so that it can be sent to other hosts."""
+"""Converts a scheduled step into a `RunnerStep`: token ids, rows whose logits are needed, block tables, and requests
+that take their slots. The result refers to no object of the engine, so that it can be sent to other hosts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ttpu_serve.scheduling.scheduler_output import ScheduledStep
 
 
 class StepBuilder:
-    """Builds and dispatches a runner's steps; remembers which request each slot was given to, and which slots hold the
-    token that was sampled last."""
+    """Builds and dispatches the runner's steps. It tracks which request owns each slot and which slots hold their last
+    sampled token on the device."""
 
     def __init__(self, runner: ModelRunner) -> None:
         limits = runner.limits
@@ -31,12 +31,12 @@ class StepBuilder:
         *,
         hidden: bool = False,
     ) -> tuple[RunnerStep, InFlight]:
-        """Send a step to the runner; returns at once.
+        """Send a step to the runner and return at once.
 
         Args:
-            scheduled: what the scheduler chose.
+            scheduled: the scheduler's step.
             tables: per page group int32 [max_num_seqs, pages], by slot.
-            rules: (index of the request in the step, draft position) → what its row's token must obey.
+            rules: (index of the request in the step, draft position) → rules of that row's token.
             hidden: keep the residual stream of the step's tokens.
         """
         slots = scheduled.slots
@@ -70,12 +70,12 @@ class StepBuilder:
         return step, in_flight
 
     def forget_sampled(self, slots: np.ndarray) -> None:
-        """The newest tokens of these slots are the requests' own again, not the ones sampled there last: for drafts,
-        whose tokens may not have come true."""
+        """Mark `slots`, int32 [n], as not holding their newest token on the device. Used after drafts, whose tokens may
+        have been rejected."""
         self._sampled[slots] = False
 
     def reset(self) -> None:
-        """The runner lost whatever it kept by slot."""
+        """Forget all slots, after the runner lost its state."""
         self._owners = [None] * len(self._owners)
         self._sampled[:] = False
 
@@ -90,7 +90,8 @@ class StepBuilder:
     def _tokens_and_rows(
         self, scheduled: ScheduledStep, new: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens of the step, and for each row whose logits are wanted its token and its sequence."""
+        """Return the step's tokens [tokens], the rows [rows] whose logits are needed, and the sequence of each row
+        [rows]."""
         ends = np.cumsum(scheduled.counts)
         tokens = np.full(int(ends[-1]), IN_FLIGHT, np.int32)
         drafts = scheduled.drafts

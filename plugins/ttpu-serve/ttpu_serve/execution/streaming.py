@@ -1,5 +1,4 @@
-"""Several prompts' tokens as one stream of the core's events, one per token, for models that generate by their
-engine."""
+"""Streams the tokens of several prompts as events of the core, for models that generate through their engine."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ _NUMBERS = itertools.count()
 def stream_events(
     engine: EngineCore, prompts: Sequence[list[int]], params: Sequence[SamplingParams], timings: Timings
 ) -> Iterator[StreamEvent]:
-    """Events of all prompts as their tokens come; `index` is the prompt's place, and `timings` are added to.
+    """Yield the events of all prompts, one per token; `index` is the prompt's position. Adds to `timings`.
 
     Raises:
-        RequestError: at once, for a prompt or an option that the engine cannot serve.
-        TTPUError: at its step, where a request fails.
+        RequestError: the engine cannot serve a prompt or an option; raised at once.
+        TTPUError: a request failed in a step.
     """
     call = f"generate {next(_NUMBERS)}"
     names = {f"{call}-{index}": index for index in range(len(prompts))}
@@ -70,7 +69,7 @@ def _events(
 
 
 def _of_delta(delta: OutputDelta, index: int, alternatives: int) -> Iterator[StreamEvent]:
-    """Events of one delta, one per token; text and end come with the last."""
+    """Yield the events of one delta, one per token; text and finish reason come with the last."""
     last = len(delta.token_ids) - 1
     for place, token in enumerate(delta.token_ids):
         logprob, top = None, None

@@ -1,5 +1,5 @@
-"""What steps cost by formula: floating point operations of the model's products, and bytes that have to be read. In:
-scheduled steps; out: running totals, which over time and peak rates are MFU and MBU."""
+"""Computes the cost of steps by formula: floating point operations of the model's matrix products, and bytes that must
+be read. Divided by time and peak rates, the totals give MFU and MBU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ class StepCosts:
     """Totals over all steps.
 
     Operations: two per active parameter and token, and 4 * heads * head_dim per token and cached token it attends to.
-    Bytes: the weights once per step, and each sequence's cached keys and values once (windows and chunks cut them)."""
+    Bytes: the weights once per step, and each sequence's cached keys and values once, limited by windows and chunks.
+
+    Args:
+        spec: the model's architecture.
+        weight_bytes: bytes of all weights over all devices.
+        kv_itemsize: bytes of one number of a cached key or value.
+        devices: number of devices.
+        device_kind: the hardware's name; peak rates are None for unknown hardware.
+    """
 
     def __init__(
         self, spec: ArchitectureSpec, weight_bytes: int, kv_itemsize: float, devices: int = 1, device_kind: str = ""
@@ -36,7 +44,7 @@ class StepCosts:
         self.peak_bytes = None if chip is None else chip.hbm_bytes_per_second * devices
 
     def count(self, step: ScheduledStep) -> None:
-        """Add one step."""
+        """Add the cost of one step."""
         ends = step.starts + step.counts
         self.flops += self._flops_per_token * step.num_tokens
         self.bytes += self._weight_bytes

@@ -1,1 +1,1 @@
-"""Guided decoding: grammars, and masks of the tokens that they allow."""
+"""Guided decoding: grammars and masks of the tokens that they allow."""

@@ -1,5 +1,5 @@
-"""From what a request asks its answer to match to llguidance's grammar. In: `GuidedDecoding`; out: the text of a
-grammar, or a sentence about what is wrong with the request's."""
+"""Converts a request's `GuidedDecoding` into llguidance's grammar text, or refuses it with a sentence that names the
+problem."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ _ATTRIBUTE = re.compile(r"^\s*[\w-]+\s*\[[^\]\n]*\b(temperature|stop)\s*=", re.M
 
 
 def kind_of(guided: GuidedDecoding) -> str:
-    """Which of json, regex, choice and grammar it is."""
+    """Return which of json, regex, choice and grammar is set."""
     return next(name for name in ("json", "regex", "choice", "grammar") if getattr(guided, name) not in (None, False))
 
 
 def content_of(guided: GuidedDecoding) -> str:
-    """All that the grammar depends on, as one text: equal for equal guides.
+    """Return a text that determines the grammar: equal guides have equal texts.
 
-    Raises RequestError for a schema that is not JSON."""
+    Raises:
+        RequestError: the schema is not JSON or is nested too deeply.
+    """
     kind = kind_of(guided)
     try:
         return f"{kind} {json.dumps(_schema(guided) if kind == 'json' else getattr(guided, kind))}"
@@ -38,10 +40,11 @@ def content_of(guided: GuidedDecoding) -> str:
 
 
 def grammar_of(guided: GuidedDecoding) -> str:
-    """A grammar for llguidance, whose start is what the whole answer must match; not yet checked.
+    """Return a grammar for llguidance whose start rule matches the whole output. llguidance has not checked it yet.
 
-    Raises RequestError for a schema or grammar that is not even JSON where it has to be, and for parts of a grammar
-    that would be ignored.
+    Raises:
+        RequestError: a schema or grammar is not valid JSON where JSON is needed, or uses attributes that would be
+            ignored.
     """
     kind = kind_of(guided)
     if kind == "json":
@@ -54,7 +57,7 @@ def grammar_of(guided: GuidedDecoding) -> str:
 
 
 def refusal(guided: GuidedDecoding, reason: str) -> RequestError:
-    """What to tell about a grammar that llguidance refuses for `reason`."""
+    """Return the error for a grammar that llguidance refuses for `reason`."""
     kind = kind_of(guided)
     subject = {"json": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}[kind]
     advice = {
@@ -67,7 +70,7 @@ def refusal(guided: GuidedDecoding, reason: str) -> RequestError:
 
 
 def summary(message: str) -> str:
-    """llguidance's report, which may print its whole state, in one line."""
+    """Return the first sentence of llguidance's report, which may be long, as one line."""
     lines = message.split("<state>")[0].splitlines()
     nested = [line.strip() for line in lines if line.startswith("error: ")]  # of the regex crate, below a picture
     first = next((line.strip() for line in lines if line.strip()), "no reason given")
@@ -128,7 +131,7 @@ def _grammar(text: str) -> str:
 
 
 def _grammar_list(text: str) -> str:
-    """llguidance's own form, {"grammars": [{"lark_grammar": …} or {"json_schema": …}, …]}."""
+    """Convert llguidance's own form, {"grammars": [{"lark_grammar": …} or {"json_schema": …}, …]}."""
     guided = GuidedDecoding(grammar=text)
     try:
         grammars = json.loads(text)

@@ -1,9 +1,9 @@
-"""Answers that match a schema, a regular expression, a choice or a grammar. In: a tokenizer and what a request asks
-for; out, token by token, bit masks of the tokens that may come next.
+"""Guides that restrict an output to a schema, a regular expression, a choice or a grammar, by a bit mask of the allowed
+next tokens.
 
-A mask holds every token that leaves the answer on the way to a match, whichever way the tokenizer itself would have
-cut the text, so that it depends on the answer's text alone. The model's end-of-sequence tokens are in it where the
-answer is a match as it stands, and alone in it where nothing can follow.
+A mask contains every token that keeps the text a prefix of a match, not only the tokens of the tokenizer's own
+segmentation, so that it depends on the text alone. It contains the end-of-sequence tokens if the text is a match, and
+only these if nothing can follow.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ CACHED_GRAMMARS = 256
 
 
 class GuideFactory:
-    """Compiles guides for one tokenizer and model. All its methods may be called from several threads at once.
+    """Compiles guides for one tokenizer and model. All its methods are thread-safe.
 
-    vocab_size: token ids that the model knows; rows: of its logits, `vocab_size` or more, the rest being padding that
-    is never allowed. stop_ids: the model's end-of-sequence tokens.
+    vocab_size: number of tokens of the model. rows: number of logits, `vocab_size` or more; the rest is padding and
+    never allowed. stop_ids: the model's end-of-sequence tokens.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, rows: int, stop_ids: Collection[int] = ()) -> None:
@@ -47,11 +47,12 @@ class GuideFactory:
         self._compiled_lock = threading.Lock()
 
     def compile(self, guided: GuidedDecoding) -> Guide:
-        """A guide at the start of an answer. Takes microseconds for a grammar seen lately; a large new one, a second.
+        """Return a guide at the start of an output. A recently used grammar takes microseconds, a large new one a
+        second.
 
         Raises:
-            RequestError: a schema, regular expression or grammar that is malformed, unsupported, too large, or that no
-                text of this tokenizer matches; or a tokenizer whose tokens' bytes are not known.
+            RequestError: a schema, regular expression or grammar is malformed, unsupported, too large or unmatchable,
+                or the bytes of the tokenizer's tokens are unknown.
             MissingDependencyError: llguidance is not installed.
         """
         key = hashlib.blake2b(content_of(guided).encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -99,7 +100,8 @@ class GuideFactory:
             return self._vocabulary
 
     def _ends(self) -> list[int]:
-        """llguidance must have one: a model without any gets one behind the mask, which is cut off."""
+        """Return the end-of-sequence ids. llguidance needs at least one: a model without any gets an id beyond the
+        mask."""
         return sorted(self.stop_ids) or [32 * self.words]
 
     def _tokens(self) -> tuple[list[bytes], tuple[int, ...]]:
@@ -110,7 +112,7 @@ class GuideFactory:
 
 
 class _Compiled:
-    """A grammar's matcher at its start, or why there is none."""
+    """A grammar's matcher at its start, or the reason why there is none."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -119,7 +121,7 @@ class _Compiled:
 
 
 class _Vocabulary:
-    """What llguidance wants of a tokenizer that is not its own."""
+    """The tokenizer interface that llguidance requires."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -129,15 +131,15 @@ class _Vocabulary:
         self.eos_token_id = factory._ends()[0]
 
     def __call__(self, text: str) -> list[int]:
-        """Only asked where tokens are forced, which the grammars switch off."""
+        """Only called for forced tokens, which the grammars turn off."""
         raise NotImplementedError
 
 
 class Guide:
-    """Where one answer stands in its grammar. For one thread at a time.
+    """The position of one output in its grammar. It is not thread-safe.
 
-    error: why the answer cannot go on, where its grammar has run into a limit or into text that no token can write;
-    then only the end is allowed, and the answer is no match.
+    error: the reason why the output cannot continue, if the grammar exceeded a limit or requires text that no token can
+    write. Then only the end of sequence is allowed, and the output is not a match.
     """
 
     def __init__(self, factory: GuideFactory, start: Any) -> None:
@@ -151,11 +153,11 @@ class Guide:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing can follow but the end of the sequence, or it is there already."""
+        """Whether the end of sequence is reached or is the only allowed token."""
         return self._ends > 0 or self._matcher.is_stopped()
 
     def fill(self, mask: np.ndarray) -> None:
-        """Set `mask`, uint32 [words], to the tokens that may come next: bit i % 32 of word i // 32 is token i's."""
+        """Fill `mask`, uint32 [words], with the allowed next tokens: bit i % 32 of word i // 32 stands for token i."""
         if self.finished:
             mask[:] = self.factory.stop_mask
             return
@@ -165,7 +167,7 @@ class Guide:
         mask[:] = self._buffer[: self.factory.words]
 
     def accept(self, token: int) -> bool:
-        """Whether `token` may come next; if so, it has."""
+        """Append `token` if it is allowed; return whether it was."""
         if token in self.factory.stop_ids:
             if not (self._ends or self._matcher.is_accepting() or self._names(token)):
                 return False
@@ -180,7 +182,7 @@ class Guide:
         return True
 
     def rollback(self, count: int) -> None:
-        """Take back the last `count` accepted tokens."""
+        """Remove the last `count` accepted tokens."""
         if count == 0 and self.error is None:
             return
         del self._tokens[len(self._tokens) - count :]
@@ -194,7 +196,7 @@ class Guide:
             self._matcher.rollback(count - ends)
 
     def legal_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens` may come next, one after the other; none after an end of sequence."""
+        """Return how many of `tokens` are allowed in sequence; none after an end of sequence."""
         count = 0
         for token in tokens:
             if self._ends or not self.accept(token):
@@ -204,7 +206,7 @@ class Guide:
         return count
 
     def _names(self, token: int) -> bool:
-        """Whether the grammar itself holds this end of sequence here, as in `start: "a" <|eot_id|>`."""
+        """Whether the grammar itself contains this end-of-sequence token here, as in `start: "a" <|eot_id|>`."""
         if self._matcher.is_stopped():
             return False
         word = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[token // 32]
@@ -215,12 +217,13 @@ class Guide:
 
 
 class GuideState:
-    """What the engine asks about one guided request: masks for the positions of a step, then which tokens it took.
+    """The guide of one request as the engine uses it: masks for the positions of a step, then the accepted tokens.
 
-    Also heeds what else the request says about stop tokens and allowed ones, since rules that are each right can
-    together forbid everything: an end that the grammar forces comes even before `min_tokens`.
+    It combines the grammar with the request's allowed tokens and `min_tokens`. Because these can contradict each other,
+    an end that the grammar forces is allowed even before `min_tokens`.
 
-    allowed: `Rules.mask`. stop_ids: tokens that end this request, not before `min_tokens` tokens were generated.
+    allowed: `Rules.mask`, uint32 [words]. stop_ids: tokens that end the request, forbidden until `min_tokens` tokens
+    were generated.
     """
 
     def __init__(
@@ -242,18 +245,18 @@ class GuideState:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is whole: the request is to be ended, even one that ignores the end of sequence."""
+        """Whether the output is complete; the request ends then, even if it ignores the end of sequence."""
         return self.guide.finished
 
     def legal_prefix(self, drafts: Sequence[int]) -> int:
-        """How many of the draft tokens are worth verifying."""
+        """Return how many draft tokens the guide allows in sequence."""
         return self.guide.legal_prefix(drafts)
 
     def masks(self, drafts: Sequence[int] = ()) -> list[np.ndarray]:
-        """Masks uint32 [words] for positions 0 to len(drafts): what may come after the first i drafts.
+        """Return masks uint32 [words] for positions 0 to len(drafts): the tokens allowed after the first i drafts.
 
-        Position i only counts if drafts[:i] were all accepted; behind an illegal draft, which never is, stands the mask
-        of the position before it. The guide itself stays where it is. `error` is to be looked at afterwards.
+        The mask of position i is used only if drafts[:i] are all accepted. Positions after an illegal draft, which is
+        never accepted, repeat the previous mask. The guide does not advance. Check `error` afterwards.
         """
         masks = [self._mask(0)]
         taken = 0
@@ -268,7 +271,7 @@ class GuideState:
         return masks
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Go on by the tokens that were sampled; how many of them belong to the answer: those past its end do not."""
+        """Advance by sampled tokens and return how many of them belong to the output; tokens after its end do not."""
         for count, token in enumerate(tokens):
             if self.finished:
                 return count

@@ -1,5 +1,5 @@
-"""What each token writes. In: a Hugging Face tokenizer; out: the bytes of every token, exactly as its decoder would
-write them in the middle of a text, and which tokens are names (`<|eot_id|>`) instead of text."""
+"""The bytes of every token of a Hugging Face tokenizer, as its decoder writes them in the middle of a text, and which
+tokens are special (`<|eot_id|>`)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ _Written = Callable[[str], bytes]
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """tokens: the bytes of each id, empty for ids that write nothing: padding rows, holes, and bytes that UTF-8 never
-    holds. Of a special token it is the name. special: those ids."""
+    """tokens: the bytes of each id; empty for padding rows, unused ids, and bytes that UTF-8 never contains. Special
+    tokens have their name's bytes. special: the ids of special tokens."""
 
     tokens: list[bytes]
     special: tuple[int, ...]
 
 
 def token_bytes(tokenizer: Any, size: int) -> TokenBytes:
-    """The bytes of tokens 0 to `size` - 1; tokens of the tokenizer past them are left out.
+    """Return the bytes of tokens 0 to `size` - 1; further tokens of the tokenizer are left out.
 
-    Special tokens are those added as such and added ones that look like <…>, as llguidance takes them, so that a
-    grammar can name them.
+    Special tokens are those marked as special and added tokens of the form <…>, as in llguidance, so that a grammar can
+    name them.
 
-    Raises RequestError for a tokenizer whose decoder does not write one token after the other.
+    Raises:
+        RequestError: the tokenizer is missing, is no fast tokenizer, or its decoder does not write tokens
+            independently.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if tokenizer is None:
@@ -55,8 +57,8 @@ def _stages(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _writer(stages: list[dict[str, Any]]) -> _Written:
-    """The decoder as a function of one token. `Fuse` ends what is done per token: a `Strip` after it concerns the start
-    and the end of the whole text alone."""
+    """Return the decoder as a function of one token. Stages after `Fuse` are ignored: a `Strip` there affects only the
+    start and end of the whole text."""
     replaced: list[tuple[str, str]] = []
     fallback = False
     for stage in stages:
@@ -95,7 +97,8 @@ def _byte_level(text: str) -> bytes:
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's table: printable Latin-1 letters stand for themselves, the other bytes for letters from 256 on."""
+    """Return GPT-2's table: printable Latin-1 letters stand for themselves, other bytes for letters from 256
+    upwards."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

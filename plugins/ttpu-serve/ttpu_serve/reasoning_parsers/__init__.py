@@ -1,1 +1,1 @@
-"""How models write reasoning: a protocol, the format of this distribution, and discovery by entry points."""
+"""Parsers for reasoning text: a protocol, the formats of this distribution, and discovery by entry points."""

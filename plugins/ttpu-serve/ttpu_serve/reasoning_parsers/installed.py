@@ -1,4 +1,4 @@
-"""The reasoning parsers that are installed."""
+"""Finds the installed reasoning parsers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ GROUP = "ttpu.reasoning_parsers"
 
 
 def check_parser(asked: str | None) -> None:
-    """Refuse a name that no installed parser has.
+    """Refuse the name of a parser that is not installed.
 
     Raises:
-        RequestError: there is no such parser.
+        RequestError: no installed parser has this name.
     """
     if asked is not None and asked not in names(GROUP):
         raise RequestError(
@@ -23,10 +23,10 @@ def check_parser(asked: str | None) -> None:
 
 
 def parser_for(asked: str | None) -> ReasoningParser | None:
-    """The parser asked for; None where none was.
+    """Return the named parser, or None if no name is given.
 
     Raises:
-        RequestError: there is no such parser.
+        RequestError: no installed parser has this name.
     """
     check_parser(asked)
     parser: ReasoningParser | None = None if asked is None else loaded(GROUP, asked)

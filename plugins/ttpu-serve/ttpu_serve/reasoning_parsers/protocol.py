@@ -1,5 +1,6 @@
-"""What a format of reasoning is: text that a model writes for itself before it answers. A parser is an object named by
-an entry point of the group `ttpu.reasoning_parsers`; the entry point's name is what `--reasoning-parser` takes."""
+"""The protocol of reasoning parsers. Reasoning is text that a model writes for itself before its final content. A
+parser is an object named by an entry point of the group `ttpu.reasoning_parsers`; `--reasoning-parser` takes the entry
+point's name."""
 
 from __future__ import annotations
 
@@ -7,25 +8,25 @@ from typing import Protocol
 
 
 class ReasoningStream(Protocol):
-    """Reads one generated text, piece by piece. Each piece is (reasoning, content)."""
+    """Parses one generated text incrementally. Its methods return (reasoning, content)."""
 
     def push(self, text: str) -> tuple[str, str]:
-        """What is certain after this text."""
+        """Add text and return the part whose kind is now certain."""
         ...
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, at the end."""
+        """Return the text that was held back, at the end."""
         ...
 
 
 class ReasoningParser(Protocol):
     """A format of reasoning.
 
-    markers: texts that begin and end it. They are part of what is parsed, though they be special tokens.
+    markers: texts that begin and end the reasoning. They reach the parser even if they are special tokens.
     """
 
     markers: tuple[str, ...]
 
     def stream(self, template: str | None) -> ReasoningStream:
-        """A fresh reader of what follows a prompt of this chat template."""
+        """Return a new stream for the text that follows a prompt of this chat template."""
         ...

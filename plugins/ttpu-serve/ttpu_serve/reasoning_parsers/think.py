@@ -1,5 +1,5 @@
-"""Reasoning between `<think>` and `</think>` at the beginning of a text. Some chat templates end the prompt with the
-opening marker, so that the text begins with the reasoning itself."""
+"""Parses reasoning between `<think>` and `</think>` at the beginning of a text. Some chat templates end the prompt with
+the opening marker, so that the text begins inside the reasoning."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ OPENING, CLOSING = "<think>", "</think>"
 
 
 class ThinkStream:
-    """Reads one text."""
+    """Parses one text."""
 
     def __init__(self, *, inside: bool) -> None:
-        """`inside`: the text begins within the reasoning."""
+        """`inside`: the text begins inside the reasoning."""
         self._state = "inside" if inside else "before"
         self._held = ""  # may become a marker, or is space before one
 
     def push(self, text: str) -> tuple[str, str]:
-        """(reasoning, content) that is certain after this text."""
+        """Add text and return the (reasoning, content) that is now certain."""
         text, self._held = self._held + text, ""
         if self._state == "before":
             begun = text.lstrip()
@@ -31,7 +31,7 @@ class ThinkStream:
         return "", self._content(text)
 
     def finish(self) -> tuple[str, str]:
-        """What was held back."""
+        """Return the (reasoning, content) that was held back."""
         held, self._held = self._held, ""
         return (held, "") if self._state == "inside" else ("", held)
 
@@ -45,7 +45,7 @@ class ThinkStream:
         return text[:end], self._content(text[end + len(CLOSING) :])
 
     def _content(self, text: str) -> str:
-        """Content; the empty lines that follow the closing marker are none."""
+        """Return content without the empty lines that follow the closing marker."""
         if self._state == "blank":
             text = text.lstrip("\n")
             self._state = "after" if text else "blank"
@@ -53,12 +53,12 @@ class ThinkStream:
 
 
 class Think:
-    """The format."""
+    """The `<think>` format."""
 
     markers = (OPENING, CLOSING)
 
     def stream(self, template: str | None) -> ThinkStream:
-        """A fresh reader."""
+        """Return a new stream for the text that follows a prompt of this chat template."""
         _, asks, prompt_end = (template or "").rpartition("add_generation_prompt")
         return ThinkStream(inside=bool(asks) and OPENING in prompt_end and CLOSING not in prompt_end)
 
