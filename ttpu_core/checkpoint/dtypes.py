@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ttpu_core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -31,6 +29,8 @@ def dtype_name(dtype: Any, checkpoint: Checkpoint | None = None, advice: str = "
     if isinstance(dtype, str) or type(dtype).__module__.partition(".")[0] == "torch":
         name = str(dtype).removeprefix("torch.").removeprefix("jnp.")
     else:
+        import numpy as np  # not for those who only read names
+
         try:
             name = np.dtype(dtype).name
         except TypeError:
