@@ -1,5 +1,5 @@
-"""Conformance of TTPU family plugins. `parametrize_with_checks` is the door for pytest; the other one is the command
-`ttpu conformance`. Importing this imports neither torch nor jax."""
+"""Conformance checks for TTPU family plugins. They run under pytest by `parametrize_with_checks`, or by the command
+`ttpu conformance`. Importing this package imports neither torch nor jax."""
 
 from ttpu_conformance.pytest_door import parametrize_with_checks
 

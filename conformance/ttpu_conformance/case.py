@@ -1,5 +1,5 @@
 """A case: one variant of one model type, described by one plugin, on one device. It makes the reference and our model
-when a check first asks for them, and keeps them for the checks after it."""
+when a check first needs them, and keeps them for later checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check is: a small named function over a case, with a level and a one-sentence promise."""
+"""A check: a small named function of a case, with a level and a promise of one sentence."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`ttpu conformance`: model types come in; a table of checks goes out, as JSON, a badge and Markdown too if asked for,
-and exit status 1 if a promise does not hold."""
+"""`ttpu conformance` runs the checks of model types and prints a table; on request it also writes JSON, a badge and
+Markdown. The exit status is 1 if a promise does not hold."""
 
 from __future__ import annotations
 

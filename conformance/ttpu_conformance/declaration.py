@@ -1,5 +1,5 @@
-"""What a plugin declares about its own conformance. In: the `conformance.toml` beside the plugin's module; out: a
-`Declaration` per model type, or one sentence about what in the file is not known."""
+"""A plugin's declarations about its own conformance. They are read from the `conformance.toml` beside the plugin's
+module; each model type gets a `Declaration`. An unknown entry raises an error."""
 
 from __future__ import annotations
 

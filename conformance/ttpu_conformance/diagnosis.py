@@ -1,5 +1,5 @@
-"""Why logits differ. In: a case whose logits do; out: sentences that name the first place where the models differ, the
-changes to the description that make them agree, and the hooks to correct."""
+"""Diagnoses why logits differ. It names the first place where the models differ, the changes to the description that
+make them agree, and the hooks to correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices that checks run on, and what a process needs before torch starts in it."""
+"""The devices that checks run on, and the environment that a process needs before torch starts in it."""
 
 from __future__ import annotations
 

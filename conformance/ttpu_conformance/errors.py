@@ -1,4 +1,5 @@
-"""What a check raises: a failure with its measurements, or the reason why it says nothing about this case."""
+"""The exceptions of checks: a failure with its measurements, and the reasons why a check does not apply or cannot run.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Small changes to a description, each of which would put one common mistake right. In: an architecture and its config;
-out: hypotheses, each with the hook that would have to be corrected and a phrase that says how."""
+"""Small changes to a description, each of which corrects one common mistake. Each hypothesis names the hook to correct,
+and says how."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A report as Markdown, which is how `docs/conformance.md` is made. In: a report; out: a table of model types, one of
-compiled programs, and every failure that is expected, found or left open, with its reason.
+"""Writes a report as Markdown, which makes `docs/conformance.md`: a table of model types, a table of compiled programs,
+and every failure with its reason.
 
-    python -m ttpu_conformance.markdown RESULTS.json... > docs/conformance.md"""
+    python -m ttpu_conformance.markdown RESULTS.json... > docs/conformance.md
+"""
 
 from __future__ import annotations
 

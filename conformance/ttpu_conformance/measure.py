@@ -1,5 +1,5 @@
-"""How logits are compared, and how far apart they may be. Errors are shares of the reference's scale, its largest
-absolute value."""
+"""Compares logits. Errors are shares of the reference's scale, its largest absolute value; this module also derives
+their tolerances."""
 
 from __future__ import annotations
 

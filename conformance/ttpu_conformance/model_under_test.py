@@ -1,9 +1,10 @@
-"""What the kit asks of a backend, as protocols. A backend joins with an entry point of the group
-`ttpu.models_under_test` that has its own name and names a class like `BackendUnderTest`, which needs to import nothing
-of the kit.
+"""The protocols that a backend implements for the kit. A backend joins by an entry point of the group
+`ttpu.models_under_test` with the backend's name. It names a class like `BackendUnderTest`, which does not have to
+import the kit.
 
-`BackendUnderTest` and `ModelUnderTest` are what every check may use. Each of the other protocols is for some checks
-only: they do not apply to a backend or model that lacks its methods, and say so."""
+Every check may use `BackendUnderTest` and `ModelUnderTest`. Each other protocol serves some checks only; they do not
+apply to a backend or model without its methods, and say so.
+"""
 
 from __future__ import annotations
 

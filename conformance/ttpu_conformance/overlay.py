@@ -1,5 +1,5 @@
-"""A patch pack that answers hooks with the parts of a given spec, so that a family's own mapping can be asked for a
-changed architecture through the ordinary registry."""
+"""A patch pack whose hooks return the parts of a given spec. By it the kit gets a family's own mapping for a changed
+architecture through the ordinary registry."""
 
 from __future__ import annotations
 

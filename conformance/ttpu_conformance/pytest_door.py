@@ -1,6 +1,5 @@
-"""The door for pytest: `@parametrize_with_checks("qwen3")` makes one test of each check and case, with ids such as
-`qwen3-base-float32_logits`, whose outcomes are those of the command: expected failures are xfails, and fail where they
-pass."""
+"""The checks under pytest. `@parametrize_with_checks("qwen3")` makes one test of each check and case, with ids such as
+`qwen3-base-float32_logits`. The outcomes are those of the command: expected failures are strict xfails."""
 
 from __future__ import annotations
 

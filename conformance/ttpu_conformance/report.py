@@ -1,4 +1,4 @@
-"""What is written about a run. In: results, and the versions of everything that took part; out: JSON and a badge."""
+"""Writes the report of a run: its results and the versions of all packages involved, as JSON and as a badge."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The older JSON form of rope parameters. In: a saved config; out: the same config as checkpoints on the Hub have it,
-if transformers itself reads that as the same parameters."""
+"""Converts a saved config to the older JSON form of rope parameters that checkpoints on the Hub have, if transformers
+reads both as the same parameters."""
 
 from __future__ import annotations
 

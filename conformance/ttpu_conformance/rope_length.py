@@ -1,5 +1,5 @@
-"""Ropes that turn long sequences otherwise than short ones. In: a description; out: whether it has one, and how long
-a sequence is short for it."""
+"""Finds ropes that rotate long sequences differently from short ones, and the length up to which a sequence counts as
+short."""
 
 from __future__ import annotations
 

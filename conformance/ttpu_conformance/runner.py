@@ -1,5 +1,5 @@
-"""Runs checks. In: the items that `checks_for` lists; out: one `Result` each, with the rules about missing devices,
-missing references and expected failures applied, which are those of both doors."""
+"""Runs checks and returns one `Result` each. It applies the rules for missing devices, missing references and expected
+failures, for pytest and for the command alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checks run: one generator lists the checks of a model type's cases for both doors, pytest and the command."""
+"""Selects the checks to run: one generator lists the checks of a model type's cases for pytest and for the command."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A run over several model types. In: the types and what is asked of each; out: their results, type by type as they are
-done, from this process or from several."""
+"""Runs the checks of several model types, in this process or in several, and yields the results of each type as it is
+done."""
 
 from __future__ import annotations
 

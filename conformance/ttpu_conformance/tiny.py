@@ -1,5 +1,5 @@
-"""Tiny random reference models. In: a declaration and a variant; out: a transformers model on torch whose every
-weight, norm, bias and saved buffer is random, so that nothing can be forgotten unseen."""
+"""Makes tiny random reference models: transformers models on torch whose every weight, norm, bias and saved buffer is
+random, so that a forgotten tensor always changes the logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache: however a sequence is cut into parts, the logits are those of the whole."""
+"""Checks of the cache: however a sequence is split into steps, the logits equal those of the whole sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checkpoints in both directions: read as transformers wrote them, written as transformers reads them, bit for bit."""
+"""Checks of checkpoints in both directions: we read what transformers writes, and transformers reads what we write, bit
+for bit."""
 
 from __future__ import annotations
 

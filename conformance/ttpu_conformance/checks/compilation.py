@@ -1,5 +1,5 @@
-"""Published sizes through the TPU compiler, without a TPU: decode, prefill and train step fit into the memory of a
-slice, and exchange between devices what they should and nothing else."""
+"""Checks that compile published models for TPUs, without a TPU: decode, prefill and train step fit into the memory of a
+slice, and communicate only what they should."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a plugin promises without any number: it imports no framework, gives equal frozen values each time, names
-logical axes for what they are, and reads, refuses or reports every key of a config."""
+"""Checks of a plugin's contract, which need no numbers: it imports no framework, returns equal frozen values each time,
+names the right logical axes, and reads, refuses or reports every key of a config."""
 
 from __future__ import annotations
 

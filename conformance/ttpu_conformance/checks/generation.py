@@ -1,4 +1,4 @@
-"""Generation through the door that users take: greedy tokens of transformers, by one decode program."""
+"""Checks of generation by the public interface: greedy tokens equal those of transformers, and one program decodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels on a real TPU against the reference implementation."""
+"""Checks of kernels on a real TPU against the reference implementation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Numbers against transformers: logits in float32 and bfloat16, and independence of padding and of the rest of
-the batch."""
+"""Checks of numbers against transformers: logits in float32 and bfloat16, and their independence of padding and of the
+other rows of the batch."""
 
 from __future__ import annotations
 

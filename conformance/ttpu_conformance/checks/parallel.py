@@ -1,5 +1,5 @@
-"""The same logits however the model is laid out: cut over a mesh of eight devices, or with its layers stacked and
-scanned over."""
+"""Checks that logits do not depend on the layout of the model: sharded over a mesh of eight devices, or with its layers
+stacked and scanned over."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOST_NAMED = 4
 
 @check("sharded", scope="heavy")
 def check_sharded_fsdp(case: Case) -> Measured:
-    """Logits with parameters cut along `fsdp` are those of one device, and the parameters are really cut."""
+    """Logits with parameters sharded along `fsdp` equal those of one device, and the parameters are really sharded."""
     mesh = _first_that_fits(case, FSDP)
     model, error = _sharded(case, mesh)
     share = model.replicated_share()
@@ -53,8 +53,8 @@ def check_sharded_fsdp(case: Case) -> Measured:
 
 @check("sharded", scope="heavy")
 def check_sharded_tensor(case: Case) -> Measured:
-    """Logits with heads, MLP and vocabulary cut along `tensor` are those of one device, and the kernels are really
-    cut."""
+    """Logits with heads, MLP and vocabulary sharded along `tensor` equal those of one device, and the kernels are
+    really sharded."""
     return _cut(case, _first_that_fits(case, TENSOR), "tensor")
 
 

@@ -1,4 +1,5 @@
-"""The serving engine: what it answers in any company is what the model generates alone."""
+"""Checks of the serving engine: a request's answer does not depend on the other requests, and equals the model's own
+generation."""
 
 from __future__ import annotations
 

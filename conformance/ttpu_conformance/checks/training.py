@@ -1,4 +1,4 @@
-"""Gradients against torch, by checkpoint tensor."""
+"""Checks of gradients against torch, by checkpoint tensor."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`ttpu new-plugin`: a name comes in; a package that describes an architecture, with tests and a workflow, goes out
-into a folder of its own. It builds, installs and is found as it stands; what is left is to fill in the hooks."""
+"""`ttpu new-plugin` makes a package for a new architecture, with tests and a workflow, in a folder of its own. The
+package builds, installs and is found as it is; its author fills in the hooks."""
 
 from __future__ import annotations
 

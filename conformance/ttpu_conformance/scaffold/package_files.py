@@ -1,5 +1,5 @@
-"""A package that describes an architecture, as files. In: a name, model types and an author; out: the text of each
-file, made from `templates/plugin`, and a folder that holds them all."""
+"""Makes the files of a new plugin package from `templates/plugin`, for a name, model types and an author, and writes
+them to a folder."""
 
 from __future__ import annotations
 

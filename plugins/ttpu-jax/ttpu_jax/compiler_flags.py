@@ -1,6 +1,6 @@
-"""What the compiler is told. In: this process's environment, as it was before other libraries added to it; out: the
-flags in it that change what a program becomes, and the options that an engine adds. Imported before all else, since
-torch_xla, where transformers finds it, sets flags long after they are read."""
+"""The compiler flags of this process. It reads the flags in the environment that change compiled programs, before other
+libraries add to them, and adds the options of an engine. This module is imported first, because torch_xla, where
+transformers finds it, sets flags long after they are read."""
 
 from __future__ import annotations
 

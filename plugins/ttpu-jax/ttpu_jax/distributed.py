@@ -1,6 +1,6 @@
-"""Makes this process one of several, as its environment says (`ttpu_core.processes`). In: the contract; out:
-`jax.devices()` are those of all processes. It comes before anything touches a device; a process that is alone is left
-alone."""
+"""Joins this process to a distributed JAX job, as the environment describes it (`ttpu_core.processes`). Afterwards
+`jax.devices()` are the devices of all processes. It runs before any device is used, and does nothing for a single
+process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How a caller says that a model is to be cut over devices. In: a strategy, a mesh, or a plan, of which one is given;
-out: a `Placement` on the devices that are there. "auto" asks the planner."""
+"""Resolves how a model is sharded over devices. It takes a strategy, a mesh or a plan, at most one of them, and returns
+a `Placement` on the available devices. "auto" asks the planner."""
 
 from __future__ import annotations
 

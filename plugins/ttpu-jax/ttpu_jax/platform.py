@@ -1,5 +1,5 @@
-"""Prepares the environment for JAX before it is imported: a machine with libtpu installed but no TPU runs on its CPU,
-and says nothing about it."""
+"""Prepares the environment before JAX is imported: on a machine with libtpu but without a TPU, JAX runs on the CPU
+without a warning."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The planner: which mesh suits a model and a TPU slice, and what it is predicted to take."""
+"""The planner: chooses a mesh for a model on a TPU slice, and predicts its memory and time."""

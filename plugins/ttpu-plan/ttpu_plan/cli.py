@@ -1,5 +1,5 @@
-"""`ttpu plan`: a checkpoint or only its config.json comes in; which TPU slices serve or train it, how to cut it there,
-and what that takes goes out: as a table, JSON, a plan file or a picture. Needs no TPU; with `--verify` a compiler."""
+"""`ttpu plan` finds the TPU slices that serve or train a model, and how to shard it there. It takes a checkpoint or
+only its config.json, and writes a table, JSON, a plan file or a picture. It needs no TPU; `--verify` needs libtpu."""
 
 from __future__ import annotations
 

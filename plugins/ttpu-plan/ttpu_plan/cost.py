@@ -1,9 +1,11 @@
-"""How long a program takes. In: an architecture, a mesh, the slices under it and a workload; out: seconds by what they
-are spent on. A roofline with the chip's published rates: good for ranking meshes, not for absolute times.
+"""Predicts how long a program takes. It takes an architecture, a mesh, TPU slices and a workload, and returns seconds
+by cause. The model is a roofline with the chip's published rates, which ranks meshes well but does not give absolute
+times.
 
-*Overlap.* Reading from memory and computing go on at once. Sums over `tensor` and `expert` stand between two products,
-so that nothing hides them; gathered weights, reduced gradients, and the exchange between slices go on while the layer
-before or after computes. So a layer takes max(compute, memory, what is exchanged in the background) + sums."""
+*Overlap.* Memory reads overlap with compute. Sums over `tensor` and `expert` stand between two products, so nothing
+overlaps with them. Gathering weights, reducing gradients, and transfers between slices overlap with the layer before or
+after. So a layer takes max(compute, memory, background communication) + sums.
+"""
 
 from __future__ import annotations
 

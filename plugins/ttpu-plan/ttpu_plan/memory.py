@@ -1,6 +1,6 @@
-"""How much memory a program takes on each device. In: an architecture, a mesh and a workload; out: bytes at the moment
-when most are in use, by what they are for. They are what the TPU compiler reports as `peak_memory_in_bytes`, predicted
-from the arrays that the programs of `ttpu_jax.aot.steps` hold, without compiling anything."""
+"""Predicts the peak memory of a program on each device. It takes an architecture, a mesh and a workload, and returns
+bytes by purpose. The total predicts the TPU compiler's `peak_memory_in_bytes` from the arrays that the programs of
+`ttpu_jax.aot.steps` hold, without compiling anything."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where a plan's memory goes, as a picture. In: plans with their names; out: stacked bars against each device's memory,
-as one HTML file that needs nothing else, or as PNG through matplotlib."""
+"""Draws the memory of plans as stacked bars against each device's memory, as one self-contained HTML file or, with
+matplotlib, as PNG."""
 
 from __future__ import annotations
 

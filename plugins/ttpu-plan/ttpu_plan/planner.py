@@ -1,5 +1,6 @@
-"""The planner takes an architecture, slices and a purpose, and gives plans, the fastest that fit first; the smallest
-slice of each generation that holds the model; and what would make a model fit that does not. Nothing is compiled."""
+"""The planner. It takes an architecture, TPU slices and a purpose, and returns plans, the fastest that fit first. It
+also finds the smallest slice of each TPU generation that holds a model, and what would make a model fit. It compiles
+nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The programs of a serving engine as a plan needs them: which backend tells their sizes, and what they are for a
-mesh."""
+"""The programs of a serving engine in a plan: asks a capable backend for their sizes on a mesh."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What each device holds of a model. In: an architecture, a mesh and a strategy; out: for each kind of layer, and both
-ends of the model, every parameter's shape on one device, at rest and where it is multiplied."""
+"""The shards of a model on one device. It takes an architecture, a mesh and a strategy, and returns, for each kind of
+layer and both ends of the model, the shape of every parameter on one device, as stored and as multiplied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`AutoXLAModelForCausalLM`: the name, arguments and defaults of AutoXLA's class, in front of this backend."""
+"""`AutoXLAModelForCausalLM`, which has the name, arguments and defaults of AutoXLA's class and uses this backend."""
 
 from __future__ import annotations
 

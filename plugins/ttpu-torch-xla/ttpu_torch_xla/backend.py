@@ -1,5 +1,5 @@
-"""The torch_xla backend as the core sees it: from an architecture and a checkpoint to the stock PyTorch model, patched,
-quantized, cut over the devices, with a `generate` that compiles once."""
+"""The torch_xla backend, which implements the core's backend protocols. It turns an architecture and a checkpoint into
+a stock PyTorch model that is patched, quantized and sharded over the devices, with a `generate` that compiles once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""JAX functions as operations of torch. A function of JAX arrays is called with tensors on the runtime's device and
-gives tensors, as one operation, with gradients by JAX where they are asked for."""
+"""Calls JAX functions from torch. A function of JAX arrays takes and returns tensors on the runtime's device, as one
+torch operation; JAX computes its gradients where they are needed."""
 
 from __future__ import annotations
 

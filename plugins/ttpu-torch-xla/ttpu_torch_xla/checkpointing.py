@@ -1,5 +1,5 @@
-"""Activation checkpointing that XLA does not undo. In: a stock model; out: the same model, whose layers keep their
-inputs for the backward pass and compute everything else again (Chen et al., arXiv 1604.06174)."""
+"""Activation checkpointing that XLA does not optimize away. The layers of a stock model keep only their inputs for the
+backward pass and recompute everything else (Chen et al., arXiv 1604.06174)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backend knows of a model that it prepared, hung on the stock model as `model.ttpu`."""
+"""The backend's record of a model that it prepared, attached to the stock model as `model.ttpu`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What `ttpu launch` has to know of torch_xla (`ttpu_core.backend.Launches`): the variables that its processes need,
-and how many of them a host may have. Imports no torch."""
+"""Implements `ttpu_core.backend.Launches` for torch_xla: the environment variables of its processes, and how many
+processes a host may have. It does not import torch."""
 
 from __future__ import annotations
 

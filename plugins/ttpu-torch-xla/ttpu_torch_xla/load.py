@@ -1,4 +1,4 @@
-"""From a checkpoint's directory to the stock transformers model on the host. Nothing here knows of TPUs."""
+"""Loads a stock transformers model from a checkpoint's directory onto the host. It does not depend on TPUs."""
 
 from __future__ import annotations
 

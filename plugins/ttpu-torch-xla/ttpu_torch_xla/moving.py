@@ -1,5 +1,5 @@
-"""A model's tensors to another device, one after another. In: a model and what to do with a tensor; out: the same
-model, in which what was shared still is: `model.to(device)` unties tied weights on XLA devices."""
+"""Moves a model's tensors to another device, one after another. Shared tensors stay shared, whereas `model.to(device)`
+unties tied weights on XLA devices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`save_pretrained` for models on the device, as a patch of transformers' method: safetensors can write tensors of the
-host only, and whole ones."""
+"""Patches transformers' `save_pretrained` for models on the device, because safetensors can only write whole tensors on
+the host."""
 
 from __future__ import annotations
 

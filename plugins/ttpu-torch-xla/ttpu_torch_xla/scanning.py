@@ -1,5 +1,5 @@
-"""Equal layers traced and compiled once. In: a stock model whose decoder layers are all alike; out: the same model,
-whose loop over layers is one loop of the compiled program wherever nothing is cached."""
+"""Traces and compiles equal layers once. The loop over the decoder layers of a stock model becomes one loop of the
+compiled program, wherever no cache is used."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The stock model as the command line needs it. In: a prompt and transformers' arguments; out: an event per token, as
-`generate` hands tokens to its streamer, and timings."""
+"""Adapts the stock model to the command line: takes a prompt and transformers' arguments, and yields an event per
+token, with timings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The proof of a plan: what the TPU compiler says of each of its programs, for slices that need not be there. What was
-compiled once is remembered on disk."""
+"""Verifies a plan: compiles each of its programs for TPU slices that need not be there, and returns the compiler's
+figures. Results are cached on disk."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`ttpu compile-report`: a checkpoint or only its config.json, and TPU slices, come in; what the TPU compiler says of
-the model's decode step and prefill there goes out, as a table or as JSON. Needs no TPU and no weights."""
+"""`ttpu compile-report` compiles a model's decode step and prefill for TPU slices and prints the compiler's figures as
+a table or as JSON. It takes a checkpoint or only its config.json, and needs neither a TPU nor weights."""
 
 from __future__ import annotations
 

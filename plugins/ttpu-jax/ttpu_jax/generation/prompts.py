@@ -1,4 +1,4 @@
-"""Prompts in every form that callers have them: text, chat messages, ids, padded arrays."""
+"""Reads prompts in every form that callers pass: text, chat messages, token ids, padded arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What generation hands back when it is done."""
+"""The results of generation."""
 
 from __future__ import annotations
 

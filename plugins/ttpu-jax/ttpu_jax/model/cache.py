@@ -1,5 +1,6 @@
-"""The contiguous KV cache of a batch that advances in step. Rows are left-padded to a common length, so that one slot
-number serves all of them and a decode step writes one row in place, without a scatter."""
+"""The contiguous KV cache of a batch whose rows all advance by the same number of tokens. Rows are left-padded to a
+common length, so that one slot number serves all of them and a decode step writes one slot of each row in place,
+without a scatter."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Parts that the shared decoder does not know: from a `CustomSpec` to an instance of the class that it names, imported
-here and nowhere else.
+"""Custom mixers, blocks and embeddings, which the shared decoder does not know. This module imports the class that a
+`CustomSpec` names and makes an instance of it; no other module does.
 
-A mixer is a Flax NNX module `Mixer(spec: MixerSpec, values: Parameters, runtime: Runtime)` whose call takes
-x [batch, seq, hidden], the `Step`, and its state, name -> array [batch, *shape] (None: no cache, start from zeros), and
-gives [batch, seq, hidden] and the state after these tokens (None where it was given none). Whether the state lies in a
-contiguous cache or in an engine's slots is hidden from it. Tokens whose position is
-negative are padding, which must leave the state as it is. A mixer may give the last token alone where
-`step.last_only`. A block is built and called as `ttpu_jax.model.layers.DecoderLayer`, an embedding as
-`ttpu_jax.model.embedding.Embedding`."""
+A mixer is a Flax NNX module `Mixer(spec: MixerSpec, values: Parameters, runtime: Runtime)`. Its call takes x [batch,
+seq, hidden], the `Step`, and its state, name → array [batch, *shape] (None without a cache: it starts from zeros). It
+returns [batch, seq, hidden] and the state after these tokens (None if it was given none). It does not see whether the
+state lies in a contiguous cache or in an engine's slots. Tokens with a negative position are padding, which must leave
+the state unchanged. Where `step.last_only`, a mixer may return the last token only. A block is built and called as
+`ttpu_jax.model.layers.DecoderLayer`, an embedding as `ttpu_jax.model.embedding.Embedding`.
+"""
 
 from __future__ import annotations
 

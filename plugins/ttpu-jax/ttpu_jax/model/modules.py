@@ -1,7 +1,8 @@
-"""What the parts of a decoder have in common: the view on the parameters, what is known while a layer runs, and the
-smallest modules. In: specs and parameters; out: Flax NNX modules that carry their logical axes and know no model type.
+"""The parts that all modules of the decoder share: the view of the parameters, the values of one forward step, and the
+smallest Flax NNX modules, which are built from specs and know no model type.
 
-Custom mixers, blocks and embeddings are built from these too (see `ttpu_jax.model.custom`)."""
+Custom mixers, blocks and embeddings use these too (see `ttpu_jax.model.custom`).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A layer's cache during one step. It writes the step's keys and values, or its recurrent states, and returns what
-queries attend to. No cache, a contiguous one and a paged one are three types with the same methods, so that mixers need
-not know which of them runs."""
+"""A layer's cache during one step. It writes the step's keys and values, or its recurrent states, and returns the keys
+and values that queries attend to. `NoCache`, `ContiguousCache` and `PagedCache` have the same methods, so that mixers
+need not know which one they get."""
 
 from __future__ import annotations
 

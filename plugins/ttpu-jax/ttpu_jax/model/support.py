@@ -1,4 +1,4 @@
-"""What the shared decoder can run. In: an `ArchitectureSpec`; out: nothing, or an error that names what is missing."""
+"""Checks that the shared decoder can run an architecture. Otherwise it raises an error that names the missing part."""
 
 from __future__ import annotations
 

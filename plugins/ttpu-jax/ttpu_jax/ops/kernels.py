@@ -1,5 +1,5 @@
-"""What a kernel may be in the parameter tree: a dense array, a kernel with low-rank adapters beside it, or a quantized
-one. Each is a pytree that jit, scan and shard_map take as they take an array; `ttpu_jax.ops.linear` and
+"""The types that a kernel in the parameter tree may have: a dense array, a kernel with low-rank adapters, or a
+quantized kernel. Each is a pytree that jit, scan and shard_map accept like an array; `ttpu_jax.ops.linear` and
 `ttpu_jax.ops.grouped` multiply by any of them."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A runner's LoRA adapters as an engine sees them: names and numbers, and room in the runner's parameters."""
+"""A runner's LoRA adapters, as an engine uses them: their names and numbers, and their slots in the runner's
+parameters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Compiled programs by name and shape. In: functions with abstract arguments; out: executables, compiled ahead of time
-in a pool, or loaded where they were compiled before. Once the engine serves, a program that is missing is an error in
-strict mode, else compiled and counted."""
+"""Compiles programs ahead of time in a thread pool, by name and shape, or loads executables that were compiled before.
+Once the engine serves, a missing program is an error in strict mode; otherwise it is compiled and counted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where compiled programs are kept between runs. In: the user's cache folder and an environment variable; out: folders
-that nobody else can write to, and JAX's own compilation cache in one of them."""
+"""The folders that keep compiled programs between runs. They lie in the user's cache folder, or where an environment
+variable says, and only the user can write to them; JAX's own compilation cache lies in one of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Programs that were compiled elsewhere for these devices. In: a lowered program; out: its executable, where `ttpu
-compile` stored one for the same program, devices, versions and compiler flags."""
+"""Stores and loads executables for machines with the same devices. `ttpu compile` stores an executable; a later run
+loads it for the same program, devices, versions and compiler flags."""
 
 from __future__ import annotations
 

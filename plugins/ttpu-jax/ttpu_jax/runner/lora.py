@@ -1,9 +1,9 @@
-"""LoRA adapters of an engine, several of which one batch may use. In: a loaded model and adapters' directories; out:
-parameters that hold all of them beside the kernels, in room for a fixed number of them, so that loading and unloading
-while serving compiles nothing.
+"""The LoRA adapters of an engine, several of which one batch may use. The parameters hold all adapters beside the
+kernels, with room for a fixed number of them, so that loading and unloading an adapter compiles nothing.
 
-A kernel made of several checkpoint tensors (queries, keys and values) has a block of ranks for each. The rule that
-makes the kernel of them acts on outputs alone, so the same rule makes the block-diagonal `b` of theirs."""
+A kernel made of several checkpoint tensors (queries, keys and values) has a block of ranks for each of them. The rule
+that makes the kernel acts on outputs alone, so the same rule makes the block-diagonal `b` of the adapter.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How many pages there is room for. In: what a device has, holds and needs while a step runs; out: pages per group. On
-accelerators all of that is measured, after the weights are loaded and the largest step is compiled."""
+"""Computes how many pages fit on a device, from its memory and the memory that weights and steps need. On accelerators
+these are measured after the weights are loaded and the largest step is compiled."""
 
 from __future__ import annotations
 

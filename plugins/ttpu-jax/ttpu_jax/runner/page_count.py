@@ -1,5 +1,5 @@
-"""The same number of pages at every start. In: pages for which memory was found; out: those of an earlier start where
-they do, since programs are compiled for a number of pages, and memory that is free differs a little each time."""
+"""Keeps the number of pages the same across restarts. Programs are compiled for a number of pages, while the free
+memory differs a little each time, so the number of an earlier start is used again where it still fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step of a plan to serve, compiled for TPUs that need not be there, as the engine itself would compile it."""
+"""Compiles one step of a serving plan for TPUs that need not be there, exactly as the engine compiles it."""
 
 from __future__ import annotations
 

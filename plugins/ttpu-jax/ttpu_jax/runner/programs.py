@@ -1,5 +1,5 @@
-"""Every program of an engine, from abstract shapes: steps, samplers, log-probabilities of prompts. Weights may be only
-shapes, and devices need not be there."""
+"""All programs of an engine: steps, samplers, and log-probabilities of prompts. They are made from abstract shapes, so
+that neither weights nor devices need to be there."""
 
 from __future__ import annotations
 

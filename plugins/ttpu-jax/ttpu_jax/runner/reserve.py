@@ -1,5 +1,5 @@
-"""What serving needs beside weights and pages. In: a runner, and what the compiler says of a program; out: bytes of
-each device that must stay free for steps, what they leave there, and what requests carry."""
+"""Computes the memory of each device that serving needs beside weights and pages. It takes a runner and the compiler's
+figures, and returns the bytes for the temporaries of steps, the outputs of steps, and the state of requests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The JAX `ModelRunner`: weights, pages and programs on the devices of one process. It is given steps and returns
-handles whose tokens can be read later, so that the host schedules the next step meanwhile."""
+"""The JAX `ModelRunner`: weights, pages and programs on the devices of one process. It runs steps and returns handles
+whose tokens are read later, so that the host can schedule the next step meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain values that the runner gives an engine: limits, devices, memory."""
+"""Values that the runner reports to an engine: limits, devices, memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Weights of a running engine are replaced in place, as loops of reinforcement learning do between rollouts. In: a
-directory of safetensors files, or arrays by the names under which transformers saves them; out: an engine that goes on
-with them. Everything is checked before anything is replaced."""
+"""Replaces the weights of a running engine in place, as reinforcement learning does between rollouts. New weights come
+from a directory of safetensors files, or as arrays by transformers' tensor names. All of them are checked before the
+first is replaced."""
 
 from __future__ import annotations
 

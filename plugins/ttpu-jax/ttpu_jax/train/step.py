@@ -1,5 +1,5 @@
-"""A training step: one optimizer update of a model's parameters on a batch of rows. Loss, optimizer, accumulation and
-which parameters are trained are arguments."""
+"""A training step: one optimizer update of a model's parameters on a batch of rows. Loss, optimizer, gradient
+accumulation and the trained parameters are arguments."""
 
 from __future__ import annotations
 

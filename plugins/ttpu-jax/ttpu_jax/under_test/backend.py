@@ -1,5 +1,5 @@
-"""The entry point `jax` of the group `ttpu.models_under_test`. JAX reads its environment when it is imported, so that
-nothing here imports it before it is needed."""
+"""The entry point `jax` of the group `ttpu.models_under_test`. JAX reads its environment when it is imported, so this
+module imports it only when it is needed."""
 
 from __future__ import annotations
 

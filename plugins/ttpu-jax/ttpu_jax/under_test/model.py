@@ -1,5 +1,5 @@
-"""A loaded model as the conformance kit asks it: logits in every way that the shared decoder can be run, and gradients
-by checkpoint tensor name."""
+"""A loaded model under the conformance kit: logits by every way of running the shared decoder, and gradients by
+checkpoint tensor name."""
 
 from __future__ import annotations
 

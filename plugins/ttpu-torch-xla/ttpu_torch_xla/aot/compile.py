@@ -1,5 +1,5 @@
-"""Compiles what was recorded on a `TpuSlice`. In: the tensors that the program is to compute and those that it updates;
-out: libtpu's executable with its memory on each device, without a TPU."""
+"""Compiles a program recorded on a `TpuSlice` without a TPU. It takes the tensors that the program computes and
+updates, and returns libtpu's executable with its memory on each device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A stock model of any size without weights, on a `TpuSlice`. In: an architecture and its config.json; out: the
-transformers model, patched and cut as `from_pretrained` would, whose parameters are arguments without values."""
+"""Makes a stock transformers model of any size without weights on a `TpuSlice`. The model is patched and sharded as
+`from_pretrained` does, and its parameters are program arguments without values."""
 
 from __future__ import annotations
 

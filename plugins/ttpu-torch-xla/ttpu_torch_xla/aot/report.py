@@ -1,5 +1,5 @@
-"""What the compiler says of patched stock models on TPU slices. In: configurations, slices and sizes; out: rows of a
-table. `python -m ttpu_torch_xla.aot.report` prints the one of docs/torch_xla.md, a process for each row."""
+"""Reports the compiler's figures of patched stock models on TPU slices. `python -m ttpu_torch_xla.aot.report` prints
+the table of docs/torch_xla.md, with one process per row."""
 
 from __future__ import annotations
 

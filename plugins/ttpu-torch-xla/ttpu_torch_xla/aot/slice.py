@@ -1,5 +1,5 @@
-"""A TPU slice that is not there, as a runtime. In: tensors that have a shape and no values; out: what a model recorded
-on them, ready to be compiled. Nothing runs, and no memory is taken for parameters."""
+"""A runtime for a TPU slice that this machine does not have. Its tensors have shapes and no values; operations on them
+are recorded for the compiler. Nothing runs, and parameters take no memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The programs of a stock model, recorded on a `TpuSlice`. In: an abstract model and sizes; out: each program compiled:
-prefill, one step of decoding with a cache of fixed length, one step of training with AdamW."""
+"""Records and compiles the programs of a stock model on a `TpuSlice`: prefill, one decode step with a cache of fixed
+length, and one training step with AdamW."""
 
 from __future__ import annotations
 

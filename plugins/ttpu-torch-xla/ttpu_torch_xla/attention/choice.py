@@ -1,5 +1,6 @@
-"""Which attention a stock model gets. In: what the caller asks for, the architecture and the platform; out: a name for
-the model, the kernel's settings, and for `ttpu info` what serves each kind of layer, and why."""
+"""Chooses the attention of a stock model from the caller's option, the architecture and the platform. The result has
+the name that the model gets, the kernel's settings, and for `ttpu info` the implementation of each kind of layer, and
+why."""
 
 from __future__ import annotations
 

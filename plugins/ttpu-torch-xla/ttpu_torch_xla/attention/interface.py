@@ -1,5 +1,5 @@
-"""The attention functions that stock models call by name. In: what transformers gives an attention function; out: what
-it expects of one, computed by a kernel where that serves, else by the torch reference with the mask."""
+"""The attention functions that stock models call by name, with the arguments and results of transformers' attention
+functions. A kernel computes the result where it can, otherwise the torch reference with the mask."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The kernels of ttpu_jax on torch tensors. In: queries, keys and values of whole sequences, with their positions and
-segments; out: one vector per query head, computed by each device on its own rows and heads."""
+"""Runs the attention kernels of ttpu_jax on torch tensors. It takes queries, keys and values of whole sequences with
+their positions and segments; each device computes its own rows and heads."""
 
 from __future__ import annotations
 

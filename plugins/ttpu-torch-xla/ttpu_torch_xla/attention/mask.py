@@ -1,5 +1,5 @@
-"""What a mask means, so that a kernel need not read it. In: the arguments with which transformers makes a mask; out:
-that mask, a lazy tensor that costs nothing where nobody reads it, with its meaning attached."""
+"""Masks with a meaning attached, so that a kernel need not read them. `kernel_mask` takes the arguments with which
+transformers makes a mask, and returns that mask: a lazy tensor, which costs nothing unless it is read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Attention in plain torch, for what the kernels do not serve: decoding, masks of any kind, biases, dropout. In:
-queries, keys and values, grouped by KV head; out: one vector per query head. The kernels are held against it."""
+"""Attention in plain torch, for the cases that the kernels do not serve: decoding, masks of any kind, biases, dropout.
+Tests compare the kernels with it."""
 
 from __future__ import annotations
 

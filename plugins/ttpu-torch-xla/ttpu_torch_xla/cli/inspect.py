@@ -1,5 +1,5 @@
-"""`ttpu inspect`: a checkpoint or only its config.json comes in; what slows its stock PyTorch model down on a lazy
-runtime, and what removes it, goes out."""
+"""`ttpu inspect` finds the operations that slow a stock PyTorch model down on a lazy runtime, and the patches that
+remove them. It takes a checkpoint or only its config.json."""
 
 from __future__ import annotations
 

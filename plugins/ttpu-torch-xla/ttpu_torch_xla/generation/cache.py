@@ -1,5 +1,5 @@
-"""Keys and values of fixed length. In: the layer types of a model's config; out: a cache of transformers' kind that a
-prefill fills and decode steps write in place, where only tensors, never numbers in Python, say how far it is filled."""
+"""A KV cache of fixed length, as a subclass of transformers' cache. A prefill fills it and decode steps write it in
+place. Its fill level is a tensor, never a Python number, so that the compiled programs do not depend on it."""
 
 from __future__ import annotations
 

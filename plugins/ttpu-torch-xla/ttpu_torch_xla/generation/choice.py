@@ -1,5 +1,5 @@
-"""The next token, chosen on the device. In: logits and transformers' own logits processors; out: tokens and the scores
-that they were chosen by, in operations whose shapes do not change from step to step."""
+"""Chooses the next token on the device. It takes logits and transformers' logits processors, and returns tokens and
+their scores, by operations whose shapes do not change from step to step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`generate` of a prepared model. In: transformers' own arguments; out: its own results. transformers checks and
-prepares everything, on the host; only its loop is replaced, by the door that it has for that (`custom_generate`)."""
+"""`generate` of a prepared model, with transformers' arguments and results. transformers checks and prepares everything
+on the host; its `custom_generate` hook replaces only the decoding loop."""
 
 from __future__ import annotations
 

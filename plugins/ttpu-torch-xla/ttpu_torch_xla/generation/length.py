@@ -1,5 +1,5 @@
-"""How long an answer may become. In: what a caller and a checkpoint say of lengths, a prompt and the model's context;
-out: a number of new tokens, or one clear refusal."""
+"""Determines how many new tokens an answer may have, from the lengths that the caller and the checkpoint give, the
+prompt and the model's context. It raises an error where they leave no room."""
 
 from __future__ import annotations
 

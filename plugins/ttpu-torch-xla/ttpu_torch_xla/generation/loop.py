@@ -1,5 +1,6 @@
-"""The decoding loop. In: what transformers' `generate` prepared; out: what its own loop would return. Two programs are
-compiled per shape, prefill and one step, and the host reads tokens while the device computes the next."""
+"""The decoding loop. It takes the inputs that transformers' `generate` prepared, and returns the results of
+transformers' own loop. Two programs are compiled per shape, prefill and decode step, and the host reads tokens while
+the device computes the next ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A generation's tensors on a mesh. In: a model's handle; out: a cache that is cut as activations are, and results that
-every device holds whole, so that the second step finds everything as the first one did and the host may read it."""
+"""The sharding of a generation's tensors. The cache is sharded like activations, and results are replicated, so that
+every step has the same shardings as the one before and the host can read the results."""
 
 from __future__ import annotations
 

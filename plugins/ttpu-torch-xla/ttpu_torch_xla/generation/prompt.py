@@ -1,5 +1,5 @@
-"""Prompts of one width for many lengths. In: the ids, mask and positions of `generate`; out: the same, padded on the
-left to the next of a few widths, so that prompts of most lengths run programs that are compiled already."""
+"""Pads prompts to a few widths. The ids, mask and positions of `generate` are left-padded to the next bucket, so that
+prompts of most lengths run programs that are already compiled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where transformers' own loop generates. In: a call of `generate`; out: why our loop cannot serve it, what theirs
-cannot do either, and what it needs to run with torch_xla."""
+"""Generation by transformers' own loop, for calls that our loop cannot serve. This module says why it cannot, refuses
+options that transformers' loop cannot serve either, and adapts the rest to torch_xla."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which patch removes what. In: a model's config and its patches; out: the findings of the stock model, each with the
-patch after which it was gone."""
+"""Finds which patch removes which slow operation. It takes a model's config and patches, and returns the findings in
+the stock model, each with the patch that removes it."""
 
 from __future__ import annotations
 

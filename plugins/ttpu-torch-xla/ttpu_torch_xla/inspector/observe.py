@@ -1,5 +1,5 @@
-"""What a model does to the lazy runtime. In: a model and inputs; out: where the host had to wait for a value, which
-operations ran on the host, and how often programs were compiled."""
+"""Observes a model on the lazy runtime: where the host waited for a value, which operations ran on the host, and how
+often programs were compiled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A model's config made small enough to run anywhere, with everything kept that decides which code runs. In: the
-checkpoint's config and architecture; out: a transformers config of a few narrow layers."""
+"""Makes a model's config small enough to run anywhere: a few narrow layers, with everything kept that decides which
+code runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which patches a model gets. In: its architecture and its attention; out: the backend's own, the attention's, and its
-family's, each target once, the family's last word first."""
+"""Chooses the patches of a model: the backend's own, those of its attention, and those of its family. Each target is
+patched once, and the family's patch takes precedence."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Mixtures of experts with fixed shapes. In: transformers' grouped product of experts; out: one that computes on the
-device without sorting tokens into groups, whose sizes are values that a compiled program cannot depend on."""
+"""Mixtures of experts with fixed shapes. It replaces transformers' grouped product of experts by one that does not sort
+tokens into groups, because a compiled program cannot have shapes that depend on group sizes."""
 
 from __future__ import annotations
 

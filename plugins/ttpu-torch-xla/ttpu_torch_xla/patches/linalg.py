@@ -1,5 +1,4 @@
-"""Triangular systems on the device. In: `torch.linalg.solve_triangular`; out: the same, by an operation that torch_xla
-has, for XLA tensors."""
+"""Replaces `torch.linalg.solve_triangular` for XLA tensors by an operation that torch_xla implements."""
 
 from __future__ import annotations
 

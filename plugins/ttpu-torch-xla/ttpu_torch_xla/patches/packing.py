@@ -1,5 +1,5 @@
-"""Packed sequences on a lazy device. In: positions that restart where a sequence begins; out: which sequence of its row
-each token belongs to."""
+"""Finds the sequences of packed rows on a lazy device. It takes positions, which restart where a sequence begins, and
+returns the sequence of each token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Replacements in the stock model, each with what it replaces, why and when; applied together and undone by leaving a
-context. In: `Patch` values; out: changed modules and mappings for as long as the context lasts."""
+"""Patches of the stock model. A `Patch` says what it replaces, why, and when; `applied` changes modules and mappings
+for as long as its context lasts."""
 
 from __future__ import annotations
 

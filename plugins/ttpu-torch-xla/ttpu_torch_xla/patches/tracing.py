@@ -1,5 +1,5 @@
-"""Lazy tensors count as traced. In: transformers' `is_tracing`; out: one that is also true of tensors on the device, so
-that mask code never asks a lazy tensor for its values, which would compile and run all that was recorded so far."""
+"""Replaces transformers' `is_tracing` by one that is also true for tensors on the device. Mask code then never reads
+the values of a lazy tensor, which would compile and run everything recorded so far."""
 
 from __future__ import annotations
 

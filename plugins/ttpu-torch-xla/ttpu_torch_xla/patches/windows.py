@@ -1,5 +1,5 @@
-"""The growing cache of layers with a window, on a lazy device. In: new keys and values; out: all that are seen, of
-which as many are kept as the window needs."""
+"""The growing cache of layers with a window, on a lazy device. It returns all keys and values that queries attend to,
+and keeps as many as the window needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in 4 or 8 bits: what to quantize and how, the layer, and the swap in a model."""
+"""Weights in 4 or 8 bits: the configuration, the quantized layer, and the replacement of layers in a model."""
 
 from ttpu_torch_xla.quantization.config import QuantizationConfig
 from ttpu_torch_xla.quantization.linear import QuantizedLinear

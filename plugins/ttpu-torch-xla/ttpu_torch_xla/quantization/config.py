@@ -1,4 +1,4 @@
-"""What is to be quantized, and how. In: AutoXLA's arguments; out: a checked, frozen `QuantizationConfig`."""
+"""The quantization settings of a model: AutoXLA's arguments as a checked, frozen `QuantizationConfig`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear layer whose weights are held in 4 or 8 bits. In: an `nn.Linear`; out: a module that takes its place."""
+"""A linear layer with weights in 4 or 8 bits, which takes the place of an `nn.Linear`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Products with quantized weights as torch operations, `torch.ops.ttpu.quantized_linear` and its gradient. They run on
-any torch device, are recorded by a lazy runtime, and are one node each to `torch.compile`."""
+any torch device, a lazy runtime records them, and `torch.compile` sees one node each."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Numbers of 4 or 8 bits for floats. In: a weight matrix; out: a `QuantizedWeight` of whole numbers, scales and zero
-points, laid out so that a product reads it without moving anything, and the way back."""
+"""Quantizes a weight matrix to integers of 4 or 8 bits and back. A `QuantizedWeight` has integers, scales and zero
+points in a layout that a matrix product reads without moving data."""
 
 from __future__ import annotations
 

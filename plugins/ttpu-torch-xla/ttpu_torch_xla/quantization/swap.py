@@ -1,5 +1,5 @@
-"""Quantized layers in a model. In: a stock transformers model and a configuration; out: the same object with its linear
-layers swapped, and a `Report` of what was and what was not."""
+"""Replaces the linear layers of a stock transformers model by quantized ones, in place, and reports which layers were
+replaced."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Which runtime this process has: the one of the entry-point group `ttpu.torch_runtimes` that is installed. Two
-runtimes need different versions of torch, so that one environment has one; where it has more, a variable chooses."""
+"""Chooses the runtime of this process among those installed under the entry-point group `ttpu.torch_runtimes`. Two
+runtimes need different versions of torch, so an environment normally has one; where it has several, an environment
+variable chooses."""
 
 from __future__ import annotations
 

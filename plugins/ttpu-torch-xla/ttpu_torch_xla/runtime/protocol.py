@@ -1,5 +1,5 @@
-"""What the backend asks of a runtime that puts torch tensors on a TPU: a device, a mesh, shardings, the operations that
-torch itself does not have, and counters of what it did."""
+"""The protocol of a runtime that puts torch tensors on a TPU: a device, a mesh, shardings, operations that torch does
+not have, and counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cutting a stock model over the devices of a mesh."""
+"""Shards a stock model over the devices of a mesh."""
 
 from ttpu_torch_xla.sharding.apply import Sharding, shard_model
 from ttpu_torch_xla.sharding.axes import parameter_axes

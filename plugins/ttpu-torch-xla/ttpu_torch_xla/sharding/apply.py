@@ -1,5 +1,5 @@
-"""Puts a stock model on the mesh. In: the model on the host, its architecture, a `Parallelism`; out: every parameter on
-the XLA device, cut as the strategy says, and hooks that keep activations cut along the batch while it runs."""
+"""Shards a stock model over a mesh. It moves every parameter to the XLA device, sharded as the strategy says, and adds
+hooks that keep activations sharded along the batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the dimensions of a stock model's parameters mean. In: an architecture, whose mapping says how each parameter of
-the table is made of checkpoint tensors, and the transformers model; out: the logical axes of every torch parameter."""
+"""Finds the logical axes of every parameter of a stock model. The architecture's mapping says how each of our
+parameters is made of checkpoint tensors, which gives the axes of the torch parameters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""torch_xla's FSDPv2 around the layers of a model that is on a mesh already. In: the model and its mesh; out: the same
-model object, whose decoder layers are `SpmdFullyShardedDataParallel`; its `state_dict` keeps the parameters' names."""
+"""Wraps the decoder layers of a sharded model in torch_xla's FSDPv2 (`SpmdFullyShardedDataParallel`), in place. The
+`state_dict` keeps the parameters' names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Batches on the mesh. In: batches of host tensors, as a `DataLoader` of torch yields them; out: the same on the
-device, each tensor cut along the batch, and along the sequence where the mesh cuts that."""
+"""Moves batches to the mesh. It takes batches of host tensors, as torch's `DataLoader` yields them, and yields them on
+the device, sharded along the batch, and along the sequence where the mesh shards it."""
 
 from __future__ import annotations
 

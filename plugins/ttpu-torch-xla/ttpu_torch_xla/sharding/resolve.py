@@ -1,5 +1,5 @@
-"""How a caller says that a model is to be cut over devices. In: a strategy, a mesh or a plan, of which one is given;
-out: a `Parallelism` on the devices that the runtime has, or None for one device. "auto" asks the planner."""
+"""Resolves how a model is sharded over devices. It takes a strategy, a mesh or a plan, at most one of them, and returns
+a `Parallelism` on the runtime's devices, or None for one device. "auto" asks the planner."""
 
 from __future__ import annotations
 

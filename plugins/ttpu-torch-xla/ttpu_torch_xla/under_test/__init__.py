@@ -1,1 +1,1 @@
-"""This backend as the conformance kit checks it (`ttpu_conformance.model_under_test`)."""
+"""The torch_xla backend's implementation of the conformance kit's protocols (`ttpu_conformance.model_under_test`)."""

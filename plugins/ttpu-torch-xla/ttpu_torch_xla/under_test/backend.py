@@ -1,5 +1,5 @@
 """The entry point `torch_xla` of the group `ttpu.models_under_test`. The runtime reads its environment when it starts,
-so that nothing here starts it before it is needed."""
+so this module starts it only when it is needed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A prepared stock model as the conformance kit asks it. Everything goes through the doors that users take: the model's
-own call, `generate`, `loss.backward()` and `save_pretrained`."""
+"""A prepared stock model under the conformance kit. It uses the public interface only: the model's call, `generate`,
+`loss.backward()` and `save_pretrained`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""torch_xla as the backend's runtime. Only the modules of this package import torch_xla."""
+"""torch_xla as the backend's runtime. No other package imports torch_xla."""

@@ -1,5 +1,5 @@
-"""What `ttpu launch` says to a process of torch_xla. In: the contract in the environment; out: the runtime's variables
-before it starts, and afterwards the process's number where the core looks for it."""
+"""Joins a torch_xla process to a distributed job that `ttpu launch` started. It sets the runtime's environment
+variables before the runtime starts, and afterwards the process index where the core reads it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What torch_xla has recorded: arguments without values, and the program that computes some tensors. For `aot`, which
-compiles such programs for TPUs that are not there."""
+"""The program that torch_xla has recorded for some tensors, and arguments without values. `aot` compiles such programs
+for TPUs that need not be there."""
 
 from __future__ import annotations
 
