@@ -35,7 +35,7 @@ UNPUBLISHED = "unpublished"
 
 @dataclass(frozen=True)
 class Options:
-    """What holds for all cases of a run; `backend` None is the one that runs models where none is named."""
+    """The options of all cases of a run; `backend` None is the default backend."""
 
     device: Device = "cpu"
     patch_packs: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Options:
 
 
 class Reference:
-    """A tiny transformers model, the checkpoint that it saved, and what it computes; independent of any plugin."""
+    """A tiny transformers model, its saved checkpoint, and its results; independent of any plugin."""
 
     def __init__(self, declaration: Declaration, variant: Variant) -> None:
         self.declaration, self.variant = declaration, variant
@@ -56,7 +56,7 @@ class Reference:
 
     @cached_property
     def path(self) -> Path:
-        """Where `model.save_pretrained` wrote it."""
+        """The folder that `model.save_pretrained` wrote."""
         folder = Path(tempfile.mkdtemp(prefix="ttpu-conformance-"))
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.model.save_pretrained(folder)
@@ -69,7 +69,7 @@ class Reference:
 
     @cached_property
     def transformers_config(self) -> Any:
-        """The same as an object of its transformers class."""
+        """The config as an object of its transformers class."""
         return tiny_config(self.declaration, self.variant)
 
     @cached_property
@@ -100,7 +100,7 @@ class Reference:
             return np.asarray(model(input_ids=torch.tensor(ids)).logits.float().numpy())
 
     def clear(self) -> None:
-        """Forget the model and its files."""
+        """Delete the model and its files."""
         if "path" in vars(self):
             self._remove()
         for name in ("model", "path", "config", "transformers_config", "logits", "bfloat16_logits", "token_ids"):

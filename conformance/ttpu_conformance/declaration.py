@@ -40,7 +40,8 @@ class ExpectedFailure:
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a published model is compiled: slice and mesh of decode and prefill, and those of the train step."""
+    """The slices to compile a published model for: slice and mesh of decode and prefill, and those of the train step.
+    """
 
     slice: str | None = None
     mesh: str | None = None
@@ -59,7 +60,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a plugin declares about one model type.
+    """A plugin's declarations about one model type.
 
     `transformers` names the class of the reference model, where it is not the auto class's. `heavy` names the variants
     besides the base for which the costly checks run. `not_proven` says what the reference model needs that is not
@@ -158,7 +159,7 @@ CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
 
 def parse_declaration(model_type: str, section: Any, source: str, folder: Path) -> Declaration:
-    """A section as TOML gives it; `folder` is where the paths in it start.
+    """Parse a section of TOML; its paths are relative to `folder`.
 
     Raises:
         DeclarationError: a key or value that the kit does not know.

@@ -53,7 +53,7 @@ class Place:
 
 
 def diagnose(case: Case) -> str:
-    """Sentences, or "" where nothing can be said; never raises."""
+    """Return the diagnosis as sentences, or "" for none; never raises."""
     try:
         return _diagnose(case)
     except Exception:  # a diagnosis is help, and must not hide the failure that it explains
@@ -87,7 +87,7 @@ def _diagnose(case: Case) -> str:
 
 
 def first_difference(case: Case, architecture: Architecture) -> Place | None:
-    """The first place where our model is not the reference; None where the logits agree."""
+    """Return the first place where our model differs from the reference; None where the logits agree."""
     try:
         model = case.load(architecture=architecture)
     except TTPUError as error:

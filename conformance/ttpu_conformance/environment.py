@@ -10,7 +10,8 @@ VIRTUAL_DEVICES = 8
 
 
 def prepare() -> None:
-    """Set what the libraries of the reference models read when they start; what the user has set already stays.
+    """Set the environment variables that the libraries of the reference models read when they start. Variables that the
+    user has set stay.
 
     Torch takes one thread: the models are so small that more of them only wait for each other.
     """

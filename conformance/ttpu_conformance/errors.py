@@ -26,7 +26,7 @@ class CheckFailure(AssertionError):
 
 
 class NotApplicable(Exception):
-    """This check has nothing to say about this case; the message says why. It counts neither for nor against."""
+    """The check does not apply to this case; the message says why. It counts neither for nor against the plugin."""
 
 
 class NotProven(Exception):
@@ -34,7 +34,7 @@ class NotProven(Exception):
 
 
 class NoReference(NotProven):
-    """A library that the reference model is made with is not installed."""
+    """A library that makes the reference model is not installed."""
 
 
 def fail(sentence: str, *, error: float | None = None, tolerance: float | None = None) -> Any:

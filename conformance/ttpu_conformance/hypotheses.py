@@ -43,7 +43,7 @@ class Hypothesis:
 
 
 def hypotheses(architecture: Architecture) -> Iterator[Hypothesis]:
-    """Every change worth trying, by hook, without those that change nothing."""
+    """Return every change worth trying, by hook, without changes that have no effect."""
     spec = architecture.spec
     numbers = dict(_numbers(architecture.config.to_dict()))
     for maker in (_embedding, _norm, _attention, _rope, _mlp, _block, _head):

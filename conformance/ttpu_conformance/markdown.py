@@ -32,7 +32,7 @@ NOTE = (
 
 
 def markdown(report: Report) -> str:
-    """The whole document."""
+    """Return the whole document."""
     return "\n".join(_lines(report)) + "\n"
 
 

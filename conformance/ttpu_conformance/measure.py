@@ -27,7 +27,8 @@ BFLOAT16_FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Measured:
-    """What a check measured: the error must not be above the tolerance. `details` are plain values for the report."""
+    """The measurement of a check: the error must not exceed the tolerance. `details` are plain values for the report.
+    """
 
     error: float | None = None
     tolerance: float | None = None

@@ -74,15 +74,15 @@ class BackendUnderTest(Protocol):
         ...
 
     def missing_device(self, device: Device) -> str | None:
-        """Why numbers cannot be computed on a device here; None if they can. Starts the backend."""
+        """Return why numbers cannot be computed on a device here, or None. Starts the backend."""
         ...
 
     def missing_devices(self, count: int) -> str | None:
-        """Why models cannot be sharded over so many devices in this process; None if they can."""
+        """Return why models cannot be sharded over so many devices in this process, or None."""
         ...
 
     def device_kinds(self) -> tuple[str, ...]:
-        """What the devices are called, each kind once."""
+        """Return the names of the device kinds, each once."""
         ...
 
     def load(
@@ -94,7 +94,7 @@ class BackendUnderTest(Protocol):
         mesh: str | None,
         attn_implementation: str,
     ) -> ModelUnderTest:
-        """A loaded model.
+        """Load a model.
 
         Args:
             architecture: what the plugin says of the checkpoint's config.
@@ -117,7 +117,7 @@ class BackendUnderTest(Protocol):
         ...
 
     def forget_programs(self) -> None:
-        """Let go of what is kept of programs that will not run again."""
+        """Drop caches of programs that will not run again."""
         ...
 
 
@@ -150,11 +150,11 @@ class ShowsSharding(Protocol):
     """A model that says how its parameters are sharded."""
 
     def replicated_share(self) -> float:
-        """The share of the parameters' elements that lie whole on every device."""
+        """Return the share of the parameters' elements that are replicated on every device."""
         ...
 
     def share_cut(self, axis: str, within: str = "") -> tuple[float | None, Mapping[str, float]]:
-        """How much of the kernels whose paths contain `within` is sharded along a mesh axis.
+        """Return how much of the kernels whose paths contain `within` is sharded along a mesh axis.
 
         Returns:
             The share of their elements that is, None where there are no such kernels; and the shares of those that are
@@ -176,7 +176,7 @@ class TracesDecoding(Protocol):
 
 
 class ProgramCount(Protocol):
-    """What a backend did.
+    """The number of programs that a backend compiled, and the operations that it left to the host.
 
     Attributes:
         compiles: programs that were compiled.
@@ -195,7 +195,7 @@ class CountsPrograms(Protocol):
     """A model whose backend counts what it compiles."""
 
     def programs_of(self, run: Callable[[], Any]) -> ProgramCount:
-        """What calling `run` compiles and leaves to the host."""
+        """Count the programs that calling `run` compiles and the operations that it leaves to the host."""
         ...
 
 
@@ -211,7 +211,7 @@ class IsServed(Protocol):
     """A model that the serving engine runs."""
 
     def for_engine(self) -> Any:
-        """What `ttpu.LLM` takes in the place of a checkpoint."""
+        """Return the argument of `ttpu.LLM` in place of a checkpoint."""
         ...
 
 
@@ -220,12 +220,12 @@ class HasAttentionImplementations(Protocol):
     """A backend with several implementations of attention."""
 
     def attention_implementations(self) -> Sequence[str]:
-        """Their names, the reference first."""
+        """Return their names, the reference first."""
         ...
 
 
 class CompiledProgram(Protocol):
-    """What the compiler says of one program. Sizes are bytes on one device, times are seconds of one run."""
+    """The compiler's figures for one program. Sizes are bytes on one device, times are seconds of one run."""
 
     @property
     def task(self) -> Any: ...
@@ -263,7 +263,7 @@ class CompiledProgram(Protocol):
 
 @runtime_checkable
 class CompilesForChips(Protocol):
-    """A backend that compiles for TPUs that are not there."""
+    """A backend that compiles for TPUs that need not be there."""
 
     def compiled(
         self,
@@ -276,7 +276,7 @@ class CompilesForChips(Protocol):
         slice_name: str | None,
         mesh: str | None,
     ) -> CompiledProgram | None:
-        """The program of a task on a slice of a chip.
+        """Compile the program of a task for a slice of a chip.
 
         Args:
             rows: sequences of decode; a prefill reads one, a training step one for each device.
@@ -298,7 +298,7 @@ T = TypeVar("T")
 
 
 def able(thing: Any, protocol: Callable[..., T], what: str) -> T:
-    """The same object as one that has the methods of a protocol, which is one of the classes above.
+    """Return the same object, typed as one of the protocols above.
 
     Raises:
         NotApplicable: it has not; `what` ends the sentence that says so.
@@ -311,7 +311,7 @@ def able(thing: Any, protocol: Callable[..., T], what: str) -> T:
 
 @cache
 def backend_under_test(name: str | None = None) -> BackendUnderTest:
-    """The backend of a name, by its entry point; None takes the one that runs models where none is named.
+    """Return the backend of a name, by its entry point; None takes the default backend.
 
     Raises:
         MissingDependencyError: no backend of this name can be checked here.

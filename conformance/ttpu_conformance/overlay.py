@@ -16,7 +16,7 @@ NAME = "conformance-hypothesis"
 
 
 class Overlay:
-    """Answers every hook that describes a model by what `spec` says."""
+    """Answers every hook that describes a model from `spec`."""
 
     def __init__(self, spec: ArchitectureSpec) -> None:
         self.spec = spec

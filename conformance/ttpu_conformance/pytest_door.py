@@ -20,7 +20,7 @@ from ttpu_core.registry import Registry
 
 @dataclass(frozen=True)
 class PytestCheck:
-    """A check of one case as a test: it skips, with the reason, where it has nothing to say."""
+    """A check of one case as a test. It skips, with the reason, where the check does not apply."""
 
     item: Item
 

@@ -77,7 +77,7 @@ class Report:
         return cls(last["versions"], last["device"], last["level"], results, missing, last.get("backend", ""))
 
     def badge(self) -> dict[str, Any]:
-        """What shields.io reads from an endpoint."""
+        """Return the JSON that shields.io reads from an endpoint."""
         counts = self.counts
         message = f"{counts['passed']} passed"
         others = ("failed", "expected failure", "skipped", "expected skip")

@@ -17,7 +17,7 @@ def depends_on_length(spec: ArchitectureSpec) -> bool:
 
 
 def rope_of(layer: LayerSpec) -> RopeSpec | None:
-    """What the layer's mixer rotates by."""
+    """Return the rope of the layer's mixer."""
     return layer.mixer.rope
 
 

@@ -24,7 +24,7 @@ Status = Literal["passed", "failed", "expected failure", "not applicable", "skip
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one check of one case. `error` and `tolerance` are shares of the logits' scale, or None."""
+    """The result of one check of one case. `error` and `tolerance` are shares of the logits' scale, or None."""
 
     model_type: str
     variant: str
@@ -40,7 +40,7 @@ class Result:
 
 
 def run(items: Iterable[Item]) -> Iterator[Result]:
-    """Run checks in order; a case's models are forgotten when its last check is done, compiled programs at the end."""
+    """Run checks in order. A case's models are dropped after its last check, compiled programs at the end."""
     previous: Case | None = None
     for item in items:
         if previous is not None and item.case is not previous:
@@ -53,7 +53,7 @@ def run(items: Iterable[Item]) -> Iterator[Result]:
 
 
 def run_one(item: Item) -> Result:
-    """One check; nothing that it raises gets out, except what ends the process."""
+    """Run one check and return its result. Only exceptions that end the process are passed on."""
     began = time.perf_counter()
     found = outcome(item)
     record = item.case.record
@@ -74,7 +74,7 @@ def run_one(item: Item) -> Result:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a check, and what it raised where it failed by itself."""
+    """The outcome of a check, and the exception where it failed by itself."""
 
     status: Status
     reason: str

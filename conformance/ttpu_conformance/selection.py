@@ -36,7 +36,7 @@ def checks_named(names: Iterable[str]) -> list[Check]:
 
 @dataclass(frozen=True)
 class Item:
-    """A check of a case, and what is declared about its failing."""
+    """A check of a case, and the plugin's declaration of its failure, if any."""
 
     check: Check
     case: Case
@@ -76,7 +76,7 @@ def checks_for(
 
 
 def levels_on(device: Device) -> tuple[Level, ...]:
-    """The levels that are checked on a device."""
+    """Return the levels that are checked on a device."""
     return EVERYWHERE if device == "cpu" else (*EVERYWHERE, "device")
 
 

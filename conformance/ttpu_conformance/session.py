@@ -27,7 +27,7 @@ Announce = Callable[[Item], None]
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of every model type: see `ttpu_conformance.check.checks_for`."""
+    """The options of a run for every model type; see `ttpu_conformance.selection.checks_for`."""
 
     depth: Depth
     levels: tuple[Level, ...]
@@ -47,7 +47,7 @@ class Request:
 
 
 def prepare(options: Options) -> None:
-    """Make this process ready for a run, before the backend starts in it.
+    """Prepare this process for a run, before the backend starts in it.
 
     Raises:
         MissingDependencyError: the backend is not installed.
@@ -57,7 +57,7 @@ def prepare(options: Options) -> None:
 
 
 def usual_jobs(types: Sequence[str], options: Options) -> int:
-    """How many processes serve: one for each core and type, and a TPU serves one alone."""
+    """Return the number of processes: one for each core and model type, and one on a TPU."""
     return 1 if options.device == "tpu" else min(os.cpu_count() or 1, len(types), MOST_JOBS)
 
 

@@ -74,7 +74,7 @@ def reference_class(declaration: Declaration) -> Any:
 
 
 def tiny_config(declaration: Declaration, variant: Variant) -> Any:
-    """A transformers config: the kit's sizes, then the declared base, then the variant.
+    """Make a transformers config: the kit's sizes, then the declared base, then the variant.
 
     Raises:
         DeclarationError: a declared key that the config class does not know, or values that it refuses.
@@ -101,7 +101,7 @@ def written_config(declaration: Declaration, variant: Variant) -> dict[str, Any]
 
 
 def random_model(declaration: Declaration, variant: Variant) -> Any:
-    """A float32 torch model in evaluation mode with eager attention; equal in every process.
+    """Make a float32 torch model in evaluation mode with eager attention; equal in every process.
 
     Raises:
         NoReference: a library that its class needs is not installed.

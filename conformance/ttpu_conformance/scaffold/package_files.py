@@ -28,7 +28,7 @@ LINE = 120
 
 @dataclass(frozen=True)
 class NewPlugin:
-    """A package to be written. `modules` has the module's name for each model type."""
+    """A package to write. `modules` has the module's name for each model type."""
 
     title: str
     distribution: str
@@ -38,7 +38,7 @@ class NewPlugin:
 
     @classmethod
     def of(cls, name: str, model_types: tuple[str, ...], author: str | None) -> NewPlugin:
-        """The package of a name.
+        """Make the package of a name.
 
         Raises:
             RequestError: a name or model type of which no distribution, package or module can be named.
@@ -131,7 +131,7 @@ class NewPlugin:
 
 
 def write_all(target: Path, files: Mapping[str, str]) -> None:
-    """All files at once: they are written beside the target, which then takes their place.
+    """Write all files at once: into a folder beside the target, which then takes the target's place.
 
     Raises:
         RequestError: the target is there and holds something, or nothing can be written there.

@@ -75,7 +75,7 @@ class JaxCausalLM:
 
     @property
     def name(self) -> str:
-        """What the checkpoint is called: its Hub id, or its directory's name."""
+        """The name of the checkpoint: its Hub id, or its directory's name."""
         if self._checkpoint is None:
             return self.spec.model_type
         source = str(self._checkpoint.source)
@@ -93,7 +93,8 @@ class JaxCausalLM:
 
     @property
     def context(self) -> int:
-        """The most tokens that a sequence may have: the config's number, or that to which its rope stretches it."""
+        """The most tokens that a sequence may have: the config's limit, or the length to which its rope stretches it.
+        """
         return self.spec.context
 
     def __call__(self, input_ids: Any, attention_mask: Any = None) -> CausalLMOutput:

@@ -19,14 +19,14 @@ _AT_IMPORT = {name: os.environ.get(name, "") for name in VARIABLES}
 
 
 def compiler_flags(platform: str, environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Flags that matter to programs for a platform (cpu, gpu, tpu), sorted; of this process by default."""
+    """Return the sorted flags that change programs for a platform (cpu, gpu, tpu), by default those of this process."""
     found = " ".join((_AT_IMPORT if environment is None else environment).get(name, "") for name in VARIABLES)
     others = tuple(prefix for name, prefixes in BY_PLATFORM.items() if name != platform for prefix in prefixes)
     return tuple(sorted({flag for flag in found.split() if not flag.startswith(WITHOUT_EFFECT + others)}))
 
 
 def compiler_options(platform: str | None) -> dict[str, str | bool] | None:
-    """What an engine's programs for a platform are compiled with; None for nothing of its own."""
+    """Return the compiler options of an engine's programs for a platform; None for none."""
     if platform != "cpu":
         return None
     # Each kernel's float32 copy (`Runtime.widen_rows`) is made where it is used, into memory that is warm. By default

@@ -22,7 +22,7 @@ _initialized = False
 
 
 def initialize() -> None:
-    """Join the other processes of this contract; once is enough, and more do nothing.
+    """Join the other processes of the job. Further calls do nothing.
 
     On a CPU the processes talk through gloo. From here on an exception that nobody catches ends this process at once:
     JAX would otherwise wait at exit for the others, which may be waiting for this one.
@@ -61,8 +61,8 @@ def initialize() -> None:
 
 
 def shared_seed(seed: int | None, mesh: Mesh | None) -> int | None:
-    """`seed`, or where it is None and the mesh has devices of several processes, one that they have in common: what
-    each would draw for itself would give each other tokens.
+    """Return `seed`, or where it is None and the mesh has devices of several processes, a random one that all of them
+    share. With seeds of their own, processes would sample different tokens.
 
     All processes of such a mesh must come here. Without one each process runs by itself, and asks nobody.
     """

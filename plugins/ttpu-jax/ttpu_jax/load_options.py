@@ -47,7 +47,7 @@ class JaxLoadOptions(LoadOptions):
 
     @classmethod
     def read(cls, given: Mapping[str, Any], backend: str) -> Self:
-        """The options that a caller of `from_pretrained` gave by name, among them settings of the engine.
+        """Read the options that a caller of `from_pretrained` gave by name, settings of the engine included.
 
         Raises:
             MissingDependencyError: paged attention is enabled, but the engine is not installed.

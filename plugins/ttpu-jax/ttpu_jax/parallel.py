@@ -29,7 +29,7 @@ def placement_for(
     sharding_rules: Rules | None = None,
     dtype: str = "bfloat16",
 ) -> Placement:
-    """The placement that a caller asks for; one device where nothing is.
+    """Return the placement that a caller asks for; one device if the caller asks for nothing.
 
     Args:
         parallelism_strategy: what `resolve_parallelism` reads, or "auto".

@@ -21,7 +21,7 @@ def has_tpu() -> bool:
 
 
 def prepare() -> None:
-    """Choose the CPU where there is no accelerator to find; the user's own JAX_PLATFORMS always wins."""
+    """Choose the CPU on a machine without accelerators; the user's own JAX_PLATFORMS takes precedence."""
     if has_tpu():
         return
     for name, value in QUIET_LIBTPU.items():

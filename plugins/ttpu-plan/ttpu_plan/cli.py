@@ -36,7 +36,7 @@ VERIFIED_NOTE = "Compiled figures are the TPU compiler's own; its times are a wa
 
 
 class PurposeChoice(StrEnum):
-    """What a plan is for."""
+    """The purpose of a plan."""
 
     inference = "inference"
     generation = "generation"
@@ -44,7 +44,7 @@ class PurposeChoice(StrEnum):
 
 
 class QuantizationChoice(StrEnum):
-    """Of the layers' weights."""
+    """The quantization of the layers' weights."""
 
     int8 = "int8"
     int4 = "int4"

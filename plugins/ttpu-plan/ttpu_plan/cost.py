@@ -47,7 +47,7 @@ def estimate_time(
     strategy: Strategy = DEFAULT_STRATEGY,
     dcn: Mapping[str, int] | None = None,
 ) -> TimeEstimate:
-    """The time of a program.
+    """Estimate the time of a program.
 
     Args:
         mesh: mesh axis → devices along it, over all slices.

@@ -47,7 +47,7 @@ def estimate_memory(
     chip: Chip | None = None,
     shapes: ServedShapes | None = None,
 ) -> MemoryEstimate:
-    """The peak of a program on each device.
+    """Estimate the peak memory of a program on each device.
 
     Args:
         mesh: mesh axis → devices along it.
@@ -64,14 +64,15 @@ def estimate_memory(
 
 
 def cache_bytes(model: ModelShards, workload: Workload) -> int:
-    """Keys, values and states of all layers on one device."""
+    """Return the bytes of keys, values and states of all layers on one device."""
     return sum(kind.count * _layer_cache(model, kind.layer, workload) for kind in model.layers)
 
 
 def weight_bytes(
     shards: Iterable[ParameterShard], workload: Workload, bits: float | None = None, *, gathered: bool = False
 ) -> int:
-    """Parameters on one device, tiles filled up; `bits` are those of each element, else the workload says it."""
+    """Return the bytes of the parameters on one device, padded to tiles; `bits` are those of each element, by default
+    the workload's."""
     return sum(
         tiled_bytes(one.gathered if gathered else one.local, bits or _bits(one, workload)) for one in shards
     )
@@ -276,12 +277,12 @@ def _turns(model: ModelShards, workload: Workload) -> list[list[LayerShards]]:
 
 @lru_cache(maxsize=256)
 def layer_groups(spec: ArchitectureSpec) -> tuple[LayerGroup, ...]:
-    """`spec.groups()`, which compares many layers, once."""
+    """Return `spec.groups()`, cached because it compares many layers."""
     return spec.groups()
 
 
 def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
-    """Rows, and tokens of each, that one device is given."""
+    """Return the number of rows, and of tokens of each row, on one device."""
     if workload.step is not None:  # whole on each device of a replica
         return 1, workload.step.tokens
     rows = workload.batch // model.devices(axes.BATCH, workload.batch)
@@ -289,7 +290,7 @@ def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
 
 
 def layer_cache_shapes(model: ModelShards, layer: LayerSpec, workload: Workload) -> Iterable[tuple[Shape, int]]:
-    """Shape on one device and bits of each array that a layer keeps between tokens."""
+    """Return the shape on one device and the bits per element of each array in a layer's cache."""
     batch, slots, mixer = workload.batch, workload.context, layer.mixer
     if isinstance(mixer, AttentionSpec):
         if mixer.kv_from_layer is None:

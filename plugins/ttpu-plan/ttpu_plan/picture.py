@@ -35,7 +35,7 @@ _LEFT, _WIDTH, _BAR, _GAP, _TOP = 250, 620, 24, 16, 46
 
 
 def save_picture(plans: NamedPlans, path: str | Path, title: str) -> None:
-    """Write the picture; the file's ending says how.
+    """Write the picture in the format of the file's ending.
 
     Raises:
         RequestError: another ending than .html or .png, or the file cannot be written.
@@ -53,7 +53,7 @@ def save_picture(plans: NamedPlans, path: str | Path, title: str) -> None:
 
 
 def check_picture_file(path: str | Path) -> None:
-    """That a picture can be written so, before anything is computed for it.
+    """Check that the picture can be written, before anything is computed for it.
 
     Raises:
         RequestError: another ending than .html or .png, or no file can be written there.
@@ -86,7 +86,8 @@ def _without_matplotlib(path: str | Path) -> MissingDependencyError:
 
 
 def html_picture(plans: NamedPlans, title: str) -> str:
-    """A page with one drawing; what a part of a bar is appears under the pointer, and all numbers are in a table."""
+    """Return an HTML page with the drawing, in which the pointer shows the meaning of each part of a bar, and a table
+    of all numbers."""
     scale, shown = _scale(plans), _categories(plans)
     height = _TOP + len(plans) * (_BAR + _GAP) + 40
     drawing = [_axis(scale, height)]

@@ -35,7 +35,7 @@ saves."""
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a plan is for.
+    """The purpose of a plan.
 
     Args:
         purpose: "inference" is a serving engine's steps, in replicas that know nothing of each other; "generation" is
@@ -67,12 +67,12 @@ class Request:
         self.workloads(1, {})
 
     def rows(self, num_devices: int) -> int:
-        """Of the decode or training step."""
+        """The number of rows of the decode or training step."""
         return self.batch if self.batch is not None else num_devices if self.purpose == "training" else ROWS
 
     def workloads(self, num_devices: int, mesh: Mapping[str, int]) -> tuple[Workload, ...]:
-        """`generate`'s programs: decode and prefill, each group of devices reading a prompt of its own; or a training
-        step."""
+        """Return `generate`'s programs, decode and prefill, where each group of devices reads a prompt of its own; or a
+        training step."""
         rows = self.rows(num_devices)
         if self.purpose == "training":
             return (
@@ -88,7 +88,7 @@ SERVING = Request()
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change that makes a model fit, and the plan that then does."""
+    """A change that makes a model fit, and the resulting plan."""
 
     change: str
     plan: Plan
@@ -96,14 +96,14 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class NoFit:
-    """Why no mesh of some slices holds a model. `closest` is the plan that takes least memory."""
+    """Why no mesh of some slices holds a model. `closest` is the plan that takes the least memory."""
 
     closest: Plan
     remedies: tuple[Remedy, ...]
 
     @property
     def missing_bytes(self) -> int:
-        """On each device, of what a plan may take."""
+        """The bytes on each device by which the closest plan exceeds its limit."""
         return round(self.closest.memory.total - HEADROOM * self.closest.hbm_bytes)
 
     def __str__(self) -> str:
@@ -116,7 +116,8 @@ class NoFit:
 
 
 def plans(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING) -> list[Plan]:
-    """Every plan for some slices: those that fit first, the fastest before the others; then the smallest that do not.
+    """Return every plan for some slices: first those that fit, the fastest first; then those that do not, the smallest
+    first.
 
     Raises:
         UnsupportedError: no mesh divides the model at all.
@@ -135,7 +136,8 @@ def plans(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING
 
 
 def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iterator[Mesh]:
-    """The meshes that a slice's devices and the model's sizes allow: axes whose product is the devices.
+    """Return the meshes that a slice's devices and the model's sizes allow: the product of the axes is the number of
+    devices.
 
     Rows are cut evenly; experts are whole; heads are padded, but there is at least one for each device of `tensor`; a
     device keeps at least 512 tokens of a cut sequence. Weights that no device has whole are for training: to generate,
@@ -170,12 +172,12 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
 def smallest_slices(
     spec: ArchitectureSpec, request: Request = SERVING, chips: tuple[Chip, ...] = tuple(CHIPS.values())
 ) -> dict[str, Plan | None]:
-    """Chip → the fastest plan for the smallest slice that holds the model; None where 256 chips do not."""
+    """Return the fastest plan for the smallest slice of each chip that holds the model; None where 256 chips do not."""
     return {chip.name: _smallest(spec, chip, request) for chip in chips}
 
 
 def best_plan(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING) -> Plan:
-    """The fastest plan that fits.
+    """Return the fastest plan that fits.
 
     Raises:
         UnsupportedError: none does; the message says by how much, and what would.
@@ -189,8 +191,8 @@ def best_plan(spec: ArchitectureSpec, topology: Topology, request: Request = SER
 def why_nothing_fits(
     spec: ArchitectureSpec, topology: Topology, request: Request, found: list[Plan] | None = None
 ) -> NoFit:
-    """By how much a model does not fit, and which single changes would make it: fewer rows, a shorter context,
-    quantized weights, more chips."""
+    """Return by how much a model does not fit, and which single changes would make it fit: fewer rows, a shorter
+    context, quantized weights, more chips."""
     closest = min(found or plans(spec, topology, request), key=lambda plan: plan.memory.total)
     remedies: list[Remedy] = []
     rows = request.rows(topology.num_devices)

@@ -16,7 +16,7 @@ from ttpu_plan.shards import ModelShards
 
 
 def planning_backend() -> Plans:
-    """The backend whose engine is planned for: the preferred one, where it can say what its engine compiles.
+    """Return the preferred backend whose engine can be planned for.
 
     Raises:
         MissingDependencyError: no installed backend can.
@@ -36,7 +36,7 @@ def _planning_backend(registry: Registry) -> Plans:
 
 
 def capable_backend(registry: Registry, capability: type) -> object | None:
-    """The preferred of the installed backends that have a capability, or None; a broken one is passed over.
+    """Return the preferred installed backend with a capability, or None. Backends that fail to import are skipped.
 
     Args:
         capability: a protocol of `ttpu_core.backend`.
@@ -57,21 +57,21 @@ def capable_backend(registry: Registry, capability: type) -> object | None:
 
 
 def limits_for(rows: int, context: int, mesh: Mapping[str, int]) -> ServingLimits:
-    """The limits of each replica's engine, for `rows` sequences over all replicas."""
+    """Return the limits of each replica's engine, for `rows` sequences over all replicas."""
     return ServingLimits.of(rows // mesh.get(REPLICAS, 1), context)
 
 
 def served_workloads(
     shapes: ServedShapes, limits: ServingLimits, dtype: str, quantization: Quantization | None
 ) -> tuple[Workload, Workload]:
-    """The decode step of all of a replica's sequences, and its largest step, which also reads prompts."""
+    """Return the decode step of all sequences of a replica, and its largest step, which also reads prompts."""
     rows, context = limits.max_num_seqs, limits.max_model_len
     decode = Workload("decode", rows, context, dtype, quantization=quantization, step=shapes.decode)
     return decode, Workload("mixed", rows, context, dtype, quantization=quantization, step=shapes.mixed)
 
 
 def shapes_for(backend: Plans, model: ModelShards, limits: ServingLimits, dtype: str) -> ServedShapes:
-    """What the backend's engine compiles and keeps on one replica's devices.
+    """Return the sizes of the steps and caches that the backend's engine keeps on one replica's devices.
 
     Raises:
         UnsupportedError: an engine cannot serve the model.

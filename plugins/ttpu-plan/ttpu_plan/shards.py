@@ -30,18 +30,18 @@ class ParameterShard:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is multiplied by every token, and may be quantized: a kernel, and no table of embeddings."""
+        """Whether every token is multiplied by it, so that it may be quantized: a kernel, not an embedding table."""
         return self.path.endswith("kernel")
 
     @property
     def of_experts(self) -> bool:
-        """Whether a token is multiplied by some experts' part of it only."""
+        """Whether a token is multiplied only by the parts of some experts."""
         return ".experts." in self.path
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShards:
-    """A kind of layer, and how many layers are of it."""
+    """A kind of layer, and the number of layers of that kind."""
 
     layer: LayerSpec
     count: int
@@ -50,7 +50,7 @@ class LayerShards:
 
 @dataclass(frozen=True)
 class ModelShards:
-    """A model on one device of a mesh, with the sizes that the mesh needs (see `ttpu_core.sharding.padding`)."""
+    """A model on one device of a mesh, padded for the mesh (see `ttpu_core.sharding.padding`)."""
 
     spec: ArchitectureSpec
     mesh: Mapping[str, int]
@@ -59,29 +59,30 @@ class ModelShards:
     layers: tuple[LayerShards, ...]
 
     def devices(self, axis: str, size: int) -> int:
-        """How many devices share a dimension of an activation: all of its mesh axes', or 1 where they do not divide
-        it."""
+        """Return how many devices share a dimension of an activation: the product of its mesh axes, or 1 where they do
+        not divide it."""
         return _devices(self.strategy, tuple(self.mesh.items()), axis, size)
 
     def axes_of(self, axis: str, size: int) -> tuple[str, ...]:
-        """The mesh axes that cut a dimension of an activation."""
+        """Return the mesh axes that shard a dimension of an activation."""
         if self.devices(axis, size) == 1:
             return ()
         return tuple(a for a in dict(self.strategy.rules).get(axis, ()) if self.mesh.get(a, 1) > 1)
 
     def cut(self, logical: tuple[str | None, ...], shape: Shape) -> Shape:
-        """An activation's or a cache's shape on one device; a dimension that does not divide is whole there."""
+        """Return the shape of an activation or cache on one device; a dimension that the mesh does not divide is whole
+        there."""
         sizes = zip(logical, shape, strict=True)
         kept = tuple(axis if self.devices(axis or "", size) > 1 else None for axis, size in sizes)
         return _cut(self.strategy.mesh_axes(kept, shape, self.mesh, "an activation"), shape, self.mesh)
 
     def end(self, path: str) -> ParameterShard | None:
-        """A parameter of the model's ends."""
+        """Return the parameter of this path outside the layers (embedding, final norm, head), or None."""
         return next((one for one in self.ends if one.path == path), None)
 
     @property
     def head(self) -> ParameterShard:
-        """The table that gives logits: the embedding's, where it is tied."""
+        """The table of the head: the embedding's where they are tied."""
         found = self.end("head.kernel") or self.end("embed.embedding")
         assert found is not None
         return found
@@ -90,7 +91,7 @@ class ModelShards:
 def shard_model(
     spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy = DEFAULT_STRATEGY
 ) -> ModelShards:
-    """What one device of a mesh holds.
+    """Return the shards of a model on one device of a mesh.
 
     Raises:
         UnsupportedError: a parameter that the mesh cannot divide, even padded.
@@ -99,7 +100,7 @@ def shard_model(
 
 
 def admissible(spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy = DEFAULT_STRATEGY) -> bool:
-    """Whether the model can be cut so."""
+    """Whether the model can be sharded this way."""
     try:
         shard_model(spec, mesh, strategy)
     except UnsupportedError:

@@ -36,7 +36,7 @@ class AutoXLAModelForCausalLM:
         attention_config: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """The stock transformers model on the XLA device; see `TorchXlaLoadOptions` for what the arguments mean.
+        """Load the stock transformers model onto the XLA device; `TorchXlaLoadOptions` documents the arguments.
 
         On one device nothing is cut or wrapped, whatever the strategy.
 

@@ -30,7 +30,7 @@ class TorchXlaBackend:
     options = TorchXlaLoadOptions
 
     def open(self, architecture: Architecture, checkpoint: Checkpoint, options: TorchXlaLoadOptions) -> Any:
-        """The stock transformers model on the XLA device.
+        """Load the stock transformers model onto the XLA device.
 
         Raises:
             CheckpointError, MappingError, UnsupportedError, RequestError, PluginError: what cannot be loaded, and why.
@@ -120,21 +120,21 @@ class TorchXlaBackend:
         return model
 
     def streaming(self, model: Any) -> StreamingModel:
-        """The model as the command line needs it."""
+        """Return the model with the interface that the command line needs."""
         return StreamingModel(model, model.ttpu.load_seconds)
 
     def kernels(self, architecture: Architecture) -> Mapping[str, str]:
-        """Operation → implementation and why: on this machine, and on a TPU."""
+        """Return the implementation of each operation, and why, on this machine and on a TPU."""
         from ttpu_torch_xla.attention.choice import kernels
 
         return kernels(architecture)
 
     def patches(self, architecture: Architecture) -> tuple[Patch, ...]:
-        """What is replaced in transformers for this architecture, for `ttpu info`."""
+        """List the patches of transformers for this architecture, for `ttpu info`."""
         return patches_for(architecture, "splash_attention")
 
     def doctor(self) -> Mapping[str, Any]:
-        """Devices, versions, and what is missing."""
+        """Report devices, versions, and missing packages."""
         runtime = current()
         versions = {name: _version(name) for name in ("torch", "torch_xla", "transformers", "ttpu-jax", "libtpu")}
         missing = {} if util.find_spec("ttpu_jax") else {"kernels": 'pip install "ttpu-torch-xla[kernels]"'}

@@ -39,7 +39,7 @@ DTYPES: Mapping[torch.dtype, str] = {
 
 @dataclass(frozen=True)
 class Target:
-    """What programs are lowered for: a platform, and the kind of its devices as `jax.Device.device_kind` has it."""
+    """The target of lowering: a platform, and the kind of its devices as in `jax.Device.device_kind`."""
 
     platform: str
     device_kind: str | None = None
@@ -50,13 +50,13 @@ _target: ContextVar[Target | None] = ContextVar("ttpu_torch_xla_target", default
 
 
 def target() -> Target:
-    """The devices that the program being recorded is for: `lowering_for`'s, else the runtime's."""
+    """Return the target of the program being recorded: that of `lowering_for`, else the runtime's devices."""
     return _target.get() or _own_target()
 
 
 @contextmanager
 def lowering_for(topology: str) -> Iterator[Target]:
-    """What is recorded inside is for a TPU slice such as "v5e:2x4", whether or not this machine has one.
+    """A context in which programs are recorded for a TPU slice such as "v5e:2x4", whether or not this machine has one.
 
     Raises:
         UnsupportedError: there is no such slice.
@@ -78,7 +78,7 @@ def call_jax(
     platform: str | None = None,
     name: str | None = None,
 ) -> Any:
-    """`function(*arrays, **static)` on tensors, without gradients.
+    """Call `function(*arrays, **static)` on tensors, without gradients.
 
     Args:
         function: of JAX arrays; called once for each signature, so one and the same object is to be given each time.
@@ -136,7 +136,7 @@ def require_kernels() -> None:
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> Any:
-    """The mesh of these axes as JAX knows it without devices: a function cut along it by `jax.shard_map` is cut over
+    """Return a JAX mesh of these axes without devices. A function that `jax.shard_map` shards over it is sharded over
     the runtime's devices, numbered in that order."""
     jax = _jax()
     names = tuple(sizes)

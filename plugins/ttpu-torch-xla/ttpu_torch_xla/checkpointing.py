@@ -15,7 +15,7 @@ from ttpu_torch_xla.runtime import current, device_type, is_device
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Have each decoder layer computed again in the backward pass; in effect while the model is in training mode.
+    """Recompute each decoder layer in the backward pass, while the model is in training mode.
 
     `model.gradient_checkpointing_enable()` does the same where the backend's patches are applied, and
     `model.gradient_checkpointing_disable()` undoes both.
@@ -47,7 +47,7 @@ checkpoint_or_recompute.wraps_original = True  # type: ignore[attr-defined]
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, of which only the arguments are kept for the backward pass.
+    """Call `function(*args)` and keep only the arguments for the backward pass.
 
     torch's own version without re-entry asks for a module `torch.xla`, which there is not, and has no barrier, so that
     XLA would find the second computation equal to the first and keep the first. torch_xla's version runs the function

@@ -22,7 +22,7 @@ _on_one_device: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def run_on_all_devices(runtime: TorchRuntime) -> None:
-    """From now on programs run on all devices, if they do not yet.
+    """Run programs on all devices from now on, if they do not yet.
 
     Raises:
         UnsupportedError: a model of this process is on one device, whose programs would crash the process then.
@@ -75,7 +75,8 @@ class Handle:
         return mixer if isinstance(mixer, AttentionSpec) else None
 
     def attach(self, model: Any, patches: ExitStack | None = None) -> None:
-        """Hang this on the model and on its attention modules; `patches` ends at `close`, or when the model is gone."""
+        """Attach this to the model and to its attention modules. `patches` ends at `close`, or when the model is
+        collected."""
         model.ttpu = self
         for module in model.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
@@ -84,8 +85,8 @@ class Handle:
         self._hold(model, patches or ExitStack())
 
     def close(self) -> None:
-        """Take the patches back; the model then runs as the stock one with eager attention, apart from its device and
-        its `generate`."""
+        """Undo the patches. The model then runs as the stock one with eager attention, except for its device and its
+        `generate`."""
         model = self._model() if self._model is not None else None
         if model is not None and self.attention not in ("eager", "sdpa"):
             model.set_attn_implementation("eager")

@@ -13,7 +13,7 @@ TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES}
 
 
 def stock_model(checkpoint: Checkpoint, dtype: str, attention: str, *, quiet: bool = False) -> Any:
-    """The model as transformers loads it, on the host.
+    """Load the model with transformers on the host.
 
     Args:
         dtype: its name, see `ttpu_core.checkpoint.dtype_name`.
@@ -50,8 +50,8 @@ def stock_model(checkpoint: Checkpoint, dtype: str, attention: str, *, quiet: bo
 
 
 def model_class(transformers: Any, checkpoint: Checkpoint) -> Any:
-    """The class of transformers that generates text from this checkpoint: what config.json names, else the one that
-    `AutoModelForCausalLM` takes.
+    """Return the transformers class that generates text from this checkpoint: the one that config.json names, else that
+    of `AutoModelForCausalLM`.
 
     Raises:
         UnsupportedError: there is none.

@@ -13,7 +13,8 @@ from ttpu_torch_xla.runtime import device_type
 
 
 def save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`PreTrainedModel.save_pretrained` with the same arguments, which fetches what is on the runtime's device."""
+    """Run `PreTrainedModel.save_pretrained` with the same arguments, after copying tensors from the runtime's device to
+    the host."""
 
     @wraps(original)
     def save(
@@ -30,7 +31,7 @@ save_pretrained.wraps_original = True  # type: ignore[attr-defined]
 
 
 def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as whole ones of the host; those that share their values still do."""
+    """Return the tensors whole on the host. Tensors that share their values still do."""
     moved: dict[int, torch.Tensor] = {}
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():

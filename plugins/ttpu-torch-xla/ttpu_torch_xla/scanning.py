@@ -19,7 +19,7 @@ from ttpu_torch_xla.sharding.apply import decoder_layers
 
 
 def refuse_scan(parallelism: Parallelism | None) -> None:
-    """What can be said before the model is loaded.
+    """Refuse a scan that cannot work, before the model is loaded.
 
     Raises:
         UnsupportedError: the model is to be cut over devices, where torch_xla's loop switches off the partitioner that

@@ -39,7 +39,7 @@ OURS = ("ttpu-core", "ttpu-jax")
 def verify_plan(
     architecture: Architecture, plan: Plan, *, progress: Callable[[str], None] | None = None
 ) -> tuple[Verification, ...]:
-    """Compiles the plan's programs for its slices, or finds what was said of them before.
+    """Compile a plan's programs for its slices, or read the figures of an earlier compilation.
 
     Args:
         progress: called with the task of each program that is going to be compiled.
@@ -79,8 +79,8 @@ def _verify(
 
 
 def cache_file(architecture: Architecture, plan: Plan, program: ProgramEstimate) -> Path:
-    """Where the answer is remembered: $XDG_CACHE_HOME or ~/.cache, then ttpu/plans, by all that the program depends
-    on."""
+    """Return the file that caches a program's figures, below $XDG_CACHE_HOME or ~/.cache in ttpu/plans. Its name
+    depends on everything that the program depends on."""
     workload = program.workload
     spec = architecture.spec
     described = [getattr(spec, name) for name in spec.__dataclass_fields__]
@@ -163,7 +163,7 @@ def _sources(packages: tuple[str, ...]) -> str:
 
 
 def sources_hash(files: Iterable[Path]) -> str:
-    """One hash of files' contents and names, in whatever order they are given."""
+    """Return one hash of the files' contents and names, independent of their order."""
     whole = hashlib.sha256()
     for file in sorted(files):
         whole.update(repr((file.name, hashlib.sha256(file.read_bytes()).hexdigest())).encode())

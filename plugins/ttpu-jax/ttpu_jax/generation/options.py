@@ -84,7 +84,7 @@ class GenerationOptions:
         return min(wanted, room)
 
     def sampling(self) -> TokenChoice:
-        """The values that the sampler needs; greedy unless `do_sample`.
+        """Return the sampler's parameters; greedy unless `do_sample`.
 
         Raises:
             RequestError: a value that is out of range, whether or not it would be used.
@@ -149,8 +149,8 @@ _FILTERS_OFF = {"top_k": 0, "top_p": 1, "min_p": 0}
 def options_from(
     arguments: Mapping[str, Any], config: Any = None, checkpoint_defaults: Mapping[str, Any] | None = None
 ) -> GenerationOptions:
-    """Join the three sources; `arguments` win over `config` (a GenerationConfig or dict), which wins over the
-    checkpoint.
+    """Join the three sources. `arguments` take precedence over `config` (a GenerationConfig or dict), which takes
+    precedence over the checkpoint.
 
     Sampling is on if `do_sample` says so, or if the caller leaves it out and gives a temperature above 0 or a filter. A
     checkpoint's temperature alone does not turn it on, as in transformers.

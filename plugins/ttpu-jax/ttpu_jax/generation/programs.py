@@ -204,7 +204,7 @@ class Programs:
 
 
 def prompts_seen(prompts: Sequence[Sequence[int]], rows: int) -> np.ndarray:
-    """Which rows of the token table each prompt holds: bool [batch, rows]."""
+    """Return bool [batch, rows], true for the rows of the token table that a prompt contains."""
     seen = np.zeros((len(prompts), rows), np.bool_)
     for row, prompt in enumerate(prompts):
         seen[row, list(prompt)] = True

@@ -27,7 +27,7 @@ class Prompts:
 
     @classmethod
     def of(cls, ids: Iterable[Iterable[int]], form: Form, *, single: bool) -> Prompts:
-        """Those of lists of ids."""
+        """Make prompts of lists of ids."""
         return cls(tuple(Prompt(tuple(row)) for row in ids), form, single)
 
     @property
@@ -80,7 +80,7 @@ def read_prompts(inputs: Any, attention_mask: Any, tokenizer: Any, vocab_size: i
 
 
 def left_pad(ids: Sequence[Sequence[int]], width: int, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [batch, width] in int32 with each prompt at the right end, and where it starts [batch]."""
+    """Left-pad prompts to int32 tokens [batch, width], and return them with the start of each prompt [batch]."""
     tokens = np.full((len(ids), width), fill, np.int32)
     for row, prompt in enumerate(ids):
         tokens[row, width - len(prompt) :] = prompt

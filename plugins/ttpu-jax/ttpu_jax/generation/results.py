@@ -31,8 +31,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """What `generate(..., return_dict_in_generate=True)` returns: `sequences` [batch, length] as transformers pads
-    them, one `Completion` per prompt, and the timings."""
+    """The result of `generate(..., return_dict_in_generate=True)`: `sequences` [batch, length], padded as transformers
+    pads them, one `Completion` per prompt, and the timings."""
 
     sequences: np.ndarray
     completions: list[Completion]
@@ -44,6 +44,6 @@ class GenerateOutput:
 
 @dataclass(frozen=True)
 class CausalLMOutput:
-    """What calling a model returns: float32 `logits` [batch, seq, vocab]."""
+    """The result of calling a model: float32 `logits` [batch, seq, vocab]."""
 
     logits: Any

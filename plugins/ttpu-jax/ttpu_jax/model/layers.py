@@ -84,11 +84,11 @@ class DecoderLayer(nnx.Module):
         return (mixed[:, -1:] if step.last_only else mixed), cache, None
 
     def feed_forward(self, x: jax.Array) -> jax.Array:
-        """What the MLP adds to x [batch, seq, hidden] after the mixer, with the norms before and after it."""
+        """Return the MLP's output for x [batch, seq, hidden] after the mixer, with the norms before and after it."""
         return maybe(self.post_mlp_norm, self.mlp(maybe(self.mlp_norm, x)))
 
     def leave(self, x: jax.Array, inputs: LayerInputs | None) -> jax.Array:
-        """x [batch, seq, hidden] after both sub-layers, as the next layer is given it. After `step.last_only` it has
+        """Turn x [batch, seq, hidden] after both sub-layers into the next layer's input. After `step.last_only` it has
         one token where `inputs` have all."""
         return x if self.layer_scalar is None else x * self.layer_scalar[...]
 

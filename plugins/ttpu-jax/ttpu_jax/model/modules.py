@@ -69,7 +69,7 @@ class Parameters:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Step:
-    """What the tokens of one forward pass have in common, whatever cache they are written to.
+    """The values that all layers share in one forward pass, independent of the cache.
 
     query_positions: [batch, seq], negative for padding.
     angles: cos and sin for each of the runtime's ropes.
@@ -84,7 +84,7 @@ class Step:
 
     @property
     def valid(self) -> jax.Array:
-        """bool [batch, seq]: which tokens are no padding."""
+        """bool [batch, seq], true for tokens that are not padding."""
         return self.query_positions >= 0
 
 

@@ -10,7 +10,7 @@ from ttpu_jax.model.custom import custom_class
 
 
 def check_supported(spec: ArchitectureSpec) -> None:
-    """Refuse an architecture of which something would be left out.
+    """Refuse an architecture that the shared decoder cannot run completely.
 
     Raises:
         UnsupportedError: naming the first layer and what it needs, or the operation that a patch pack would replace.

@@ -32,12 +32,12 @@ class QuantizedKernel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the kernel, [*out, in]."""
+        """The shape of the kernel, [*out, in]."""
         return self.values.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """What the values are stored in."""
+        """The dtype of the stored values."""
         return np.dtype(self.values.dtype)
 
 
@@ -60,12 +60,12 @@ class LowRankKernel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the base, [*out, in]."""
+        """The shape of the base kernel, [*out, in]."""
         return tuple(self.base.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the base."""
+        """The dtype of the base kernel."""
         return np.dtype(self.base.dtype)
 
 
@@ -73,8 +73,8 @@ Kernel = jax.Array | QuantizedKernel | LowRankKernel
 
 
 def quantize(kernel: jax.Array) -> QuantizedKernel:
-    """A dense kernel [..., in] in int8, each output channel by its largest weight; a weight is at most half a scale
-    from where it was."""
+    """Quantize a dense kernel [..., in] to int8, with one scale per output channel from its largest weight; the error
+    of a weight is at most half the scale."""
     weights = kernel.astype(jnp.float32)
     largest = jnp.abs(weights).max(axis=-1)
     scale = jnp.where(largest > 0, largest / LARGEST_INT8, 1.0)
@@ -107,7 +107,7 @@ def _(kernel: QuantizedKernel, dtype: Any = None) -> jax.Array:
 
 @singledispatch
 def map_arrays(kernel: Any, axes: Axes, make: Callable[[Any, Axes], Any]) -> Any:
-    """The kernel with `make(array, axes of the array)` in the place of each of its arrays, for shardings.
+    """Return the kernel with each of its arrays replaced by `make(array, axes of the array)`, for shardings.
 
     Args:
         kernel: [*out, in], or anything with its structure.
@@ -129,7 +129,7 @@ def _(kernel: LowRankKernel, axes: Axes, make: Callable[[Any, Axes], Any]) -> An
 
 
 def with_adapters(tree: Any, adapters: jax.Array | None) -> Any:
-    """The tree with every adapted kernel bound to the adapters of the tokens that it is about to be applied to.
+    """Return the tree with every adapted kernel bound to the adapters of the step's tokens.
 
     Args:
         tree: kernels and other arrays.

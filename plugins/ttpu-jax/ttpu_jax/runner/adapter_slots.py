@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
 
 class LoadedAdapters:
-    """The adapters in `params`, the runner's own dictionary of arrays."""
+    """The adapters in `params`, the runner's dictionary of arrays."""
 
     def __init__(self, adapters: Adapters, params: dict[str, Any]) -> None:
         self._adapters, self._params = adapters, params
 
     @property
     def names(self) -> Mapping[str, int]:
-        """Loaded adapters, each with its number, from 1 on."""
+        """The loaded adapters: name → number, from 1."""
         return self._adapters.names
 
     def salt(self, name: str) -> bytes:
-        """Sets prefixes of this adapter apart from all others."""
+        """Return the bytes that distinguish cached prefixes of this adapter from all others."""
         return self._adapters.salt(name)
 
     def check(self, weights: AdapterWeights) -> Mapping[str, LowRankUpdate]:
-        """What `load` takes; see `Adapters.updates`."""
+        """Check an adapter's weights and return the argument of `load`; see `Adapters.updates`."""
         return self._adapters.updates(weights)
 
     def load(self, name: str, checked: Mapping[str, LowRankUpdate], busy: Collection[int]) -> None:
@@ -35,5 +35,5 @@ class LoadedAdapters:
         self._adapters.put(self._params, name, checked, busy)
 
     def unload(self, name: str) -> None:
-        """Forget an adapter; requests that use it finish with it."""
+        """Unload an adapter; running requests that use it finish with it."""
         self._adapters.unload(name)

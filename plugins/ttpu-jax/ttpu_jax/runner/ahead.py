@@ -43,9 +43,9 @@ KERNEL = 'custom_call_target="tpu_custom_call"'
 
 @dataclass(frozen=True)
 class ProgramFigures:
-    """What the compiler says of a program. Bytes are of one device; collectives are (name, number, bytes of one
-    device's results). `seconds` are predicted, without the `kernels` (calls of Pallas kernels), and with one turn of
-    each of the `open_loops`, which turn as often as the requests ask for."""
+    """The compiler's figures for a program. Bytes are of one device; collectives are (name, number, bytes of one
+    device's results). `seconds` are predicted; they leave out the `kernels` (calls of Pallas kernels), and count one
+    iteration of each of the `open_loops`, whose trip counts depend on the requests."""
 
     peak_bytes: int
     argument_bytes: int
@@ -59,12 +59,12 @@ class ProgramFigures:
 
     @property
     def counts_all(self) -> bool:
-        """Whether `seconds` leave nothing out."""
+        """Whether `seconds` include everything."""
         return not self.kernels and not self.open_loops
 
     @classmethod
     def of(cls, program: CompiledProgram) -> ProgramFigures:
-        """Those of a program that was just compiled."""
+        """Return the figures of a compiled program."""
         counts: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
         for one in program.collectives:
@@ -83,20 +83,20 @@ class ProgramFigures:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the figures as plain JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> ProgramFigures:
-        """What `to_dict` gave, through JSON."""
+        """Read the figures from the values of `to_dict`, also after a round trip through JSON."""
         collectives = tuple((str(op), int(count), int(size)) for op, count, size in facts["collectives"])
         return cls(**{**facts, "collectives": collectives})
 
 
 @dataclass(frozen=True)
 class AheadProgram:
-    """One program. `cache_bytes` are the pages and states that it is given on each device; `compiled` is None where it
-    had been stored before."""
+    """One program. `cache_bytes` are the bytes of its pages and states on each device; `compiled` is None where the
+    program was stored before."""
 
     name: str
     figures: ProgramFigures
@@ -105,12 +105,12 @@ class AheadProgram:
 
     @property
     def compiled_before(self) -> bool:
-        """Whether it had been stored."""
+        """Whether the program was stored before."""
         return self.compiled is None
 
     @property
     def cache_in_place(self) -> bool:
-        """Whether all of the caches are written where they were, and so held once."""
+        """Whether the program updates all caches in place, so that only one copy exists."""
         return self.figures.alias_bytes >= self.cache_bytes
 
 
@@ -304,7 +304,7 @@ def _compiled(
 
 
 def lower(topology: TpuTopology, program: Program) -> jax.stages.Lowered:
-    """One program, traced for a slice."""
+    """Trace one program for a slice."""
     with without_folders():
         return lower_for(topology, program.jitted, *program.arguments)
 

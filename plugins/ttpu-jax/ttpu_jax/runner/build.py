@@ -43,7 +43,7 @@ OTHER_PAGE_SIZE = 16
 def model_runner(
     model: JaxCausalLM, config: EngineConfig, adapters: Mapping[str, AdapterWeights] | None = None
 ) -> Runner:
-    """A runner for a loaded model, whose programs are not compiled and whose caches are not made.
+    """Make a runner for a loaded model, without compiling programs or making caches.
 
     Args:
         config: the engine's settings, as the caller gave them.
@@ -71,7 +71,7 @@ def model_runner(
 
 
 def filled(config: EngineConfig, spec: ArchitectureSpec, platform: str) -> EngineConfig:
-    """Settings with every choice made that does not depend on free memory.
+    """Return the settings with every choice made that does not depend on free memory.
 
     Raises:
         RequestError: they contradict the model or each other.
@@ -92,7 +92,7 @@ def runner_for(
     config: EngineConfig,
     held: np.dtype[Any],
 ) -> Runner:
-    """A runner whose programs are not compiled and whose caches are not made; weights may be only shapes.
+    """Make a runner without compiling programs or making caches; weights may be only shapes.
 
     Args:
         params: Flax path → kernel or other array, on devices or only shapes.

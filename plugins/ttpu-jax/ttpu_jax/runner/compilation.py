@@ -28,7 +28,7 @@ OnProgress = Callable[[str, float, float], None]
 
 
 class RecompileError(TTPUError):
-    """A program that was not compiled ahead was needed while serving, in strict mode."""
+    """In strict mode, serving needed a program that was not compiled ahead."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Program:
     out_shardings: Any = None
 
     def lower(self) -> jax.stages.Lowered:
-        """Traced; the compiler has yet to run."""
+        """Trace the function without compiling it."""
         with without_folders():
             return self.jitted.lower(*self.arguments)
 
@@ -54,7 +54,7 @@ class Program:
 
 @dataclass(frozen=True)
 class CompileStats:
-    """Programs that are there, those of them that were compiled while serving, and the time that compiling took."""
+    """The number of programs, the number of those compiled while serving, and the time that compiling took."""
 
     programs: int
     recompiles: int
@@ -72,8 +72,8 @@ class ProgramStats:
 
 @contextmanager
 def without_folders() -> Iterator[None]:
-    """Let what is traced meanwhile not say where Python packages lie on this machine: Pallas kernels carry the names of
-    their source files, and programs would be other ones in another virtual environment."""
+    """Trace without the folders of Python packages on this machine. Pallas kernels carry the names of their source
+    files, so that programs would otherwise differ between virtual environments."""
     config: Any = jax.config  # its options are not in its type
     if getattr(config, SOURCES) is not None:
         yield
@@ -86,8 +86,8 @@ def without_folders() -> Iterator[None]:
 
 
 class ProgramPool:
-    """Keeps what is compiled. `recompiles` counts the programs that were compiled while serving, `loaded` those that a
-    store had; `seconds` says how long each took."""
+    """Holds compiled programs. `recompiles` counts those compiled while serving, `loaded` those that a store had;
+    `seconds` has the time that each took."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ class ProgramPool:
         self._lock = threading.Lock()
 
     def compile(self, programs: Iterable[Program], progress: OnProgress | None = None) -> None:
-        """Compile all of them: traced here, one after another, since tracing holds the interpreter's lock; compiled in
-        threads meanwhile. `progress("compile", done, total)` after each."""
+        """Compile all programs. They are traced here, one after another, because tracing holds the interpreter's lock,
+        and compiled in threads meanwhile. `progress("compile", done, total)` is called after each."""
         wanted = [program for program in programs if program.key not in self._compiled]
         began, done = time.perf_counter(), 0
         if progress is not None and wanted:
@@ -128,11 +128,11 @@ class ProgramPool:
         self.compile_seconds += time.perf_counter() - began
 
     def executable(self, key: Hashable) -> Any:
-        """What was compiled under a key; KeyError where nothing was."""
+        """Return the executable of a key; KeyError if there is none."""
         return self._compiled[key]
 
     def get(self, key: Hashable, program: Callable[[], Program]) -> Any:
-        """The executable of a key; `program` makes what is compiled where it is missing.
+        """Return the executable of a key; where it is missing, `program` makes the program to compile.
 
         Raises:
             RecompileError: it is missing while serving, in strict mode.
@@ -153,11 +153,11 @@ class ProgramPool:
         return self._compiled[key]
 
     def stats(self) -> CompileStats:
-        """What was compiled so far."""
+        """Return the statistics of all compilations so far."""
         return CompileStats(len(self._compiled), self.recompiles, self.compile_seconds)
 
     def build(self, program: Program) -> Any:
-        """An executable that is not kept."""
+        """Compile a program without keeping its executable."""
         return self._built(program.lower())[0]
 
     def _built(self, lowered: jax.stages.Lowered) -> tuple[Any, float, bool]:
@@ -169,12 +169,12 @@ class ProgramPool:
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
-        """What is compiled."""
+        """The keys of all compiled programs."""
         return tuple(self._compiled)
 
 
 def program_stats(pool: ProgramPool, keys: Sequence[Hashable]) -> list[ProgramStats]:
-    """What the compiler says of the programs of some keys."""
+    """Return the compiler's figures for the programs of some keys."""
     found = []
     for key in keys:
         peak = getattr(pool.executable(key).memory_analysis(), "peak_memory_in_bytes", None)
@@ -183,7 +183,7 @@ def program_stats(pool: ProgramPool, keys: Sequence[Hashable]) -> list[ProgramSt
 
 
 def name_of(key: Any) -> str:
-    """What tables call the program of a key."""
+    """Return the name of a key's program in tables."""
     if isinstance(key, str):
         return key
     kind, *rest = key

@@ -65,15 +65,15 @@ def _tell(message: str) -> None:
 
 
 def is_closed(status: os.stat_result) -> bool:
-    """Whether only the user, or root, can have written what this describes."""
+    """Whether only the user, or root, can have written the file or folder."""
     if not hasattr(os, "geteuid"):
         return False  # a system without owners
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def keep_compiled() -> Path | None:
-    """Switch JAX's persistent compilation cache on for this process, unless the user has said where it is, or that
-    there is none; returns its folder, None without."""
+    """Enable JAX's persistent compilation cache for this process, unless the user has set its folder or disabled it.
+    Returns its folder, or None without one."""
     config: Any = jax.config  # its options are not in its type
     if not config.jax_enable_compilation_cache:
         return None
@@ -107,7 +107,7 @@ def compiled_folder(*, ahead: bool) -> Path:
 
 
 class CacheCounts:
-    """Counts, while it is entered, programs that JAX's cache had (`hits`) and those that it was given (`written`)."""
+    """A context manager that counts the `hits` and the `written` programs of JAX's compilation cache."""
 
     def __init__(self) -> None:
         self.hits = self.written = 0
@@ -128,7 +128,8 @@ class CacheCounts:
 
 @cache
 def host() -> str:
-    """The kind of this machine's processor: a home may be shared by machines that cannot run each other's programs."""
+    """The kind of this machine's processor, because machines that cannot run each other's programs may share a home
+    folder."""
     described = platform.processor()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -51,7 +51,8 @@ class ExecutableCache:
         return self.folder is not None and any(self.folder.glob("*.program"))
 
     def key(self, lowered: jax.stages.Lowered) -> str:
-        """What a program is found by. Ask before it is compiled: the compiler works on what was lowered."""
+        """Return the key of a program. It must be computed before compiling, because the compiler changes the lowered
+        program."""
         whole = hashlib.sha256(self._setting.encode())
         whole.update(lowered.as_text().encode())
         return whole.hexdigest()

@@ -74,11 +74,12 @@ class Adapters:
         self._loads = 0
 
     def salt(self, name: str) -> bytes:
-        """What sets prefixes of this adapter apart, also from those of an earlier one of its name."""
+        """Return the bytes that distinguish cached prefixes of this adapter from others, also from an earlier adapter
+        of the same name."""
         return f"{name}\0{self._generations[name]}".encode()
 
     def updates(self, weights: AdapterWeights) -> dict[str, LowRankUpdate]:
-        """What `put` takes, from an adapter as its files have it; from any thread.
+        """Check an adapter's files and return the argument of `put`. It may be called from any thread.
 
         Raises:
             MappingError, UnsupportedError: the adapter is another model's, or changes what adapters do not reach.
@@ -115,7 +116,7 @@ class Adapters:
         self.names[name], self._generations[name] = number, self._loads
 
     def unload(self, name: str) -> None:
-        """Forget an adapter; requests that use it finish with it, and its room is free when they are done."""
+        """Unload an adapter. Running requests that use it finish with it, and its slot is free when they are done."""
         del self.names[name]
 
     def _free(self, name: str, busy: Collection[int]) -> int:
@@ -133,7 +134,7 @@ class Adapters:
 def load_adapters(
     model: JaxCausalLM, config: EngineConfig, given: Mapping[str, AdapterWeights]
 ) -> tuple[dict[str, Any], Adapters]:
-    """A model's parameters, with room for adapters and the `given` ones in the kernels that they reach.
+    """Return a model's parameters with room for adapters, and with the `given` ones in the kernels that adapters reach.
 
     Room is for `max_adapters` of `max_lora_rank` on every kernel that adapters reach; where `max_adapters` is not set,
     for the adapters given, on the kernels that they change.
@@ -239,7 +240,7 @@ def _users(mapping: FlaxMapping) -> dict[str, list[str]]:
 
 
 def reached_tensors(path: str, rule: Expression) -> tuple[str, ...] | None:
-    """The checkpoint's tensors of a kernel that adapters reach, by its Flax path; None for other parameters."""
+    """Return the checkpoint tensors of a kernel that adapters reach, by its Flax path; None for other parameters."""
     if _REACHED.fullmatch(path) is None or _narrowed(rule, 1) is None:
         return None
     return tuple(dict.fromkeys(leaf.name for leaf in rule.leaves()))

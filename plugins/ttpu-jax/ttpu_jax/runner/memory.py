@@ -36,7 +36,7 @@ def free_bytes(device: jax.Device, reserved: int) -> int:
 def pages_per_group(
     config: EngineConfig, layout: PagedLayout, page_bytes: Sequence[int], free: int | None
 ) -> tuple[int, ...]:
-    """Pages of each group, with the null page, that fill `free` bytes.
+    """Return the number of pages of each group, the null page included, that fill `free` bytes.
 
     Groups with a window or a chunk have pages for the windows of as many running sequences as can be, and for one step;
     those that keep everything have the rest. `free` None takes `config.num_pages` for the largest group.
@@ -83,11 +83,11 @@ class Demand:
 
     @property
     def whole(self) -> int:
-        """Pages of the longest sequence."""
+        """The number of pages of the longest sequence."""
         return self.blocks(self.length)
 
     def blocks(self, tokens: int) -> int:
-        """Pages of so many tokens."""
+        """Return the number of pages for `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def counts(self, running: int, full: int) -> list[int]:

@@ -24,7 +24,8 @@ A_LITTLE_MORE = 1.1
 
 
 def steady_pages(measured: tuple[int, ...], runner: EnginePrograms, page_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Pages per group: those that were remembered for such an engine, where they fit and are not much fewer."""
+    """Return the pages per group: those of an earlier start of the same engine, where they fit and are not much fewer.
+    """
     path = _file(runner, page_bytes)
     before = _read(path)
     factor = MORE.get(runner.runtime.placement.platform, A_LITTLE_MORE)
@@ -37,7 +38,7 @@ def steady_pages(measured: tuple[int, ...], runner: EnginePrograms, page_bytes: 
 
 
 def remember_pages(pages: tuple[int, ...], runner: EnginePrograms, page_bytes: Sequence[int]) -> None:
-    """Note them for the next start; where nothing can be written, nothing is."""
+    """Store the number of pages for the next start, if the folder can be written."""
     path = _file(runner, page_bytes)
     if path is None:
         return

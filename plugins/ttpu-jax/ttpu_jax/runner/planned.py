@@ -85,7 +85,7 @@ def served_shapes(
 
 
 def served_kernels(spec: ArchitectureSpec, dtype: str = "bfloat16") -> dict[str, str]:
-    """Kind of attention layer → what computes it in an engine's steps on a TPU, and why."""
+    """Return the implementation of each kind of attention layer in an engine's steps on a TPU, and why."""
     table: dict[str, str] = {}
     for layer in spec.layers:
         mixer = layer.mixer
@@ -107,5 +107,5 @@ def _layout(spec: ArchitectureSpec, max_model_len: int) -> PagedLayout:
 
 
 def step_size(shape: StepShape) -> StepSize:
-    """A compiled shape as a plan has it."""
+    """Convert a compiled shape to a plan's type."""
     return StepSize(shape.tokens, shape.sequences, shape.rows)

@@ -21,7 +21,8 @@ from ttpu_jax.runner.planned import step_size
 def compile_planned_step(
     architecture: Architecture, topology_name: str, mesh: Mapping[str, int], strategy: Strategy, workload: Workload
 ) -> ProgramFigures:
-    """What the TPU compiler says of an engine's step, with pages for all of its sequences at their longest.
+    """Compile an engine's step, with pages for all of its sequences at their longest, and return the compiler's
+    figures.
 
     Args:
         topology_name: a slice that has the devices of one replica.

@@ -59,7 +59,7 @@ def _output_bytes(runner: EnginePrograms, shape: StepShape) -> int:
 def fitting_pages(
     runner: EnginePrograms, pool: ProgramPool, page_bytes: Sequence[int], draft: EnginePrograms | None = None
 ) -> tuple[int, ...]:
-    """Pages per group: what was asked for, or what is free beside weights and what `reserved_bytes` counts.
+    """Return the pages per group: the requested number, or what fits beside weights and `reserved_bytes`.
 
     Args:
         pool: compiles the largest programs, whose temporaries are measured.

@@ -80,7 +80,7 @@ class InFlight:
 
 
 class Runner(EnginePrograms):
-    """The device's side of an engine: weights, caches, programs. It serves from one process."""
+    """The device side of an engine: weights, caches, programs. It serves from one process."""
 
     adapters: LoadedAdapters | None = None
     served: ServedWeights | None = None
@@ -131,21 +131,21 @@ class Runner(EnginePrograms):
 
     @property
     def page_groups(self) -> Sequence[GroupSpec]:
-        """Its page groups."""
+        """The page groups of the model."""
         return self.layout.groups
 
     @property
     def devices(self) -> Devices:
-        """What it runs on."""
+        """The devices that the model runs on."""
         return Devices.of(self.runtime.placement)
 
     def memory_stats(self) -> MemoryStats:
-        """Bytes of weights, and of a cached number."""
+        """The bytes of the weights, and of one number of a cached key or value."""
         weight_bytes = sum(array.nbytes for array in jax.tree.leaves(self.params))
         return MemoryStats(weight_bytes, self.cache_dtype.itemsize)
 
     def compile_stats(self) -> CompileStats:
-        """What was compiled so far."""
+        """The statistics of all compilations so far."""
         return self.pool.stats()
 
     def program_stats(self) -> Sequence[ProgramStats]:
@@ -172,17 +172,17 @@ class Runner(EnginePrograms):
         self.state = self._empty_state(abstract=False)
 
     def page_bytes(self) -> tuple[int, ...]:
-        """Bytes on one device of a page of each group, over all of its layers."""
+        """The bytes on one device of one page of each group, summed over its layers."""
         size, placement = self.limits.page_size, self.runtime.placement
         return tuple(group_page_bytes(self.spec, self.layout, size, placement, self.cache_dtype))
 
     def compile(self, progress: OnProgress | None = None) -> None:
-        """Compile every program that serving needs; from now on it serves."""
+        """Compile every program that serving needs. Later compilations count as compiled while serving."""
         self.pool.compile(self.programs(), progress)
         self.pool.serving = True
 
     def release(self) -> None:
-        """Give the caches' memory back; what they held is lost."""
+        """Free the memory of the caches; their contents are lost."""
         for leaf in jax.tree.leaves((self.caches, self.state)):
             leaf.delete()
         self.caches = ()
@@ -204,7 +204,7 @@ class Runner(EnginePrograms):
 
     @contextmanager
     def weight_update(self, weights: str | Path | Mapping[str, Any]) -> Iterator[Callable[[], None]]:
-        """Check new weights, and give what puts them in the old ones' place; see `ttpu_jax.runner.weights`."""
+        """Open and check new weights as a context manager; see `ttpu_jax.runner.weights.opened_update`."""
         assert self.served is not None
         with opened_update(self, self.served.mapping, weights) as replace:
 
@@ -217,7 +217,7 @@ class Runner(EnginePrograms):
             yield replace_and_share
 
     def weight(self, path: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Shape and dtype of a parameter, awake or asleep; of an adapted kernel, its base's.
+        """Return the shape and dtype of a parameter, awake or asleep; for an adapted kernel, those of its base.
 
         Raises:
             UnsupportedError: a quantized kernel.
@@ -250,8 +250,8 @@ class Runner(EnginePrograms):
     # -- steps --
 
     def length_salt(self, prompt_length: int) -> bytes:
-        """Sets a prompt of this length apart from others that begin alike: with ropes that stretch (dynamic, longrope),
-        keys depend on the prompt's length once it is beyond the original context."""
+        """Return the bytes that distinguish cached prefixes of prompts of this length from others. With ropes that
+        stretch (dynamic, longrope), keys depend on the prompt's length beyond the original context."""
         ropes = (rope for rope in self.runtime.ropes if rope.depends_on_length)
         limits = [rope.original_max_position_embeddings or rope.max_position_embeddings for rope in ropes]
         return prompt_length.to_bytes(8, "little") if limits and prompt_length > min(limits) else b""

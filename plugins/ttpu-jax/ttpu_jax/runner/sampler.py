@@ -177,8 +177,8 @@ def _sample_block(
 
 
 def begin_slot(state: SamplerState, slot: jax.Array, prompt: jax.Array, output: jax.Array) -> SamplerState:
-    """The state with `slot` given to a request whose penalties count prompt and output, int32 [length] padded with
-    -1."""
+    """Give `slot` to a request whose penalties count prompt and output, both int32 [length] padded with -1, and return
+    the new state."""
     assert state.counts is not None
     vocab = state.counts.prompt_seen.shape[1]
 
@@ -192,7 +192,7 @@ def begin_slot(state: SamplerState, slot: jax.Array, prompt: jax.Array, output: 
 
 
 def empty_rules(rows: int, vocab: int, biases: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rules [rows, …] that say nothing: bias tokens, biases, allowed tokens."""
+    """Make rules [rows, …] without effect: bias tokens, biases, allowed tokens."""
     words = -(-vocab // 32)
     return (
         np.full((rows, biases), -1, np.int32),

@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Limits:
-    """What a runner was built for; names are those of `ttpu_serve.runner.RunnerLimits`, which says what they mean."""
+    """The limits that a runner was built for; `ttpu_serve.runner.RunnerLimits` documents the fields."""
 
     max_model_len: int
     max_num_seqs: int
@@ -30,7 +30,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices by their kind and platform, and over how many the model is sharded."""
+    """The kind and platform of the devices, and how many of them the model is sharded over."""
 
     kind: str
     platform: str
@@ -38,7 +38,7 @@ class Devices:
 
     @classmethod
     def of(cls, placement: Any) -> Devices:
-        """Those of a placement."""
+        """Return the devices of a placement."""
         device = first_device(placement)
         count = 1 if placement.mesh is None else int(np.prod(placement.mesh.devices.shape))
         return cls(device.device_kind, device.platform, count)

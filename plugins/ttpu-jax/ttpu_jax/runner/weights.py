@@ -51,7 +51,8 @@ class ServedWeights:
 def opened_update(
     held: Weights, mapping: FlaxMapping, weights: str | Path | Mapping[str, Any]
 ) -> Iterator[Callable[[], None]]:
-    """Check new weights, all or some, and give what puts them in the old ones' place, one parameter at a time.
+    """Open new weights, all or some, as a context manager, and check them. It yields a function that replaces the old
+    weights, one parameter at a time.
 
     Args:
         held: the parameters, awake or asleep.

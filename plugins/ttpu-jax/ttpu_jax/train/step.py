@@ -28,7 +28,7 @@ LEARNING_RATE = 1e-4
 
 
 class Loss(Protocol):
-    """What is minimized."""
+    """The function to minimize."""
 
     def __call__(
         self, model: DecoderModel, params: Params, tokens: jax.Array, mask: jax.Array | None
@@ -39,7 +39,7 @@ class Loss(Protocol):
 
 
 def every_parameter(path: str) -> bool:
-    """The filter that trains all of them."""
+    """Accept every parameter, so that all of them are trained."""
     return True
 
 
@@ -177,7 +177,7 @@ def step_for(
     accumulation: int = 1,
     trainable: Callable[[str], bool] | None = None,
 ) -> TrainStep:
-    """The step of a loaded model, which computes in the dtype that it was loaded in.
+    """Make the training step of a loaded model, which computes in the dtype that it was loaded in.
 
     Args:
         model: its parameters are what the step updates, or float32 copies of them.

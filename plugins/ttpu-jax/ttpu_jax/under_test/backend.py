@@ -33,7 +33,7 @@ class JaxUnderTest:
     distributions: tuple[str, ...] = ("ttpu-jax", "jax", "libtpu")
 
     def prepare(self, device: Literal["cpu", "tpu"], virtual_devices: int) -> None:
-        """XLA_FLAGS and JAX_PLATFORMS; too late once JAX has looked for devices."""
+        """Set XLA_FLAGS and JAX_PLATFORMS. This has no effect once JAX has looked for devices."""
         if FLAG not in os.environ.get("XLA_FLAGS", ""):
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}={virtual_devices}".strip()
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of each resharding that tiny shapes force on it
@@ -42,7 +42,8 @@ class JaxUnderTest:
         prepare()
 
     def missing_device(self, device: Literal["cpu", "tpu"]) -> str | None:
-        """Why checks cannot run on a device here; on a TPU products are of full precision from then on."""
+        """Return why checks cannot run on a device here, or None. On a TPU, products have full precision from then on.
+        """
         import jax
 
         if device == "cpu":
@@ -55,7 +56,7 @@ class JaxUnderTest:
         return f"there is no TPU here: JAX found {found.device_kind!r} ({found.platform})"
 
     def missing_devices(self, count: int) -> str | None:
-        """Why models cannot be sharded over so many devices in this process."""
+        """Return why models cannot be sharded over so many devices in this process, or None."""
         import jax
 
         if jax.device_count() >= count:
@@ -66,7 +67,7 @@ class JaxUnderTest:
         )
 
     def device_kinds(self) -> tuple[str, ...]:
-        """As JAX names them."""
+        """Return JAX's names of the device kinds."""
         import jax
 
         return tuple(sorted({device.device_kind for device in jax.devices()}))
@@ -80,7 +81,7 @@ class JaxUnderTest:
         mesh: str | None,
         attn_implementation: str,
     ) -> JaxModel:
-        """A loaded model.
+        """Load a model.
 
         Args:
             architecture: what the plugin says of the checkpoint's config.
@@ -105,7 +106,7 @@ class JaxUnderTest:
             DEFAULT_STRATEGY.mesh_axes(parameter.axes, parameter.shape, sizes, path)
 
     def forget_programs(self) -> None:
-        """Let go of what JAX keeps of functions that will not be called again."""
+        """Clear JAX's caches of functions that will not be called again."""
         import jax
 
         jax.clear_caches()
@@ -127,7 +128,8 @@ class JaxUnderTest:
         slice_name: str | None,
         mesh: str | None,
     ) -> ProgramReport | None:
-        """What the compiler says of a program, on the smallest slice that holds it, or on the one that is named.
+        """Compile a program for the smallest slice that holds it, or for the one that is named, and return the
+        compiler's figures.
 
         Args:
             rows: sequences of decode.

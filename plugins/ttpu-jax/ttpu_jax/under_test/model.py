@@ -35,7 +35,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @dataclass(frozen=True)
 class ProgramCount:
-    """Programs that were compiled; JAX leaves no operation to the host."""
+    """The number of compiled programs. JAX leaves no operation to the host."""
 
     compiles: int
     fallbacks: Mapping[str, int] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class JaxModel:
         return np.asarray(whole)[:, ids.shape[1] :]
 
     def save(self, folder: Path) -> None:
-        """As a user does."""
+        """Write a checkpoint by `save_pretrained`."""
         self.model.save_pretrained(folder)
 
     def for_engine(self) -> JaxCausalLM:
@@ -135,7 +135,7 @@ class JaxModel:
         return self.model
 
     def programs_of(self, run: Callable[[], Any]) -> ProgramCount:
-        """What calling `run` compiles, as JAX reports it."""
+        """Count the programs that calling `run` compiles, as JAX reports them."""
         compiled: list[str] = []
 
         def listen(event: str, duration_secs: float, **about: str | int) -> None:
@@ -150,12 +150,12 @@ class JaxModel:
         return ProgramCount(len(compiled))
 
     def replicated_share(self) -> float:
-        """The share of the parameters' elements that lie whole on every device."""
+        """Return the share of the parameters' elements that are replicated on every device."""
         arrays = self.model.params.values()
         return sum(a.size for a in arrays if a.sharding.is_fully_replicated) / sum(a.size for a in arrays)
 
     def share_cut(self, axis: str, within: str = "") -> tuple[float | None, dict[str, float]]:
-        """How much of the kernels whose paths contain `within` is cut along a mesh axis.
+        """Return how much of the kernels whose paths contain `within` is sharded along a mesh axis.
 
         Returns:
             The share of their elements that is, None where there are no such kernels; and the shares of those that are

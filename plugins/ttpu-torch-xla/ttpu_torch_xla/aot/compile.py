@@ -20,7 +20,7 @@ REPLICATED = "{replicated}"
 
 @dataclass(frozen=True, slots=True)
 class CompiledGraph:
-    """What is known of a program before it runs. All sizes are bytes on one device."""
+    """The compiler's figures for a program. All sizes are bytes on one device."""
 
     topology: str
     num_devices: int

@@ -30,7 +30,7 @@ def abstract_model(
     attention: str = "splash_attention",
     attention_config: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The model, with its `Handle` as `model.ttpu`; `model.ttpu.close()` takes the patches back.
+    """Make the model, with its `Handle` as `model.ttpu`; `model.ttpu.close()` undoes the patches.
 
     Args:
         config: config.json, with its model_type.

@@ -48,7 +48,7 @@ HEADER = """| model | program | slice | kernels | peak GiB | arguments | tempora
 def compiled(
     config: Mapping[str, Any], topology: str, step: Step, batch: int, context: int, mesh: str
 ) -> CompiledGraph:
-    """A program of a model in bfloat16 with splash attention; arguments as those of `compile_step`.
+    """Compile a program of a model in bfloat16 with splash attention; the arguments are those of `compile_step`.
 
     Args:
         mesh: as `parallelism_strategy` takes it.
@@ -63,7 +63,7 @@ def compiled(
 
 
 def row(model: str, program: str, topology: str) -> str:
-    """One line of the table: memory on each device, by the compiler."""
+    """Return one line of the table: the compiler's memory figures on each device."""
     found = compiled(CONFIGS[model], topology, *PROGRAMS[program])
     peak, arguments, temporary = (
         f"{size / 2**30:.2f}" for size in (found.peak_bytes, found.argument_bytes, found.temp_bytes)

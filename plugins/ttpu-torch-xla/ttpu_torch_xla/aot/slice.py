@@ -21,13 +21,13 @@ from ttpu_torch_xla.xla.runtime import TorchXla
 
 @dataclass(frozen=True)
 class SliceMesh:
-    """Mesh axis → devices, in order."""
+    """A mesh of a slice: mesh axis → devices along it, in order."""
 
     sizes: tuple[tuple[str, int], ...]
 
     @property
     def num_devices(self) -> int:
-        """Of all axes."""
+        """The number of devices of all axes."""
         return prod(size for _, size in self.sizes)
 
 
@@ -56,12 +56,12 @@ class TpuSlice(TorchXla):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Kernels that are recorded inside are for this slice."""
+        """A context in which recorded kernels are lowered for this slice."""
         with lowering_for(self.topology.name):
             yield
 
     def platform(self) -> str:
-        """tpu."""
+        """The platform, always tpu."""
         return "tpu"
 
     def num_devices(self) -> int:
@@ -69,7 +69,7 @@ class TpuSlice(TorchXla):
         return self.topology.num_devices
 
     def chip(self) -> str | None:
-        """Of the slice."""
+        """The TPU generation of the slice."""
         return self.topology.chip.name
 
     def num_slices(self) -> int:
@@ -77,11 +77,11 @@ class TpuSlice(TorchXla):
         return self.topology.slices
 
     def is_spmd(self) -> bool:
-        """A slice's programs run on all of it."""
+        """Always true: a slice's programs run on all of its devices."""
         return True
 
     def use_spmd(self) -> None:
-        """Nothing to do: cuts are noted here, and said to the compiler at the end."""
+        """Do nothing: shardings are recorded here and passed to the compiler at the end."""
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Move a tensor of any shape to the device; the result has the same shape, and no values where the tensor has
@@ -136,14 +136,14 @@ class TpuSlice(TorchXla):
         return State(tuple(tensors), tuple(argument_of(tensor) for tensor in tensors))
 
     def sync(self, wait: bool = False) -> None:
-        """Nothing runs."""
+        """Do nothing, because nothing runs."""
 
     def counters(self) -> Counters:
-        """Nothing was run."""
+        """Return zeros, because nothing runs."""
         return Counters()
 
     def reset_counters(self) -> None:
-        """Nothing was counted."""
+        """Do nothing, because nothing is counted."""
 
 
 def sharding_text(mesh: SliceMesh, cut: tuple[Cut, ...]) -> str:

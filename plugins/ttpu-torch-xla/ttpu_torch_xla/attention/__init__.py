@@ -11,12 +11,12 @@ _REGISTERED = {"xla_flash_attention": "xla_fused_attention"}
 
 
 def transformers_name(attention: str) -> str:
-    """The name under which transformers knows an attention: what its `attn_implementation` is to be."""
+    """Return the name under which transformers knows an attention, for its `attn_implementation`."""
     return _REGISTERED.get(attention, attention)
 
 
 def patches(attention: str) -> tuple[Patch, ...]:
-    """What a model with this attention needs in transformers; nothing for transformers' own implementations."""
+    """Return the patches of transformers that this attention needs; none for transformers' own implementations."""
     if attention not in KERNELS:
         return ()
     return (

@@ -23,7 +23,7 @@ Options = tuple[tuple[str, object], ...]
 def attention_for(
     architecture: Architecture, asked: str, platform: str, config: Mapping[str, Any] | None = None
 ) -> tuple[str, Options]:
-    """The name of the model's attention, and its settings as the kernels take them.
+    """Choose the name of the model's attention, and the settings of its kernel.
 
     Args:
         asked: "auto", one of `KERNELS`, or a name that transformers knows; "auto" takes what a plugin or patch pack
@@ -64,7 +64,7 @@ def attention_for(
 
 
 def kernels(architecture: Architecture) -> Mapping[str, str]:
-    """Kind of attention → what serves it with splash attention, and why, for `ttpu info`."""
+    """Return the implementation of each kind of attention under splash attention, and why, for `ttpu info`."""
     if not _has_kernels():
         return {"attention": 'eager: the kernels are not installed, `pip install "ttpu-torch-xla[kernels]"`'}
     from ttpu_jax.ops.attention import AttentionContext, implementation
@@ -80,8 +80,8 @@ def kernels(architecture: Architecture) -> Mapping[str, str]:
 
 
 def libtpu_is_new_enough() -> bool:
-    """Whether the installed libtpu reads kernels as the installed JAX writes them: it is at least the one that this JAX
-    asks for, which torch_xla's own is not."""
+    """Whether the installed libtpu can read the kernels of the installed JAX: it is at least the version that this JAX
+    requires, which torch_xla's own is not."""
     asked = next((one for one in map(Requirement, metadata.requires("jax") or ()) if one.name == "libtpu"), None)
     try:
         installed = Version(metadata.version("libtpu"))

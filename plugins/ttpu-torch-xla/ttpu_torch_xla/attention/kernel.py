@@ -30,7 +30,7 @@ def attend(
     options: Options = (),
     parallelism: Parallelism | None = None,
 ) -> torch.Tensor:
-    """Attention of whole sequences to themselves.
+    """Compute the attention of whole sequences to themselves.
 
     Args:
         name: of the implementation in `ttpu_jax.ops.attention`.
@@ -66,7 +66,7 @@ def attend(
 
 
 def objection(name: str, spec: AttentionSpec, queries: int, keys: int) -> str | None:
-    """Why the kernel of that name does not serve this layer on the devices that the program is for, or None."""
+    """Return why the kernel of that name does not serve this layer on the program's devices, or None."""
     from ttpu_jax.ops.attention import AttentionContext, implementation
 
     return implementation(name).serves(spec, AttentionContext(platform=target().platform), queries, keys)

@@ -16,7 +16,7 @@ MEANING = "_ttpu_meaning"
 
 @dataclass(frozen=True, eq=False)
 class MaskMeaning:
-    """A mask in words.
+    """The meaning of a mask.
 
     Attributes:
         queries, keys: its size.

@@ -80,7 +80,7 @@ class FixedLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that are attended to, and the first one's slot."""
+        """Return the number of keys that are attended to, and the slot of the first."""
         return (query_length if self.clock.slot is None else self.length), 0
 
     def get_seq_length(self) -> Any:
@@ -89,7 +89,7 @@ class FixedLayer(CacheLayerMixin):
         return self.clock.shift if self.clock.slot is None else self.clock.slot[0] + self.clock.shift
 
     def get_max_length(self) -> int:
-        """Slots."""
+        """Return the number of slots."""
         return self.length
 
 
@@ -113,11 +113,11 @@ class FixedCache(Cache):
         return LinearAttentionLayer(**options) if kind == "linear_attention" else DummyLayer()
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """The first query's slot."""
+        """Return the slot of the first query."""
         return 0 if self.clock.slot is None else self.clock.slot[0]
 
 
 def unknown_layers(config: Any) -> tuple[str, ...]:
-    """Layer types of a config that this cache has no fixed form of."""
+    """Return the layer types of a config that this cache does not support."""
     kinds, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     return tuple(sorted(set(kinds) - {*ATTENTION, *OTHERS}))

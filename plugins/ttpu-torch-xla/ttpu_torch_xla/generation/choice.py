@@ -65,7 +65,8 @@ class DeviceChoice:
             self._draws = draws.to(device)
 
     def seen_in_prompt(self, vocab: int) -> torch.Tensor | None:
-        """bool [batch, vocab], what `__call__` takes for the first tokens; None where no processor asks for it."""
+        """Return bool [batch, vocab], the tokens of the prompt, for the first call; None where no processor needs it.
+        """
         for processor in self._processors:
             if isinstance(processor, stock.RepetitionPenaltyLogitsProcessor):
                 # The processor's own scores of ones say which tokens it counts as seen in the prompt.

@@ -13,9 +13,9 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 
 def new_tokens(prompt: int, given: Mapping[str, Any], checkpoint: Any, context: int) -> int:
-    """How many tokens may follow a prompt, as the JAX backend has it: what the caller gives wins over what the
-    checkpoint has, then `max_new_tokens` over `max_length`, which counts the prompt; and only a `max_new_tokens` of the
-    caller's is refused, not cut, where it exceeds the context.
+    """Return how many tokens may follow a prompt, by the JAX backend's rules. The caller's lengths take precedence over
+    the checkpoint's, and `max_new_tokens` over `max_length`, which counts the prompt. Of the lengths that exceed the
+    context, only the caller's `max_new_tokens` is refused; others are lowered.
 
     Args:
         prompt: tokens of the prompt.

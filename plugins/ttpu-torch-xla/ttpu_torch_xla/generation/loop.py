@@ -97,7 +97,7 @@ class Decoding:
         self.kept_scores: list[torch.Tensor] = []
 
     def run(self) -> Any:
-        """int64 [batch, tokens + new tokens] on the host, or transformers' output object."""
+        """Run the loop and return int64 [batch, tokens + new tokens] on the host, or transformers' output object."""
         self.runtime.sync()  # what the caller recorded is no part of the programs below
         self.choose = None
         if not self.chooses_on_host:

@@ -18,7 +18,7 @@ KEYS = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model's generation lies; on one device there is nothing to say.
+    """The sharding of a model's generation; on one device it does nothing.
 
     Attributes:
         sharding: the model's, or None where it is on one device.
@@ -27,7 +27,7 @@ class Placement:
     sharding: Sharding | None = None
 
     def cut(self, cache: FixedCache) -> None:
-        """Keys and values along batch and heads; states of other mixers along the batch."""
+        """Shard keys and values along batch and heads, and states of other mixers along the batch."""
         if self.sharding is None:
             return
         for layer in cache.layers:
@@ -39,7 +39,7 @@ class Placement:
                     self._hold(tensor, (axes.BATCH,))
 
     def whole(self, *tensors: torch.Tensor | None) -> None:
-        """Every device holds all of these: reading a tensor that is cut compiles a program, each time anew."""
+        """Replicate these tensors on every device, because reading a sharded tensor compiles a program each time."""
         for tensor in tensors:
             if self.sharding is not None and tensor is not None:
                 self.sharding.runtime.shard(tensor, self.sharding.mesh, (None,) * tensor.ndim)
@@ -56,7 +56,7 @@ ONE_DEVICE = Placement()
 
 
 def placement_of(model: Any) -> Placement:
-    """From the handle that the backend hung on a model; on one device where there is none."""
+    """Return the placement of a model by its handle; one device without a handle."""
     handle = getattr(model, "ttpu", None)
     if handle is None or handle.mesh is None or handle.parallelism is None:
         return ONE_DEVICE

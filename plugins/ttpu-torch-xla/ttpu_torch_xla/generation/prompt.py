@@ -45,20 +45,20 @@ class Prompt:
 
 
 def prompt_bucket(tokens: int) -> int:
-    """A power of two up to a chunk, then whole chunks, as the JAX backend has them."""
+    """Return the padded length of a prompt: a power of two up to a chunk, then whole chunks, as in the JAX backend."""
     if tokens > CHUNK:
         return -(-tokens // CHUNK) * CHUNK
     return max(SMALLEST_PROMPT, 1 << (tokens - 1).bit_length())
 
 
 def answer_bucket(tokens: int) -> int:
-    """A power of two, or one and a half of one."""
+    """Return the number of slots for an answer: a power of two, or one and a half of one."""
     power = max(SMALLEST_ANSWER, 1 << (tokens - 1).bit_length())
     return power * 3 // 4 if power > SMALLEST_ANSWER and power * 3 // 4 >= tokens else power
 
 
 def padded(ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, new_tokens: int) -> Prompt:
-    """The prompt in its bucket.
+    """Pad the prompt to its bucket.
 
     Args:
         ids: [batch, tokens].

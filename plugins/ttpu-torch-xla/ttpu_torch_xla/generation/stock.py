@@ -24,7 +24,7 @@ UNGUIDED = (None, 1, 1.0)
 
 
 def needs_stock(model: Any, config: Any, model_inputs: Mapping[str, Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Why our loop cannot serve a call, or None."""
+    """Return why our loop cannot serve a call, or None."""
     if kwargs.get("custom_generate") is not None:
         return "a custom_generate"
     mode = config.get_generation_mode(kwargs.get("assistant_model"))
@@ -44,7 +44,7 @@ def needs_stock(model: Any, config: Any, model_inputs: Mapping[str, Any], kwargs
 
 
 def refuse_offloading(config: Any) -> None:
-    """Caches that neither our loop nor transformers' own can keep.
+    """Refuse caches that neither our loop nor transformers' own supports.
 
     Raises:
         UnsupportedError: the caller, or the checkpoint's generation config, asks for one.
@@ -57,8 +57,8 @@ def refuse_offloading(config: Any) -> None:
 
 
 def inputs_device(model: Any, config: Any) -> torch.device:
-    """Where that loop has its inputs: beside the model, as most of them join tensors of both; but on the host for
-    beams, whose search would compile as many programs again as the model does."""
+    """Return the device of the inputs of transformers' loop: the model's, because most loops join tensors of both; the
+    host for beam search, which would otherwise compile as many programs again as the model does."""
     device: torch.device = model.device
     beams = (config.num_beams or 1) > 1 and config.guidance_scale in UNGUIDED
     return torch.device("cpu") if beams else device
@@ -76,7 +76,7 @@ class EmptySums(TorchFunctionMode):
 
 
 def warn_once(kind: str, reason: str) -> None:
-    """Once in a process for each reason."""
+    """Warn once per process for each reason."""
     if reason not in _warned:
         _warned.add(reason)
         warnings.warn(

@@ -46,12 +46,13 @@ Found = Mapping[Key, tuple[Finding, int]]
 
 
 def stages(architecture: Architecture) -> tuple[str, ...]:
-    """What is compared: the stock model, the model with one patch more at a time, and at last `GENERATION`."""
+    """Return the stages to compare: the stock model, the model with one more patch at a time, and at last `GENERATION`.
+    """
     return (STOCK, *(patch.name for patch in patches_for(architecture, "eager")), GENERATION)
 
 
 def build(config: Any, *, shrunk: bool) -> Any:
-    """The model with random weights, with the attention that transformers chooses for it, on the host.
+    """Make the model on the host, with random weights and the attention that transformers chooses for it.
 
     Args:
         shrunk: whether the config was made small here, so that it is no fault of transformers if it does not fit.

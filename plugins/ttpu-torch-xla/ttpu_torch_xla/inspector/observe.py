@@ -25,7 +25,7 @@ OWN, INSPECTOR = "ttpu_torch_xla", "ttpu_torch_xla.inspector"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that costs time at every pass.
+    """One thing that costs time at every forward pass.
 
     kind: "error" (it does not run at all), "graph break" (the host waits for a value, so that the recorded program is
     cut there), "fallback" (the operation ran on the host), or "recompilation". what: the operation. where: file, line
@@ -38,7 +38,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What the finding has in common with the same one for inputs of other shapes: an error may quote those."""
+        """The part of the finding that does not depend on the inputs' shapes, which error messages may quote."""
         return self.kind, re.sub(r"\d+", "#", self.what) if self.kind == "error" else self.what, self.where
 
 
@@ -64,7 +64,7 @@ class HostReads(TorchDispatchMode):
 
 
 def observe(runtime: TorchRuntime, run: Callable[[int], None]) -> Counter[Finding]:
-    """Run `run(0)` and `run(1)`, and collect what they did.
+    """Run `run(0)` and `run(1)`, and return the findings.
 
     The first pass may compile; what the second one compiles is a recompilation.
     """

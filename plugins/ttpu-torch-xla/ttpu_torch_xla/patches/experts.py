@@ -47,7 +47,7 @@ def few_chosen(choices: int, experts: int) -> bool:
 def all_experts(
     experts: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Every expert sees every token, and a token's weights are zero where it did not choose the expert.
+    """Run every expert on every token; a token's weight is zero for experts that it did not choose.
 
     The products contract over experts and their inner size at once, so that XLA cuts them along experts or along the
     inner size without moving weights.

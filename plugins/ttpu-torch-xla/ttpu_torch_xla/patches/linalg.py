@@ -11,7 +11,7 @@ from ttpu_torch_xla.runtime import is_device
 
 
 def solve_triangular(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """X of A X = B; A: [..., n, n], B: [..., n, k] (A: [..., k, k] where `left` is False and X A = B is solved).
+    """Return X of A X = B; A: [..., n, n], B: [..., n, k] (A: [..., k, k] where `left` is False and X A = B is solved).
 
     torch_xla hands `aten::linalg_solve_triangular` to the host, but lowers the older `aten::triangular_solve`.
     """

@@ -69,7 +69,8 @@ _active: dict[str, _Applied] = {}
 
 @contextmanager
 def applied(patches: Iterable[Patch]) -> Iterator[None]:
-    """The patches are in place inside; those that several contexts share are undone when the last of them ends.
+    """A context in which the patches are in place. Patches that several contexts share are undone when the last of them
+    ends.
 
     Raises:
         PluginError: a target or a replacement does not exist, or is already replaced by something else.
@@ -86,7 +87,7 @@ def applied(patches: Iterable[Patch]) -> Iterator[None]:
 
 
 def active() -> tuple[str, ...]:
-    """The targets that are replaced now."""
+    """Return the targets that are replaced now."""
     return tuple(_active)
 
 

@@ -127,12 +127,12 @@ class QuantizationConfig:
 
     @property
     def name(self) -> str:
-        """Such as W4A16 or W8A8."""
+        """The usual name of the format, such as W4A16 or W8A8."""
         return f"W{self.bits}A{8 if self.quantize_activation else 16}"
 
     @property
     def planned_as(self) -> Quantization:
-        """What a plan calls weights like these."""
+        """The planner's name of the format."""
         return "int4" if self.packed else "int8"
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class QuantizationConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantizationConfig:
-        """The configuration that these arguments make.
+        """Make a configuration of these arguments.
 
         Raises:
             RequestError: an argument that there is not.

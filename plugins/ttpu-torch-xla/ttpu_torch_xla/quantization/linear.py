@@ -75,7 +75,7 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: QuantizationConfig) -> QuantizedLinear:
-        """The layer's weights, rounded. A layer on the meta device gives one there.
+        """Quantize a layer's weights. For a layer on the meta device, the result is there too.
 
         Raises:
             RequestError: its inputs cannot be cut into the configuration's blocks, or paired.

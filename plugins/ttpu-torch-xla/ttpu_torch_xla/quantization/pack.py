@@ -72,7 +72,7 @@ def quantize_weight(
 
 
 def dequantize_weight(weight: QuantizedWeight) -> torch.Tensor:
-    """float32 [out, in]."""
+    """Return the weight as float32 [out, in]."""
     weight_q, scale, zero = weight
     q = unpack(weight_q) if weight_q.dtype == torch.uint8 else weight_q
     steps = q.to(torch.float32) if zero is None else q.to(torch.float32) - zero.to(torch.float32).unsqueeze(1)
@@ -83,7 +83,7 @@ def dequantize_weight(weight: QuantizedWeight) -> torch.Tensor:
 def quantized_shapes(
     in_features: int, out_features: int, block_size: int, packed: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of weight_q and of the scales."""
+    """Return the shapes of weight_q and of the scales."""
     per_byte = 2 if packed else 1
     if block_size == -1:
         return (out_features, in_features // per_byte), (out_features,)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Report:
-    """What `quantize` did.
+    """The result of `quantize`.
 
     Attributes:
         config: what was asked for.
@@ -100,7 +100,7 @@ def quantize(model: Any, config: QuantizationConfig | Mapping[str, Any] | None =
 
 
 def nbytes(model: nn.Module) -> int:
-    """Of parameters and buffers, those that modules share once."""
+    """Return the bytes of parameters and buffers; shared ones count once."""
     tensors = {id(one): one for one in (*model.parameters(), *model.buffers())}
     return sum(one.numel() * one.element_size() for one in tensors.values())
 

@@ -19,7 +19,7 @@ VARIABLE = "TTPU_TORCH_RUNTIME"
 
 @cache
 def runtime_class() -> type[TorchRuntime]:
-    """The class of this environment's runtime; nothing is started.
+    """Return the class of this environment's runtime without starting it.
 
     Raises:
         MissingDependencyError: no distribution brings one.
@@ -44,17 +44,17 @@ def runtime_class() -> type[TorchRuntime]:
 
 
 def current() -> TorchRuntime:
-    """The runtime of this process, started at the first call."""
+    """Return the runtime of this process; the first call starts it."""
     return _started(runtime_class())
 
 
 def device_type() -> str:
-    """The `torch.device.type` of the runtime's tensors; nothing is started."""
+    """Return the `torch.device.type` of the runtime's tensors without starting it."""
     return runtime_class().device_type
 
 
 def is_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of any shape is on the runtime's device; nothing is started."""
+    """Whether a tensor of any shape is on the runtime's device; does not start the runtime."""
     return tensor.device.type == runtime_class().device_type
 
 

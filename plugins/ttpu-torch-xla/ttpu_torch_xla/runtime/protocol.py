@@ -98,7 +98,7 @@ class TorchRuntime(Protocol):
         ...
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the host, of any shape, on the device, of the same shape."""
+        """Move a tensor of any shape from the host to the device; the result has the same shape."""
         ...
 
     def shard(self, tensor: torch.Tensor, mesh: Any, cut: tuple[Cut, ...]) -> None:
@@ -150,19 +150,19 @@ class TorchRuntime(Protocol):
         ...
 
     def use_random_state(self, state: int) -> AbstractContextManager[None]:
-        """Draw from this state inside, and go on as if nothing had been drawn behind it."""
+        """A context that draws random numbers from this state and restores the previous state at its end."""
         ...
 
     # Execution
 
     def sync(self, wait: bool = False) -> None:
-        """Run what was recorded so far."""
+        """Run the operations recorded so far."""
         ...
 
     def counters(self) -> Counters:
-        """What was done since `reset_counters`."""
+        """Return the counters since `reset_counters`."""
         ...
 
     def reset_counters(self) -> None:
-        """Count from zero."""
+        """Reset the counters to zero."""
         ...

@@ -70,7 +70,7 @@ class Sharding:
         return own
 
     def constrain_looked_up(self, rows: torch.Tensor) -> torch.Tensor:
-        """Tell the compiler how rows of a table [batch, seq, hidden] are cut; returns them.
+        """Shard rows of a table [batch, seq, hidden], and return them.
 
         Where features are cut over some of the devices that share the batch, they are held to that cut first, so that
         the devices exchange rows and not the table."""
@@ -100,7 +100,7 @@ class Sharding:
 def shard_model(
     model: torch.nn.Module, architecture: Architecture, parallelism: Parallelism, runtime: TorchRuntime
 ) -> Any:
-    """Move a model to the device and cut it; returns the runtime's mesh, which is also the global one.
+    """Move a model to the device and shard it. Returns the runtime's mesh, which is also the global one.
 
     Args:
         model: the stock model, on the host.
@@ -129,8 +129,8 @@ def shard_model(
 def parameter_cuts(
     model: torch.nn.Module, architecture: Architecture, parallelism: Parallelism
 ) -> dict[str, tuple[MeshAxes, ...]]:
-    """Parameter name → mesh axes that cut each dimension, and so for the buffers of quantized weights; what nothing
-    describes is not in it."""
+    """Return the mesh axes that shard each dimension of each parameter, by name, and of the buffers of quantized
+    weights. Parameters without a description are left out."""
     sizes = dict(parallelism.mesh)
     shapes = {name: one.shape for name, one in model.named_buffers()}
     cuts: dict[str, tuple[MeshAxes, ...]] = {}
@@ -145,7 +145,8 @@ def parameter_cuts(
 
 
 def decoder_layers(model: torch.nn.Module, architecture: Architecture) -> torch.nn.ModuleList | None:
-    """The list of the decoder's layers: the one with as many as the architecture that holds described parameters."""
+    """Return the list of the decoder's layers: the module list with described parameters and as many entries as the
+    architecture has layers."""
     for name in parameter_axes(architecture, model):
         match = re.match(r"(.*?)\.0\.", name)
         found = model.get_submodule(match[1]) if match else None

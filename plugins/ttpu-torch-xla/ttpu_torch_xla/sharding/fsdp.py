@@ -19,12 +19,12 @@ INNER = "_orig_module."
 
 
 def has_fsdp_axis(parallelism: Parallelism | None) -> bool:
-    """Whether a mesh has devices along which FSDPv2 cuts."""
+    """Whether a mesh has devices along the axis that FSDPv2 shards."""
     return parallelism is not None and dict(parallelism.mesh).get(AXIS, 1) > 1
 
 
 def refuse_without_axis(parallelism: Parallelism | None) -> None:
-    """What can be said before the model is loaded.
+    """Refuse FSDPv2 on a mesh without its axis, before the model is loaded.
 
     Raises:
         UnsupportedError: FSDPv2 has nothing to cut along.
@@ -38,7 +38,7 @@ def refuse_without_axis(parallelism: Parallelism | None) -> None:
 
 
 def wrap(model: Any, mesh: Any, architecture: Architecture) -> Any:
-    """Wrap each decoder layer; returns the model.
+    """Wrap each decoder layer and return the model.
 
     `shard_model` has cut the parameters and holds activations to the batch's cut; FSDPv2 adds a barrier behind each
     layer's gradients, so that the compiler does not gather them all before it sends the first. The model itself is

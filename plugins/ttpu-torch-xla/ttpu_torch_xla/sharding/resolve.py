@@ -36,7 +36,7 @@ def resolve(
     dtype: Any = "auto",
     quantization: Quantization | None = None,
 ) -> Parallelism | None:
-    """The parallelism that a caller asks for; None where nothing is, or where there is one device.
+    """Return the parallelism that a caller asks for; None for no request, or for one device.
 
     Args:
         parallelism_strategy: what `resolve_parallelism` reads, or "auto".
@@ -99,7 +99,8 @@ def resolve(
 
 
 def check(spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy) -> set[str]:
-    """That a mesh divides what cannot be padded here; returns the mesh axes along which anything is cut.
+    """Check that a mesh divides every dimension that cannot be padded here, and return the mesh axes that shard
+    anything.
 
     Raises:
         UnsupportedError: a number of heads or experts, or another size, that the mesh does not divide.
@@ -116,7 +117,7 @@ def check(spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy) -
 def cut_of(
     dimensions: Iterable[tuple[tuple[str, int], ...]], mesh: Mapping[str, int], strategy: Strategy, name: str
 ) -> tuple[MeshAxes, ...]:
-    """The mesh axes that cut each dimension of a parameter, () where it is whole on every device.
+    """Return the mesh axes that shard each dimension of a parameter; () for a dimension that is whole on every device.
 
     Args:
         dimensions: for each of them the logical axes that it merges, the slowest-varying first, with their numbers: the

@@ -32,7 +32,8 @@ class TorchUnderTest:
             os.environ.setdefault(DEVICE, "CPU")
 
     def missing_device(self, device: Literal["cpu", "tpu"]) -> str | None:
-        """Why checks cannot run on a device here. Starts the runtime, as it must before torch's first backward pass."""
+        """Return why checks cannot run on a device here, or None. Starts the runtime, which must start before torch's
+        first backward pass."""
         from ttpu_torch_xla.runtime import current
 
         runtime = current()
@@ -44,7 +45,7 @@ class TorchUnderTest:
         return f"there is no TPU here: {runtime.name} runs on {runtime.platform()}"
 
     def missing_devices(self, count: int) -> str | None:
-        """Why models cannot be sharded over so many devices in this process."""
+        """Return why models cannot be sharded over so many devices in this process, or None."""
         from ttpu_torch_xla.runtime import current
 
         runtime = current()
@@ -70,7 +71,7 @@ class TorchUnderTest:
         mesh: str | None,
         attn_implementation: str,
     ) -> TorchModel:
-        """A loaded model.
+        """Load a model.
 
         Args:
             architecture: what the plugin says of the checkpoint's config.
@@ -102,7 +103,7 @@ class TorchUnderTest:
         check(spec, parse_mesh(mesh), found.strategy)
 
     def forget_programs(self) -> None:
-        """Nothing: the runtime keeps a bounded number of programs."""
+        """Do nothing: the runtime keeps a bounded number of programs."""
 
     def attention_implementations(self) -> Sequence[str]:
         """Names of the kernels, the reference first."""

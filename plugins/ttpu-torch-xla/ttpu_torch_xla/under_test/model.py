@@ -166,18 +166,18 @@ class TorchModel:
         return {canonical: tensors[actual].numpy() for canonical, actual in names.items()}
 
     def save(self, folder: Path) -> None:
-        """As a user does."""
+        """Write a checkpoint by `save_pretrained`."""
         self.model.save_pretrained(folder)
 
     def programs_of(self, run: Callable[[], Any]) -> Counters:
-        """What calling `run` compiles and leaves to the host."""
+        """Count the programs that calling `run` compiles and the operations that it leaves to the host."""
         self.runtime.sync(wait=True)
         self.runtime.reset_counters()
         run()
         return self.runtime.counters()
 
     def replicated_share(self) -> float:
-        """The share of the parameters' elements that lie whole on every device."""
+        """Return the share of the parameters' elements that are replicated on every device."""
         sizes = {name: one.numel() for name, one in self.model.named_parameters()}
         return sum(size for name, size in sizes.items() if not self._axes_of(name)) / sum(sizes.values())
 

@@ -10,7 +10,7 @@ Argument = tuple[int, tuple[int, ...]]
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An argument of the same shape, without values."""
+    """Make a program argument of the same shape, without values."""
     import torch_xla.core.xla_builder as builder
 
     tensor: torch.Tensor = builder.create_placeholder_tensor(shape, dtype)
@@ -18,7 +18,7 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def argument_of(tensor: torch.Tensor) -> int:
-    """The number by which torch_xla knows a tensor of any shape."""
+    """Return torch_xla's number of an argument, a tensor of any shape."""
     import torch_xla
 
     return int(torch_xla._XLAC._xla_get_tensor_id(tensor))

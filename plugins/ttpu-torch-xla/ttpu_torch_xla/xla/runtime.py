@@ -68,11 +68,11 @@ class TorchXla:
         return device
 
     def platform(self) -> str:
-        """tpu or cpu."""
+        """The platform, tpu or cpu."""
         return str(self._runtime.device_type() or "cpu").lower()
 
     def device_kind(self) -> str:
-        """As the PJRT client has it."""
+        """The PJRT client's name of the device kind."""
         return str(self._xla._XLAC._xla_device_kind(str(self.device())))
 
     def num_devices(self) -> int:
@@ -80,7 +80,7 @@ class TorchXla:
         return int(self._runtime.global_runtime_device_count())
 
     def chip(self) -> str | None:
-        """From the TPU VM's own description of itself."""
+        """The TPU generation, from the TPU VM's metadata."""
         if self.platform() != "tpu":
             return None
         from torch_xla._internal import tpu
@@ -88,11 +88,11 @@ class TorchXla:
         return str(tpu.get_tpu_env()["ACCELERATOR_TYPE"])
 
     def num_slices(self) -> int:
-        """From the attributes of the devices; one where they know of none."""
+        """The number of slices, from the devices' attributes; one where they have none."""
         return len({each.get("slice_index", 0) for each in self._runtime.global_runtime_device_attributes()})
 
     def process(self) -> tuple[int, int]:
-        """Asking starts the runtime."""
+        """The number of this process, and how many there are. Reading it starts the runtime."""
         return int(self._runtime.process_index()), int(self._runtime.process_count())
 
     def is_spmd(self) -> bool:
@@ -100,7 +100,7 @@ class TorchXla:
         return bool(self._runtime.is_spmd())
 
     def use_spmd(self) -> None:
-        """One program over all devices (GSPMD, arXiv 2105.04663)."""
+        """Run one program over all devices from now on (GSPMD, arXiv 2105.04663)."""
         if not self._runtime.is_spmd():
             self._runtime.use_spmd()
 
@@ -245,7 +245,7 @@ class TorchXla:
 
     @contextmanager
     def use_random_state(self, state: int) -> Iterator[None]:
-        """Set and put back."""
+        """A context that sets the random state and restores it at its end."""
         import torch_xla.core.xla_model as xm
 
         before = self.random_state()
@@ -256,11 +256,11 @@ class TorchXla:
             xm.set_rng_state(before)
 
     def sync(self, wait: bool = False) -> None:
-        """Compile, if these operations were not compiled before, and run what was recorded."""
+        """Run the recorded operations, and compile them first if they are new."""
         self._xla.sync(wait=wait)
 
     def counters(self) -> Counters:
-        """From torch_xla's metrics."""
+        """Return the counters of torch_xla's metrics."""
         import torch_xla.debug.metrics as metrics
 
         def times(name: str) -> int:
