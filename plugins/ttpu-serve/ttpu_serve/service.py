@@ -1,4 +1,4 @@
-"""The service "engine" (`ttpu_core.services.Engines`), by which backends reach this distribution without importing
+"""The service "engine" (`ttpu_core.services.Engines`), through which backends use this distribution without importing
 it."""
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from ttpu_serve.runner import OnProgress, ServedModel
 
 
 class EngineService:
-    """Builds engines. `option_names` are the settings that `config` takes."""
+    """Builds engines. `option_names` lists the settings that `config` takes."""
 
     option_names = NAMES
 
     def config(self, options: Mapping[str, Any]) -> EngineConfig:
-        """Checked settings of an engine.
+        """Return checked engine settings.
 
         Raises:
-            RequestError: a value that cannot be served.
+            RequestError: a value is invalid.
         """
         return EngineConfig(**options)
 
     def build(self, model: ServedModel, config: EngineConfig, progress: OnProgress | None = None) -> EngineCore:
-        """An engine for a loaded model; see `build_engine`.
+        """Build an engine for a loaded model; see `build_engine`.
 
         Raises:
-            UnsupportedError, RequestError: what cannot be served, and why.
+            UnsupportedError: the engine cannot serve the model or its mesh.
+            RequestError: settings contradict the model or each other, or memory does not suffice.
         """
         return build_engine(model, config, progress)
 

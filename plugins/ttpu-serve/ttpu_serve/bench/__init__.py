@@ -1,1 +1,1 @@
-"""Measures servers and engines: what `ttpu bench` runs."""
+"""Benchmarks of servers and engines, which `ttpu bench` runs."""

@@ -1,4 +1,4 @@
-"""Asks an OpenAI-compatible server and notes when what came. In: a prompt; out: a `Timeline`, also where it failed."""
+"""Sends requests to an OpenAI-compatible server and records a `Timeline` of each, also of requests that fail."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ SAID_IN_CHAT = ("content", "reasoning_content", "reasoning", "tool_calls", "refu
 
 @dataclass
 class Timeline:
-    """What became of one request. Moments are seconds from the start of the measurement.
+    """The record of one request. Times are seconds from the start of the measurement.
 
-    due: when it was to be sent; sent: when it was. chunks: when each piece of the answer came. end: when nothing more
-    did. output_tokens: as the server counted them, or the pieces where it did not. error: why it failed, None if not.
+    due: when the request should be sent; sent: when it was sent. chunks: arrival of each chunk of the response. end:
+    end of the response. output_tokens: the server's count, or the number of chunks if the server does not count. error:
+    why the request failed; None if it succeeded.
     """
 
     due: float
@@ -42,7 +43,7 @@ class Timeline:
 
     @property
     def latency(self) -> float:
-        """Seconds until the answer was whole."""
+        """Seconds until the response was complete."""
         return self.end - self.sent
 
     @property
@@ -52,24 +53,28 @@ class Timeline:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per output token after the first; None where there is only one."""
+        """Seconds per output token after the first; None if there is only one."""
         if not self.chunks or self.output_tokens < 2:
             return None
         return (self.chunks[-1] - self.chunks[0]) / (self.output_tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between pieces."""
+        """Return the seconds between successive chunks."""
         return [later - earlier for earlier, later in zip(self.chunks, self.chunks[1:], strict=False)]
 
 
 class Client:
-    """One server and how it is asked.
+    """A client of one server.
 
     Args:
-        url: its root, with or without `/v1`.
-        extra: fields for the body of every request, which win over those set here.
-        timeout: seconds that nothing may come before a request has failed.
+        url: the server's root, with or without `/v1`.
+        extra: fields for the body of every request; they override those set here.
+        timeout: seconds without data after which a request fails.
+
+    Raises:
+        RequestError: `url` is not the address of a web server.
+        MissingDependencyError: httpx is not installed.
     """
 
     def __init__(
@@ -106,10 +111,10 @@ class Client:
         await self._http.aclose()
 
     async def find_model(self) -> str:
-        """The model to ask for: the one that was named, or the first that the server lists.
+        """Return the given model name, or the first model that the server lists.
 
         Raises:
-            RequestError: the server is not there, or lists none.
+            RequestError: the server does not respond or lists no model.
         """
         if self.model is None:
             try:
@@ -127,7 +132,11 @@ class Client:
         return self.model
 
     def body(self, prompt: Prompt) -> dict[str, Any]:
-        """What is posted for a prompt."""
+        """Return the JSON body of a prompt's request.
+
+        Raises:
+            RequestError: the prompt's form (token ids, text, or messages) does not fit the endpoint.
+        """
         body: dict[str, Any] = {"model": self.model, "max_tokens": prompt.max_tokens}
         if self.endpoint == "chat":
             if prompt.is_ids:
@@ -141,9 +150,10 @@ class Client:
         return {**body, "stream": True, "stream_options": {"include_usage": True}, **self._extra}
 
     async def send(self, prompt: Prompt, due: float, start: float) -> Timeline:
-        """Ask, and read the answer to its end. `start` is the moment, by `time.perf_counter`, from which is counted.
+        """Send a request and read the response to its end. `start` is the start of the measurement by
+        `time.perf_counter`.
 
-        Whatever the server does, a timeline comes back.
+        Errors of the server are recorded in the timeline.
         """
         body = self.body(prompt)
         line = Timeline(due, sent=time.perf_counter() - start, prompt_tokens=prompt.tokens)
@@ -159,7 +169,7 @@ class Client:
         return line
 
     async def _read(self, response: httpx.Response, line: Timeline, start: float) -> str | None:
-        """Note each event; the reason if the answer is not whole."""
+        """Record each event; return the error if the response is incomplete."""
         decoder, finished = EventDecoder(), False
         async for piece in response.aiter_bytes():
             now = time.perf_counter() - start
@@ -184,7 +194,7 @@ class Client:
 
 
 def _note(event: Mapping[str, Any], line: Timeline, now: float) -> bool:
-    """Add an event to the timeline; True if it says that the answer is whole."""
+    """Add an event to the timeline; return True if it completes the response."""
     finished = False
     for choice in event.get("choices") or ():
         delta = choice.get("delta")
@@ -203,10 +213,10 @@ def _note(event: Mapping[str, Any], line: Timeline, now: float) -> bool:
 
 
 def _root(url: str) -> str:
-    """The address below which the endpoints lie: `/v1` is added to one without a version.
+    """Return the address of the endpoints; `/v1` is appended to an address without a version.
 
     Raises:
-        RequestError: not an address of a web server.
+        RequestError: `url` is not the address of a web server.
     """
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -218,7 +228,7 @@ def _root(url: str) -> str:
 
 
 def _message(body: bytes) -> str:
-    """An error's message in OpenAI's form, or what there is."""
+    """Return the message of an error in OpenAI's form, or the body itself."""
     try:
         value = json.loads(body)
         while isinstance(value, dict) and ("error" in value or "message" in value or "detail" in value):

@@ -1,4 +1,4 @@
-"""Server-sent events. In: bytes as they come from a socket; out: the data of each whole event."""
+"""Decodes server-sent events from the byte chunks of a socket."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ MAX_EVENT_BYTES = 64 * 2**20
 
 
 class EventDecoder:
-    """Puts events together from pieces of any size.
+    """Assembles events from byte chunks of any size.
 
-    Lines end with LF or CRLF and nothing else: JSON texts may hold the other characters that Python takes for the end
-    of a line."""
+    Only LF and CRLF end a line: JSON texts may contain other characters that Python treats as line ends.
+    """
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
-        """The events that `piece` completes.
+        """Yield the data of each event that `piece` completes.
 
         Raises:
-            ValueError: one is larger than any that a server sends on purpose.
+            ValueError: an event exceeds the maximum size.
         """
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:

@@ -1,4 +1,4 @@
-"""Sends prompts at their moments. In: a client, prompts and arrivals; out: a timeline of each, in the same order."""
+"""Sends prompts at their arrival times and returns a timeline of each, in the same order."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ async def send_all(
     max_concurrency: int | None = None,
     on_done: OnDone | None = None,
 ) -> list[Timeline]:
-    """Send each prompt at its arrival (seconds from now), whether or not earlier ones are answered.
+    """Send each prompt at its arrival time (seconds from now), whether or not earlier requests have finished.
 
     Args:
-        max_concurrency: the most that are under way at once; others are held back here, which their `sent` says.
-        on_done: called with each timeline that ends.
+        max_concurrency: maximum requests in flight; further ones are held back, which their `sent` shows.
+        on_done: called with each finished timeline.
     """
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Where a measurement was made. In: nothing; out: the machine and the versions, for the file that keeps the numbers."""
+"""Describes the machine and the software versions of a measurement, for the file that stores the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("ttpu-core", "ttpu-serve", "ttpu-jax", "jax", "jaxlib", "flax", "lib
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, system, versions of what is installed, and the time."""
+    """Return the processor, the number of usable cores, the system, the installed versions, and the time."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -25,7 +25,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """Return the versions of the installed packages in `PACKAGES`."""
     found = {}
     for package in PACKAGES:
         try:

@@ -1,5 +1,4 @@
-"""Measures an engine without a server. In: a function that serves prompts, and prompts; out: rates of a whole load, or
-how long one batch takes."""
+"""Measures an engine without a server: the throughput of a whole load, or the latency of one batch."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ ServeAll = Callable[[], tuple[int, int]]
 
 @dataclass(frozen=True)
 class OfflineSummary:
-    """Of `seconds`, one number for each repetition of the whole load, and `latency`, their distribution in
-    milliseconds. Rates are per second of the median repetition."""
+    """`seconds` holds the time of each repetition of the whole load; `latency` is their distribution in milliseconds.
+    Rates are per second of the median repetition."""
 
     requests: int
     prompt_tokens: int
@@ -37,7 +36,16 @@ def measure(
     percentiles: Sequence[float] = PERCENTILES,
     on_round: Callable[[], None] | None = None,
 ) -> OfflineSummary:
-    """Run the load `warmups` times for nothing, then `rounds` times on the clock."""
+    """Run the load `warmups` times without timing, then `rounds` times with timing.
+
+    Args:
+        serve_all: serves the whole load and returns its numbers of prompt tokens and output tokens.
+        requests: number of requests of the load.
+        warmups: repetitions without timing.
+        rounds: repetitions with timing.
+        percentiles: percentiles of the latency to compute.
+        on_round: called after each repetition.
+    """
     seconds: list[float] = []
     prompt_tokens = output_tokens = 0
     for number in range(warmups + rounds):

@@ -1,5 +1,5 @@
-"""Draws latencies. In: the timelines of a measurement; out: a PNG or SVG file with two panels: when each request was
-sent and how long it waited, and each latency over percentiles."""
+"""Draws the latencies of a measurement as a PNG or SVG with two panels: when each request was sent and how long it
+took, and each kind of latency by percentile."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ COLOURS = {
 
 
 def check_picture(path: str | Path) -> None:
-    """That a picture can be written so, before anything is measured for it.
+    """Check that a picture can be written to `path`, before anything is measured.
 
     Raises:
-        RequestError: another ending than .png or .svg, or no file can be written there.
+        RequestError: the file name does not end with .png or .svg, or the file cannot be written.
         MissingDependencyError: matplotlib is not installed.
     """
     if Path(path).suffix not in ENDINGS:
@@ -51,7 +51,7 @@ def check_picture(path: str | Path) -> None:
 
 
 def save_picture(timelines: Sequence[Timeline], path: str | Path, title: str) -> None:
-    """Write the picture; the file's ending says how."""
+    """Write the picture; the file's suffix selects the format."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Shows a measurement. In: a summary; out: a table on stdout, or a value for JSON."""
+"""Prints the summary of a measurement as a table, or converts it to JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTICED_MS = 5.0
 
 
 def as_json(summary: ServeSummary | OfflineSummary) -> dict[str, Any]:
-    """A summary as JSON: percentiles by name, `p50`, and the objectives as they were given."""
+    """Return a summary as JSON values: percentiles by name (`p50`), and the objectives as given."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -41,7 +41,7 @@ def as_json(summary: ServeSummary | OfflineSummary) -> dict[str, Any]:
 
 
 def as_rows(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
-    """Each request, for a file: moments in seconds."""
+    """Return each request as JSON values, with times in seconds."""
     return [
         {
             "due": line.due,
@@ -59,7 +59,7 @@ def as_rows(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
 
 
 def print_serve(summary: ServeSummary, title: str) -> None:
-    """The rates, the latencies and the errors."""
+    """Print rates, latencies and errors."""
     console = stdout_console()
     failed = f", {summary.failed:,} failed" if summary.failed else ""
     console.print(f"[bold]{title}[/bold]", markup=True)
@@ -93,7 +93,7 @@ def print_serve(summary: ServeSummary, title: str) -> None:
 
 
 def print_offline(summary: OfflineSummary, title: str) -> None:
-    """The rates, and how long each repetition took."""
+    """Print rates and the time of the repetitions."""
     console = stdout_console()
     console.print(f"[bold]{title}[/bold]")
     seconds = sorted(summary.seconds)

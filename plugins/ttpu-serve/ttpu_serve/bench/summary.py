@@ -1,5 +1,4 @@
-"""What timelines say together. In: a timeline of each request, and objectives; out: rates, and distributions of
-latencies in milliseconds."""
+"""Summarizes the timelines of all requests as rates, distributions of latencies in milliseconds, and goodput."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ OBJECTIVES = ("ttft", "tpot", "e2e")
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of `count` values; `percentiles` by per cent, with linear interpolation between neighbours."""
+    """Statistics of `count` values; `percentiles` maps per cent to values, interpolated linearly."""
 
     count: int
     mean: float
@@ -28,7 +27,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float | None], percentiles: Sequence[float] = PERCENTILES) -> Distribution | None:
-        """That of the values that are there; None where none is."""
+        """Return the distribution of the non-None values, or None if there are none."""
         there = np.array([value for value in values if value is not None], float)
         if not there.size:
             return None
@@ -44,15 +43,14 @@ class Distribution:
 
 @dataclass(frozen=True)
 class ServeSummary:
-    """Rates are per second of `seconds`, which runs from the first request that was due until the end of the last
-    answer that came whole, and count such answers. Latencies are of those too, in milliseconds:
+    """Rates and latencies of the successful requests. Rates are per second of `seconds`, the time from the first due
+    request to the end of the last complete response. Latencies are in milliseconds:
 
     ttft: from sending to the first token. tpot: (last token − first token) / (output tokens − 1) of each request.
-    itl: between pieces of an answer; servers that send several tokens in one have fewer of them. e2e: from sending to
-    the end. held: from when a request was due until it was sent, which is this side's doing: max_concurrency, or a
-    client that cannot keep up.
-    goodput: answers per second that met every objective; None without objectives.
-    tokens_counted: whether the server counted its output tokens; else each piece is taken for one.
+    itl: between successive chunks of a response; fewer than tokens if the server sends several tokens per chunk. e2e:
+    from sending to the end. held: from the due time to sending, caused by max_concurrency or a slow client.
+    goodput: requests per second that met every objective; None without objectives.
+    tokens_counted: whether the server counted its output tokens; otherwise each chunk counts as one.
     """
 
     requests: int
@@ -77,15 +75,15 @@ class ServeSummary:
 
     @property
     def failed(self) -> int:
-        """Requests without a whole answer."""
+        """Requests without a complete response."""
         return self.requests - self.completed
 
 
 def parse_objectives(text: str | None) -> dict[str, float]:
-    """`ttft:200,tpot:50`, in milliseconds.
+    """Parse objectives in milliseconds, as in `ttft:200,tpot:50`.
 
     Raises:
-        RequestError: another name, or no number.
+        RequestError: a name is unknown, or a value is not a positive number.
     """
     objectives: dict[str, float] = {}
     for part in (text or "").split(","):
@@ -111,7 +109,7 @@ def summarize(
     objectives: Mapping[str, float] | None = None,
     percentiles: Sequence[float] = PERCENTILES,
 ) -> ServeSummary:
-    """What all of them say."""
+    """Summarize the timelines of all requests."""
     whole = [line for line in timelines if line.error is None]
     # A request that failed late, as by a timeout, is no work that the others' rates are to be divided by.
     last = max((line.end for line in whole or timelines), default=0.0)
@@ -150,13 +148,14 @@ def summarize(
 
 
 def _meets(line: Timeline, objectives: Mapping[str, float]) -> bool:
-    """An answer of one token has no time per token, and an answer without text no first one."""
+    """Whether a response meets the objectives. A response of one token has no time per token; one without text has no
+    time to first token."""
     found = {"ttft": line.ttft, "tpot": line.tpot, "e2e": line.latency}
     return all(found[name] is None or found[name] * 1e3 <= limit for name, limit in objectives.items())  # type: ignore[operator]
 
 
 def _peak(timelines: Sequence[Timeline]) -> int:
-    """The most requests that were under way at one moment."""
+    """Return the maximum number of requests in flight at one time."""
     changes = sorted([(line.sent, 1) for line in timelines] + [(line.end, -1) for line in timelines])
     running = peak = 0
     for _, change in changes:

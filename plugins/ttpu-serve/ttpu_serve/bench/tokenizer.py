@@ -1,4 +1,5 @@
-"""A tokenizer for workloads, read from its tokenizer.json: a client needs no framework to count a prompt's tokens."""
+"""A tokenizer for workloads, read from a tokenizer.json, so that clients can count prompt tokens without a
+framework."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from ttpu_core.errors import RequestError
 
 
 class WorkloadTokenizer:
-    """Texts to token ids and back, with the methods of transformers' tokenizers that workloads use."""
+    """Encodes and decodes texts, with the subset of transformers' tokenizer methods that workloads use."""
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer` is a `tokenizers.Tokenizer`."""
@@ -22,19 +23,19 @@ class WorkloadTokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text."""
+        """Return the token ids of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included."""
+        """Return the text of token ids, including special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def load_tokenizer(name: str) -> WorkloadTokenizer:
-    """The tokenizer of a directory with a tokenizer.json, or of a Hub id.
+    """Load the tokenizer of a directory with a tokenizer.json, or of a Hub id.
 
     Raises:
-        RequestError: it cannot be loaded.
+        RequestError: the tokenizer cannot be loaded.
     """
     from tokenizers import Tokenizer
 

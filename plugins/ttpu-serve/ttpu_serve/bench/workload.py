@@ -1,5 +1,5 @@
-"""What a benchmark asks for, and when. In: lengths, or a file of prompts, and a rate; out: prompts and the moments at
-which they are sent, the same for the same seed."""
+"""Workloads of benchmarks: random prompts or prompts from a file, and their arrival times. Equal seeds give equal
+workloads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_TRIES = 8
 @dataclass(frozen=True)
 class Prompt:
     """One request. `content` is a text, token ids, or a conversation of {"role", "content"} messages; `tokens` is its
-    length where that is known before it is sent; `max_tokens` is the most to answer."""
+    length, if known in advance; `max_tokens` is the maximum output length."""
 
     content: str | tuple[int, ...] | tuple[Mapping[str, Any], ...]
     max_tokens: int
@@ -37,28 +37,28 @@ class Prompt:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a conversation."""
+        """Whether the content is a conversation."""
         return isinstance(self.content, tuple) and bool(self.content) and isinstance(self.content[0], Mapping)
 
     @property
     def is_ids(self) -> bool:
-        """Whether it is token ids."""
+        """Whether the content is token ids."""
         return isinstance(self.content, tuple) and not self.is_chat
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Numbers of tokens, drawn evenly from `low` to `high`, both included."""
+    """A uniform distribution of token counts from `low` to `high`, both included."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str, option: str) -> Lengths:
-        """`128`, or `16-256`.
+        """Parse `128` or `16-256`.
 
         Raises:
-            RequestError: anything else.
+            RequestError: `text` has another form.
         """
         first, dash, last = text.strip().partition("-")
         try:
@@ -71,7 +71,7 @@ class Lengths:
         return cls(low, high)
 
     def draw(self, random: np.random.Generator, number: int) -> list[int]:
-        """`number` of them."""
+        """Draw `number` token counts uniformly from [low, high]."""
         return [int(length) for length in random.integers(self.low, self.high + 1, number)]
 
 
@@ -85,10 +85,17 @@ def random_prompts(
     vocab_size: int | None = None,
     tokenizer: WorkloadTokenizer | None = None,
 ) -> list[Prompt]:
-    """Prompts of random lengths, after `prefix` tokens that all have in common.
+    """Make random prompts with a common prefix.
 
-    With `vocab_size` they are token ids below it; with a tokenizer, texts of so many of its tokens; with
-    neither, texts of so many common words, whose number of tokens only the server can tell.
+    Args:
+        number: number of prompts.
+        inputs: distribution of prompt lengths, without the prefix.
+        outputs: distribution of maximum output lengths.
+        seed: seed of all draws.
+        prefix: length of the common prefix.
+        vocab_size: make prompts of token ids below it.
+        tokenizer: make texts with the given number of its tokens. Without `vocab_size` and `tokenizer`, lengths count
+            common words.
     """
     random = np.random.default_rng(seed)
     lengths, output_lengths = inputs.draw(random, number), outputs.draw(random, number)
@@ -113,7 +120,7 @@ def random_prompts(
 
 
 def _readable(tokenizer: WorkloadTokenizer, random: np.random.Generator) -> np.ndarray:
-    """Some tokens of the vocabulary: no special ones, and none that is half a character."""
+    """Return random token ids of the vocabulary, [tokens], without special tokens and partial characters."""
     special = set(tokenizer.all_special_ids)
     some = [token for token in random.permutation(len(tokenizer))[:MOST_TOKENS].tolist() if token not in special]
     return np.array([token for token in some if "\ufffd" not in tokenizer.decode([token])] or some)
@@ -122,7 +129,8 @@ def _readable(tokenizer: WorkloadTokenizer, random: np.random.Generator) -> np.n
 def _text_of(
     tokenizer: WorkloadTokenizer, allowed: np.ndarray, random: np.random.Generator, length: int
 ) -> tuple[str, int]:
-    """A text that has `length` tokens, or nearly (not every sequence of tokens is what its text is encoded to)."""
+    """Return a text of about `length` tokens and its exact number of tokens (decoding and encoding may change the
+    count)."""
     ids = random.choice(allowed, length).tolist()
     text = tokenizer.decode(ids)
     for _ in range(MOST_TRIES):
@@ -138,15 +146,22 @@ def _text_of(
 def read_dataset(
     path: str | Path, number: int | None, outputs: Lengths, *, seed: int = 0, tokenizer: WorkloadTokenizer | None = None
 ) -> list[Prompt]:
-    """Prompts of a file, `number` of them drawn without repetition as long as they last (None: all, in their order).
+    """Read prompts from a file.
 
-    A `.txt` file has a prompt in each line. `.jsonl` has an object in each line, `.json` a list of them: with `prompt`
-    (a text or token ids), `messages`, or ShareGPT's `conversations`, of which the first turn is asked and the second,
-    if a tokenizer is there to count it, says how long the answer is. `max_tokens` in an object says it too; else it is
-    drawn from `outputs`.
+    A `.txt` file has one prompt per line. A `.jsonl` file has one object per line and a `.json` file a list of objects,
+    each with `prompt` (a text or token ids), `messages`, or ShareGPT's `conversations`. Of a ShareGPT conversation the
+    first turn is the prompt, and the length of the second turn, if a tokenizer is given, is the output length. An
+    object's `max_tokens` overrides the output length.
+
+    Args:
+        path: the file.
+        number: number of prompts to draw, repeating prompts only if the file has fewer; None returns all in order.
+        outputs: distribution of output lengths for prompts that specify none.
+        seed: seed of all draws.
+        tokenizer: counts the tokens of texts; None leaves them unknown.
 
     Raises:
-        RequestError: the file cannot be read, or holds no prompt, or something else than prompts.
+        RequestError: the file cannot be read, holds no prompt, or has a malformed entry.
     """
     file = Path(path).expanduser()
     try:
@@ -172,7 +187,7 @@ def read_dataset(
 
 
 def _rows(path: str | Path, file: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Each row with where it stands."""
+    """Yield each row with a description of its place."""
     try:
         if file.suffix == ".json":
             rows = json.loads(text)
@@ -228,12 +243,12 @@ def _tokens(tokenizer: WorkloadTokenizer | None, text: str) -> int | None:
 
 
 def arrivals(number: int, rate: float, *, burstiness: float = 1.0, seed: int = 0) -> Sequence[float]:
-    """When each request is sent, in seconds from the start.
+    """Return the arrival time of each request, in seconds from the start.
 
     Args:
-        rate: requests per second on average; infinite: all at once.
-        burstiness: shape of the gamma distribution of the gaps. 1 is a Poisson process, less comes in bursts, more is
-            steadier.
+        rate: average requests per second; infinity sends all at once.
+        burstiness: shape of the gamma distribution of the gaps. 1 is a Poisson process, lower values are burstier,
+            higher values more regular.
     """
     if math.isinf(rate):
         return [0.0] * number

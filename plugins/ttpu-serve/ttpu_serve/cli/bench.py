@@ -1,4 +1,4 @@
-"""`ttpu bench serve|throughput|latency`: measures a server, or this engine without one."""
+"""`ttpu bench serve|throughput|latency`: measures a server, or an engine without a server."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`ttpu bench throughput` and `ttpu bench latency`: a checkpoint and a workload come in; how fast this engine answers
-it, without a server, goes out."""
+"""`ttpu bench throughput` and `ttpu bench latency`: measure how fast this engine serves a workload, without a
+server."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _offline(
     as_json: bool,
     output: Path | None,
 ) -> None:
-    """Measure, and show or write the result."""
+    """Run the measurement and print or write the result."""
     from ttpu import SamplingParams
     from ttpu_serve.bench.machine import machine
     from ttpu_serve.bench.offline import measure
@@ -172,7 +172,7 @@ def _engine_options(
     kv_cache_dtype: str,
     speculative: str | None,
 ) -> dict[str, Any]:
-    """Those that were given, by their names in `LLM`."""
+    """Return the given options by their names in `LLM`."""
     options: dict[str, Any] = {
         "dtype": dtype,
         "parallelism_strategy": parallelism_strategy,

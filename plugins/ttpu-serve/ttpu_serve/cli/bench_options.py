@@ -1,4 +1,4 @@
-"""Options that the commands of `ttpu bench` share, and what is made of them before anything is measured."""
+"""Options that the commands of `ttpu bench` share, and their checks and conversions."""
 
 from __future__ import annotations
 
@@ -78,6 +78,21 @@ def prompts(
     vocab_size: int | None = None,
     tokenizer: str | None = None,
 ) -> list[Prompt]:
+    """Make the workload's prompts from the command line's values.
+
+    Args:
+        number: number of prompts; None is 100 random prompts, or the whole dataset.
+        input_tokens: prompt lengths, as in 128 or 16-256.
+        output_tokens: maximum output lengths, as in 128 or 16-256.
+        prefix_tokens: length of the prefix that all random prompts share.
+        dataset: a file of prompts; None makes random ones.
+        seed: seed of all draws.
+        vocab_size: make random prompts of token ids below it.
+        tokenizer: directory or Hub id of a tokenizer that measures texts.
+
+    Raises:
+        RequestError: a value is malformed, or the dataset or the tokenizer cannot be read.
+    """
     from ttpu_serve.bench.tokenizer import load_tokenizer
     from ttpu_serve.bench.workload import Lengths, random_prompts, read_dataset
 
@@ -97,6 +112,11 @@ def prompts(
 
 
 def percentiles(text: str) -> tuple[float, ...]:
+    """Parse percentiles, as in 50,90,99.
+
+    Raises:
+        RequestError: a part is not a number from 0 to 100.
+    """
     try:
         points = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -107,12 +127,21 @@ def percentiles(text: str) -> tuple[float, ...]:
 
 
 def positive(option: str, value: float, allowed: str) -> None:
+    """Check that an option's value is positive, and finite unless `allowed` mentions inf.
+
+    Raises:
+        RequestError: the value is not allowed.
+    """
     if not value > 0 or (math.isinf(value) and "inf" not in allowed):
         raise RequestError(f"{option} {value:g} was given, but {allowed}, is needed: correct it.")
 
 
 def check_output(path: Path | None) -> None:
-    """Before anything is measured for it."""
+    """Check that the output file can be written, before anything is measured. None is accepted.
+
+    Raises:
+        RequestError: the file cannot be written.
+    """
     if path is None:
         return
     try:
@@ -125,11 +154,13 @@ def check_output(path: Path | None) -> None:
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
+    """Write a document as JSON."""
     write_whole(path, json.dumps(document, indent=2) + "\n")
 
 
 class Bar:
-    """A progress bar on stderr where that is a terminal; `advance(failed)` moves it on by one."""
+    """A context manager that shows a progress bar on stderr if it is a terminal; it gives `advance(failed)`, which
+    counts one more."""
 
     def __init__(self, noun: str, total: int) -> None:
         self._noun, self._total, self._failed = noun, total, 0

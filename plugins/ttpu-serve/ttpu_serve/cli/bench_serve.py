@@ -1,4 +1,4 @@
-"""`ttpu bench serve`: a server's address and a workload come in; what its clients would have waited for goes out."""
+"""`ttpu bench serve`: sends a workload to a server and reports the latencies that its clients see."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTHING_ANSWERED = 1
 
 
 class EndpointChoice(StrEnum):
-    """What is asked of a server."""
+    """The endpoint that receives the requests."""
 
     completions = "completions"
     chat = "chat"
@@ -198,8 +198,8 @@ def serve(
 async def _send(
     client: Client, prompts: list[Prompt], moments: Any, max_concurrency: int | None, first: list[Prompt]
 ) -> list[Timeline]:
-    """Find the model, warm the server up with the `first` prompts, and send the others, with progress on stderr where
-    that is a terminal."""
+    """Determine the model, send the prompts in `first` to warm the server up, then send the others, with progress on
+    stderr if it is a terminal."""
     from ttpu_serve.bench.load import send_all
 
     async with client:
@@ -239,8 +239,8 @@ def _extra(text: str | None) -> dict[str, Any]:
 
 
 def _others(drawn: list[Prompt], measured: list[Prompt], number: int) -> list[Prompt]:
-    """`number` prompts to warm up with that are not measured, since a server's prefix cache would remember those;
-    where a dataset has no others, some of it all the same."""
+    """Return `number` prompts for the warmup that are not measured, because the server's prefix cache would contain
+    them; prompts of a dataset that has no others are reused."""
 
     def key(prompt: Prompt) -> Any:
         return json.dumps(prompt.content) if prompt.is_chat else prompt.content

@@ -1,5 +1,5 @@
-"""`ttpu compile`: a checkpoint comes in, or only its config.json, and TPU slices that need not be there; the programs
-with which `ttpu serve` answers go into a cache, and what they take is printed."""
+"""`ttpu compile`: compiles the programs of `ttpu serve` for this machine or for TPU slices that need not be present,
+caches them, and prints their memory and time."""
 
 from __future__ import annotations
 
@@ -122,10 +122,10 @@ def compile_programs(
 
 
 def _compiler() -> CompilesAhead:
-    """The backend that engines use.
+    """Return the engine's backend, checked to compile ahead.
 
     Raises:
-        UnsupportedError: it compiles nothing ahead.
+        UnsupportedError: the backend compiles nothing ahead.
     """
     from ttpu_serve.api.build_engine import serving_backend
 
@@ -161,8 +161,8 @@ def _ahead(backend: CompilesAhead, name: str, topology: str, arguments: Mapping[
 
 
 def _described(name: str, patch_packs: Sequence[str] | None, dtype: str) -> tuple[Architecture, str]:
-    """The architecture and the dtype that a checkpoint's loading would find, as far as it is there: a config.json alone
-    does not show a head of its own behind a tied one."""
+    """Return the architecture and the dtype with which the checkpoint would be loaded. A config.json alone does not
+    show whether the checkpoint has an untied head."""
     from ttpu_core.checkpoint import Checkpoint, open_checkpoint, open_config
     from ttpu_core.errors import CheckpointError
     from ttpu_core.loading import describe_checkpoint
@@ -245,7 +245,7 @@ def _print_ahead(name: str, found: AheadSlice, arguments: Mapping[str, Any], fol
 
 
 def _pages(found: AheadSlice) -> str:
-    """What fits beside the weights, in words."""
+    """Describe the pages that fit beside the weights."""
     if not found.num_pages:
         return f"Weights take {in_bytes(found.weight_bytes)} per device; there are no pages."
     size, groups = found.page_size, found.page_groups
@@ -258,7 +258,7 @@ def _pages(found: AheadSlice) -> str:
 
 
 def _command(name: str, found: AheadSlice, arguments: Mapping[str, Any]) -> str:
-    """What serves with these programs."""
+    """Return the `ttpu serve` command that uses these programs."""
     given = {"parallelism_strategy": ",".join(f"{axis}={size}" for axis, size in found.mesh.items()), **arguments}
     if "plan" in given:
         del given["parallelism_strategy"]

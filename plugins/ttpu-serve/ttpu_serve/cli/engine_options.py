@@ -1,5 +1,5 @@
-"""Options of an engine that `ttpu serve` and `ttpu compile` share, so that what was compiled for is what is served. In:
-what the user typed; out: options by the names of `ttpu_serve.api.open_engine.read_options`."""
+"""Engine options that `ttpu serve` and `ttpu compile` share, so that compiled programs match the served ones, and their
+conversion to the arguments of `ttpu_serve.api.open_engine`."""
 
 from __future__ import annotations
 
@@ -134,7 +134,11 @@ def words(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def adapters(given: Sequence[str] | None) -> dict[str, str] | None:
-    """`name=path` texts as a mapping."""
+    """Convert `name=path` texts to a mapping, or None if there are none.
+
+    Raises:
+        RequestError: a text is not NAME=PATH, or a name occurs twice.
+    """
     if not given:
         return None
     found: dict[str, str] = {}

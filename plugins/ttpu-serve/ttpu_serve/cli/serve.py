@@ -1,5 +1,5 @@
-"""`ttpu serve`: a checkpoint comes in; an OpenAI-compatible server goes up, with a page to chat and to watch it, and
-stays until it is told to leave."""
+"""`ttpu serve`: starts an OpenAI-compatible server for a checkpoint, with a web page for chat and metrics, and serves
+until it is stopped."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class GenerationConfigChoice(StrEnum):
-    """Where sampling's defaults come from."""
+    """The source of the default sampling parameters."""
 
     auto = "auto"
     none = "none"
 
 
 class LogLevel(StrEnum):
-    """What is logged."""
+    """The server's log level."""
 
     error = "error"
     warning = "warning"
@@ -244,7 +244,7 @@ def serve(
 
 
 def _check_keys(keys: list[str] | None, host: str, enable_admin: bool) -> None:
-    """That a server which was to have a key has one; a server that others reach without one is pointed out."""
+    """Check that a configured API key is not empty, and warn if the server is reachable by others without a key."""
     if keys:
         return
     if KEY_VARIABLE in os.environ:
@@ -258,7 +258,7 @@ def _check_keys(keys: list[str] | None, host: str, enable_admin: bool) -> None:
 
 
 def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool) -> Any:
-    """The application, once the model is loaded and its programs are compiled."""
+    """Load the model, compile its programs, and return the application."""
     from ttpu_serve.api.async_engine import AsyncEngine
     from ttpu_serve.api.open_engine import open_engine, read_options
     from ttpu_serve.reasoning_parsers import installed as reasoning
@@ -284,7 +284,7 @@ def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool) -> 
 
 
 def _sampling_of(name: str) -> dict[str, Any]:
-    """What the checkpoint's generation config says of sampling, where it samples at all."""
+    """Return the sampling defaults of the checkpoint's generation config, if it samples at all."""
     from ttpu_core.checkpoint import open_checkpoint
 
     config = open_checkpoint(name).generation_config

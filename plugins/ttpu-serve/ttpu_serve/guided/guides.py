@@ -222,8 +222,8 @@ class GuideState:
     It combines the grammar with the request's allowed tokens and `min_tokens`. Because these can contradict each other,
     an end that the grammar forces is allowed even before `min_tokens`.
 
-    allowed: `Rules.mask`, uint32 [words]. stop_ids: tokens that end the request, forbidden until `min_tokens` tokens
-    were generated.
+    allowed: uint32 [words], the mask of the request's allowed tokens; None allows all. stop_ids: tokens that end the
+    request, forbidden until `min_tokens` tokens were generated.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""The pages of one group: who holds how many references, which full pages can be found by their hash, and which of
-those go first when pages run out. In and out: page numbers; what lies in the pages is the device's affair."""
+"""The page pool of one group: reference counts, lookup of full pages by hash, and LRU eviction. It handles page numbers
+only; the contents are on the device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ttpu_serve.runner import NULL_PAGE
 
 
 class BlockPool:
-    """Pages 1 to num_pages - 1 (`NULL_PAGE` is the null page), each free, held by `refs[page]` sequences, or idle: held
-    by nobody, but cached under its hash until the page is needed (least recently used first)."""
+    """Pages 1 to num_pages - 1 (`NULL_PAGE` is the null page). A page is free, held by `refs[page]` sequences, or idle:
+    held by none, but cached under its hash until it is evicted (least recently used first)."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -28,12 +28,12 @@ class BlockPool:
 
     @property
     def in_use(self) -> int:
-        """Pages that some sequence holds."""
+        """Pages that sequences hold."""
         return self.num_pages - 1 - self.available
 
     def take(self, count: int) -> list[int]:
-        """Pages for one sequence each; the least recently used idle ones are forgotten where too few are free. The
-        caller has looked at `available`."""
+        """Take `count` pages with one reference each, evicting the least recently used idle pages if too few are free.
+        The caller has checked `available`."""
         free = self._free
         while len(free) < count:
             page, _ = self._idle.popitem(last=False)
@@ -46,13 +46,13 @@ class BlockPool:
         return pages
 
     def share(self, page: int) -> None:
-        """One more sequence holds a cached page."""
+        """Add a reference to a cached page."""
         if self.refs[page] == 0:
             del self._idle[page]
         self.refs[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One sequence holds `pages` no longer; of those that become idle, the first is forgotten first."""
+        """Drop one reference of each page. Pages that become idle are evicted in the given order."""
         for page in pages:
             self.refs[page] -= 1
             if self.refs[page] == 0:
@@ -62,13 +62,13 @@ class BlockPool:
                     self._idle[page] = None
 
     def register(self, page: int, digest: bytes) -> None:
-        """Lets a held, full page be found by `digest`, unless another page with the same content already is."""
+        """Cache a held, full page under `digest`, unless another page with the same content is cached."""
         if digest not in self.cached and self._hashes[page] is None:
             self.cached[digest] = page
             self._hashes[page] = digest
 
     def reset(self) -> None:
-        """Forgets every cached page; those in use stay with their holders."""
+        """Drop all cached pages; pages in use stay with their holders."""
         self._hashes = [None] * self.num_pages
         self.cached.clear()
         self._free.extend(self._idle)

@@ -1,5 +1,5 @@
-"""Block tables: which pages hold each running sequence's keys and values, for every group of layers. In: slots, token
-counts and page hashes; out: persistent int32 tables, one row per slot, that batches are gathered from."""
+"""Block tables: the pages that hold each running sequence's keys and values, for every group of layers. They are
+persistent int32 tables with one row per slot, from which steps gather their rows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ Positions = TypeVar("Positions", int, np.ndarray)
 class PageGroup:
     """Layers that share a pool of pages and a block table.
 
-    num_pages: with `NULL_PAGE`.
-    window: a token sees that many positions, its own included; None is all.
-    chunk: a token sees those of its own chunk of so many positions; None is all.
+    num_pages: pages including `NULL_PAGE`.
+    window: positions that a token sees, including its own; None is all.
+    chunk: a token sees the positions of its own chunk of this size; None is all.
+
+    Raises:
+        RequestError: there are fewer than 2 pages, a window and a chunk, or one that is less than 1.
     """
 
     name: str
@@ -43,18 +46,19 @@ class PageGroup:
 
     @property
     def span(self) -> int | None:
-        """Positions that one token may see; None is all."""
+        """Maximum positions that one token sees; None is all."""
         return self.chunk if self.window is None else self.window
 
     def first_seen(self, position: Positions) -> Positions:
-        """The first position that the token at `position` sees, or less than 0; what lies before is not read again."""
+        """Return the first position that the token at `position` sees; it may be negative. Earlier positions are not
+        read again."""
         if self.chunk is not None:
             return position // self.chunk * self.chunk
         return position * 0 if self.window is None else position - (self.window - 1)
 
 
 def page_groups(runner: ModelRunner) -> tuple[PageGroup, ...]:
-    """The groups of a runner whose pages are made."""
+    """Return the page groups of a runner whose pages are allocated."""
     return tuple(
         PageGroup(group.name, pages, group.window, group.chunk)
         for group, pages in zip(runner.page_groups, runner.num_pages, strict=True)
@@ -62,11 +66,11 @@ def page_groups(runner: ModelRunner) -> tuple[PageGroup, ...]:
 
 
 class BlockTables:
-    """Rows of `tables` belong to slots; entry i of a row names the page of positions i * page_size and on, `NULL_PAGE`
-    where there is none yet, or it lay behind the group's window and was given back.
+    """The block tables of all groups. Rows belong to slots. Entry i of a row is the page of the positions from i *
+    page_size, or `NULL_PAGE` if it has no page yet or the page fell behind the group's window and was released.
 
-    tables: per group int32 [max_num_seqs, pages_per_seq]; changed in place, so copy what a step needs.
-    registered: int32 [max_num_seqs], pages of each slot that can be found by their hash, or were looked at.
+    tables: per group int32 [max_num_seqs, pages_per_seq]. They change in place, so copy what a step needs.
+    registered: int32 [max_num_seqs], leading pages per slot that were registered in, or taken from, the prefix cache.
     """
 
     def __init__(self, groups: Sequence[PageGroup], max_num_seqs: int, max_model_len: int, page_size: int) -> None:
@@ -81,12 +85,13 @@ class BlockTables:
         self._limited = [index for index, group in enumerate(self.groups) if group.span is not None]
 
     def blocks(self, tokens: int) -> int:
-        """Pages that `tokens` positions from 0 on take."""
+        """Return the number of pages for `tokens` positions."""
         return -(-tokens // self.page_size)
 
     def blocks_needed(self, group: int, tokens: int, whole: bool) -> int:
-        """The fewest pages with which one sequence of `tokens` positions can always go on: all of them in a group that
-        sees all, or where prompts are computed in one step (`whole`); otherwise those that one token can see."""
+        """Return the minimum pages with which one sequence of `tokens` positions can always continue: all of them in
+        groups with full attention or if prompts are computed in one step (`whole`), otherwise those that one token
+        sees."""
         span = self.groups[group].span
         blocks = self.blocks(tokens)
         return blocks if span is None or whole else min(blocks, (span + self.page_size - 2) // self.page_size + 1)
@@ -97,8 +102,8 @@ class BlockTables:
     # prefixes
 
     def match(self, hashes: Sequence[bytes]) -> int:
-        """How many of the first pages of `hashes` are cached as far as the token after them needs: all of them in
-        groups that see all, those that it sees in the others."""
+        """Return how many of the first pages of `hashes` can be reused: all of them must be cached in groups with full
+        attention, and those that the next token sees in the other groups."""
         pages = len(hashes) if self.groups else 0
         for group, pool in zip(self.groups, self.pools, strict=True):
             if group.span is None:
@@ -112,15 +117,15 @@ class BlockTables:
         return pages
 
     def _runs(self, group: int, hashes: Sequence[bytes]) -> list[int]:
-        """Entry i: how many pages right before page i are cached without a gap."""
+        """Return in entry i how many consecutive pages before page i are cached."""
         cached, runs = self.pools[group].cached, [0]
         for digest in hashes:
             runs.append(runs[-1] + 1 if digest in cached else 0)
         return runs
 
     def fits(self, hashes: Sequence[bytes], tokens: int, headroom: Sequence[int], whole: bool) -> bool:
-        """Whether a sequence of `tokens` known tokens, whose first pages are cached under `hashes`, can be admitted so
-        that `headroom` pages per group stay available."""
+        """Whether a sequence of `tokens` known tokens, whose first pages are cached under `hashes`, can be admitted
+        with `headroom` pages per group left available."""
         for index, pool in enumerate(self.pools):
             first = self._first_block(index, len(hashes) * self.page_size)
             idle = sum(pool.refs[pool.cached[digest]] == 0 for digest in hashes[first:])
@@ -130,7 +135,8 @@ class BlockTables:
         return True
 
     def admit(self, slot: int, hashes: Sequence[bytes], tokens: int) -> None:
-        """Gives an empty row the cached pages of `hashes`, and in groups that see all, pages for `tokens`."""
+        """Give an empty row the cached pages of `hashes`, and, in groups with full attention, pages for `tokens`
+        positions."""
         for index, (pool, table) in enumerate(zip(self.pools, self.tables, strict=True)):
             first = self._first_block(index, len(hashes) * self.page_size)
             for page in range(first, len(hashes)):
@@ -145,7 +151,7 @@ class BlockTables:
                 self._extend(index, slot, self.blocks(tokens))
 
     def register(self, slot: int, hashes: Sequence[bytes], pages: int) -> None:
-        """Lets the row's first `pages` be found by `hashes`; the device has been told to write all that is in them."""
+        """Cache the row's first `pages` pages under `hashes`. Steps that write them completely have been dispatched."""
         start = int(self.registered[slot])
         for pool, table in zip(self.pools, self.tables, strict=True):
             for entry, digest in zip(table[slot, start:pages].tolist(), hashes[start:pages], strict=True):
@@ -154,7 +160,7 @@ class BlockTables:
         self.registered[slot] = pages
 
     def register_next(self, slots: np.ndarray, digests: Sequence[bytes]) -> None:
-        """`register` of many rows at once, each with one page more than it had."""
+        """Register one more page of each of `slots`, int32 [n], under its digest."""
         places = self.registered[slots]
         for pool, table in zip(self.pools, self.tables, strict=True):
             for entry, digest in zip(table[slots, places].tolist(), digests, strict=True):
@@ -163,14 +169,14 @@ class BlockTables:
         self.registered[slots] += 1
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes."""
+        """Drop all cached prefixes."""
         for pool in self.pools:
             pool.reset()
 
     # growth and return
 
     def lacking(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Indices of the `slots` that have no page for `positions` in some group."""
+        """Return the indices [m] of sequences that lack a page in some group, for `slots` [n] and `positions` [n]."""
         if not self.groups:
             return np.zeros(0, np.int64)
         blocks = positions // self.page_size
@@ -180,7 +186,7 @@ class BlockTables:
         return short.nonzero()[0]
 
     def capacity(self, slot: int, spare: Sequence[int] | None = None) -> int:
-        """Positions from 0 on that the row could hold with all pages that are available, less `spare` per group."""
+        """Return the positions that the row could hold with all available pages except `spare` per group."""
         room = self.pages_per_seq
         for index, pool in enumerate(self.pools):
             free = max(pool.available - (spare[index] if spare else 0), 0)
@@ -188,13 +194,14 @@ class BlockTables:
         return room * self.page_size
 
     def extend(self, slot: int, tokens: int) -> None:
-        """Gives the row pages for `tokens` positions; the caller has looked at `capacity`."""
+        """Give the row pages for `tokens` positions. The caller has checked `capacity`."""
         blocks = self.blocks(tokens)
         for index in range(len(self.groups)):
             self._extend(index, slot, blocks)
 
     def extend_by_one(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """`extend` of many rows at once, each by the page of its next position at most; there are enough pages."""
+        """Give each of `slots`, int32 [n], the page of its next position `positions`, int32 [n], if it lacks one.
+        Enough pages must be available."""
         blocks = positions // self.page_size
         for pool, table, ends in zip(self.pools, self.tables, self._end, strict=True):
             short = slots[blocks >= ends[slots]]
@@ -208,7 +215,7 @@ class BlockTables:
             self._end[group][slot] = blocks
 
     def trim(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Gives back the pages that tokens from `positions` on see no more."""
+        """Release the pages of `slots`, int32 [n], that tokens from `positions`, int32 [n], no longer see."""
         for index in self._limited:
             first = self.groups[index].first_seen(positions) // self.page_size
             for row in (first > self._first[index][slots]).nonzero()[0].tolist():
@@ -221,7 +228,7 @@ class BlockTables:
         self._first[group][slot] = first
 
     def release(self, slot: int) -> None:
-        """Gives back all pages of the row; a prefix is forgotten from its end."""
+        """Release all pages of the row; the end of its prefix is evicted first."""
         for index, (pool, table) in enumerate(zip(self.pools, self.tables, strict=True)):
             entries = table[slot, self._first[index][slot] : self._end[index][slot]]
             pool.release(entries[::-1].tolist())
@@ -233,15 +240,15 @@ class BlockTables:
 
     @property
     def pages_in_use(self) -> tuple[int, ...]:
-        """Pages that running sequences hold, per group."""
+        """Pages per group that running sequences hold."""
         return tuple(pool.in_use for pool in self.pools)
 
     @property
     def pages_total(self) -> tuple[int, ...]:
-        """Pages that sequences can hold, per group."""
+        """Pages per group that sequences can hold."""
         return tuple(pool.num_pages - 1 for pool in self.pools)
 
     @property
     def pages_cached(self) -> tuple[int, ...]:
-        """Pages that can be found by their hash, in use or not, per group."""
+        """Pages per group that are cached under a hash, whether in use or not."""
         return tuple(len(pool.cached) for pool in self.pools)

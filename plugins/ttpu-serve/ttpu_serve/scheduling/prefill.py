@@ -1,5 +1,5 @@
-"""Which parts of prompts a step computes. In: a budget of tokens, the prompts that run and those that wait; out: parts
-with pages for them, newly admitted requests among them."""
+"""Chunked prefill: divides a step's token budget among running and waiting prompts, admits requests, and allocates
+pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOKED_UP_AGAIN = 16  # steps after which a request that found too few pages lo
 
 @dataclass(slots=True)
 class PromptPart:
-    """`count` tokens of a request from position `start`; `left` would finish its prompt."""
+    """`count` tokens of a request from position `start`; `left` tokens would complete its prompt."""
 
     request: Request
     start: int
@@ -31,10 +31,18 @@ class PromptPart:
 
 
 class Prefill:
-    """Prompts that run come first, then those that wait, each in their order; nobody is passed for want of pages.
+    """Plans the prompt tokens of a step: first running prompts, then waiting ones, each in order. A request is not
+    overtaken because it lacks pages.
 
-    A prompt of more than half a step's tokens takes at most half of the budget while others are behind it, so that
-    they need not wait until it is done; what they leave is its.
+    While other prompts wait behind it, a prompt of more than half a step's tokens takes at most half of the budget, and
+    any budget that the others leave.
+
+    Args:
+        config: settings of the scheduler.
+        pages: the block tables.
+        running: the requests with a slot.
+        waiting: the requests without a slot.
+        prefixes: the prefix cache.
     """
 
     def __init__(
@@ -50,18 +58,20 @@ class Prefill:
         self._plans = 0
 
     def headroom(self) -> list[int]:
-        """Pages per group that new work leaves for what runs already, lest it were preempted soon: one for each."""
+        """Return the pages per group that new requests must leave for running ones, at least one each, to avoid
+        preemption."""
         running = len(self._running)
         totals = self._pages.pages_total
         return [max(math.ceil(self._config.watermark * total), running) if running else 0 for total in totals]
 
     def plan(self, budget: int, busy: bool, admit: bool, make_room: Callable[[Request], None]) -> list[PromptPart]:
-        """Parts for `budget` tokens, with pages.
+        """Return prompt parts for up to `budget` tokens, with pages.
 
         Args:
-            busy: the step decodes, too.
+            budget: tokens of the step that are left.
+            busy: the step also decodes.
             admit: whether waiting requests may be given slots.
-            make_room: preempts others until a request has a page for its next token, or itself.
+            make_room: preempts requests, possibly the given one, until it has a page for its next token.
         """
         self._plans += 1
         parts: list[PromptPart] = []
@@ -91,14 +101,14 @@ class Prefill:
         return self._config.max_prefills or self._config.max_num_seqs
 
     def _share(self, part: PromptPart, budget: int, behind: bool) -> int:
-        """Tokens that a part may have before those behind it had theirs."""
+        """Return the tokens that a part may have before the parts behind it."""
         long = part.left > self._config.max_num_batched_tokens // 2
         if not (behind and long and self._config.enable_chunked_prefill):
             return budget
         return max(budget // 2, min(budget, self._config.page_size))
 
     def _grant(self, part: PromptPart, budget: int) -> int:
-        """Adds up to `budget` tokens to a part, as pages allow; returns how many."""
+        """Add up to `budget` tokens to a part, as far as pages allow; return how many."""
         slot, size, before = part.request.slot, self._config.page_size, part.count
         if before == part.left or budget < 1:
             return 0
@@ -116,7 +126,7 @@ class Prefill:
         return count - before
 
     def _admit(self, parts: list[PromptPart], budget: int, busy: bool) -> int:
-        """Gives slots, pages and tokens to waiting requests; returns what is left of the budget."""
+        """Give slots, pages and tokens to waiting requests; return the remaining budget."""
         admitted: list[Request] = []
         passed = 0
         for request in self._waiting:
@@ -143,7 +153,8 @@ class Prefill:
         return budget
 
     def _found(self, request: Request) -> int | None:
-        """`PrefixCache.find`; -1 where pages are too few now as before. Looking up a long prompt again is dear."""
+        """Return `PrefixCache.find`, or -1 if there are too few pages, as in earlier steps. The result spares the
+        expensive lookup of long prompts."""
         short = scheduling_of(request).short_of
         if short is not None and self._plans % _LOOKED_UP_AGAIN:
             now = (pool.available for pool in self._pages.pools)
@@ -152,7 +163,7 @@ class Prefill:
         return self._prefixes.find(request)
 
     def _enter(self, request: Request, found: int, budget: int, busy: bool) -> bool:
-        """Gives a waiting request a slot and its first pages, if it can go on with them at once."""
+        """Give a waiting request a slot and its first pages if it can run at once."""
         size, whole = self._config.page_size, not self._config.enable_chunked_prefill
         left = request.known - found * size
         if left > budget and (whole or (busy and budget < size)):

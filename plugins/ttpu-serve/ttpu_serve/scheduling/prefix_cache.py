@@ -1,5 +1,5 @@
-"""Which of a request's first pages need not be computed, because another one did so before, or does so now. In:
-requests; out: pages found, and the hashes of full pages for others to find."""
+"""The prefix cache: finds a request's first pages that another request has computed or is computing, and the hashes of
+full pages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _MOST_REGISTERED = 32  # requests whose full pages one step makes known: many fi
 
 
 def extend_hashes(hashes: list[bytes], request: Request, pages: int, page_size: int) -> None:
-    """Makes `hashes` hold those of the request's first `pages` full pages, of which all tokens are known.
+    """Extend `hashes` to the request's first `pages` full pages, whose tokens are all known.
 
-    A page's hash is the blake2b of its parent's and its token ids, the root's parent being the request's salt: equal
-    hashes mean equal tokens from the first on, and an equal salt."""
+    A page's hash is the blake2b of its parent's hash and its token ids; the root's parent is the request's salt. Equal
+    hashes mean equal tokens from the beginning and an equal salt.
+    """
     start, width = len(hashes) * page_size, page_size * 8
     if pages * page_size <= start:
         return
@@ -34,9 +35,9 @@ def extend_hashes(hashes: list[bytes], request: Request, pages: int, page_size: 
 
 
 class PrefixCache:
-    """The prefix cache, as requests see it; where it is off, nothing is ever found.
+    """The prefix cache as requests see it. If it is off, nothing is found.
 
-    query_tokens, hit_tokens: prompt tokens that were looked up, and found, when their request ran first.
+    query_tokens, hit_tokens: prompt tokens looked up and found when their request first ran.
     """
 
     def __init__(self, pages: BlockTables, running: RunningRequests, enabled: bool) -> None:
@@ -47,8 +48,9 @@ class PrefixCache:
         self._claims: dict[bytes, Request] = {}  # pages that a running prompt is the first to compute
 
     def find(self, request: Request) -> int | None:
-        """Cached pages that a waiting request would begin with, one token at least being left to compute; None where
-        it had better wait, since half of what is left to compute, or more, is being computed for another one."""
+        """Return the number of cached pages with which a waiting request would begin, leaving at least one token to
+        compute. Return None if the request should wait, because another request is computing at least half of the
+        rest."""
         state, size = scheduling_of(request), self._pages.page_size
         if not state.looks_up:
             return 0
@@ -61,7 +63,7 @@ class PrefixCache:
         return None if shared and 2 * shared >= left else found
 
     def enter(self, request: Request, found: int) -> None:
-        """The request begins to run, with so many cached pages."""
+        """Record that the request begins to run with `found` cached pages."""
         state, prompt = scheduling_of(request), len(request.prompt)
         request.computed = found * self._pages.page_size
         if not request.preemptions:  # what it finds later is its own
@@ -74,13 +76,13 @@ class PrefixCache:
                 self.hit_tokens += request.cached
 
     def leave(self, request: Request) -> None:
-        """The request is about to lose its pages: what is in them may still be found."""
+        """Register the pages of a request that is about to lose them, so that they can be found."""
         if scheduling_of(request).looks_up:
             self._register(request, min(request.known, request.computed) // self._pages.page_size)
             self._drop(request, scheduling_of(request).hashes)
 
     def register_full_pages(self) -> None:
-        """Lets others find the pages that dispatched steps filled, of which all tokens are known."""
+        """Register the full pages of dispatched steps whose tokens are all known."""
         if not self.enabled:
             return
         running, registered = self._running, self._pages.registered
@@ -120,5 +122,5 @@ class PrefixCache:
                     del self._claims[digest]
 
     def hashes(self, request: Request, pages: int) -> Sequence[bytes]:
-        """Those of its first pages, which were looked up."""
+        """Return the hashes of the request's first `pages` pages, which `find` looked up."""
         return scheduling_of(request).hashes[:pages]

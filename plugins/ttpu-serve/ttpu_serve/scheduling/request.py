@@ -1,4 +1,4 @@
-"""One request while the engine serves it: what was asked, the tokens so far, and where the scheduler keeps it."""
+"""A request while the engine serves it: its parameters, its tokens so far, and the scheduler's state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Pooling = Literal["last", "mean"]
 
 
 class Status(enum.Enum):
-    """Where a request is."""
+    """The state of a request."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -27,11 +27,12 @@ Key = tuple[float, int]
 
 @dataclass(slots=True, eq=False)
 class SchedulingState:
-    """The scheduler's notes on a request.
+    """The scheduler's state of a request.
 
-    key: its place in the order. looks_up: whether its prefix may be taken from the cache, and its pages by others.
-    hashes: of its first full pages, as far as they were asked for.
-    short_of: pages that were available per group when they were too few for it.
+    key: position in the order of service. looks_up: whether the request uses the prefix cache and offers its pages to
+    it.
+    hashes: hashes of its first full pages, as far as computed.
+    short_of: available pages per group when the request last lacked pages.
     """
 
     key: Key
@@ -42,16 +43,16 @@ class SchedulingState:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and the one sequence that follows it.
+    """A prompt and the one sequence that continues it.
 
-    The scheduler owns what is below `# scheduler`; its text is in its `SequenceOutput`.
+    The scheduler owns the fields below `# scheduler`; `SequenceOutput` holds the text.
 
-    priority: lower is served sooner; equal ones in order of arrival.
-    adapter: index of a loaded LoRA adapter, 0 for none. salt: makes prefixes of equal tokens differ (adapters, users).
-    findable: its pages may be found by others, and those of others by it; not so where all of the prompt has to pass.
+    priority: lower values are served sooner; equal ones in order of arrival.
+    adapter: number of a loaded LoRA adapter, 0 for none. salt: separates prefixes of equal tokens (adapters, users).
+    findable: whether the request uses the prefix cache; False if all prompt tokens have to be computed.
     pooling: the request wants the prompt's embedding and no tokens.
-    output: tokens generated and known to the host; `pending` more were sampled, or will be, in dispatched steps.
-    computed: tokens whose keys and values are in the cache, or will be after the dispatched steps.
+    output: generated tokens that the host knows; `pending` more are sampled by dispatched steps.
+    computed: tokens whose keys and values are cached once the dispatched steps have finished.
     """
 
     id: str
@@ -79,16 +80,16 @@ class Request:
 
     @property
     def known(self) -> int:
-        """Tokens of prompt and answer that the host knows."""
+        """Tokens of prompt and output that the host knows."""
         return len(self.prompt) + len(self.output)
 
     @property
     def total(self) -> int:
-        """Tokens of prompt and answer, those in flight included."""
+        """Tokens of prompt and output, including those in flight."""
         return len(self.prompt) + len(self.output) + self.pending
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """The known tokens from position `start` up to `end`."""
+        """Return the known tokens from position `start` up to `end`."""
         prompt = len(self.prompt)
         if end <= prompt:
             return self.prompt[start:end]

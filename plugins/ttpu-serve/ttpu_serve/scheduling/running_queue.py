@@ -1,5 +1,5 @@
-"""The requests that have a slot. In: who comes, goes, and is in a step, and the tokens that steps gave; out: lists and
-arrays by slot, so that a step of many requests costs a few array operations and one short loop."""
+"""The requests that have a slot, as lists and as arrays by slot, so that a step of many requests costs few array
+operations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ttpu_serve.scheduling.waiting_queue import key_of
 
 
 class RunningRequests:
-    """Arrays are int32 [max_num_seqs] by slot and say the same as the requests themselves.
+    """Running requests. Arrays are int32 [max_num_seqs] by slot and mirror the requests' fields.
 
     computed, known, total: as in `Request`. left: tokens that may still be sampled.
-    guessing: drafts are in flight, so that it is not known which token is next.
-    generation: how often the slot was left; a step's row is void where it was left since.
-    prefilling: requests with more than one token to compute, in order. decoding: the others, at `decode_slots`.
-    slots: of all that run. These four are of the last `refresh`, and never changed in place.
-    in_flight: steps whose tokens are not known yet.
+    guessing: whether drafts are in flight, so that the next position is unknown.
+    generation: how often the slot was vacated; rows of steps with an older generation are void.
+    prefilling: requests with more than one token to compute, in order. decoding: the others, at `decode_slots`. slots:
+    slots of all running requests. These four are set by `refresh` and never changed in place.
+    in_flight: dispatched steps whose tokens are not known yet.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -47,11 +47,11 @@ class RunningRequests:
         return bool(self._free)
 
     def last(self) -> Request:
-        """Who is last in the order."""
+        """The last request in the order of service."""
         return max(self, key=key_of)
 
     def enter(self, request: Request) -> None:
-        """Gives a request a slot; `has_room` was looked at."""
+        """Give a request a slot. The caller has checked `has_room`."""
         request.slot = self._free.pop()
         request.status = Status.RUNNING
         self.by_slot[request.slot] = request
@@ -59,7 +59,7 @@ class RunningRequests:
         self._changed = True
 
     def leave(self, request: Request) -> None:
-        """Takes its slot back."""
+        """Take back the request's slot."""
         self.generation[request.slot] += 1
         self.by_slot[request.slot] = None
         self._free.append(request.slot)
@@ -68,7 +68,7 @@ class RunningRequests:
         self._changed = True
 
     def refresh(self) -> None:
-        """Brings the lists up to date, after somebody came, went, or went on with its prompt."""
+        """Update the lists after requests entered, left, or continued their prompts."""
         if not self._changed:
             return
         running = list(self)
@@ -80,7 +80,7 @@ class RunningRequests:
         self._changed = False
 
     def dispatch(self, step: ScheduledStep) -> None:
-        """Counts what the step computes as computed, and what it samples as pending."""
+        """Count the step's tokens as computed and its samples as pending."""
         slots, ends = step.slots, step.starts + step.counts
         self.computed[slots] = ends
         self.total[slots] += step.samples
@@ -95,7 +95,7 @@ class RunningRequests:
         self._changed |= step.num_decodes < len(step.requests)
 
     def settle(self, request: Request) -> None:
-        """Makes the arrays agree with a running request, of which the newest token at least is left to compute."""
+        """Make the arrays agree with a running request, of which at least the newest token is left to compute."""
         slot, remaining = request.slot, request.max_output - len(request.output)
         if request.pooling:
             remaining = int(request.computed < len(request.prompt))
@@ -108,7 +108,7 @@ class RunningRequests:
         self.left[slot] = remaining - request.pending
 
     def update(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> None:
-        """`Scheduler.update` of a step with drafts."""
+        """Apply `Scheduler.update` to a step with drafts."""
         self.in_flight -= 1
         given = np.array([len(row) for row in tokens], np.int32)
         usual = step.samples & (given > 0) & (self.generation[step.slots] == step.generations)
@@ -129,7 +129,7 @@ class RunningRequests:
             request.computed = end
 
     def update_single(self, step: ScheduledStep, tokens: np.ndarray) -> None:
-        """`Scheduler.update_single` of a step without drafts."""
+        """Apply `Scheduler.update_single` to a step without drafts; `tokens` is an integer array [n]."""
         self.in_flight -= 1
         usual = step.samples & (tokens >= 0) & (self.generation[step.slots] == step.generations)
         requests, slots = step.requests, step.slots
@@ -144,7 +144,7 @@ class RunningRequests:
         self.known[slots] += 1
 
     def _take(self, step: ScheduledStep, row: int, tokens: Sequence[int]) -> None:
-        """Tokens, or none, of one row that gave none or has left its slot."""
+        """Apply the tokens of one row that sampled none or whose slot was vacated."""
         request = step.requests[row]
         if request.status is not Status.FINISHED:
             request.output.extend(tokens)

@@ -1,9 +1,10 @@
-"""Which tokens the next step computes. In: requests, and the tokens that steps gave; out: `ScheduledStep`s, with slots
-and block tables for them. No arrays of the device are touched here.
+"""The scheduler chooses the tokens of each step. It turns requests and the tokens of earlier steps into
+`ScheduledStep`s with slots and block tables, on the host alone.
 
-The caller dispatches every step before it asks for the next one, and hands their tokens to `update` in the same order,
-but may ask for the next before it has them: what a dispatched step will write counts as written, since the device
-works in order."""
+The caller dispatches every step before it schedules the next, and passes the tokens of steps to `update` in the same
+order. It may schedule the next step before it has these tokens: tokens of a dispatched step count as written, because
+the device works in order.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +28,9 @@ __all__ = ["PageGroup", "ScheduledStep", "Scheduler", "SchedulerConfig", "Schedu
 class Scheduler:
     """Continuous batching under a token budget.
 
-    A step holds every decoding request, then parts of the prompts that run, then prompts that were waiting, in the
-    order of `waiting.place`. Who comes first may take all of the budget but half, while others are behind him: a long
-    prompt delays short ones little, and not the reverse. When pages run out, whoever runs and is last in the order
-    goes back to waiting with its tokens, to be computed again.
+    A step holds every decoding request, then parts of running prompts, then waiting prompts, in the order of
+    `waiting_queue.place`. While other prompts wait, one long prompt takes at most half of the budget. When pages run
+    out, the running request that is last in the order is preempted: it waits again with its tokens and is recomputed.
     """
 
     def __init__(self, config: SchedulerConfig, groups: Sequence[PageGroup]) -> None:
@@ -48,46 +48,46 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests that have no slot, preempted ones included."""
+        """Requests without a slot, including preempted ones."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests that have a slot."""
+        """Requests with a slot."""
         return len(self._running)
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request is not finished."""
+        """Whether any request is unfinished."""
         return bool(self._requests)
 
     @property
     def tables(self) -> tuple[np.ndarray, ...]:
-        """`BlockTables.tables`."""
+        """The block tables, per group int32 [max_num_seqs, pages_per_seq]."""
         return self.pages.tables
 
     @property
     def pages_in_use(self) -> tuple[int, ...]:
-        """Pages that running requests hold, per group."""
+        """Pages per group that running requests hold."""
         return self.pages.pages_in_use
 
     @property
     def pages_total(self) -> tuple[int, ...]:
-        """Pages that requests can hold, per group."""
+        """Pages per group that requests can hold."""
         return self.pages.pages_total
 
     @property
     def prefix_query_tokens(self) -> int:
-        """Prompt tokens that were looked up in the prefix cache."""
+        """Prompt tokens looked up in the prefix cache."""
         return self._prefixes.query_tokens
 
     @property
     def prefix_hit_tokens(self) -> int:
-        """Prompt tokens that were found there."""
+        """Prompt tokens found in the prefix cache."""
         return self._prefixes.hit_tokens
 
     def stats(self) -> SchedulerStats:
-        """All counters."""
+        """Return all counters."""
         return SchedulerStats(
             waiting=self.waiting,
             running=self.running,
@@ -102,10 +102,12 @@ class Scheduler:
     # requests come and go
 
     def add(self, request: Request) -> None:
-        """Queues a new request.
+        """Queue a new request.
 
-        Raises QueueFullError where `max_waiting` requests wait beyond those that free slots are for, RequestError where
-        it could never be served."""
+        Raises:
+            QueueFullError: `max_waiting` requests wait, beyond those for which slots are free.
+            RequestError: the request could never be served, or its id is in use.
+        """
         config = self.config
         if request.id in self._requests:
             raise RequestError(f"request id {request.id!r} is in use by a request that runs or waits: choose another.")
@@ -142,15 +144,15 @@ class Scheduler:
         self._waiting.add(request)
 
     def abort(self, request_id: str) -> Request | None:
-        """Ends a request at any time and returns it; None where there is none of that id."""
+        """End a request at any time and return it, or None if the id is unknown."""
         request = self._requests.get(request_id)
         if request is not None:
             self.finish(request, "abort")
         return request
 
     def finish(self, request: Request, reason: str) -> None:
-        """Ends a request; its slot and pages can be used at once, since a step in flight writes before a later one.
-        Does nothing where it has ended."""
+        """End a request. Its slot and pages can be reused at once, because steps in flight write before later ones.
+        Finished requests are ignored."""
         if request.status is Status.FINISHED:
             return
         if request.status is Status.RUNNING:
@@ -162,13 +164,13 @@ class Scheduler:
         request.finish_reason = reason
 
     def preempt_all(self) -> None:
-        """Sends every running request back to waiting, to be computed again from its tokens: before the pages lose
-        their content, or the weights change."""
+        """Preempt all running requests, before pages lose their content or weights change. They are recomputed from
+        their tokens."""
         for request in list(self._running):
             self._preempt(request)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes; requests that run keep their pages."""
+        """Drop all cached prefixes; running requests keep their pages."""
         self.pages.reset_prefix_cache()
 
     def _preempt(self, request: Request) -> None:
@@ -187,7 +189,7 @@ class Scheduler:
     # the step
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step; None where nothing can run before a step in flight is updated, or at all."""
+        """Return the next step, or None if nothing can run now."""
         self._running.refresh()
         self._prefixes.register_full_pages()
         preempted = self.preemptions_total
@@ -207,7 +209,8 @@ class Scheduler:
         return step
 
     def _decodes(self) -> tuple[list[Request], np.ndarray, np.ndarray]:
-        """Requests with one known or pending token left to compute, their slots, and its positions; pages are there."""
+        """Return the requests with one known or pending token left to compute, their slots [n] and positions [n]; pages
+        are allocated."""
         running = self._running
         requests, slots = running.decoding, running.decode_slots
         ready = running.left[slots] > 0
@@ -228,7 +231,8 @@ class Scheduler:
         return requests, slots, starts
 
     def _make_pages(self, requests: list[Request]) -> bool:
-        """A page for the next token of each, where not all can have one; whether anybody was preempted for it."""
+        """Give each request a page for its next token, preempting others if needed; return whether any request was
+        preempted."""
         preempted = self.preemptions_total
         for request in sorted(requests, key=key_of):
             self._make_room(request)
@@ -237,14 +241,14 @@ class Scheduler:
         return self.preemptions_total > preempted
 
     def _make_room(self, request: Request) -> None:
-        """Preempts whoever is last in the order, the request itself at last, until its next token has a page."""
+        """Preempt the last requests in the order, finally the request itself, until its next token has a page."""
         while request.status is Status.RUNNING and self.pages.capacity(request.slot) <= request.computed:
             self._preempt(self._running.last())
 
     def _drafts(
         self, requests: list[Request], slots: np.ndarray, starts: np.ndarray, budget: int
     ) -> list[list[int]] | None:
-        """The drafts that are tried, with pages for them; at most half of the budget while prompts want it."""
+        """Return the drafts to verify, with pages; they take at most half of the budget while prompts wait."""
         lookahead = self.config.lookahead
         budget = budget // 2 if self._running.prefilling or len(self._waiting) else budget
         wanted = np.array([0 if request.pending else len(request.draft) for request in requests], np.int32)
@@ -303,10 +307,14 @@ class Scheduler:
     # results
 
     def update(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> None:
-        """Takes the tokens that a step gave each row: one, or those of its drafts that held and one more, or none.
+        """Apply a step's tokens: per row none, one, or the accepted draft tokens and one more.
 
-        A row that does not sample gives none. Tokens of requests that ended meanwhile are dropped; those of preempted
-        ones are kept. Steps are updated in the order in which they were scheduled."""
+        A row that does not sample has none. Tokens of finished requests are dropped; those of preempted ones are kept.
+        Update steps in the order in which they were scheduled.
+
+        Raises:
+            ValueError: the number of rows differs from the step's.
+        """
         if len(tokens) != len(step.requests):
             raise ValueError(f"tokens of {len(tokens)} rows were given for {len(step.requests)}: give a list for each.")
         if step.drafts is None:
@@ -315,7 +323,11 @@ class Scheduler:
             self._running.update(step, tokens)
 
     def update_single(self, step: ScheduledStep, tokens: np.ndarray) -> None:
-        """`update` with one token for each row, negative for none: an integer array [n]."""
+        """Apply one token per row: `tokens` is an integer array [n], negative for none. Otherwise as `update`.
+
+        Raises:
+            ValueError: the number of tokens differs from the step's rows.
+        """
         if len(tokens) != len(step.requests):
             raise ValueError(f"{len(tokens)} tokens were given for {len(step.requests)} rows: give one for each.")
         if step.drafts is None:

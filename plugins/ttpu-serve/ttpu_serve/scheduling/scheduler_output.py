@@ -1,4 +1,4 @@
-"""What the scheduler is told, and what it says: its settings, the tokens of one step, and its counters."""
+"""Values that the scheduler takes and returns: its settings, the tokens of one step, and its counters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from ttpu_serve.scheduling.request import Request
 class SchedulerConfig:
     """Settings of `Scheduler`.
 
-    max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step.
-    max_model_len: tokens of one request, prompt and answer. page_size: tokens per page.
-    max_waiting: requests that may wait before `add` refuses; None is any number.
-    max_prefills: prompts, or parts of prompts, of more than one token in a step; None is any number.
-    recurrent: the model keeps states that cannot be cut at a page: no prefix caching, no drafts.
-    lookahead: draft tokens per request and step at most.
-    aging_seconds: a request that waited so long counts as one priority better; inf never lets priorities meet.
-    watermark: share of each pool that admitting a prompt leaves for what runs already, beside a page for each.
+    max_num_seqs: requests that run at once. max_num_batched_tokens: tokens per step.
+    max_model_len: tokens of one request, prompt and output. page_size: tokens per page.
+    max_waiting: waiting requests beyond which `add` refuses new ones; None is unlimited.
+    max_prefills: prompt parts of more than one token per step; None is unlimited.
+    recurrent: the model has recurrent states, so there is no prefix caching and there are no drafts.
+    lookahead: maximum draft tokens per request and step.
+    aging_seconds: waiting time that counts as one priority level; inf turns aging off.
+    watermark: share of each pool that admission leaves to running requests, in addition to a page each.
+
+    Raises:
+        RequestError: a value is out of range, or values contradict each other.
     """
 
     max_num_seqs: int
@@ -66,19 +69,19 @@ class SchedulerConfig:
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether pages are looked up by their content."""
+        """Whether the prefix cache is used."""
         return self.enable_prefix_caching and not self.recurrent
 
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep:
-    """The n rows of one step: first `num_decodes` requests of which only the newest token, and its drafts, are left to
-    compute, then parts of prompts.
+    """The n rows of one step: first `num_decodes` requests with only their newest token, and drafts, to compute, then
+    prompt parts.
 
-    starts: int32 [n], position of the first token. counts: int32 [n], tokens, drafts included.
-    samples: bool [n], whether a token follows the row's last, or its drafts; for pooling, whether the prompt is whole.
-    slots: int32 [n]. drafts: per row the last tokens of its count that are guesses; None where no row has any.
-    A token that no host knows yet (its request had `pending` > 0) is the newest of its slot on the device.
+    starts: int32 [n], position of the first token. counts: int32 [n], tokens including drafts.
+    samples: bool [n], whether the row samples a token; for pooling, whether the row completes the prompt.
+    slots: int32 [n]. drafts: per row the draft tokens, the last of its count; None if no row has any.
+    A token that the host does not know yet (its request had `pending` > 0) is the newest of its slot on the device.
     """
 
     requests: list[Request]
@@ -94,7 +97,7 @@ class ScheduledStep:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """Counters: requests now, page counts per group now, and totals since the start."""
+    """Current numbers of requests and pages per group, and totals since the start."""
 
     waiting: int
     running: int

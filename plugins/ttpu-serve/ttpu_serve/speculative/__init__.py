@@ -1,5 +1,6 @@
-"""Speculative decoding: a proposer guesses the next tokens, and the model checks several of them in one step.
+"""Speculative decoding: a proposer drafts the next tokens, and the model verifies several of them in one step.
 
-Exact for every proposer: at each position the model samples with the noise that it would use there anyway (keyed by
-the request's seed and the position), and drafts count as long as they equal what was sampled. A guess changes how many
-steps an answer takes, never its tokens."""
+It is exact for every proposer: at each position the model samples with the noise that it would use anyway (keyed by the
+request's seed and the position), and draft tokens are accepted while they equal the sampled tokens. Drafts change the
+number of steps, never the tokens.
+"""

@@ -1,4 +1,4 @@
-"""How tokens are guessed. In: what a caller writes, in vLLM's names; out: a checked `SpeculativeConfig`."""
+"""Settings of speculative decoding, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ METHODS = (NGRAM, DRAFT_MODEL)
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """A method of guessing, and how much.
+    """The drafting method and its parameters.
 
-    method: "ngram" copies what followed the same tokens earlier in the prompt or answer; "draft_model" asks a smaller
-        model of the same vocabulary.
-    num_speculative_tokens: guesses per request and step at most.
-    prompt_lookup_min, prompt_lookup_max: "ngram": how many of the last tokens must be found again, the more the better.
-    model: "draft_model": the checkpoint's directory or Hub id.
+    method: "ngram" copies the continuation of an earlier occurrence of the last tokens; "draft_model" runs a smaller
+    model with the same vocabulary.
+    num_speculative_tokens: maximum draft tokens per request and step.
+    prompt_lookup_min, prompt_lookup_max: for "ngram", the range of n-gram lengths to look up, longest first.
+    model: for "draft_model", the checkpoint's directory or Hub id.
+
+    Raises:
+        RequestError: a value is invalid, or does not fit the method.
     """
 
     method: str = NGRAM
@@ -59,10 +62,12 @@ class SpeculativeConfig:
 
 
 def speculative_config(asked: Any) -> SpeculativeConfig:
-    """What `asked` means: a `SpeculativeConfig`, a mapping of its fields, "ngram" or a checkpoint, each of the last two
-    with ":4" behind it for four tokens.
+    """Convert `asked` to a `SpeculativeConfig`. It may be one already, a mapping of its fields, "ngram", or a
+    checkpoint; a suffix ":4" to the last two sets the number of draft tokens.
 
-    Raises RequestError for anything else."""
+    Raises:
+        RequestError: `asked` has another form or invalid values.
+    """
     if isinstance(asked, SpeculativeConfig):
         return asked
     if isinstance(asked, Mapping):

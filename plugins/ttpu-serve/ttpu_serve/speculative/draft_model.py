@@ -1,6 +1,5 @@
-"""Drafts by a smaller model of the same vocabulary. In: requests; out: what that model would say next, each request's
-sampling parameters and noise applied to its logits, too, so that it guesses what will be sampled and not just the
-likeliest token."""
+"""Drafts by a smaller model with the same vocabulary. It applies each request's sampling parameters and noise to its
+logits, so that it predicts the token that will be sampled, not only the most likely one."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from ttpu_serve.scheduling.scheduler_output import ScheduledStep
 
 @dataclass(slots=True, eq=False)
 class _Followed:
-    """A request as the draft model knows it. `mirror` has its tokens, the very lists, and of its parameters those that
-    change probabilities. The keys of its first `computed` tokens are there, and those of `drafted` behind them, which
-    were only guesses when they were computed."""
+    """The draft model's state of a request. `mirror` shares the request's token lists and has the parameters that
+    change probabilities. Keys of the first `computed` tokens are cached, and after them those of `drafted`, which were
+    drafts when they were computed."""
 
     request: Request
     mirror: Request
@@ -32,17 +31,17 @@ class _Followed:
 
 
 class DraftModelProposer:
-    """Runs a draft model a few tokens ahead of each request, in pages of its own.
+    """Runs a draft model a few tokens ahead of each request, with KV pages of its own.
 
-    A round is one step over the tokens that the model has not seen (one or two; a prompt, or a part of it, for a new
-    request), then one step per further guess; tokens go from step to step on the device, and the host waits once. Where
-    slots or pages run out, those not asked for lately are forgotten, or the request gets no draft.
+    A round is one step over the tokens that the model has not seen (one or two; for a new request, part of its prompt),
+    then one step per further draft token. Tokens stay on the device between steps, and the host waits once. If slots or
+    pages run out, the least recently drafted requests are dropped, or the request gets no draft.
     """
 
     wants_hidden = False
 
     def __init__(self, runner: ModelRunner, vocab_size: int | None = None) -> None:
-        """`runner` has its caches and serves nobody else; `vocab_size` is the larger model's."""
+        """`runner` has its pages allocated and serves no other engine; `vocab_size` is the larger model's."""
         self.runner = runner
         limits = runner.limits
         self._steps_for = StepBuilder(runner)
@@ -56,7 +55,7 @@ class DraftModelProposer:
         self._round = 0
 
     def propose(self, requests: Sequence[Request], k: int) -> list[list[int]]:
-        """Up to `k` tokens for each request."""
+        """Return up to `k` draft tokens per request."""
         self._round += 1
         depths = {}
         rows: list[_Followed] = []
@@ -71,16 +70,16 @@ class DraftModelProposer:
         return [drafts.get(request.id, []) for request in requests]
 
     def on_finish(self, request: Request) -> None:
-        """Give its slot and pages back."""
+        """Release the request's slot and pages."""
         followed = self._followed.get(request.id)
         if followed is not None:
             self._forget(followed)
 
     def observe(self, requests: Sequence[Request], hidden: np.ndarray) -> None:
-        """Reads nothing of the larger model."""
+        """Ignore `hidden`, [requests, hidden]: this proposer does not use the larger model's states."""
 
     def sleep(self) -> None:
-        """Move the weights to the host and drop the caches."""
+        """Move the weights to the host and drop the KV cache."""
         self._forget_all()
         self.runner.sleep()
         self._steps_for.reset()
@@ -90,15 +89,15 @@ class DraftModelProposer:
         self.runner.wake_up()
 
     def close(self) -> None:
-        """Give the caches' memory back."""
+        """Free the KV cache's memory."""
         self._forget_all()
         self.runner.release()
 
     # -- who is followed --
 
     def _follow(self, request: Request) -> _Followed | None:
-        """The request's state, with `computed` brought up to the guesses that came true; None without a slot, or where
-        the request holds tokens that the draft model does not have."""
+        """Return the request's state, with `computed` advanced over accepted drafts, or None if there is no slot or the
+        request contains tokens that the draft model lacks."""
         followed = self._followed.get(request.id)
         if followed is not None and followed.request is not request:
             self._forget(followed)
@@ -122,7 +121,7 @@ class DraftModelProposer:
         return followed if max(new, default=0) < self._own_vocab else None
 
     def _make_room(self) -> None:
-        """Forget whoever was not asked for longest, but nobody who is now."""
+        """Drop the least recently drafted request that is not drafted now."""
         idle = [each for each in self._followed.values() if each.round < self._round]
         if idle:
             self._forget(min(idle, key=lambda each: each.round))
@@ -137,7 +136,7 @@ class DraftModelProposer:
             self._forget(followed)
 
     def _has_pages(self, followed: _Followed, tokens: int) -> bool:
-        """Whether there are pages for `tokens`, which it then has; others not asked for lately make room."""
+        """Allocate pages for `tokens` positions, dropping other requests if needed; return whether that succeeded."""
         while self.pages.capacity(followed.slot) < tokens:
             before = len(self._free)
             self._make_room()
@@ -149,8 +148,8 @@ class DraftModelProposer:
     # -- steps --
 
     def _catch_up(self, rows: Sequence[_Followed], depths: dict[int, int]) -> list[tuple[_Followed, InFlight, int]]:
-        """One step over tokens that are known but not computed, the fewest first. Those that are then up to date, with
-        the step and the row that hold their first guess."""
+        """Run one step over known but uncomputed tokens, fewest first. Return the requests that are then up to date,
+        each with the step and the row of its first draft token."""
         budget, chosen, counts = self._budget, [], []
         for followed in sorted(rows, key=lambda each: each.request.known - each.computed):
             missing = followed.request.known - followed.computed
@@ -177,7 +176,7 @@ class DraftModelProposer:
     def _draft(
         self, rows: Sequence[tuple[_Followed, InFlight, int]], depths: dict[int, int]
     ) -> dict[str, list[int]]:
-        """Guess after guess, each step over those that want more; then all tokens are read."""
+        """Run one step per further draft token over the requests that want more, then read all tokens."""
         steps = [rows]
         for ahead in range(1, max(depths[followed.slot] for followed, _, _ in rows)):
             going = [followed for followed, _, _ in steps[-1] if depths[followed.slot] > ahead]
@@ -197,7 +196,7 @@ class DraftModelProposer:
         return {name: self._usable(tokens) for name, tokens in guesses.items()}
 
     def _usable(self, tokens: list[int]) -> list[int]:
-        """Those before the first that the larger model does not have, or that is none at all."""
+        """Return the tokens before the first one that is invalid or that the larger model lacks."""
         wrong = (place for place, token in enumerate(tokens) if not 0 <= token < self._vocab)
         return tokens[: next(wrong, len(tokens))]
 

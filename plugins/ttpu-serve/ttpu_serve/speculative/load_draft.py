@@ -1,5 +1,4 @@
-"""The draft model of an engine: opened like every other model, on the devices of the larger one, and given a runner of
-the same sequences and steps."""
+"""Loads an engine's draft model on the devices of the larger model and makes a runner with the same limits."""
 
 from __future__ import annotations
 
@@ -22,19 +21,19 @@ def load_draft(
     limits: RunnerLimits,
     backend: ServingBackend,
 ) -> ModelRunner:
-    """A runner, as yet without pages and programs, for an engine's draft model.
+    """Load the draft model and return its runner, without pages and programs.
 
     Args:
-        speculation: names the draft model's checkpoint.
-        model: the larger model, beside which it is loaded.
+        speculation: settings that name the draft model's checkpoint.
+        model: the larger model.
         config: the engine's settings.
-        limits: those of the larger model's runner.
-        backend: the backend of both.
+        limits: the limits of the larger model's runner.
+        backend: the backend of both models.
 
     Raises:
-        RequestError: another vocabulary than the model's.
-        UnsupportedError: recurrent states, which cannot take back guesses.
-        TTPUError: it cannot be loaded.
+        RequestError: the vocabularies differ.
+        UnsupportedError: the draft model has recurrent states, which cannot be rolled back.
+        TTPUError: the draft model cannot be loaded.
     """
     assert speculation.model
     opened = open_model(speculation.model, backend.options_beside(model), backend=backend.name)
@@ -64,13 +63,15 @@ def load_draft(
 
 
 def prepare_draft(draft: ModelRunner, num_pages: int, progress: OnProgress | None = None) -> None:
-    """Make its pages, as many in each group as the larger model has at most, and its programs."""
+    """Allocate the runner's pages, as many per group as the larger model's largest group has, and compile its
+    programs."""
     draft.allocate([num_pages] * len(draft.page_groups))
     draft.compile(progress)
 
 
 def _check_vocabulary(draft: ServedModel, model: ServedModel) -> None:
-    """Refuse a tokenizer that differs. Sizes may: checkpoints of one family are padded differently."""
+    """Refuse a different tokenizer. Vocabulary sizes may differ, because checkpoints of one family are padded
+    differently."""
     if draft.tokenizer is not None and model.tokenizer is not None:
         same = draft.tokenizer.get_vocab() == model.tokenizer.get_vocab()
     else:

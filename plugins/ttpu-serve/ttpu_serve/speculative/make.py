@@ -1,4 +1,4 @@
-"""The proposer of a method."""
+"""Makes the proposer of a speculative decoding method."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ttpu_serve.speculative.proposer import Proposer
 def make_proposer(
     config: SpeculativeConfig, draft: ModelRunner | None = None, vocab_size: int | None = None
 ) -> Proposer:
-    """The proposer of a method. `draft` runs the draft model (`load_draft`) of a model that has `vocab_size` tokens.
+    """Make the proposer. `draft` is the draft model's runner (`load_draft`); `vocab_size` is the larger model's.
 
     Raises:
-        RequestError: a draft model without its runner.
+        RequestError: the method needs a draft model, but there is no runner.
     """
     if config.method == DRAFT_MODEL:
         if draft is None:

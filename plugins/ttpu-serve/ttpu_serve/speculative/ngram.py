@@ -1,5 +1,5 @@
-"""Drafts without a model: the answer often repeats the prompt, or itself. In: a request's tokens; out: what followed
-the latest earlier place that looks the same (prompt lookup decoding, Saxena 2023)."""
+"""Drafts without a model, by prompt lookup decoding (Saxena 2023): the draft is the continuation of the latest earlier
+occurrence of the request's last tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ _BYTES = array("i").itemsize
 
 
 class NgramProposer:
-    """Finds the last n tokens again, the most that were seen before (`most` to `least`), at the latest place.
+    """Finds the latest earlier occurrence of the last n tokens, for the largest n from `most` down to `least`.
 
-    Tokens are kept as bytes, since `bytes.rfind` searches them at about a nanosecond each. A draft that reaches the end
-    of the tokens goes on with its own beginning, so that a repetition shorter than the draft is continued, too.
+    Tokens are stored as bytes, because `bytes.rfind` searches them at about a nanosecond each. A draft that reaches the
+    end of the tokens continues with its own beginning, so that repetitions shorter than the draft are continued.
+
+    Raises:
+        RequestError: `least` and `most` are not 1 <= least <= most.
     """
 
     wants_hidden = False
@@ -30,28 +33,28 @@ class NgramProposer:
         self._texts: dict[str, tuple[Request, bytearray]] = {}
 
     def propose(self, requests: Sequence[Request], k: int) -> list[list[int]]:
-        """Up to `k` tokens for each request."""
+        """Return up to `k` draft tokens per request."""
         return [self._draft(self._text(request), k) for request in requests]
 
     def on_finish(self, request: Request) -> None:
-        """Forget its tokens."""
+        """Drop the request's tokens."""
         self._texts.pop(request.id, None)
 
     def observe(self, requests: Sequence[Request], hidden: np.ndarray) -> None:
-        """Reads nothing of the model."""
+        """Ignore `hidden`, [requests, hidden]: this proposer does not use the model's states."""
 
     def sleep(self) -> None:
-        """Holds nothing on devices."""
+        """Do nothing: nothing is held on devices."""
 
     def wake_up(self) -> None:
-        """Holds nothing on devices."""
+        """Do nothing: nothing is held on devices."""
 
     def close(self) -> None:
-        """Forget all requests."""
+        """Drop the tokens of all requests."""
         self._texts.clear()
 
     def _text(self, request: Request) -> bytearray:
-        """The request's known tokens, brought up to date."""
+        """Return the request's known tokens as bytes."""
         kept = self._texts.get(request.id)
         if kept is None or kept[0] is not request:
             kept = self._texts[request.id] = (request, bytearray(array("i", request.prompt).tobytes()))
@@ -62,8 +65,8 @@ class NgramProposer:
         return text
 
     def _draft(self, text: bytearray, k: int) -> list[int]:
-        """What followed the latest place of the longest n-gram. A longer one ends where its own end is found, too, so
-        that one pass from the right finds all lengths."""
+        """Return the continuation of the latest occurrence of the longest n-gram. An occurrence of a longer n-gram ends
+        with one of each shorter n-gram, so one pass from the right finds all lengths."""
         size, found = len(text), -1
         end = size - 1  # the n-gram found must not be the last one itself
         for length in range(self.least, min(self.most, size // _BYTES - 1) + 1):

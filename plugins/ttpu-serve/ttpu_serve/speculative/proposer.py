@@ -1,4 +1,4 @@
-"""What the engine expects of whoever guesses tokens. In: requests whose next token is due; out: drafts."""
+"""The protocol of proposers, which draft tokens for speculative decoding."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from ttpu_serve.scheduling.request import Request
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of requests.
+    """Drafts the next tokens of requests.
 
-    Nothing of a draft's right or wrong shows in answers, only in speed, so a proposer may guess badly, or not at all.
+    The quality of drafts affects speed and never the output, so a proposer may draft badly or not at all.
 
-    wants_hidden: the engine keeps each step's hidden states and calls `observe` with them before `propose`, for heads
-        that read the model's own stream (EAGLE, multi-token prediction); no proposer here does.
+    wants_hidden: the engine keeps each step's hidden states and passes them to `observe` before `propose`, for heads
+    that read the model's residual stream (EAGLE, multi-token prediction). No proposer here uses it.
     """
 
     wants_hidden: bool
 
     def propose(self, requests: Sequence[Request], k: int) -> list[list[int]]:
-        """For each request, whose tokens are all known, up to `k` tokens that may follow; [] for no idea.
+        """Return up to `k` draft tokens per request, [] for none. All tokens of the requests are known.
 
-        Requests come back in any order, and may stay away for a while (preempted)."""
+        Requests come in any order and may be absent for a while (preempted).
+        """
         ...
 
     def on_finish(self, request: Request) -> None:
-        """The request is over, or aborted; it may never have been seen here."""
+        """Forget a finished or aborted request, which may be unknown here."""
         ...
 
     def observe(self, requests: Sequence[Request], hidden: np.ndarray) -> None:
-        """The stream [requests, hidden], after the final norm, from which each one's newest token was drawn; only
-        called if `wants_hidden`, after every step and before `propose`."""
+        """Take the final residual stream `hidden`, [requests, hidden], after the last norm, from which each request's
+        newest token was drawn. Called only if `wants_hidden`, after every step and before `propose`."""
         ...
 
     def sleep(self) -> None:
-        """Give back what is held on devices, if anything; `wake_up` undoes it, and drafts may start over."""
+        """Free device memory. `wake_up` undoes it; state of drafts may be lost."""
         ...
 
     def wake_up(self) -> None:
@@ -45,5 +46,5 @@ class Proposer(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back everything."""
+        """Free all memory."""
         ...

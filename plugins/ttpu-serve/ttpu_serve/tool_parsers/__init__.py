@@ -1,1 +1,1 @@
-"""How models write tool calls: a protocol, the formats of this distribution, and discovery by entry points."""
+"""Parsers for tool calls: a protocol, the formats of this distribution, and discovery by entry points."""

@@ -1,5 +1,5 @@
-"""Calls between two markers, anywhere in the text: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`, as Hermes
-and Qwen models write them."""
+"""Tool calls between two markers, anywhere in the text: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`, as
+Hermes and Qwen models write them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ttpu_serve.tool_parsers.protocol import Call, Parsed
 
 
 class Between:
-    """Reads calls between an opening and a closing marker. What is there and no call is content."""
+    """Parses calls between an opening and a closing marker. Text that is not a call is content."""
 
     def __init__(self, opening: str, closing: str) -> None:
         self._opening, self._closing = opening, closing
@@ -20,7 +20,7 @@ class Between:
         self._called = False
 
     def push(self, text: str) -> Parsed:
-        """Content up to what may be a marker, and calls that are complete."""
+        """Add text; return content before any possible marker, and complete calls."""
         content = ""
         calls: list[Call] = []
         while True:
@@ -45,7 +45,7 @@ class Between:
             calls += found
 
     def finish(self) -> Parsed:
-        """A call whose closing marker was cut off is still one where its JSON is whole."""
+        """Return what was held back. A call without its closing marker counts if its JSON is complete."""
         if self._call_text is None:
             held, self._held = self._held, ""
             return Parsed(self._call([], held))
@@ -54,14 +54,14 @@ class Between:
         return Parsed(self._call(found, self._opening + body), tuple(found))
 
     def _call(self, found: Sequence[Call], text: str) -> str:
-        """What is said of a text between markers: nothing if it holds calls."""
+        """Parse the text between markers as calls; text that holds none becomes content."""
         if not found:
             return self._say(text)
         self._called, self._blank = True, ""
         return ""
 
     def _say(self, text: str) -> str:
-        """Content; space between calls is part of the format and none."""
+        """Add content; whitespace between calls belongs to the format."""
         if not self._called:
             return text
         text = self._blank + text
@@ -71,21 +71,21 @@ class Between:
 
 
 class BetweenMarkers:
-    """The format."""
+    """A format of calls between two markers."""
 
     def __init__(self, opening: str, closing: str) -> None:
         self.marker, self._closing = opening, closing
 
     def knows(self, template: str) -> int:
-        """Whether the template shows the opening marker."""
+        """Return how surely the template uses this format, by its opening marker."""
         return 2 if self.marker in template else 0
 
     def stream(self) -> Between:
-        """A fresh reader."""
+        """Return a new parser of one text."""
         return Between(self.marker, self._closing)
 
     def new_id(self) -> str:
-        """An id for a call."""
+        """Return an id for a call."""
         return Call("", "").id
 
 

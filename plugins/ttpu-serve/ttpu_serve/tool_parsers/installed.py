@@ -1,4 +1,4 @@
-"""The tool parsers that are installed, and the one that suits a checkpoint."""
+"""Finds the installed tool parsers and the one that fits a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ GROUP = "ttpu.tool_parsers"
 
 
 def check_parser(asked: str) -> None:
-    """Refuse a name that no installed parser has, before a model is loaded.
+    """Refuse the name of a parser that is not installed, before a model is loaded.
 
     Raises:
-        RequestError: there is no such parser.
+        RequestError: no installed parser has this name.
     """
     if asked != "auto" and asked not in names(GROUP):
         raise RequestError(
@@ -27,10 +27,10 @@ def check_parser(asked: str) -> None:
 
 
 def parser_for(asked: str, template: str | None) -> ToolParser | None:
-    """The parser asked for, or with `auto` the one that knows the chat template best; None if none does.
+    """Return the named parser, or for `auto` the one that knows the chat template best; None if no parser fits.
 
     Raises:
-        RequestError: there is no such parser.
+        RequestError: no installed parser has this name.
     """
     check_parser(asked)
     if asked != "auto":

@@ -1,4 +1,4 @@
-"""What formats share: JSON calls, and markers in text that comes in pieces."""
+"""Parts that tool parsers share: JSON calls, and markers in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ttpu_serve.tool_parsers.protocol import Call, Parsed
 
 
 class Until:
-    """Text up to the first of some markers, held in parts so that what was searched once is not searched again."""
+    """Text up to the first of some markers, stored in parts so that no text is searched twice."""
 
     def __init__(self, markers: Sequence[str]) -> None:
         self._markers = markers
@@ -19,43 +19,44 @@ class Until:
         self.last = ""  # what of it is searched with the next piece, and that piece
 
     def push(self, text: str) -> int | None:
-        """Where in `last` a marker begins, if one does."""
+        """Add text; return where in `last` a marker begins, if one does."""
         cut = max(0, len(self.last) - self._kept)
         self._parts.append(self.last[:cut])
         self.last = self.last[cut:] + text
         return min((at for marker in self._markers if (at := self.last.find(marker)) >= 0), default=None)
 
     def split(self, at: int) -> tuple[str, str]:
-        """All before a place in `last`, and what is there and after it."""
+        """Return the text before a position in `last` and the text from there."""
         return "".join(self._parts) + self.last[:at], self.last[at:]
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join(self._parts) + self.last
 
 
 class Forced:
-    """The whole answer is a JSON list of calls, as guided decoding made it for tool_choice=required."""
+    """Parses a text that is a JSON list of calls, as guided decoding produces it for tool_choice=required."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._held: list[str] = []
         self._new_id = new_id
 
     def push(self, text: str) -> Parsed:
-        """Nothing, until the end."""
+        """Collect the text; return nothing before the end."""
         self._held.append(text)
         return Parsed()
 
     def finish(self) -> Parsed:
-        """The calls; what was cut off is content."""
+        """Return the calls; an incomplete text is returned as content."""
         held = "".join(self._held)
         calls = read_calls(held)
         return Parsed("" if calls else held, tuple(Call(one.name, one.arguments, self._new_id()) for one in calls))
 
 
 def read_calls(text: str) -> list[Call]:
-    """Calls of a JSON object, a list of them, or several one after another; none where any of it is something else."""
+    """Parse the calls of a JSON object, a list of objects, or several in sequence; return none if any part is something
+    else."""
     decoder = json.JSONDecoder()
     found: list[Call] = []
     at = 0
@@ -95,7 +96,7 @@ def is_json(text: str) -> bool:
 
 
 def possible_marker(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that begins `marker`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `marker`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[-length:]):
             return length

@@ -1,5 +1,5 @@
-"""What a format of tool calls is. A parser is an object named by an entry point of the group `ttpu.tool_parsers`; the
-entry point's name is what `--tool-call-parser` takes."""
+"""The protocol of tool parsers. A parser is an object named by an entry point of the group `ttpu.tool_parsers`;
+`--tool-call-parser` takes the entry point's name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Call:
-    """One call; `arguments` is JSON."""
+    """One tool call; `arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -19,41 +19,41 @@ class Call:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a piece of text turned out to be: content, and calls that are complete."""
+    """The result of parsing a piece of text: content and complete calls."""
 
     content: str = ""
     calls: tuple[Call, ...] = ()
 
 
 class ToolCallStream(Protocol):
-    """Reads one generated text, piece by piece."""
+    """Parses one generated text incrementally."""
 
     def push(self, text: str) -> Parsed:
-        """What is certain after this text."""
+        """Add text; return the content and calls that are now certain."""
         ...
 
     def finish(self) -> Parsed:
-        """What was held back, at the end."""
+        """Return what was held back, at the end."""
         ...
 
 
 class ToolParser(Protocol):
     """A format of tool calls.
 
-    marker: the text that begins a call. It is part of what is parsed, though it be a special token.
+    marker: the text that begins a call. It reaches the parser even if it is a special token.
     """
 
     marker: str
 
     def knows(self, template: str) -> int:
-        """How surely a chat template shows this format: 0 not at all, 1 by what others may show too, 2 by a marker of
-        its own. Of several installed parsers the surest reads the calls, of equally sure ones the last by name."""
+        """Return how surely a chat template uses this format: 0 not at all, 1 by signs that other formats share, 2 by a
+        marker of its own. The parser with the highest value is used; among equals, the last by name."""
         ...
 
     def stream(self) -> ToolCallStream:
-        """A fresh reader."""
+        """Return a new parser of one text."""
         ...
 
     def new_id(self) -> str:
-        """An id for a call, as the model's chat template takes it."""
+        """Return an id for a call, in the form that the model's chat template accepts."""
         ...

@@ -1,5 +1,5 @@
-"""Calls from a marker to the end: Mistral's `[TOOL_CALLS][{...}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}`; and where the
-whole text may be one, Llama 3's `{"name": ..., "parameters": ...}`."""
+"""Tool calls from a marker to the end of the text: Mistral's `[TOOL_CALLS][{...}, ...]` or
+`[TOOL_CALLS]name[ARGS]{...}`, and Llama 3's `{"name": ..., "parameters": ...}`, which may be the whole text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class Rest:
-    """Reads calls from a marker to the end; `bare` calls need no marker where the text begins with them."""
+    """Parses calls from a marker to the end. With `bare`, calls at the beginning of the text need no marker."""
 
     def __init__(self, markers: Sequence[str], read: Callable[[str], list[Call]], *, bare: bool = False) -> None:
         self._markers, self._read, self._bare = markers, read, bare
@@ -26,7 +26,7 @@ class Rest:
         self._calling = False
 
     def push(self, text: str) -> Parsed:
-        """Content up to what may be a marker; then nothing, until the end."""
+        """Add text; return content before a possible marker, then nothing until the end."""
         at = self._held.push(text)
         if self._calling:
             return Parsed()
@@ -52,7 +52,7 @@ class Rest:
         return Parsed(content)
 
     def finish(self) -> Parsed:
-        """Calls, or what was held as content where it is none."""
+        """Return the calls, or the held text as content if it is no call."""
         held, self._held = self._held.text, Until(self._markers)
         body = held
         for marker in self._markers:
@@ -63,38 +63,38 @@ class Rest:
 
 
 class Llama3Json:
-    """`{"name": ..., "parameters": ...}` as the whole text, or after `<|python_tag|>`."""
+    """Llama 3's format: `{"name": ..., "parameters": ...}` as the whole text or after `<|python_tag|>`."""
 
     marker = "<|python_tag|>"
 
     def knows(self, template: str) -> int:
-        """By the marker, or by parameters that the template shows."""
+        """Return how surely the template uses this format, by its marker or by the word parameters."""
         return 2 if self.marker in template else int('"parameters"' in template)
 
     def stream(self) -> Rest:
-        """A fresh reader."""
+        """Return a new parser of one text."""
         return Rest((self.marker,), read_calls, bare=True)
 
     def new_id(self) -> str:
-        """An id for a call."""
+        """Return an id for a call."""
         return Call("", "").id
 
 
 class Mistral:
-    """`[TOOL_CALLS]`, then a list of calls, or names with their arguments."""
+    """Mistral's format: `[TOOL_CALLS]`, then a list of calls, or names with their arguments."""
 
     marker = "[TOOL_CALLS]"
 
     def knows(self, template: str) -> int:
-        """By the marker."""
+        """Return how surely the template uses this format, by its marker."""
         return 2 if self.marker in template else 0
 
     def stream(self) -> Rest:
-        """A fresh reader."""
+        """Return a new parser of one text."""
         return Rest((self.marker,), _named_calls)
 
     def new_id(self) -> str:
-        """Nine letters and digits, which Mistral's templates demand."""
+        """Return nine random letters and digits, which Mistral's templates require."""
         return short_id()
 
 
@@ -102,7 +102,7 @@ LLAMA3_JSON, MISTRAL = Llama3Json(), Mistral()
 
 
 def _named_calls(text: str) -> list[Call]:
-    """A JSON list, or `name[ARGS]{...}` for each call; ids of nine letters, which Mistral's templates demand."""
+    """Parse a JSON list, or `name[ARGS]{...}` per call, with ids of nine letters, which Mistral's templates require."""
     calls = read_calls(text)
     if not calls:
         for part in text.split("[TOOL_CALLS]"):
@@ -114,5 +114,5 @@ def _named_calls(text: str) -> list[Call]:
 
 
 def short_id() -> str:
-    """Nine letters and digits."""
+    """Return nine random letters and digits."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
