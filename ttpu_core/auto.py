@@ -1,4 +1,4 @@
-"""`AutoModelForTPU`: a checkpoint's directory or Hub id comes in, a model on a backend's devices goes out. The family
+"""`AutoModelForTPU` opens a checkpoint, by its directory or Hub id, as a model on a backend's devices. The family
 plugin and the backend are found by name; neither is imported before it is needed."""
 
 from __future__ import annotations

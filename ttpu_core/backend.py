@@ -34,7 +34,7 @@ class LoadedModel(Protocol):
 
 
 class StreamingModel(Protocol):
-    """What the command line needs of a loaded model.
+    """The interface of a loaded model for the command line.
 
     Attributes:
         tokenizer: the checkpoint's transformers tokenizer, or None.
@@ -157,7 +157,7 @@ class Plans(Protocol):
     def served_shapes(
         self, spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy, limits: ServingLimits, dtype: str
     ) -> ServedShapes:
-        """What an engine compiles and keeps on TPUs.
+        """Return the sizes of the steps that an engine compiles on TPUs, and the bytes of its cache and state.
 
         Args:
             spec: padded as the mesh needs it.
@@ -179,7 +179,8 @@ class Verifies(Protocol):
     def verify_plan(
         self, architecture: Architecture, plan: Plan, *, progress: Callable[[str], None] | None = None
     ) -> tuple[Verification, ...]:
-        """What the compiler says of each program of a plan; `progress` is called with each program's name."""
+        """Compile each program of a plan and return the compiler's figures; `progress` is called with each program's
+        name."""
         ...
 
 

@@ -1,5 +1,5 @@
-"""Which `pip install` brings what a user asks for and has not installed. The only place that knows distributions by
-name; what is installed is found by entry points."""
+"""Names the `pip install` for a missing distribution. No other module knows distributions by name; installed ones are
+found by entry points."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What other distributions do for backends and commands, as protocols. `default_registry().service(name)` gives the
-object that an entry point of the group `ttpu.services` names."""
+"""Protocols of the services that other distributions provide to backends and commands.
+`default_registry().service(name)` returns the object that an entry point of the group `ttpu.services` names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Planner(Protocol):
         served: bool = False,
         accepts: Callable[[Parallelism], bool] | None = None,
     ) -> Parallelism | None:
-        """The fastest mesh of these slices on which the model is predicted to fit.
+        """Return the fastest mesh of these slices on which the model is predicted to fit.
 
         Args:
             strategy: which mesh axes shard which logical axes.

@@ -123,12 +123,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As in `qwen3-sliding`."""
+        """The case's name, as in `qwen3-sliding`."""
         return f"{self.model_type}-{self.variant.name}"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names by which expected failures may mean this case."""
+        """The names that an expected failure may give for this case."""
         return (self.variant.name,)
 
     @property
@@ -150,11 +150,11 @@ class Case:
         return [EntryPoint(record.name, record.value, record.group) for record in records]
 
     def config(self, **changes: Any) -> ModelConfig:
-        """A fresh config, of which nobody has read a key; `changes` replace or add keys."""
+        """Return a fresh config, none of whose keys was read yet; `changes` replace or add keys."""
         return ModelConfig.from_dict({**self.reference.config, **changes})
 
     def describe(self, config: ModelConfig) -> Architecture:
-        """What the plugin and the patch packs say of a config."""
+        """Return the architecture that the plugin and the patch packs describe for a config."""
         return self.registry.architecture(config, self.options.patch_packs)
 
     @cached_property
@@ -164,12 +164,12 @@ class Case:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """What the plugin says of the config."""
+        """The architecture that the plugin describes for the config."""
         return self.describe(self.config())
 
     @property
     def backend(self) -> BackendUnderTest:
-        """What runs our models."""
+        """The backend that runs our models."""
         return backend_under_test(self.options.backend)
 
     @cached_property
@@ -185,7 +185,7 @@ class Case:
         architecture: Architecture | None = None,
         attn_implementation: str | None = None,
     ) -> ModelUnderTest:
-        """Our model of the checkpoint."""
+        """Load our model of the checkpoint."""
         return self.backend.load(
             architecture or self.architecture,
             self.checkpoint,
@@ -200,7 +200,7 @@ class Case:
         return self.model.logits(self.reference.token_ids)
 
     def clear(self) -> None:
-        """Forget models and compiled programs; anything that is asked for again is made again."""
+        """Drop models and compiled programs; they are made again when they are needed."""
         for name in ("model", "logits", "architecture", "checkpoint"):
             vars(self).pop(name, None)
         self.reference.clear()
@@ -236,12 +236,12 @@ class CompileCase(Case):
 
     @property
     def slice(self) -> Slice:
-        """What is declared about where to compile it."""
+        """The declared slice to compile for."""
         return Slice() if self.published is None else self.published.slices.get(self.chip, Slice())
 
     @cached_property
     def architecture(self) -> Architecture:
-        """What the plugin says of the published config.
+        """The architecture that the plugin describes for the published config.
 
         Raises:
             NotProven: there is none.
@@ -255,7 +255,7 @@ class CompileCase(Case):
 
 
 def plugin_record(registry: Registry, model_type: str) -> PluginRecord:
-    """The usable plugin of a model type.
+    """Return the usable plugin of a model type.
 
     Raises:
         PluginError: there is none, or more than one.

@@ -43,7 +43,7 @@ class Check:
         return self.function(case) or Measured()
 
     def applies_to(self, case: Case, depth: Depth) -> bool:
-        """Whether the check is among those of a case."""
+        """Whether the check applies to a case."""
         if (self.level == "compile") != isinstance(case, CompileCase):
             return False
         if isinstance(case, CompileCase):
@@ -74,5 +74,5 @@ def check(
 
 
 def registered() -> list[Check]:
-    """Every check of the modules that were imported so far, by level, in the order in which they run."""
+    """Return every check of the modules imported so far, by level, in the order in which they run."""
     return [one for level in LEVELS for one in _CHECKS.values() if one.level == level]

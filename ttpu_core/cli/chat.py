@@ -1,5 +1,5 @@
-"""`ttpu chat`: a conversation in the terminal, or one turn per line of a pipe. In: lines; out: replies, as they are
-generated, from a model whose checkpoint has a chat template."""
+"""`ttpu chat`: a conversation in the terminal, or one turn per line of a pipe, with a model whose checkpoint has a chat
+template. Replies are printed as they are generated."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which commands there are. Commands of other distributions (entry points of the group `ttpu.commands`) are listed from
-metadata and imported only when they are run or their help is shown, so that a broken one harms nobody else.
+"""The commands of `ttpu`. Commands of other distributions (entry points of the group `ttpu.commands`) are listed from
+metadata and imported only when they are run or their help is shown, so that a broken one does not affect the others.
 
     [project.entry-points."ttpu.commands"]
     bench = "my_package.bench:bench"        # a function with Typer-annotated parameters, or a Typer app"""

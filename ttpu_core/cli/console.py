@@ -1,5 +1,5 @@
-"""What the commands share for writing: consoles for tables, one-line errors, sizes in words, and the progress of a
-load. In: values and progress events; out: text on stdout (results) or stderr (everything else)."""
+"""Output that the commands share: consoles for tables, one-line errors, sizes in words, and the progress of a load.
+Results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 

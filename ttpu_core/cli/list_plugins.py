@@ -67,7 +67,7 @@ def _hidden_by(built_in: Container[str], record: PluginRecord) -> PluginRecord:
 
 
 def missing_plugins(registry: Registry) -> dict[str, str]:
-    """What is needed before a model can run and no usable plugin brings, with the command that installs it."""
+    """Return what a model needs to run and no usable plugin provides, with the command that installs it."""
     usable = {record.group for record in registry.plugins() if record.usable}
     missing = {}
     if "ttpu.architectures" not in usable:

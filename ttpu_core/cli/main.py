@@ -1,5 +1,5 @@
-"""The entry point of the console script `ttpu`. In: command line arguments; out: a command that runs, and an exit
-status: 0, 1 if a check found something, 2 for a usage error or an error that the user can put right, 130 for Ctrl-C."""
+"""The entry point of the console script `ttpu`. It runs a command and returns an exit status: 0, 1 if a check found
+something, 2 for a usage error or an error that the user can correct, 130 for Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Options that `generate` and `chat` share. In: what the user typed; out: a frozen `Decoding` whose `arguments` go to a
-model's `stream`, or a refusal before anything is loaded. Typer turns each alias below into an option."""
+"""Options that `generate` and `chat` share. They become a frozen `Decoding`, whose `arguments` go to a model's
+`stream`, or are refused before anything is loaded. Typer turns each alias below into an option."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An architecture in plain words. In: an `ArchitectureSpec`; out: lines of text that mention every knob which is not at
-its usual value, so that what makes a model special can be read, and compared with its paper."""
+"""Describes an `ArchitectureSpec` in plain words. The text mentions every setting that is not at its usual value, so
+that a reader can compare the model with its paper."""
 
 from __future__ import annotations
 

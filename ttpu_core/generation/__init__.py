@@ -1,1 +1,1 @@
-"""What generation means on every backend: sampling parameters, stream events, and the detokenizer."""
+"""The vocabulary of generation on every backend: sampling parameters, stream events, and the detokenizer."""

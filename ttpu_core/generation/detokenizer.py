@@ -1,5 +1,5 @@
-"""From token ids to text as it comes: bytes of one character arrive in several tokens, and a stop string may end in the
-middle of one. In: ids, one at a time; out: text that is certain."""
+"""Turns token ids into text while they are generated. It yields only text that is certain: the bytes of one character
+arrive in several tokens, and a stop string may end in the middle of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What generation tells while it runs, whatever the backend: an event per token, and timings."""
+"""The events of generation on every backend: one event per token, and timings."""
 
 from __future__ import annotations
 

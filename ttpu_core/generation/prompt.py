@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a sequence begins with. Media that stand for some of the tokens will be further fields.
+    """The tokens that a sequence begins with. Media that stand for some of the tokens will be further fields.
 
     token_ids: at least one, without padding.
     """

@@ -1,4 +1,4 @@
-"""What one request asks for. In: a caller's values; out: a frozen, checked `SamplingParams`, or one clear refusal."""
+"""The sampling parameters of one request: a frozen `SamplingParams`, whose values are checked when it is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the numbers that every way of generating takes, checked once."""
+"""The parameters that choose the next token, for every way of generating, checked once."""
 
 from __future__ import annotations
 

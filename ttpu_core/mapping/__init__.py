@@ -1,4 +1,4 @@
-"""How checkpoint tensors become Flax parameters, and back."""
+"""Maps checkpoint tensors to Flax parameters, and back."""
 
 from ttpu_core.mapping.expressions import Concat, Expression, Padded, Shape, Stack, Tensor, gather, scatter
 from ttpu_core.mapping.flax_mapping import FlaxMapping, pad_mapping, stack_layers

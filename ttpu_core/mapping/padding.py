@@ -102,7 +102,7 @@ class Padding:
 
 
 def merged_runs(runs: Iterator[Run]) -> tuple[Run, ...]:
-    """The same entries in as few runs as possible."""
+    """Merge the entries into as few runs as possible."""
     result: list[Run] = []
     for first, count in runs:
         if count and result:

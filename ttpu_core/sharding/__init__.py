@@ -1,1 +1,1 @@
-"""How a model is sharded over devices: strategies, meshes, padding of uneven heads, and the hardware table."""
+"""Sharding a model over devices: strategies, meshes, padding of uneven heads, and the hardware table."""

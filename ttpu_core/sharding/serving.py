@@ -1,5 +1,5 @@
-"""What a serving engine runs, as far as a plan depends on it: its limits, the sizes of its steps, and what it keeps
-on a device. A backend gives the sizes (`ttpu_core.backend.Plans`): page layouts and compiled shapes are its own."""
+"""The parts of a serving engine that a plan depends on: its limits, the sizes of its steps, and its memory on a device.
+A backend gives the sizes (`ttpu_core.backend.Plans`), because page layouts and compiled shapes are its own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a training step holds for each parameter, and what it computes again: the one definition that backends' steps
-and the planner read."""
+"""The memory that a training step holds for each parameter, and the activations that it recomputes. Backends' training
+steps and the planner both read this one definition."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class TrainingState:
 
     @property
     def held_bytes(self) -> int:
-        """Of one parameter between two steps: its master weight and its moments."""
+        """The bytes of one parameter between two steps: its master weight and its moments."""
         return (BITS[self.master_dtype] + self.moments * BITS[self.moment_dtype]) // 8
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Of one parameter when the optimizer runs: what is held, and its gradient."""
+        """The bytes of one parameter while the optimizer runs: master weight, moments and gradient."""
         return self.held_bytes + BITS[self.gradient_dtype] // 8
 
 

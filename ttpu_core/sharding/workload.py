@@ -86,5 +86,5 @@ class Workload:
         return BITS[self.dtype] // 8
 
     def with_batch(self, batch: int) -> Workload:
-        """The same workload with another number of rows."""
+        """Return the same workload with another number of rows."""
         return replace(self, batch=batch)

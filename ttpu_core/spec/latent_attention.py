@@ -78,7 +78,7 @@ class LatentAttentionSpec(MixerSpec):
         return value
 
     def with_heads(self, num_heads: int) -> LatentAttentionSpec:
-        """The same layer with heads appended up to `num_heads`. The output kernel merges heads into its columns;
+        """Return the same layer with heads appended up to `num_heads`. The output kernel merges heads into its columns;
         heads are the first dimension of the other kernels."""
         before = self.num_heads
 

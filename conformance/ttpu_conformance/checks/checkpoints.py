@@ -105,7 +105,7 @@ def _logits_move(case: Case, tensors: dict[str, Any], names: list[str]) -> bool:
 
 
 def saved_tensors(folder: Path) -> dict[str, Any]:
-    """Every tensor of a checkpoint's safetensors files."""
+    """Return every tensor of a checkpoint's safetensors files."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Any] = {}

@@ -85,7 +85,7 @@ def _compiled(case: Case, task: Task) -> CompiledProgram:
 
 
 def check_collectives(spec: ArchitectureSpec, report: CompiledProgram) -> None:
-    """Refuse exchanges that a program should not need, and those that are too large to be activations."""
+    """Refuse collectives that a program should not need, and those that are too large to be activations."""
     mesh = dict(report.mesh)
     allowed = TRAINING if report.task == "train" else INFERENCE | (WITH_EXPERTS if mesh.get("expert", 1) > 1 else {})
     activations = report.batch * report.tokens * spec.hidden_size * 4 * _copies(spec)

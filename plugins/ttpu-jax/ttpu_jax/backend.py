@@ -136,7 +136,7 @@ class JaxBackend:
         Args:
             model: as `open` gives it.
             optimizer: an optax transformation; None is AdamW.
-            loss: what is minimized; None is the cross-entropy of each next token.
+            loss: the function to minimize; None is the cross-entropy of each next token.
             accumulation: parts that a batch is computed in, one after the other.
             trainable: path → whether a parameter is trained; None trains all of them.
         """

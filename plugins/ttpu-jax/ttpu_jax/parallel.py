@@ -42,7 +42,7 @@ def placement_for(
     Raises:
         RequestError: more than one of them, or rules alone.
         PlanError: the plan is damaged, or was made for another model or for quantized weights.
-        UnsupportedError: what these devices cannot do, or an axis along which nothing of this model is cut.
+        UnsupportedError: a mesh that these devices cannot form, or an axis that shards nothing of this model.
 
     Warns of a plan that was made for smaller weights.
     """
@@ -68,7 +68,7 @@ def placement_for(
 
 
 def planned(spec: ArchitectureSpec, devices: list[jax.Device], strategy: Strategy, dtype: str) -> Parallelism:
-    """The planner's fastest mesh for these devices, which are taken for slices that have as many.
+    """Ask the planner for the fastest mesh of these devices, which are assumed to form slices of that size.
 
     Raises:
         MissingDependencyError: the planner is not installed.

@@ -217,8 +217,8 @@ def why_nothing_fits(
 def why_nothing_serves(
     spec: ArchitectureSpec, request: Request, chips: tuple[Chip, ...] = tuple(CHIPS.values())
 ) -> NoFit:
-    """Why no slice of any generation holds a model, told of the one with the most memory among those whose devices can
-    share the model and the rows.
+    """Return why no slice of any TPU generation holds a model. The answer describes the slice with the most memory
+    among those whose devices can share the model and the rows.
 
     Raises:
         UnsupportedError: there is none of those either.

@@ -49,7 +49,7 @@ class Handle:
         patches: what was replaced in transformers for it; in place until `close`, or until the model is gone.
         attention: the name of its attention.
         options: settings of that attention, as `ttpu_jax.ops.attention` takes them.
-        parallelism, mesh: how it is cut, by the core's names and as the runtime's mesh; None on one device.
+        parallelism, mesh: how it is sharded, by the core's names and as the runtime's mesh; None on one device.
         tokenizer: the checkpoint's, or None.
         quantization: what `quantize` reports, or None.
         load_seconds: wall-clock time from the checkpoint's files to the device.

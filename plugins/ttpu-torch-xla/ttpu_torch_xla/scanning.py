@@ -22,7 +22,7 @@ def refuse_scan(parallelism: Parallelism | None) -> None:
     """Refuse a scan that cannot work, before the model is loaded.
 
     Raises:
-        UnsupportedError: the model is to be cut over devices, where torch_xla's loop switches off the partitioner that
+        UnsupportedError: the model is to be sharded over devices, where torch_xla's loop disables the partitioner that
             JAX uses in the same process.
     """
     if parallelism is not None:

@@ -32,8 +32,8 @@ BUILT_IN: dict[type[CustomSpec], str] = {
 
 
 class CachingMixer(nnx.Module):
-    """A mixer that writes and reads its cache itself: its call takes x, the `Step` and a
-    `ttpu_jax.model.step_cache.StepCache`, and gives what it adds and the updated cache."""
+    """A mixer that reads and writes its cache itself. Its call takes x, the `Step` and a
+    `ttpu_jax.model.step_cache.StepCache`, and returns its output and the updated cache."""
 
     def __call__(self, x: jax.Array, step: Step, cache: StepCache) -> tuple[jax.Array, StepCache]:
         """x [batch, seq, hidden]: the same shape (or the last token's, [batch, 1, hidden]), and the cache."""

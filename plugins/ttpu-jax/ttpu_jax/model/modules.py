@@ -29,8 +29,8 @@ RESIDUAL = (axes.BATCH, axes.SEQUENCE, None)
 
 @dataclass(frozen=True)
 class Runtime:
-    """What is the same in every layer and never changes: where arrays live, which attention runs and with which
-    options, the different ropes of the model, and the rows from which products are widened (see
+    """The settings that all layers share and that never change: the placement of arrays, the attention implementation
+    and its options, the model's different ropes, and the number of rows from which products are widened (see
     `ttpu_jax.ops.linear`). Static."""
 
     placement: Placement

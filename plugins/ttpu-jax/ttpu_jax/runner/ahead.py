@@ -168,7 +168,7 @@ def compile_ahead(
     """Compile an engine's programs for a slice.
 
     Args:
-        mesh: mesh axis → devices along it; None cuts every layer over all devices (`tensor`).
+        mesh: mesh axis → devices along it; None shards every layer over all devices (`tensor`).
         only: which programs; None is all.
         progress: called with the name of what was compiled, how many are done, and how many there are.
         store: keep executables for a machine that has such a slice, and do not compile what was kept before.

@@ -88,7 +88,7 @@ class ExecutableCache:
         Args:
             compiled: by the compiler, just now. One that JAX's cache had lacks what a second writing needs: on a CPU it
                 loads and then fails.
-            facts: what `facts` gives back; JSON.
+            facts: plain JSON values, which `facts` returns later.
 
         Raises:
             OSError: it cannot be written.

@@ -40,7 +40,7 @@ class ServedWeights:
     """How the weights of a served model are named, and who else holds them.
 
     mapping: the checkpoint's tensors → parameters, padded as the model's are.
-    shared: the loaded model's own dictionary of arrays, which follows what is replaced.
+    shared: the loaded model's own dictionary of arrays, in which replaced arrays are replaced too.
     """
 
     mapping: FlaxMapping

@@ -56,7 +56,7 @@ class TrainStep:
         model: made with the `remat` of the training state, and of the padded architecture.
         dtype: what the model computes in; parameters whose table names a dtype keep it.
         paddings: how parameters are padded for the mesh: a step leaves replicas equal and zeros zero.
-        loss: what is minimized, as the mean over a batch.
+        loss: the function to minimize, as the mean over a batch.
         optimizer: an optax transformation; its state is that of the trained parameters alone.
         accumulation: parts that a batch is computed in, one after the other; the update is that of the whole batch.
         trainable: path → whether a parameter is trained. The others leave the step bit for bit as they came.
@@ -182,7 +182,7 @@ def step_for(
     Args:
         model: its parameters are what the step updates, or float32 copies of them.
         optimizer: an optax transformation; None is `adamw`.
-        loss: what is minimized; None is the cross-entropy of each next token.
+        loss: the function to minimize; None is the cross-entropy of each next token.
         accumulation: parts that a batch is computed in, one after the other.
         trainable: path → whether a parameter is trained; None trains all of them.
     """

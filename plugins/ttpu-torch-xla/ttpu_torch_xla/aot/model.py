@@ -34,7 +34,7 @@ def abstract_model(
 
     Args:
         config: config.json, with its model_type.
-        parallelism: the mesh, of all devices of the slice, and what is cut along it.
+        parallelism: the mesh of all devices of the slice, and the axes that shard each dimension.
         attention, attention_config: as `from_pretrained` takes them.
     """
     from transformers import AutoConfig, AutoModelForCausalLM

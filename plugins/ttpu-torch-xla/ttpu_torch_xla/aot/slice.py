@@ -65,7 +65,7 @@ class TpuSlice(TorchXla):
         return "tpu"
 
     def num_devices(self) -> int:
-        """Devices of the slice, as programs see them."""
+        """Return the number of devices of the slice, as programs see them."""
         return self.topology.num_devices
 
     def chip(self) -> str | None:
@@ -73,7 +73,7 @@ class TpuSlice(TorchXla):
         return self.topology.chip.name
 
     def num_slices(self) -> int:
-        """One; or more, for which nothing is compiled here."""
+        """Return one, or the number of joined slices, for which this module compiles nothing."""
         return self.topology.slices
 
     def is_spmd(self) -> bool:

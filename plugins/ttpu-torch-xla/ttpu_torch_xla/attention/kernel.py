@@ -30,7 +30,7 @@ def attend(
     options: Options = (),
     parallelism: Parallelism | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of whole sequences to themselves.
+    """Compute the attention of whole sequences to themselves by a kernel of ttpu_jax.
 
     Args:
         name: of the implementation in `ttpu_jax.ops.attention`.
@@ -41,7 +41,7 @@ def attend(
         sinks: [heads] or None.
         spec: head counts and sizes as the tensors have them, scale, softcap, window, chunk, causality.
         options: `attention_config`.
-        parallelism: the mesh, and what is cut along it where the sizes allow it.
+        parallelism: the mesh, and the axes that shard each dimension where the sizes allow it.
 
     Returns:
         [batch, seq, heads, value_dim].

@@ -36,7 +36,7 @@ Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def runs_on_device(processors: Iterable[Any]) -> bool:
-    """Whether each of them is one of the above (and not of a class derived from it)."""
+    """Whether each processor is one that this module implements on the device (a derived class is not)."""
     return all(type(processor) in (*SAME, *REPLACED) for processor in processors)
 
 

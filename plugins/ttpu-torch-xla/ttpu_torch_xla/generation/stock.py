@@ -65,8 +65,8 @@ def inputs_device(model: Any, config: Any) -> torch.device:
 
 
 class EmptySums(TorchFunctionMode):
-    """Inside, prefix sums of nothing are nothing: torch_xla cannot lower them, and assisted decoding asks for one
-    whenever there is no candidate, as before the last token."""
+    """A context in which prefix sums of empty tensors are empty. torch_xla cannot lower them, and assisted decoding
+    computes one whenever there is no candidate, as before the last token."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """`func(*args, **kwargs)`."""

@@ -20,7 +20,7 @@ from ttpu_torch_xla.quantization.pack import (
 
 
 class QuantizedLinear(nn.Module):
-    """y = x · wᵀ + bias with quantized weights, for inference and for training what lies before and beside it.
+    """y = x · wᵀ + bias with quantized weights, for inference and for training the layers before and beside it.
 
     Its state is the buffers `weight_q`, `scale`, `zero_point` (only when asymmetric) and `bias` (only where the layer
     had one); `QuantizedWeight` says their shapes. Casting the module leaves scales in float32. `weight` is computed
@@ -78,7 +78,7 @@ class QuantizedLinear(nn.Module):
         """Quantize a layer's weights. For a layer on the meta device, the result is there too.
 
         Raises:
-            RequestError: its inputs cannot be cut into the configuration's blocks, or paired.
+            RequestError: the configuration's blocks, or pairs of 4-bit weights, do not divide the inputs.
         """
         weight = linear.weight
         result = cls(
@@ -112,7 +112,7 @@ class QuantizedLinear(nn.Module):
     @property
     def dimensions(self) -> Mapping[str, tuple[str | None, ...]]:
         """Buffer → what each of its dimensions runs along: "in" (whole blocks, or bytes of two inputs), "out", or None.
-        What cuts the weight's inputs or outputs cuts these."""
+        Sharding the weight's inputs or outputs shards these."""
         blockwise = self.config.block_size != -1
         of_scales = ("in", "out") if blockwise else ("out",)
         found: dict[str, tuple[str | None, ...]] = {

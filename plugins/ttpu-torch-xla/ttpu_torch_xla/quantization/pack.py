@@ -25,7 +25,7 @@ class QuantizedWeight(NamedTuple):
 
     Blocks are a dimension of their own, inputs before outputs, because XLA dequantizes that within the product for a
     TPU; other layouts make it write the matrix out. A byte holds q + 8 of two inputs, the low half first, `half_run`
-    inputs apart (half a block with blocks): a cut of weight_q along its inputs is a cut of the same inputs.
+    inputs apart (half a block with blocks): a shard of weight_q along its inputs holds the same inputs.
     """
 
     weight_q: torch.Tensor
@@ -47,7 +47,7 @@ def quantize_weight(
         packed: two weights of 4 bits to a byte.
 
     Raises:
-        RequestError: the inputs cannot be cut into such blocks, or paired.
+        RequestError: blocks, or pairs of 4-bit weights, do not divide the inputs.
     """
     check_shape(weight.shape[1], bits, block_size, packed)
     w = weight.detach().to(torch.float32)

@@ -62,7 +62,7 @@ def quantize(model: Any, config: QuantizationConfig | Mapping[str, Any] | None =
     `save_pretrained` refuses from then on: transformers would read such a checkpoint with weights at random.
 
     Raises:
-        RequestError: there is nothing to quantize, a layer cannot be cut into such blocks, or an excluded name matches
+        RequestError: there is nothing to quantize, the blocks do not divide a layer, or an excluded name matches
             no layer.
     """
     config = QuantizationConfig() if config is None else QuantizationConfig.read(config)

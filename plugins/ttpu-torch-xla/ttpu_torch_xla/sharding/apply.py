@@ -72,7 +72,7 @@ class Sharding:
     def constrain_looked_up(self, rows: torch.Tensor) -> torch.Tensor:
         """Shard rows of a table [batch, seq, hidden], and return them.
 
-        Where features are cut over some of the devices that share the batch, they are held to that cut first, so that
+        Where features are sharded over some of the devices that share the batch, that sharding is set first, so that
         the devices exchange rows and not the table."""
         (features,) = self.cut((axes.EMBED,), (rows.shape[-1],))
         batch, sequence = self.cut((axes.BATCH, axes.SEQUENCE), tuple(rows.shape[:2]))
@@ -104,7 +104,7 @@ def shard_model(
 
     Args:
         model: the stock model, on the host.
-        parallelism: the mesh, of all devices that there are, and what is cut along it.
+        parallelism: the mesh of all devices, and the axes that shard each dimension.
 
     Raises:
         UnsupportedError: a parameter that the mesh does not divide; nothing has been moved then.
@@ -158,8 +158,9 @@ def decoder_layers(model: torch.nn.Module, architecture: Architecture) -> torch.
 def linears_cut_along(
     dimension: str, model: torch.nn.Module, cuts: Mapping[str, tuple[MeshAxes, ...]], parallelism: Parallelism
 ) -> list[torch.nn.Module]:
-    """The linear layers whose inputs ("in") or outputs ("out") are cut along an axis that does not cut the batch: each
-    device has a part of every sum of the product, or of its gradient's (arXiv 1909.08053, section 3)."""
+    """Return the linear layers whose inputs ("in") or outputs ("out") are sharded along an axis that does not shard the
+    batch. Each device then has a part of every sum of the product, or of its gradient's (arXiv 1909.08053, section 3).
+    """
     of_batch = set(dict(parallelism.strategy.rules).get(axes.BATCH, ()))
     found: list[torch.nn.Module] = []
     for path, module in model.named_modules():

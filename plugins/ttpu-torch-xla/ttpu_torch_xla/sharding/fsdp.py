@@ -27,7 +27,7 @@ def refuse_without_axis(parallelism: Parallelism | None) -> None:
     """Refuse FSDPv2 on a mesh without its axis, before the model is loaded.
 
     Raises:
-        UnsupportedError: FSDPv2 has nothing to cut along.
+        UnsupportedError: the mesh has no axis for FSDPv2.
     """
     if not has_fsdp_axis(parallelism):
         found = "the model is on one device" if parallelism is None else f"the mesh is {parallelism}"

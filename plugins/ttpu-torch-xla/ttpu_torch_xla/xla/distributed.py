@@ -12,7 +12,8 @@ from ttpu_torch_xla.launching import CPU_DEVICES, DEVICE
 
 
 def before_start(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Simulated CPU devices, where the contract has any; variables that are set already stay as they are.
+    """Set the environment variables for simulated CPU devices, where the contract has any; variables that are set
+    already stay.
 
     Raises:
         LaunchError: the contract contradicts itself, or this is one of several processes on a CPU.
