@@ -1,18 +1,18 @@
-"""The wall between the engine and whatever computes a model's steps: the `ModelRunner` protocol, and the values that
-cross it. The engine schedules, samples by request and streams; a runner holds weights, pages and programs, and knows
-nothing of requests. No framework is imported here.
+"""The interface between the engine and the code that computes a model's steps: the `ModelRunner` protocol and the
+values that cross it. The engine schedules requests and streams outputs; a runner holds weights, KV pages and programs,
+and knows nothing of requests. This module imports no framework.
 
-**Runners that span hosts.** A runner may compute over several hosts, one process of the runner on each. The engine,
-with its scheduler and its server, runs on one of them. Every host must be told the same calls in the same order,
-since each of them may begin collectives: `allocate`, `compile`, `dispatch`, `prompt_logprobs`, `sleep`, `wake_up`,
-`weight_update`, the adapters' `load` and `unload`, and `release`. Their arguments are plain values of this module,
-which pickle: a `RunnerStep` holds all that a host needs for a step, and refers to no object of the engine. `read` and
-`read_hidden` are for the engine's host alone: whatever they return is there. Directories of `weight_update` have to
-be readable on every host. What each host keeps between steps (the tokens sampled last, sampling parameters by slot,
-penalty counts) follows from the steps that it was given.
+**Runners that span hosts.** A runner may compute on several hosts, with one runner process on each. The engine, with
+its scheduler and its server, runs on one of them. Every host must receive the same calls in the same order, because
+each call may start collectives: `allocate`, `compile`, `dispatch`, `prompt_logprobs`, `sleep`, `wake_up`,
+`weight_update`, the adapters' `load` and `unload`, and `release`. Their arguments are plain values of this module that
+pickle: a `RunnerStep` contains all that a host needs for a step, and refers to no object of the engine. Only the
+engine's host calls `read` and `read_hidden`, and their results are there. Directories for `weight_update` must be
+readable on every host. The state that a host keeps between steps (last sampled tokens, sampling parameters by slot,
+penalty counts) follows from the steps it received.
 
-Runners are structural: they need not inherit from anything here, nor import it at run time. A small complete one, in
-numpy, is `tests/numpy_runner.py` of this distribution.
+Runners are structural: they need not inherit from anything here, nor import it at run time. `tests/numpy_runner.py` of
+this distribution is a small complete one in numpy.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ OnProgress = Callable[[str, float, float], None]
 
 @dataclass(frozen=True)
 class RowRules:
-    """What the request of one row says about single tokens.
+    """Token rules for the logits of one row.
 
-    bias: token ids int32 [n] and what is added to their logits, float32 [n].
-    allowed: a bit per token, uint32 [words]: bit i % 32 of word i // 32 is token i's; None allows every token.
+    bias: token ids int32 [n] and the values added to their logits, float32 [n].
+    allowed: uint32 [words], bit i % 32 of word i // 32 stands for token i; None allows every token.
     """
 
     bias: tuple[np.ndarray, np.ndarray] | None = None
@@ -62,11 +62,12 @@ class RowRules:
 
 @dataclass(frozen=True)
 class SlotStart:
-    """A request takes a slot with the step that this comes with, and keeps it until another one takes it.
+    """A request that takes a slot with the step that contains this value, and keeps it until another request takes it.
 
-    params: how its tokens are sampled; the seed is set. level: index into `SAMPLING_LEVELS`, the least that serves it.
-    prompt_length: tokens of its prompt. adapter: number of its LoRA adapter, 0 for none.
-    prompt, output: int32, its tokens so far, where penalties count them; None elsewhere.
+    params: sampling parameters, with the seed set. level: lowest sufficient sampling level, an index into
+    `SAMPLING_LEVELS`.
+    prompt_length: tokens of the prompt. adapter: number of the LoRA adapter, 0 for none.
+    prompt, output: int32 [tokens], the tokens so far, if penalties count them; otherwise None.
     """
 
     slot: int
@@ -80,21 +81,21 @@ class SlotStart:
 
 @dataclass(frozen=True)
 class RunnerStep:
-    """One step over n sequences, complete: a runner needs nothing else of the engine's to compute it.
+    """One step over n sequences, complete: a runner needs nothing else from the engine to compute it.
 
-    slots: int32 [n], the row of each sequence in whatever the runner keeps by slot.
-    starts: int32 [n], the position of each sequence's first token here. counts: int32 [n], its tokens here.
-    tokens: int32 [tokens] of all sequences, one after another, with `IN_FLIGHT` for those that the host does not know.
-    samples: bool [n], whether the tokens that the sequence's rows sample are wanted.
-    rows: int32 [rows], indices into `tokens` whose logits are wanted: of each sequence its last token, and before it
-        those that its drafts follow. owners: int32 [rows], each row's sequence.
-    tables: per page group int32 [n, pages]: entry i holds the page of positions i * page_size and on.
+    slots: int32 [n], the slot of each sequence.
+    starts: int32 [n], position of each sequence's first token in this step. counts: int32 [n], its number of tokens.
+    tokens: int32 [tokens] of all sequences in order, with `IN_FLIGHT` for tokens that the host does not know yet.
+    samples: bool [n], whether the sampled tokens of the sequence's rows are used.
+    rows: int32 [rows], indices into `tokens` whose logits are needed: the last token of each sequence, and before it
+    the tokens that its drafts follow. owners: int32 [rows], the sequence of each row.
+    tables: per page group int32 [n, pages]: entry i is the page of the positions from i * page_size.
     begins: requests that take their slots with this step.
-    rules: row → what its token must obey.
-    hidden: whether the residual stream of the step's tokens is kept, for embeddings and prompt log-probabilities.
+    rules: row → rules of its token.
+    hidden: whether to keep the residual stream of the step's tokens, for embeddings and prompt log-probabilities.
 
-    A sequence with one row leaves its sampled token in its slot, where a later step's `IN_FLIGHT` finds it. Of several
-    rows (drafts) the host says which tokens count, so that none is left.
+    A sequence with one row leaves its sampled token in its slot, where a later step's `IN_FLIGHT` reads it. A sequence
+    with several rows (drafts) leaves none: the host decides which tokens are accepted.
     """
 
     slots: np.ndarray
@@ -117,21 +118,21 @@ class RunnerStep:
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """`b` [out, rank], times its scale, times `a` [rank, in] is added to a module's weight [out, in]; float32."""
+    """An update to a module's weight [out, in]: scale times `b` [out, rank] times `a` [rank, in], in float32."""
 
     a: np.ndarray
     b: np.ndarray
 
     @property
     def rank(self) -> int:
-        """Rows of `a`."""
+        """The rank, the number of rows of `a`."""
         return int(self.a.shape[0])
 
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """A LoRA adapter as its files have it. `source` is what errors call it; `updates` are by the module of the base
-    model, as transformers names it."""
+    """A LoRA adapter as stored in its files. `source` names it in errors; `updates` maps the base model's modules, by
+    their transformers names, to updates."""
 
     source: str
     updates: Mapping[str, LowRankUpdate]
@@ -145,56 +146,56 @@ class LayerGroup(Protocol):
 
     @property
     def name(self) -> str:
-        """What metrics call it."""
+        """The group's name in metrics."""
         ...
 
     @property
     def window(self) -> int | None:
-        """Positions that a token sees, its own included; None is all."""
+        """Positions that a token sees, including its own; None is all."""
         ...
 
     @property
     def chunk(self) -> int | None:
-        """A token sees those of its own chunk of so many positions; None is all."""
+        """Size of the chunks within which tokens see each other; None is no limit."""
         ...
 
 
 class RunnerLimits(Protocol):
-    """What a runner was built for; the engine asks for no more."""
+    """The limits that a runner was built for. The engine stays within them."""
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of one sequence, prompt and output."""
+        """Maximum tokens of one sequence, prompt and output."""
         ...
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences of one step; slots are 0 to this - 1."""
+        """Maximum sequences of one step; slots are 0 to this - 1."""
         ...
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Tokens of one step."""
+        """Maximum tokens of one step."""
         ...
 
     @property
     def max_prefills(self) -> int | None:
-        """Sequences of one step with more than one token; None is any number."""
+        """Maximum sequences of one step with more than one token; None is unlimited."""
         ...
 
     @property
     def draft_tokens(self) -> int:
-        """Draft tokens per sequence and step; 0 without speculation."""
+        """Maximum draft tokens per sequence and step; 0 without speculation."""
         ...
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         ...
 
     @property
     def recurrent(self) -> bool:
-        """Whether layers keep a state that cannot go back: no prefix caching, no drafts."""
+        """Whether layers have recurrent states, which rule out prefix caching and drafts."""
         ...
 
     @property
@@ -204,41 +205,41 @@ class RunnerLimits(Protocol):
 
     @property
     def logit_columns(self) -> int:
-        """Columns of the logits: the vocabulary, and what pads it."""
+        """Columns of the logits: the vocabulary and its padding."""
         ...
 
     @property
     def sampling_level(self) -> str:
-        """The highest of `SAMPLING_LEVELS` that is served."""
+        """The highest supported level of `SAMPLING_LEVELS`."""
         ...
 
     @property
     def penalties(self) -> bool:
-        """Whether presence, frequency and repetition penalties are served."""
+        """Whether presence, frequency and repetition penalties are supported."""
         ...
 
     @property
     def prompt_logprobs(self) -> bool:
-        """Whether `ModelRunner.prompt_logprobs` is served."""
+        """Whether `ModelRunner.prompt_logprobs` is supported."""
         ...
 
     @property
     def max_logprobs(self) -> int:
-        """The most likely tokens that are reported beside a sampled one."""
+        """Number of most likely tokens reported beside a sampled token."""
         ...
 
 
 class SampledRows(Protocol):
-    """What a step sampled; log-probabilities are None where no row's level has them."""
+    """The sampled tokens of a step. Log-probabilities are None if no row's level includes them."""
 
     @property
     def token(self) -> np.ndarray:
-        """int32 [rows]; -1 where the logits are no distribution."""
+        """int32 [rows]; -1 if the logits define no distribution."""
         ...
 
     @property
     def logprob(self) -> np.ndarray | None:
-        """float32 [rows], of the tokens."""
+        """float32 [rows], the log-probabilities of the tokens."""
         ...
 
     @property
@@ -253,15 +254,15 @@ class SampledRows(Protocol):
 
 
 class InFlight(Protocol):
-    """A dispatched step, whose results can be read later."""
+    """A dispatched step whose results can be read later."""
 
     def read(self) -> SampledRows:
-        """Wait for the step, and return what its rows sampled."""
+        """Wait for the step and return its sampled tokens."""
         ...
 
     def read_hidden(self) -> np.ndarray:
-        """Wait for the step, and return the residual stream after the final norm, [tokens, hidden]; only where the step
-        had `hidden` set."""
+        """Wait for the step and return the residual stream after the final norm, [tokens, hidden]. Requires the step's
+        `hidden`."""
         ...
 
 
@@ -285,11 +286,11 @@ class TokenLogprobs(Protocol):
 
 
 class MemoryStats(Protocol):
-    """What a runner holds."""
+    """Memory that a runner holds."""
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, adapters included, over all devices."""
+        """Bytes of all weights, including adapters, over all devices."""
         ...
 
     @property
@@ -299,21 +300,21 @@ class MemoryStats(Protocol):
 
 
 class CompileStats(Protocol):
-    """What was compiled so far."""
+    """Compilation counts and time so far."""
 
     @property
     def programs(self) -> int:
-        """Programs that are there."""
+        """Number of compiled programs."""
         ...
 
     @property
     def recompiles(self) -> int:
-        """Those of them that were compiled while serving."""
+        """Programs that were compiled while serving."""
         ...
 
     @property
     def seconds(self) -> float:
-        """Time that compiling took."""
+        """Time spent compiling."""
         ...
 
 
@@ -322,141 +323,144 @@ class ProgramStats(Protocol):
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """The program's name in tables."""
         ...
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that it takes on a device; None where the compiler does not say."""
+        """Peak memory on one device; None if the compiler does not report it."""
         ...
 
     @property
     def seconds(self) -> float:
-        """Time that compiling or loading it took."""
+        """Time spent compiling or loading the program."""
         ...
 
 
 class Devices(Protocol):
-    """What a runner runs on."""
+    """The devices of a runner."""
 
     @property
     def kind(self) -> str:
-        """As the hardware calls itself."""
+        """The hardware's own name."""
         ...
 
     @property
     def platform(self) -> str:
-        """Such as tpu or cpu."""
+        """The platform, for example tpu or cpu."""
         ...
 
     @property
     def count(self) -> int:
-        """Devices over which the model is sharded."""
+        """Number of devices over which the model is sharded."""
         ...
 
 
 class AdapterSlots(Protocol):
-    """Room for LoRA adapters beside the weights, for a fixed number of them."""
+    """A fixed number of slots for LoRA adapters beside the weights."""
 
     @property
     def names(self) -> Mapping[str, int]:
-        """Loaded adapters, each with its number, from 1 on."""
+        """Names of the loaded adapters, each with its number, from 1."""
         ...
 
     def salt(self, name: str) -> bytes:
-        """Sets prefixes of this adapter apart from all others, also from an earlier adapter of its name."""
+        """Return a salt that separates cached prefixes of this adapter from all others, including an earlier adapter of
+        the same name."""
         ...
 
     def check(self, weights: AdapterWeights) -> Any:
-        """What `load` takes, from an adapter's weights; may run in another thread than the engine's.
+        """Convert an adapter's weights to the form that `load` takes. May run in any thread.
 
         Raises:
-            MappingError, UnsupportedError: another model's adapter, or one that is not served.
+            MappingError, UnsupportedError: the adapter belongs to another model or is not supported.
         """
         ...
 
     def load(self, name: str, checked: Any, busy: Collection[int]) -> None:
-        """Load an adapter, in place of one of the same name; `busy` are numbers that requests still use.
+        """Load an adapter, replacing one of the same name. `busy` holds the numbers that requests still use.
 
         Raises:
-            RequestError: no room, or a rank above what there is room for.
+            RequestError: no slot is free, or the rank exceeds the maximum.
         """
         ...
 
     def unload(self, name: str) -> None:
-        """Forget an adapter; requests that use it finish with it."""
+        """Unload an adapter; requests that use it finish with it."""
         ...
 
 
 class ModelRunner(Protocol):
-    """A model's side of an engine: weights, pages, programs.
+    """The model's side of an engine: weights, KV pages and programs.
 
-    Its life: made by a backend (`ttpu_core.backend.Serves.model_runner`), `allocate`, `compile`, then steps; `sleep`
-    and `wake_up` in between; `release` at the end. Steps are dispatched in order, computed in order, and may be read
-    later. """
+    Life cycle: a backend makes it (`ttpu_core.backend.Serves.model_runner`), then `allocate`, `compile`, and steps,
+    with `sleep` and `wake_up` in between, and `release` at the end. Steps are dispatched and computed in order, and may
+    be read later.
+    """
 
     @property
     def limits(self) -> RunnerLimits:
-        """What it was built for."""
+        """The limits it was built for."""
         ...
 
     @property
     def spec(self) -> ArchitectureSpec | None:
-        """The model as data, for formulas of FLOPs and bytes; None for a model that is not described so."""
+        """The model's architecture, for FLOP and byte formulas; None if the model has no such description."""
         ...
 
     @property
     def devices(self) -> Devices:
-        """What it runs on."""
+        """The devices it runs on."""
         ...
 
     @property
     def page_groups(self) -> Sequence[LayerGroup]:
-        """Its page groups, in the order of `RunnerStep.tables`; the largest comes first."""
+        """The page groups in the order of `RunnerStep.tables`, the largest first."""
         ...
 
     @property
     def num_pages(self) -> tuple[int, ...]:
-        """Pages of each group, `NULL_PAGE` included, once `allocate` has made them."""
+        """Pages per group including `NULL_PAGE`, after `allocate`."""
         ...
 
     @property
     def adapters(self) -> AdapterSlots | None:
-        """Its LoRA adapters; None where it was built without room for any."""
+        """Its LoRA adapter slots; None if it was built without any."""
         ...
 
     def allocate(self, num_pages: Sequence[int] | None = None, *, draft: ModelRunner | None = None) -> None:
-        """Make the pages.
+        """Allocate the KV pages.
 
         Args:
-            num_pages: per group, with `NULL_PAGE`; None takes what the settings say, or fills the free memory.
-            draft: a runner on the same devices, not yet allocated, that gets as many pages per group as the largest
-                group here: both have to fit.
+            num_pages: pages per group including `NULL_PAGE`; None follows the settings or fills the free memory.
+            draft: an unallocated runner on the same devices that will get as many pages per group as the largest group
+                here; memory is left for it.
 
         Raises:
-            RequestError: not even one sequence of `max_model_len` tokens fits.
+            RequestError: memory does not suffice for one sequence of `max_model_len` tokens.
         """
         ...
 
     def compile(self, progress: OnProgress | None = None) -> None:
-        """Compile every program that serving needs; what is compiled after it counts as a recompilation."""
+        """Compile all programs that serving needs. Later compilations count as recompilations."""
         ...
 
     def dispatch(self, step: RunnerStep) -> InFlight:
-        """Begin a step and return at once. Whatever it raises, an equal step may be dispatched again."""
+        """Start a step and return at once. If it raises, the same step may be dispatched again."""
         ...
 
     def prompt_logprobs(self, step: InFlight, targets: np.ndarray) -> TokenLogprobs:
-        """Log-probabilities of `targets` [tokens], each given the dispatched step's token of the same index."""
+        """Return log-probabilities of `targets`, int32 [tokens], each given the dispatched step's token of the same
+        index."""
         ...
 
     def length_salt(self, prompt_length: int) -> bytes:
-        """Sets a prompt of this length apart from prompts that begin alike, where keys depend on the whole length (some
-        ropes); b"" where they do not."""
+        """Return a salt that separates prompts of this length from others with an equal beginning, if keys depend on
+        the prompt's length (some ropes); otherwise b""."""
         ...
 
     def sleep(self) -> None:
-        """Give the devices' memory back: weights go to the host, pages are dropped."""
+        """Free the devices' memory: move the weights to the host and drop the pages."""
         ...
 
     def wake_up(self) -> None:
@@ -464,39 +468,40 @@ class ModelRunner(Protocol):
         ...
 
     def weight_update(self, weights: str | Path | Mapping[str, Any]) -> AbstractContextManager[Callable[[], None]]:
-        """Check new weights, and give what puts them in the old ones' place, awake or asleep.
+        """Check new weights and return a context whose value is a function that puts them in place, awake or asleep.
 
         Args:
-            weights: a directory of safetensors files, or tensor name, as transformers saves it → array.
+            weights: a directory of safetensors files, or a mapping from tensor names of the transformers checkpoint to
+                arrays.
 
         Raises:
-            RequestError, MappingError, CheckpointError: what does not fit, before anything is replaced.
+            RequestError, MappingError, CheckpointError: the weights do not fit; nothing is replaced then.
         """
         ...
 
     def compile_stats(self) -> CompileStats:
-        """What was compiled so far; cheap, as it is asked for with every metrics page."""
+        """Return compilation counts; cheap, because every metrics request calls it."""
         ...
 
     def program_stats(self) -> Sequence[ProgramStats]:
-        """Every compiled program, those that need the most memory first."""
+        """Return all compiled programs, those with the highest memory first."""
         ...
 
     def memory_stats(self) -> MemoryStats:
-        """What it holds."""
+        """Return the memory that the runner holds."""
         ...
 
     def release(self) -> None:
-        """Give the pages' memory back for good."""
+        """Free the pages' memory for good."""
         ...
 
 
 class ServedModel(Protocol):
-    """A loaded model, as far as an engine reads it."""
+    """The attributes of a loaded model that an engine reads."""
 
     @property
     def name(self) -> str:
-        """What the checkpoint is called."""
+        """The checkpoint's name."""
         ...
 
     @property
@@ -511,17 +516,17 @@ class ServedModel(Protocol):
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that end a sequence."""
+        """Tokens that end a sequence."""
         ...
 
     @property
     def spec(self) -> ArchitectureSpec:
-        """The architecture as data, unpadded."""
+        """The unpadded architecture."""
         ...
 
 
 class ServingBackend(Protocol):
-    """`ttpu_core.backend.Serves` with this module's types."""
+    """`ttpu_core.backend.Serves` with the types of this module."""
 
     name: str
 
@@ -531,13 +536,13 @@ class ServingBackend(Protocol):
     def model_runner(
         self, model: Any, config: EngineConfig, adapters: Mapping[str, AdapterWeights] | None = None
     ) -> ModelRunner:
-        """A runner for a loaded model, without pages and programs."""
+        """Return a runner for a loaded model, without pages and programs."""
         ...
 
     def options_beside(self, model: Any) -> LoadOptions:
-        """Loading options for a second model on the same devices."""
+        """Return the options that load a second model on the same devices."""
         ...
 
     def keep_compiled(self) -> Path | None:
-        """Keep compiled programs between runs, unless the user wants none; their folder."""
+        """Turn on the persistent cache of compiled programs and return its folder; None if the user turned it off."""
         ...

@@ -1,5 +1,5 @@
 """Engine options that `ttpu serve` and `ttpu compile` share, so that compiled programs match the served ones, and their
-conversion to the arguments of `ttpu_serve.api.open_engine`."""
+conversion to the options that `ttpu_serve.api.open_engine.read_options` takes."""
 
 from __future__ import annotations
 
@@ -83,10 +83,20 @@ def engine_arguments(
     attn_implementation: str,
     patch_pack: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """What `read_options` takes, by its names, without those that were not given.
+    """Return the given options by the names that `read_options` takes.
+
+    Args:
+        max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_dtype, page_size, speculative: the `EngineConfig`
+            fields of the same names.
+        kv_cache_memory: GiB per device for the KV cache.
+        no_prefix_caching, no_chunked_prefill: turn the feature off.
+        enable_lora: NAME=PATH texts of LoRA adapters.
+        max_adapters, max_lora_rank: room for LoRA adapters.
+        dtype, parallelism_strategy, plan, attn_implementation: the `LoadOptions` fields of the same names.
+        patch_pack: names of patch packs.
 
     Raises:
-        RequestError: an adapter that is not NAME=PATH, or no memory at all.
+        RequestError: an adapter is not NAME=PATH, or the memory is not positive and finite.
     """
     if kv_cache_memory is not None and not 0 < kv_cache_memory < float("inf"):
         raise RequestError(
@@ -115,7 +125,7 @@ def engine_arguments(
 
 
 def words(arguments: Mapping[str, Any]) -> list[str]:
-    """What `engine_arguments` gave, as it is typed; what is as it would be anyway is left out."""
+    """Return the options of `engine_arguments` as command line words, without defaults."""
     typed: list[str] = []
     for name, value in arguments.items():
         option = f"--{name.replace('_', '-')}"

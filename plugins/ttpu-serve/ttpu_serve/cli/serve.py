@@ -180,6 +180,9 @@ def serve(
     \b
       from openai import OpenAI
       client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="secret")
+    \f
+    Raises:
+        RequestError: the command was launched as several processes, or an option is invalid.
     """
     from ttpu_core.cli.session import checkpoint_name
     from ttpu_core.processes import is_one_of_several

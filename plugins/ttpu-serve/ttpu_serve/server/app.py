@@ -1,5 +1,5 @@
-"""The FastAPI application. In: an engine that runs, or is to be started with the server, and settings; out: an ASGI
-application that any server may run."""
+"""Makes the FastAPI application of an engine, which is running or starts with the server. Any ASGI server can run
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ttpu_serve.server.settings import ServerSettings
 
 
 class ErrorDetail(BaseModel):
-    """Why a request was refused; `param` names a field of the body."""
+    """The reason for a refusal; `param` names a field of the body."""
 
     message: str
     type: str
@@ -36,10 +36,10 @@ class ErrorBody(BaseModel):
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
-    """An application that serves `engine`; when it shuts down, it drains the engine and closes it.
+    """Make an application that serves `engine`. When it shuts down, it drains and closes the engine.
 
     Raises:
-        RequestError: settings that contradict the model.
+        RequestError: the settings contradict the model.
     """
     settings = settings or ServerSettings()
     service = Service(engine, settings)
@@ -91,7 +91,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
 
 
 def _openapi(app: FastAPI, with_key: bool) -> dict[str, Any]:
-    """FastAPI's own document without the status 422, which nothing here has, and with the key."""
+    """Return FastAPI's OpenAPI document without status 422, which no endpoint uses, and with the API key."""
     if app.openapi_schema is None:
         schema = FastAPI.openapi(app)
         for path in schema["paths"].values():

@@ -1,5 +1,5 @@
-"""Bodies of JSON. In: a request; out: the same with its body read, refused where an object has a key twice, for one of
-the two values would be dropped in silence."""
+"""Reads JSON request bodies and refuses objects with duplicate keys, because one of the two values would be dropped
+silently."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ttpu_serve.server.errors import ApiError
 
 
 class UniqueKeys(APIRoute):
-    """A path whose bodies have no key twice."""
+    """A route that refuses bodies with duplicate keys."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The framework's, after the check."""
+        """Return the framework's handler, preceded by the check."""
         handle = super().get_route_handler()
 
         async def checked(request: Request) -> Response:

@@ -1,5 +1,4 @@
-"""/v1/chat/completions. In: a conversation; out: answers as OpenAI writes them, whole or as a stream of chunks, with
-the tool calls that the model wrote."""
+"""/v1/chat/completions: whole or streamed chat completions in OpenAI's form, with tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ from ttpu_serve.tool_parsers.protocol import Call, Parsed, ToolCallStream
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoint."""
+    """Return the endpoint's routes."""
     routes = APIRouter(route_class=UniqueKeys)
 
     @routes.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
+        """Complete a conversation."""
         chat = Chat(service, body)
         streams = await until_gone(request, chat.submit())
         if body.stream:
@@ -47,7 +46,7 @@ def router(service: Service) -> APIRouter:
 
 @dataclass(frozen=True)
 class _New:
-    """What a delta added to a turn."""
+    """The reasoning, content and calls that a delta added to a turn."""
 
     reasoning: str = ""
     content: str = ""
@@ -56,8 +55,8 @@ class _New:
 
 @dataclass
 class _Turn:
-    """One answer while it grows. `named`: the tool whose arguments the whole text is. `most`: calls that are told of,
-    where there is a limit."""
+    """One message while it grows. `named`: the tool whose arguments the whole text is. `most`: maximum number of
+    reported calls, if limited."""
 
     parser: ToolCallStream | None
     named: Call | None
@@ -73,7 +72,7 @@ class _Turn:
     delta: OutputDelta | None = None
 
     def read(self, delta: OutputDelta) -> _New:
-        """What is new in it."""
+        """Return the new parts of a delta."""
         self.delta = delta
         self.ids += delta.token_ids
         if delta.logprobs is not None:
@@ -95,12 +94,12 @@ class _Turn:
         return _New(reasoning, new.content, calls)
 
     def ended_by(self, reason: str) -> str:
-        """OpenAI's finish_reason; a call that was asked for by name ends with stop, as there."""
+        """Return OpenAI's finish_reason. As in OpenAI's API, a call of a named tool ends with stop."""
         return "tool_calls" if self.calls and self.named is None and reason == "stop" else reason
 
 
 class Chat:
-    """One request."""
+    """One chat request."""
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
         self._service, self._request = service, request
@@ -112,7 +111,7 @@ class Chat:
         self._guided = False  # where a grammar holds from the first token on, there is no reasoning before it
 
     async def submit(self) -> OutputStreams:
-        """Check it all, and have the engine begin."""
+        """Check the request and submit it to the engine."""
         service, request = self._service, self._request
         adapter = service.adapter_of(request.model)
         service.check_choices(1, request.num_sequences)
@@ -125,7 +124,7 @@ class Chat:
         return await service.submit([ids], params, request, adapter=adapter)
 
     async def whole(self, streams: OutputStreams) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole response."""
         turns = [self._turn() for _ in range(self._request.num_sequences)]
         first: OutputDelta | None = None
         async with aclosing(streams.deltas()) as deltas:
@@ -145,7 +144,7 @@ class Chat:
         return told
 
     async def chunks(self, streams: OutputStreams) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer's chunks as they come."""
+        """Yield the response's chunks as they come."""
         turns = [self._turn() for _ in range(self._request.num_sequences)]
         counted = {"usage": None} if self._request.includes_usage else {}
         of_prompt: dict[str, Any] = {}
@@ -163,7 +162,7 @@ class Chat:
             yield {**self._envelope("chat.completion.chunk"), "choices": [], "usage": usage}
 
     def _pieces(self, number: int, turn: _Turn, delta: OutputDelta) -> list[dict[str, Any]]:
-        """A delta as choices of chunks: the role first, then content, calls, and the end."""
+        """Return a delta as choices of chunks: first the role, then content, calls, and the finish reason."""
         pieces: list[dict[str, Any]] = []
 
         def piece(delta_json: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> None:
@@ -197,7 +196,7 @@ class Chat:
         return pieces
 
     def _message(self, number: int, turn: _Turn) -> dict[str, Any]:
-        """A whole answer as a choice."""
+        """Return a finished turn as a choice."""
         message: dict[str, Any] = {"role": "assistant", "content": turn.text, "refusal": None}
         if turn.reasoning_parser is not None:
             message["reasoning_content"] = turn.reasoning or None
@@ -254,7 +253,7 @@ class Chat:
         return turn
 
     def _check_tools(self) -> None:
-        """That the model is told of tools, and its calls are understood."""
+        """Check that the chat template presents tools to the model and that a parser reads its calls."""
         if self._choice == "none" or not self._tools:
             return
         if not self._service.chat.knows_tools:
@@ -271,7 +270,7 @@ class Chat:
             )
 
     def _guide(self) -> GuidedDecoding | None:
-        """What the answer must match where a tool must be called."""
+        """Return the form that the output must match if a tool call is required."""
         if isinstance(self._choice, ToolChoice):
             name = self._choice.function.name
             return forced_calls.forced_arguments(next(tool for tool in self._tools if tool.function.name == name))
@@ -281,7 +280,7 @@ class Chat:
         return None
 
     def _with_markers(self, params: SamplingParams) -> SamplingParams:
-        """Parameters under which the texts that begin a call or end reasoning are generated text, though they be
+        """Return parameters that keep the markers of calls and reasoning in the generated text, even if they are
         special tokens."""
         parser, reasoning = self._service.tool_parser, self._service.reasoning_parser
         markers = [] if reasoning is None else [*reasoning.markers]

@@ -1,4 +1,4 @@
-"""What chat requests may say: messages, tools and the fields of `Generation`."""
+"""The bodies of chat requests: messages, tools and the fields of `Generation`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ CONTENT_SCHEMA: dict[str, Any] = {
 
 
 def read_content(value: Any) -> str | None:
-    """A message's content as one text: parts of text are joined, other parts refused."""
+    """Return a message's content as one text; text parts are joined, other parts refused.
+
+    Raises:
+        ValueError: the content has another form, too many parts, or a part that is not text.
+    """
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -58,14 +62,14 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class CalledFunction(Body):
-    """What the model called; `arguments` is JSON, as the model wrote it."""
+    """The called function; `arguments` is JSON text as the model wrote it."""
 
     name: str
     arguments: str
 
 
 class CalledTool(Body):
-    """A tool call of an earlier answer."""
+    """A tool call of an earlier message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -73,7 +77,7 @@ class CalledTool(Body):
 
 
 class Message(Body):
-    """A turn. Those of role tool say which call they answer."""
+    """One message. Messages of role tool name the call that they answer."""
 
     neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
         "function_call": ((), "it is OpenAI's old form of tool_calls: use those"),
@@ -100,7 +104,7 @@ class Message(Body):
 
 
 class Function(Body):
-    """A function that the model may call; `parameters` is a JSON schema of an object."""
+    """A function that the model may call; `parameters` is the JSON schema of an object."""
 
     name: FunctionName
     description: str | None = None
@@ -109,7 +113,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool; functions are the only kind."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -122,7 +126,7 @@ class ChosenFunction(Body):
 
 
 class ToolChoice(Body):
-    """The one tool that must be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: ChosenFunction
@@ -133,7 +137,7 @@ Tools = Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)]
 
 
 class Conversation(Body):
-    """What a chat template turns into a prompt."""
+    """The fields that a chat template renders into a prompt."""
 
     messages: Messages
     tools: Tools | None = None
@@ -199,7 +203,7 @@ class ChatRequest(Generation, Conversation):
 
 
 class TokenizeRequest(Body):
-    """The body of /tokenize: a prompt, or a conversation."""
+    """The body of /tokenize: a prompt or a conversation."""
 
     model: str | None = None
     prompt: str | None = None

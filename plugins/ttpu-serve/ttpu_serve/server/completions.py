@@ -1,4 +1,4 @@
-"""/v1/completions. In: prompts; out: what follows each of them, whole or as a stream of chunks."""
+"""/v1/completions: whole or streamed text completions of one or several prompts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NEWS = ("text", "logprobs", "finish_reason", "token_ids", "prompt_logprobs")
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoint."""
+    """Return the endpoint's routes."""
     routes = APIRouter(route_class=UniqueKeys)
 
     @routes.post("/v1/completions", tags=["OpenAI"])
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Go on from prompts."""
+        """Complete prompts."""
         completion = Completion(service, body)
         streams = await until_gone(request, completion.submit())
         if body.stream:
@@ -42,7 +42,7 @@ def router(service: Service) -> APIRouter:
 
 
 class Completion:
-    """One request."""
+    """One completion request."""
 
     def __init__(self, service: Service, request: CompletionRequest) -> None:
         self._service, self._request = service, request
@@ -57,7 +57,11 @@ class Completion:
         self._began = [False] * number
 
     async def submit(self) -> OutputStreams:
-        """Check it all, and have the engine begin."""
+        """Check the request and submit it to the engine.
+
+        Raises:
+            ApiError: the request cannot be served.
+        """
         service, request = self._service, self._request
         adapter = service.adapter_of(request.model)
         service.check_choices(len(request.prompt), request.num_sequences)
@@ -73,7 +77,7 @@ class Completion:
         return await service.submit(self._prompts, params, request, adapter=adapter)
 
     async def whole(self, streams: OutputStreams) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole response."""
         pieces: list[list[dict[str, Any]]] = [[] for _ in self._logprobs]
         async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
@@ -84,7 +88,7 @@ class Completion:
         return told
 
     async def chunks(self, streams: OutputStreams) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer's chunks as they come."""
+        """Yield the response's chunks as they come."""
         counted = {"usage": None} if self._request.includes_usage else {}
         async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
@@ -96,7 +100,7 @@ class Completion:
             yield {**self._envelope(), "choices": [], "usage": self._usage(streams)}
 
     def _piece(self, number: int, delta: OutputDelta) -> dict[str, Any]:
-        """A delta as a choice; the first of an answer holds the prompt where it is to be echoed."""
+        """Return a delta as a choice; with echo, the first one of a sequence includes the prompt."""
         request = self._request
         delta = said(delta, self._service.tokens)
         text, ids = delta.text, delta.token_ids
@@ -143,7 +147,7 @@ class Completion:
 
 
 def _joined(pieces: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pieces of one answer as one choice."""
+    """Join the choices of one sequence."""
     told = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
     whole = {**pieces[0], **pieces[-1]}
     whole["text"] = "".join(piece["text"] for piece in pieces)

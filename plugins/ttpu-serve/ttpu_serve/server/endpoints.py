@@ -1,4 +1,4 @@
-"""The smaller endpoints: models, embeddings, tokens, health, metrics, and what an administrator may do."""
+"""The smaller endpoints: models, embeddings, tokenization, health, metrics and administration."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ RECENT_SECONDS = 60.0
 
 
 class LoadAdapter(Body):
-    """A LoRA adapter in PEFT's format, on the server's disk."""
+    """The body of /v1/load_lora_adapter: a LoRA adapter in PEFT's format on the server's disk."""
 
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(max_length=4096)
 
 
 class UnloadAdapter(Body):
-    """An adapter that was loaded."""
+    """The body of /v1/unload_lora_adapter."""
 
     lora_name: str
 
 
 def models(service: Service) -> APIRouter:
-    """/v1/models."""
+    """Routes of /v1/models."""
     routes = APIRouter(tags=["OpenAI"])
 
     def card(name: str) -> dict[str, Any]:
@@ -57,13 +57,13 @@ def models(service: Service) -> APIRouter:
 
     @routes.get("/v1/models")
     async def list_models() -> Response:
-        """What this server has: the model under each of its names, and its adapters."""
+        """List the model under each of its names, and its adapters."""
         names = [*service.names, *service.adapters]
         return JSONResponse({"object": "list", "data": [card(name) for name in names]})
 
     @routes.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> Response:
-        """One of them."""
+        """Return one model or adapter."""
         service.adapter_of(model)
         return JSONResponse(card(model))
 
@@ -71,12 +71,12 @@ def models(service: Service) -> APIRouter:
 
 
 def embeddings(service: Service) -> APIRouter:
-    """/v1/embeddings."""
+    """Routes of /v1/embeddings."""
     routes = APIRouter(tags=["OpenAI"], route_class=UniqueKeys)
 
     @routes.post("/v1/embeddings")
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
-        """Vectors of length one, from the hidden state of each input's last token, or the mean of all."""
+        """Return embeddings of unit length: the hidden state of each input's last token, or the mean of all tokens."""
         return JSONResponse(await until_gone(request, _embed(service, body)))
 
     return routes
@@ -111,12 +111,12 @@ async def _embed(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
 
 
 def tokens(service: Service) -> APIRouter:
-    """/tokenize and /detokenize."""
+    """Routes of /tokenize and /detokenize."""
     routes = APIRouter(tags=["Tokens"], route_class=UniqueKeys)
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        """The ids of a prompt, or of a conversation as the chat template writes it."""
+        """Return the ids of a prompt, or of a conversation rendered with the chat template."""
         service.adapter_of(body.model)
         if body.prompt is not None:
             ids = await service.tokens.encode(body.prompt, special=body.add_special_tokens is not False)
@@ -128,7 +128,7 @@ def tokens(service: Service) -> APIRouter:
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """The text of ids."""
+        """Return the text of token ids."""
         service.adapter_of(body.model)
         return JSONResponse({"prompt": await service.tokens.decode(body.tokens)})
 
@@ -136,7 +136,7 @@ def tokens(service: Service) -> APIRouter:
 
 
 def watching(service: Service) -> APIRouter:
-    """/health, /version, /metrics, and /stats for the page."""
+    """Routes of /health, /version, /metrics, and /stats for the page."""
     routes = APIRouter(tags=["Watching"])
 
     async def refresh() -> Any:
@@ -147,24 +147,24 @@ def watching(service: Service) -> APIRouter:
     @routes.head("/health", include_in_schema=False)
     @routes.get("/health")
     async def health() -> Response:
-        """Status 200 while requests are taken, 503 otherwise."""
+        """Return status 200 while requests are accepted, 503 otherwise."""
         service.engine.check_accepting()
         return JSONResponse({"status": "ok"})
 
     @routes.get("/version")
     async def show_version() -> Response:
-        """This software's version."""
+        """Return the software's version."""
         return JSONResponse({"version": version("ttpu-serve")})
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        """In Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         await refresh()
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @routes.get("/stats")
     async def stats() -> Response:
-        """The engine's counters, and what follows from them, as JSON."""
+        """Return the engine's counters and derived values as JSON."""
         found = asdict(await refresh())
         now = time.monotonic()
         recent = sorted(seconds for then, seconds in service.metrics.recent if then > now - RECENT_SECONDS)
@@ -186,7 +186,7 @@ def watching(service: Service) -> APIRouter:
 
 
 def admin(service: Service) -> APIRouter:
-    """What `--enable-admin` adds: sleep, wake up, the prefix cache, adapters."""
+    """Routes of `--enable-admin`: sleep, wake up, prefix cache, adapters."""
     routes = APIRouter(tags=["Administration"], route_class=UniqueKeys)
     engine = service.engine
 
@@ -196,27 +196,27 @@ def admin(service: Service) -> APIRouter:
 
     @routes.post("/sleep")
     async def sleep() -> Response:
-        """Move the weights off the devices and drop the KV cache; requests are kept, and go on after /wake_up."""
+        """Move the weights off the devices and drop the KV cache. Requests are kept and continue after /wake_up."""
         return await done(engine.core.sleep)
 
     @routes.post("/wake_up")
     async def wake_up() -> Response:
-        """Bring them back."""
+        """Move the weights back to the devices."""
         return await done(engine.core.wake_up)
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> Response:
-        """Whether they are away."""
+        """Return whether the engine sleeps."""
         return JSONResponse({"is_sleeping": bool((await engine.stats()).asleep)})
 
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
-        """Forget all cached prefixes."""
+        """Drop all cached prefixes."""
         return await done(engine.core.reset_prefix_cache)
 
     @routes.post("/v1/load_lora_adapter")
     async def load_lora_adapter(body: LoadAdapter) -> Response:
-        """Serve an adapter as a model of that name."""
+        """Load an adapter and serve it as a model of that name."""
         if body.lora_name in service.names:
             raise ApiError(f"{body.lora_name!r} is the model's own name: choose another.", param="lora_name")
         # Files are read beside the engine's steps, not between two of them.
@@ -224,7 +224,7 @@ def admin(service: Service) -> APIRouter:
 
     @routes.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(body: UnloadAdapter) -> Response:
-        """Serve it no more."""
+        """Unload an adapter."""
         if body.lora_name not in service.adapters:
             raise ApiError(
                 f"the adapter {body.lora_name!r} was to be unloaded, but there are "

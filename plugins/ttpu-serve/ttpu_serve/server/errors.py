@@ -1,5 +1,5 @@
-"""Refusals in the form that OpenAI's API gives them. In: any exception of a request; out: a status and the body
-`{"error": {"message", "type", "param", "code"}}`."""
+"""Converts exceptions to errors in OpenAI's form: a status and the body `{"error": {"message", "type", "param",
+"code"}}`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,16 @@ _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 4
 
 
 class ApiError(TTPUError):
-    """A refusal with its HTTP status; `param` names the field that it is about."""
+    """A refusal with its HTTP status.
+
+    Args:
+        message: the sentence that the client reads.
+        status: the HTTP status.
+        kind: OpenAI's error type.
+        param: the field that the error is about.
+        code: OpenAI's error code.
+        headers: further HTTP headers of the response.
+    """
 
     def __init__(
         self,
@@ -57,17 +66,17 @@ class ApiError(TTPUError):
 
 
 class JSONResponse(Response):
-    """A body of JSON; half a surrogate pair, as a client may have sent, is escaped and no error."""
+    """A JSON response. Unpaired surrogates, which a client may have sent, are escaped instead of causing an error."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """UTF-8; numbers are finite."""
+        """Encode as UTF-8; NaN and infinities are refused."""
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any exception as what the client is told; bugs are told by their kind alone."""
+    """Convert any exception to the error that the client sees. Bugs show only their exception type."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
@@ -93,13 +102,13 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def respond(error: Exception) -> JSONResponse:
-    """The response for any exception."""
+    """Return the response for any exception."""
     told = as_api_error(error)
     return JSONResponse(told.body, told.status, told.headers)
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of an application this form, the framework's own included."""
+    """Install handlers that give all errors of an application this form, including the framework's own."""
 
     async def handle(request: Request, error: Exception) -> Response:
         kind = request.headers.get("content-type", "")
@@ -131,7 +140,7 @@ def _of_http(error: HTTPException) -> ApiError:
 
 
 def _of_validation(problems: Sequence[Any]) -> ApiError:
-    """The first problem of pydantic's list, in one sentence."""
+    """Return the first of pydantic's errors as one sentence."""
     first = problems[0]
     where = first["loc"]
     if first["type"] == "json_invalid":
@@ -155,7 +164,7 @@ def _of_validation(problems: Sequence[Any]) -> ApiError:
 
 
 def _path(parts: Sequence[Any]) -> str:
-    """`messages[0].content`."""
+    """Return a path such as `messages[0].content`."""
     text = ""
     for part in parts:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -171,7 +180,7 @@ def _short(value: Any) -> str:
 
 
 def _param_of(message: str) -> str | None:
-    """The name that a refusal of the sampling parameters begins with: `top_p is 2: it must be ...`."""
+    """Return the parameter with which a message begins, as in `top_p is 2: it must be ...`."""
     found = re.match(r"([a-z]+(?:_[a-z]+)*) (?:is|has|names) ", message)
     return found[1] if found and ("_" in found[1] or found[1] in _PLAIN_NAMES) else None
 

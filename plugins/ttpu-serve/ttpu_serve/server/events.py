@@ -1,5 +1,4 @@
-"""Answers that are sent while they grow, and clients that go away meanwhile. In: an iterator of values; out:
-server-sent events, which end when the client does."""
+"""Streams responses as server-sent events and stops when the client disconnects."""
 
 from __future__ import annotations
 
@@ -22,14 +21,15 @@ ARRIVAL: ContextVar[float] = ContextVar("ARRIVAL")
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection, so that nobody reads an answer."""
+    """The client closed its connection, so no one reads the response."""
 
 
 class EventStream(Response):
-    """Sends each value as an event of JSON, and `[DONE]`; an error on the way is the last event before that.
+    """Sends each value as a JSON event, then `[DONE]`. An error on the way is sent as the last event before it.
 
-    A client that closes its connection, or leaves one event unread for `write_timeout` seconds, ends the iterator.
-    `end` is called at the end, however it came: an iterator that never began cleans nothing up."""
+    If the client disconnects, or leaves one event unread for `write_timeout` seconds, the iterator is closed. `end` is
+    always called at the end, because an iterator that never started runs no cleanup.
+    """
 
     media_type = "text/event-stream"
 
@@ -46,7 +46,11 @@ class EventStream(Response):
         self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it all, or what the client takes of it."""
+        """Send all events, or as many as the client reads.
+
+        Raises:
+            Exception: the error of sending, except a timeout.
+        """
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_left(receive))
         try:
@@ -79,10 +83,10 @@ class EventStream(Response):
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled where the client goes away before.
+    """Return the result of `work`, or cancel it if the client disconnects first. Errors of `work` propagate.
 
     Raises:
-        ClientGoneError: it did; otherwise what `work` raises.
+        ClientGoneError: the client disconnected.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request.receive))

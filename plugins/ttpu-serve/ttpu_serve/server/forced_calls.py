@@ -1,4 +1,4 @@
-"""Answers that must call tools. In: the tools' own schemas; out: what guided decoding makes the answer match."""
+"""Guides for responses that must call a tool, made from the tools' schemas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from ttpu_serve.server.errors import ApiError
 
 
 def forced_calls(tools: Sequence[Tool], *, most: int | None) -> GuidedDecoding:
-    """What an answer must be where some tool must be called: a list of 1 to `most` calls."""
+    """Return the guide of a list of 1 to `most` calls (None: unlimited) of any of the tools.
+
+    Raises:
+        ApiError: a tool's definitions are not an object.
+    """
     definitions: dict[str, Any] = {}
     one_of = []
     for number, tool in enumerate(tools):
@@ -42,7 +46,7 @@ def forced_calls(tools: Sequence[Tool], *, most: int | None) -> GuidedDecoding:
 
 
 def forced_arguments(tool: Tool) -> GuidedDecoding:
-    """What an answer must be where this tool must be called: its arguments."""
+    """Return the guide of the arguments of one required tool."""
     return GuidedDecoding(json=_schema(tool))
 
 
@@ -55,7 +59,8 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
 
 def _renamed(schema: Any, prefix: str) -> Any:
-    """A schema whose references name definitions with a prefix, for they move to the root of a larger schema."""
+    """Return a schema whose references to definitions have a prefix, because the definitions move to the root of a
+    larger schema."""
     if isinstance(schema, list):
         return [_renamed(one, prefix) for one in schema]
     if not isinstance(schema, dict):

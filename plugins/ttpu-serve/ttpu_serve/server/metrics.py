@@ -1,5 +1,5 @@
-"""What an operator watches, for Prometheus and for the page. In: the engine's counters and the times of requests; out:
-metrics named `ttpu:...` in a registry of their own, and the same as plain values."""
+"""Metrics for Prometheus and for the page: the engine's counters and the times of requests, named `ttpu:...`, in a
+registry of their own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COUNTERS = (
 
 
 class Metrics:
-    """One server's metrics; `of_engine` holds what the engine counts itself."""
+    """The metrics of one server; `of_engine` holds the engine's own counters."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -65,25 +65,32 @@ class Metrics:
         """When answers began, and the time to their first token."""
 
     def http(self, path: str, status: int, seconds: float) -> None:
-        """An HTTP request ended."""
+        """Count an HTTP request."""
         self._http.labels(path, str(status)).inc()
         self._http_time.labels(path).observe(seconds)
 
     def watch(self, arrival: float, sequences: int) -> RequestWatch:
-        """A request for so many sequences that arrived then (`time.monotonic`)."""
+        """Watch a request with `sequences` sequences that arrived at `arrival` (`time.monotonic`)."""
         return RequestWatch(self, arrival, sequences)
 
     def text(self) -> bytes:
-        """All of it in Prometheus' format."""
+        """Return all metrics in Prometheus' format."""
         return generate_latest(self.registry)
 
     def observe_first(self, seconds: float) -> None:
-        """The time to a sequence's first token."""
+        """Record the time to a sequence's first token."""
         self._first.labels(**self._labels).observe(seconds)
         self.recent.append((time.monotonic(), seconds))
 
     def observe_end(self, prompt: int, output: int, each: float | None, whole: float, reason: str) -> None:
-        """A sequence ended: its tokens, seconds per token after the first, seconds in all, and why."""
+        """Record a finished sequence.
+
+        Args:
+            prompt: prompt tokens. output: output tokens.
+            each: seconds per token after the first; None if there is only one.
+            whole: seconds from arrival to the end.
+            reason: the finish reason.
+        """
         if each is not None:
             self._each.labels(**self._labels).observe(each)
         self._whole.labels(**self._labels).observe(whole)
@@ -92,7 +99,7 @@ class Metrics:
         self._ended.labels(reason=reason, **self._labels).inc()
 
     def observe_abort(self, reason: str) -> None:
-        """A sequence that did not end by itself."""
+        """Record a sequence that was aborted, failed or timed out."""
         self._ended.labels(reason=reason, **self._labels).inc()
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -100,14 +107,14 @@ class Metrics:
 
 
 class RequestWatch:
-    """The times of one request's sequences."""
+    """Records the times of one request's sequences."""
 
     def __init__(self, metrics: Metrics, arrival: float, sequences: int) -> None:
         self._metrics, self._arrival, self._open = metrics, arrival, sequences
         self._began: dict[int, float] = {}
 
     def see(self, delta: OutputDelta) -> None:
-        """A delta came."""
+        """Record a delta."""
         now = time.monotonic()
         if delta.token_ids and delta.index not in self._began:
             self._began[delta.index] = now
@@ -122,14 +129,14 @@ class RequestWatch:
             )
 
     def end(self, reason: str) -> None:
-        """Answers that are not whole will not be: abort, error or timeout."""
+        """End unfinished sequences with a reason: abort, error or timeout."""
         for _ in range(self._open):
             self._metrics.observe_abort(reason)
         self._open = 0
 
 
 class EngineCollector(Collector):
-    """The engine's counters as Prometheus metrics; `update` gives it a snapshot before they are read."""
+    """The engine's counters as Prometheus metrics; `update` stores a snapshot before they are read."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
@@ -137,7 +144,7 @@ class EngineCollector(Collector):
         self.stats: Any = None
 
     def update(self, stats: Any, now: float | None = None) -> None:
-        """A snapshot of the engine's counters, which rates are taken from."""
+        """Store a snapshot of the engine's counters, from which rates are computed."""
         self.stats = stats
         now = time.monotonic() if now is None else now
         self._past.append((now, stats))
@@ -145,7 +152,7 @@ class EngineCollector(Collector):
             self._past.popleft()
 
     def rate(self, name: str) -> float:
-        """How fast a counter grows, per second."""
+        """Return a counter's growth per second."""
         if len(self._past) < 2:
             return 0.0
         (then, before), (now, after) = self._past[0], self._past[-1]
@@ -154,7 +161,7 @@ class EngineCollector(Collector):
 
     @property
     def utilization(self) -> dict[str, float]:
-        """MFU and MBU, where the hardware's peaks are known."""
+        """MFU and MBU, if the hardware's peak rates are known."""
         found = {}
         for name, counter, peak in (("mfu", "model_flops", "peak_flops"), ("mbu", "hbm_bytes", "peak_bytes")):
             if most := getattr(self.stats, peak, None):
@@ -162,7 +169,7 @@ class EngineCollector(Collector):
         return found
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of the last snapshot."""
+        """Yield the metrics of the last snapshot."""
         if self.stats is None:
             return
         names, values = list(self._labels), list(self._labels.values())
@@ -197,5 +204,5 @@ class EngineCollector(Collector):
         yield places
 
     def describe(self) -> list[Metric]:
-        """None ahead: which ones there are depends on the engine."""
+        """Return no metrics in advance, because they depend on the engine."""
         return []

@@ -1,5 +1,4 @@
-"""What stands before every request: keys, sizes and how many at once. In: an ASGI application; out: the same, which
-never sees what may not pass."""
+"""ASGI middleware before every request: it checks API keys, body sizes and the number of concurrent requests."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ _PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestMiddleware:
-    """Checks the API key (401), the body's size (413) and the number of requests (429), reads the body, and names and
-    counts every request."""
+    """Checks the API key (401), the body's size (413) and the number of requests (429), reads the body, and assigns an
+    id to and counts every request."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
@@ -49,7 +48,7 @@ class RequestMiddleware:
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -185,7 +184,7 @@ class RequestMiddleware:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body first."""
+    """Return a `receive` that first delivers the body that was read."""
     waiting = [body]  # popped, so that a request that runs for long does not hold it
 
     async def replay() -> Message:

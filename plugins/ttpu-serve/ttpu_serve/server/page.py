@@ -1,4 +1,4 @@
-"""The page at `/`: a chat and the live metrics, as three files that need nothing else."""
+"""The web page at `/` with a chat and live metrics: three files without external resources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADERS = {
 
 
 def router() -> APIRouter:
-    """Its files."""
+    """Return the routes of its files."""
     routes = APIRouter(include_in_schema=False)
     folder = files("ttpu_serve.server") / "web"
     for path, name, kind in (

@@ -1,5 +1,5 @@
-"""What completion requests may say, as pydantic models: OpenAI's fields, and vLLM's beyond them. What is not listed is
-refused by name, for nothing that a client asks for is dropped in silence."""
+"""The bodies of completion requests as pydantic models: OpenAI's fields, and vLLM's extensions. Unknown fields are
+refused by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ Prompt = str | list[int]
 
 
 def read_prompts(value: Any) -> list[Prompt]:
-    """A prompt in each of the four forms that OpenAI takes, as a list of prompts."""
+    """Return the prompts of any of OpenAI's four forms as a list.
+
+    Raises:
+        ValueError: the value has another form, holds too many prompts, or an unpaired surrogate.
+    """
     if isinstance(value, str):
         prompts: list[Any] = [value]
     elif isinstance(value, list) and value and all(_is_id(item) for item in value):
@@ -71,7 +75,8 @@ def _check_unicode(text: str) -> None:
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Refuses a list or an object by its length before a single item is looked at."""
+    """Return a validator that refuses a list or an object with more than `most` items before its items are
+    validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > most:
@@ -82,7 +87,7 @@ def at_most(most: int) -> BeforeValidator:
 
 
 def _flat(value: Any) -> Any:
-    """JSON that is nested no deeper than `MAX_DEPTH`."""
+    """Check that JSON is nested at most `MAX_DEPTH` deep."""
     level, depth = [value], 0
     while level := [
         item
@@ -102,7 +107,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _token_keys(value: Any) -> Any:
-    """{"50256": -100}, as JSON has to write it, with token ids for keys."""
+    """Convert keys such as in {"50256": -100} to token ids."""
     if not isinstance(value, Mapping):
         return value
     if not all(_TOKEN_KEY.fullmatch(str(key)) for key in value):  # int() reads "01" and " 1_0 " as well
@@ -132,8 +137,8 @@ JsonOrText = Annotated[dict[str, Any] | str, BeforeValidator(_flat)]
 
 
 class Body(BaseModel):
-    """A request's body. `neutral` lists fields that mean something this server does not do, with the values under which
-    they mean nothing, and why others are refused."""
+    """A request's body. `neutral` lists unsupported fields with the values that have no effect and are accepted, and
+    the reason why others are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
     neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
@@ -154,7 +159,7 @@ class Body(BaseModel):
 
     @classmethod
     def _names(cls) -> frozenset[str]:
-        """What clients call the fields."""
+        """Return the field names that clients use."""
         return _names_of(cls)
 
 
@@ -164,14 +169,14 @@ def _names_of(kind: type[Body]) -> frozenset[str]:
 
 
 class StreamOptions(Body):
-    """What a stream holds besides the answer."""
+    """What a stream contains besides the output."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class JsonSchemaFormat(Body):
-    """A schema that the answer must match."""
+    """A JSON schema that the output must match."""
 
     name: str = Field(max_length=64)
     description: str | None = None
@@ -180,14 +185,14 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """What form the answer must have."""
+    """The form of the output."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(Body):
-    """vLLM's name for guided decoding: exactly one of these."""
+    """vLLM's guided decoding: exactly one of these fields."""
 
     json_: JsonOrText | None = Field(None, alias="json")
     regex: str | None = None
@@ -197,7 +202,7 @@ class StructuredOutputs(Body):
 
 
 class Generation(Body):
-    """The fields that chats and plain completions share."""
+    """The fields that chat and text completions share."""
 
     neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
         "store": ((False,), "this server keeps no answers: leave it out"),
@@ -254,12 +259,12 @@ class Generation(Body):
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are generated for each prompt."""
+        """Sequences that are generated per prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a count of tokens."""
+        """Whether a stream ends with token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 

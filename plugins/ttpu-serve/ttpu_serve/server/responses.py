@@ -1,5 +1,4 @@
-"""The forms in which OpenAI's API reports tokens. In: the engine's log-probabilities and counts; out: plain values for
-JSON."""
+"""Converts the engine's log-probabilities and token counts to the JSON forms of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass
 class Usage:
-    """Tokens of all prompts and generated sequences of one request."""
+    """Token counts of all prompts and sequences of one request."""
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's `usage`."""
+        """Return OpenAI's `usage`."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -37,7 +36,7 @@ class Usage:
 
 
 def said(delta: OutputDelta, tokens: Tokens) -> OutputDelta:
-    """A delta without the token that ended its sequence, which is no part of what OpenAI's API reports."""
+    """Return a delta without the token that ended its sequence, which OpenAI's API does not report."""
     ended = delta.finish_reason == "stop" and delta.stop_reason is None and delta.token_ids
     if not ended or not tokens.ends(delta.token_ids[-1]):
         return delta
@@ -46,17 +45,17 @@ def said(delta: OutputDelta, tokens: Tokens) -> OutputDelta:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can write."""
+    """Return a log-probability that JSON can represent."""
     return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
 
 
 def likeliest(token: TokenLogprobs, count: int) -> list[tuple[int, Logprob]]:
-    """The `count` likeliest of what is reported beside a token, which may not be among them."""
+    """Return the `count` most likely of the reported tokens; the chosen token may not be among them."""
     return sorted(token.items(), key=lambda item: -finite(item[1].logprob))[:count]
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs] | None, count: int, tokens: Tokens) -> dict[str, Any] | None:
-    """`choices[].logprobs` of a chat; of each token itself and `count` alternatives."""
+    """Return `choices[].logprobs` of a chat completion: each token and `count` alternatives."""
     if logprobs is None:
         return None
 
@@ -81,8 +80,8 @@ def _utf8() -> codecs.IncrementalDecoder:
 
 @dataclass
 class CompletionLogprobs:
-    """`choices[].logprobs` of a plain completion, whose offsets go on from one piece of a stream to the next.
-    `specials`: whether special tokens are part of the answer's text."""
+    """`choices[].logprobs` of a text completion. Text offsets continue from one chunk of a stream to the next.
+    `specials`: whether the output's text includes special tokens."""
 
     tokens: Tokens
     count: int
@@ -93,7 +92,8 @@ class CompletionLogprobs:
     def of(
         self, logprobs: Sequence[TokenLogprobs | None], ids: Sequence[int], *, echoed: str | None = None
     ) -> dict[str, Any]:
-        """Of these tokens, after those of last time; `echoed`: the prompt's text, where they are the prompt's."""
+        """Return the log-probabilities of the next tokens. `echoed`: the prompt's text, if they are the prompt's
+        tokens."""
         told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, one in zip(ids, logprobs, strict=False):
             text = self.tokens.text_of(token)
@@ -108,7 +108,7 @@ class CompletionLogprobs:
         return told
 
     def _characters(self, token: int, text: str, echoed: str | None) -> int:
-        """How many characters a token adds to the text: none while its last one is not whole."""
+        """Return the number of characters that a token adds to the text; 0 while its last character is incomplete."""
         if self.tokens.ends(token):
             shown = self.specials if echoed is None else echoed.startswith(text, self.offset)
             return len(text) if shown else 0
@@ -118,19 +118,19 @@ class CompletionLogprobs:
         return len(added) - invented
 
     def _top(self, one: TokenLogprobs) -> list[tuple[int, Logprob]]:
-        """The likeliest, and the token itself where it is none of them, as OpenAI documents."""
+        """Return the most likely tokens, and the chosen one if it is not among them, as OpenAI documents."""
         top = likeliest(one, self.count)
         chosen = next(iter(one.items()))
         return top if not self.count or any(token == chosen[0] for token, _ in top) else [*top, chosen]
 
 
 def joined(told: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Pieces of `CompletionLogprobs.of` as one."""
+    """Join results of `CompletionLogprobs.of`."""
     return {key: [value for piece in told for value in piece[key]] for key in told[0]}
 
 
 def prompt_logprobs(delta: OutputDelta, tokens: Tokens) -> list[dict[str, Any] | None] | None:
-    """vLLM's `prompt_logprobs`: for each prompt token but the first, id → log-probability, rank and text."""
+    """Return vLLM's `prompt_logprobs`: for each prompt token but the first, id → log-probability, rank and text."""
     if delta.prompt_logprobs is None:
         return None
     return [

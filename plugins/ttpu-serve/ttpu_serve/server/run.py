@@ -1,4 +1,4 @@
-"""A server process. In: an application and where to listen; out: it serves until it is told to leave, then drains."""
+"""Runs an application as a server process until a signal stops it, then drains it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAST_WORDS_SECONDS = 5
 
 @dataclass(frozen=True)
 class Place:
-    """Where a server listens; port 0 takes any that is free. The files of a certificate make it https."""
+    """The address at which a server listens; port 0 selects a free port. With a certificate the server uses https."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -32,10 +32,10 @@ class Place:
     private_key: str | None = None
 
     def bind(self) -> socket.socket:
-        """The socket, which refuses connections until the server is ready; taken before a model is loaded for nothing.
+        """Bind the socket before the model is loaded. It refuses connections until the server is ready.
 
         Raises:
-            RequestError: the place is taken, or is none of this machine's; or the certificate cannot be used.
+            RequestError: the address is in use or invalid, or the certificate cannot be used.
         """
         self._check_certificate()
         try:
@@ -54,7 +54,7 @@ class Place:
         return bound
 
     def url(self, bound: socket.socket) -> str:
-        """What a browser on this machine opens."""
+        """Return the URL for a browser on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
             self.host, f"[{self.host}]" if ":" in self.host else self.host
         )
@@ -86,10 +86,11 @@ class Place:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which says when it is ready, and whose process ends with status 0 once it has drained.
+    """uvicorn's server with a callback when it is ready and exit status 0 after it has drained.
 
-    It goes on to listen while `drain` runs, so that balancers and clients are told that it leaves, and streams end by
-    what `drain` tells them rather than by a connection that closes."""
+    It keeps listening while `drain` runs, so that load balancers and clients get a refusal, and streams end with a
+    message instead of a closed connection.
+    """
 
     def __init__(
         self, config: uvicorn.Config, ready: Callable[[], None], drain: Callable[[], Coroutine[Any, Any, Any]]
@@ -101,14 +102,14 @@ class Server(uvicorn.Server):
         self._signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start listening."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal ends the server when it has drained, a second Ctrl-C at once."""
+        """Drain and exit on the first signal; exit at once on a second Ctrl-C."""
         self._signals += 1
         if self._signals > 1 and sig == signal.SIGINT:
             self.force_exit = self.should_exit = True
@@ -137,7 +138,17 @@ def run(
     log_level: str = "warning",
     access_log: bool = False,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; `ready` is told the URL."""
+    """Serve until SIGTERM or Ctrl-C.
+
+    Args:
+        app: the application of `create_app`.
+        settings: the server's settings.
+        place: the address.
+        bound: the socket of `place.bind`.
+        ready: called with the URL when the server accepts requests.
+        log_level: uvicorn's log level.
+        access_log: log every request.
+    """
     config = uvicorn.Config(
         app,
         log_level=log_level,

@@ -1,4 +1,4 @@
-"""From a request's fields to the engine's `SamplingParams`; what is left out comes from the server's settings."""
+"""Converts the fields of a request to the engine's `SamplingParams`; the server's settings supply defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 
 
 def of_completion(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Of a plain completion. `max_tokens` 0 asks for none, of which the engine makes one that is not shown."""
+    """Return the parameters of a text completion. For `max_tokens` 0 the engine generates one token that is not
+    reported."""
     tokens = COMPLETION_TOKENS if request.max_tokens is None else max(request.max_tokens, 1)
     prompt_logprobs = request.prompt_logprobs
     if request.echo and request.logprobs is not None:
@@ -36,7 +37,11 @@ def of_completion(request: CompletionRequest, defaults: Mapping[str, Any]) -> Sa
 
 
 def of_chat(request: ChatRequest, defaults: Mapping[str, Any], tools: GuidedDecoding | None) -> SamplingParams:
-    """Of a chat; `tools` is what a forced tool call must look like."""
+    """Return the parameters of a chat completion; `tools` is the guide of a required tool call.
+
+    Raises:
+        ApiError: the request has both a required tool call and another prescribed form, or an invalid value.
+    """
     guided = guide_of(request)
     if guided is not None and tools is not None:
         raise ApiError(
@@ -54,7 +59,11 @@ def of_chat(request: ChatRequest, defaults: Mapping[str, Any], tools: GuidedDeco
 
 
 def guide_of(request: Generation) -> GuidedDecoding | None:
-    """What the answer must match, wherever the request says it; saying it twice is refused."""
+    """Return the guide that the request specifies, or None.
+
+    Raises:
+        ApiError: more than one guide is specified, or one is invalid.
+    """
     found = [*_of_response_format(request)]
     if outputs := request.structured_outputs:
         json: Any = outputs.json_ if outputs.json_ is not None else (outputs.json_object or None)

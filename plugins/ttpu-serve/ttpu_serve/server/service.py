@@ -1,5 +1,5 @@
-"""What all endpoints share. In: checked requests; out: streams of the engine's, watched by the metrics, and the names
-under which models are served."""
+"""The engine as all endpoints use it: checks of requests, output streams with metrics, and the names of served
+models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ MAX_INPUTS = 2048
 
 
 class Service:
-    """One engine behind one server."""
+    """One engine behind one server.
+
+    Raises:
+        RequestError: an adapter has the model's name, or a setting does not fit the model.
+    """
 
     def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
         self.engine, self.settings = engine, settings
@@ -49,25 +53,25 @@ class Service:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer."""
+        """Maximum tokens of a prompt and its output."""
         return int(self.engine.core.max_model_len)
 
     @property
     def most_prompt_tokens(self) -> int:
-        """Of a prompt, which leaves room for one token of the answer."""
+        """Maximum tokens of a prompt, which leaves room for one output token."""
         most = self.max_model_len - 1
         return most if self.settings.max_prompt_tokens is None else min(most, self.settings.max_prompt_tokens)
 
     @property
     def adapters(self) -> dict[str, int]:
-        """LoRA adapters by name."""
+        """Names of the loaded LoRA adapters, each with its number."""
         return dict(getattr(self.engine.core, "adapters", None) or {})
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that a model's name means; None for the model itself.
+        """Return the adapter that a model name selects; None for the model itself.
 
         Raises:
-            ApiError: nothing of that name is served.
+            ApiError: no model or adapter has this name.
         """
         if model is None or model in self.names:
             return None
@@ -82,7 +86,7 @@ class Service:
         )
 
     async def ids_of(self, prompt: Prompt, *, special: bool, param: str) -> list[int]:
-        """A prompt's ids, neither none nor too many."""
+        """Return a prompt's token ids, checked for their number."""
         if isinstance(prompt, str):
             self.tokens.check_size(prompt, self.most_prompt_tokens, param)
             ids = await self.tokens.encode(prompt, special=special)
@@ -92,10 +96,10 @@ class Service:
         return ids
 
     def check_length(self, ids: Sequence[int], param: str) -> None:
-        """That a prompt can be served.
+        """Check a prompt's length.
 
         Raises:
-            ApiError: it is empty or too long.
+            ApiError: the prompt is empty or too long.
         """
         if not ids:
             raise ApiError(f"{param} has no tokens, but an answer continues at least one: pass some text.", param=param)
@@ -109,7 +113,11 @@ class Service:
             )
 
     def check_choices(self, prompts: int, sequences: int) -> None:
-        """That one request does not ask for too many answers."""
+        """Check the number of sequences of one request.
+
+        Raises:
+            ApiError: there are more than `max_choices`.
+        """
         most = self.settings.max_choices
         if prompts * sequences > most:
             raise ApiError(
@@ -119,7 +127,11 @@ class Service:
             )
 
     def check_inputs(self, count: int) -> None:
-        """That one request does not ask for too many embeddings."""
+        """Check the number of embeddings of one request.
+
+        Raises:
+            ApiError: there are too many inputs.
+        """
         if count > MAX_INPUTS:
             raise ApiError(
                 f"input holds {count:,} texts, but one request may have {MAX_INPUTS:,}: send several requests.",
@@ -127,10 +139,10 @@ class Service:
             )
 
     def priority_of(self, asked: int | None) -> int:
-        """A request's priority, which only an operator may let clients choose.
+        """Return a request's priority. Clients may set it only if the settings allow it.
 
         Raises:
-            ApiError: it was chosen, and may not be.
+            ApiError: a priority was set but is not allowed.
         """
         if asked and not self.settings.allow_priority:
             raise ApiError(
@@ -144,12 +156,12 @@ class Service:
     async def submit(
         self, prompts: Sequence[list[int]], params: SamplingParams, request: Generation, *, adapter: str | None
     ) -> OutputStreams:
-        """Have the engine answer a request's prompts; refused as a whole where one of them is."""
+        """Submit a request's prompts to the engine: either all of them or none."""
         priority = self.priority_of(request.priority)
         return await self._submit(prompts, params, adapter=adapter, priority=priority, cache_salt=request.cache_salt)
 
     async def embed(self, prompts: Sequence[list[int]], pooling: Pooling, *, adapter: str | None) -> OutputStreams:
-        """Have the engine embed prompts."""
+        """Submit prompts for embedding."""
         return await self._submit(prompts, SamplingParams(max_tokens=1), adapter=adapter, pooling=pooling)
 
     async def _submit(
@@ -178,17 +190,17 @@ class Service:
         return streams
 
     def _left(self, arrival: float) -> float | None:
-        """Seconds that a request has from now on; those that reading its prompt took are gone."""
+        """Return the seconds that remain of the request's time limit; reading its prompt took part of it."""
         most = self.settings.request_timeout
         return None if most is None else max(most - (time.monotonic() - arrival), 0.001)
 
     def close(self) -> None:
-        """Give back what it holds itself."""
+        """Stop the tokenizer's thread."""
         self.tokens.close()
 
 
 class OutputStreams:
-    """The streams of one HTTP request: one for each prompt, with `each` sequences. Sequence j of prompt i is number
+    """The output streams of one HTTP request: one per prompt, with `each` sequences. Sequence j of prompt i has number
     i × `each` + j."""
 
     def __init__(self, streams: list[Any], each: int, timeout: float | None = None) -> None:
@@ -198,12 +210,16 @@ class OutputStreams:
         self.usage = Usage()
 
     def add(self, stream: Any, watch: RequestWatch) -> None:
-        """One more prompt's stream."""
+        """Add a prompt's stream."""
         self._streams.append(stream)
         self._watches.append(watch)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        """Deltas with the number of their sequence, as they come. Ending the loop early aborts the rest."""
+        """Yield (sequence number, delta) pairs as they come. Leaving the loop early aborts the unfinished requests.
+
+        Raises:
+            RequestTimeoutError: the request exceeded its time limit.
+        """
         try:
             if len(self._streams) == 1:
                 async for pair in self._of(0):
@@ -245,7 +261,7 @@ class OutputStreams:
             watch.end(reason)
 
     def close(self) -> None:
-        """Abort what still runs."""
+        """Abort unfinished requests."""
         self._end("abort")
         for stream in self._streams:
             stream.close()
@@ -254,7 +270,7 @@ class OutputStreams:
 async def _interleaved(
     sources: Sequence[AsyncGenerator[tuple[int, OutputDelta], None]],
 ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-    """Items of several iterators as they come; an error of one ends all."""
+    """Yield the items of several iterators as they come; an error of one ends all."""
     running = {asyncio.ensure_future(anext(source)): source for source in sources}
     try:
         while running:

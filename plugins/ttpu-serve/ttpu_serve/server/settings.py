@@ -1,4 +1,4 @@
-"""What a server is told besides its engine. In: values of the command line; out: one frozen, checked value."""
+"""Settings of a server besides its engine, as one frozen and checked value."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How requests are named, limited and answered.
+    """Names, limits and features of a server.
 
-    model_names: under which the model is served, the first one in answers; without any, the engine's own name.
-    api_keys: one of them must come with every request but those for health, metrics and the page; none: anybody asks.
-    chat_template: a Jinja template instead of the checkpoint's. tool_call_parser: the name of an
-    installed parser, or auto: the one that knows the chat template. reasoning_parser: the name of an installed parser,
-    which tells reasoning from content; None tells nothing apart.
-    default_sampling: where a request leaves temperature, top_p, top_k, min_p or repetition_penalty out.
-    max_prompt_tokens: the longest prompt, below what the engine's context allows.
-    max_choices: answers of one request, all its prompts together. max_concurrent: requests that are worked on at once;
-    more are refused with status 429. allow_priority: clients may say which requests come first.
-    request_timeout, write_timeout, drain_timeout: seconds that one request may run, that a client may leave a piece of
-    a stream unread, and that a shutdown waits for what runs. None waits for ever.
-    enable_admin: sleep, wake up, reset the prefix cache and load adapters over HTTP.
+    model_names: names of the model, the first one in responses; if empty, the engine's own name.
+    api_keys: keys of which every request needs one, except health, metrics and the page; if empty, none is needed.
+    chat_template: a Jinja template that replaces the checkpoint's. tool_call_parser: name of an installed parser; auto
+    selects the one that knows the chat template. reasoning_parser: name of an installed parser that separates reasoning
+    from content; None separates nothing.
+    default_sampling: defaults for temperature, top_p, top_k, min_p and repetition_penalty.
+    max_prompt_tokens: maximum prompt length, below the engine's own limit.
+    max_choices: maximum sequences of one request over all its prompts. max_concurrent: maximum concurrent requests;
+    more are refused with status 429. allow_priority: clients may set priorities.
+    request_timeout, write_timeout, drain_timeout: time limits in seconds of a request, of a client's reading one event,
+    and of draining at shutdown. None is unlimited.
+    enable_admin: allow sleep, wake up, prefix cache reset and adapter loading over HTTP.
     allowed_origins: other sites whose pages may call this server from a browser. page: serve the page at `/`.
+
+    Raises:
+        RequestError: a value is out of range, or an API key is empty or not ASCII.
     """
 
     model_names: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""From messages and tools to the prompt's ids, by the checkpoint's chat template or the server's own."""
+"""Renders messages and tools into prompt ids, with the checkpoint's chat template or the server's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OURS = frozenset(
 
 
 class ChatTemplate:
-    """Renders conversations. `text` is the template, None where the model has none and so serves no chats."""
+    """Renders conversations. `text` is the template; None if there is none, and then chats are refused."""
 
     def __init__(self, tokens: Tokens, override: str | None = None) -> None:
         self._tokens = tokens
@@ -29,16 +29,16 @@ class ChatTemplate:
 
     @property
     def knows_tools(self) -> bool:
-        """Whether it tells the model of tools."""
+        """Whether the template presents tools to the model."""
         return self.text is not None and "tools" in self.text
 
     async def encode(
         self, request: Conversation | TokenizeRequest, *, tools: bool = True, most: int | None = None
     ) -> list[int]:
-        """The prompt's ids; a text that must have more than `most` is not read.
+        """Return the prompt's ids. A text that must exceed `most` tokens is refused before it is tokenized.
 
         Raises:
-            ApiError: there is no template, or it refuses these messages.
+            ApiError: there is no template, or it refuses the messages.
             RequestError: the text is too long.
         """
         ids: list[int] = await self._tokens.run(self._encode, request, tools, most)
@@ -93,7 +93,7 @@ class ChatTemplate:
 
 
 def as_turn(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: arguments of tool calls are values, not JSON in a text."""
+    """Return a message as templates expect it: arguments of tool calls are values instead of JSON text."""
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     turn["content"] = "" if message.content is None else message.content
     for name in ("name", "tool_call_id"):
@@ -112,10 +112,10 @@ def as_turn(message: Message) -> dict[str, Any]:
 
 
 def read_template(given: str) -> str:
-    """A template from a file, or as it is where it looks like one.
+    """Return a template from a file, or `given` itself if it looks like a template.
 
     Raises:
-        RequestError: neither.
+        RequestError: `given` is no template and no readable file.
     """
     if "{{" in given or "{%" in given:
         return given

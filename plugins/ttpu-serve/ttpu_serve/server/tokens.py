@@ -1,4 +1,4 @@
-"""The tokenizer as a server needs it. In: texts and ids; out: ids, texts, and the bytes that a token stands for."""
+"""The server's tokenizer: encoding, decoding, and the bytes of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ttpu_serve.guided.token_bytes import token_bytes
 
 
 class Tokens:
-    """Encodes and decodes off the event loop, in one thread: a tokenizer is not made to be used from several."""
+    """Encodes and decodes outside the event loop, in one thread, because tokenizers are not thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -22,29 +22,30 @@ class Tokens:
         self._longest: int | None = None  # characters of a token
 
     async def run(self, work: Any, *arguments: Any) -> Any:
-        """`work(*arguments)` in the tokenizer's thread."""
+        """Run `work(*arguments)` in the tokenizer's thread and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of a text; `special` adds what the checkpoint puts around every text, such as <s>."""
+        """Return the ids of a text; `special` adds the special tokens that the checkpoint puts around texts, such as
+        <s>."""
         ids: list[int] = await self.run(self.encode_now, text, special)
         return ids
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         text: str = await self.run(self.decode_now, ids, skip_special)
         return text
 
     async def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them."""
+        """Return tokens as the vocabulary spells them."""
         found: list[str] = await self.run(lambda: [self.piece(token) for token in ids])
         return found
 
     def check_size(self, text: str, most: int, param: str) -> None:
-        """That a text may have as few as `most` tokens, before time is spent on reading it.
+        """Check that a text can have at most `most` tokens, before it is tokenized.
 
         Raises:
-            RequestError: even if all of it were the longest token, it would have more.
+            RequestError: the text has more than `most` tokens even if all are the longest token.
         """
         if self._longest is None:
             self._longest = max(map(len, self._needed().get_vocab()), default=1)
@@ -57,7 +58,12 @@ class Tokens:
             )
 
     def encode_now(self, text: str, special: bool) -> list[int]:
-        """The same as `encode`, in this thread."""
+        """Encode in the calling thread.
+
+        Raises:
+            RequestError: the tokenizer refuses the text.
+            MissingDependencyError: there is no tokenizer.
+        """
         try:
             return [
                 int(token) for token in self._needed()(text, add_special_tokens=special, verbose=False)["input_ids"]
@@ -66,7 +72,12 @@ class Tokens:
             raise RequestError(f"prompt is no text that the tokenizer takes ({error}): correct it.") from error
 
     def decode_now(self, ids: Sequence[int], skip_special: bool) -> str:
-        """The same as `decode`, in this thread."""
+        """Decode in the calling thread.
+
+        Raises:
+            RequestError: the tokenizer does not know an id.
+            MissingDependencyError: there is no tokenizer.
+        """
         try:
             text: str = self._needed().decode(
                 list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
@@ -76,16 +87,16 @@ class Tokens:
         return text
 
     def piece(self, token: int) -> str:
-        """A token as the vocabulary writes it."""
+        """Return a token as the vocabulary spells it."""
         return str(self._needed().convert_ids_to_tokens(token))
 
     def is_special(self, text: str) -> bool:
-        """Whether a text is a special token, which is left out of answers unless they are asked to hold it."""
+        """Whether a text is a special token, which output text leaves out by default."""
         vocabulary = self._needed().get_vocab()
         return vocabulary.get(text) in self._special
 
     def ends(self, token: int) -> bool:
-        """Whether it is a special token, as those that end a sequence are."""
+        """Whether the token is special, as end-of-sequence tokens are."""
         return token in self._special
 
     def close(self) -> None:
@@ -93,11 +104,11 @@ class Tokens:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def text_of(self, token: int) -> str:
-        """A token's text; bytes that are no whole character are U+FFFD."""
+        """Return a token's text; incomplete characters are U+FFFD."""
         return self.bytes_of(token).decode(errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for; of a special token its name's."""
+        """Return a token's bytes; for a special token, those of its name."""
         if self._bytes is None:
             self._bytes = self._table()
         if token < len(self._bytes) and (known := self._bytes[token]):
