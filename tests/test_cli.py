@@ -43,6 +43,7 @@ def event(text, token, reason=None, logprobs=None):
                            finish_reason=reason)
 
 class Tokenizer:
+    chat_template = "{{ messages }}"
     def apply_chat_template(self, messages, **options):
         if messages[0]["content"] == "forbidden":
             raise ValueError("System role not supported")

@@ -26,7 +26,9 @@ BACKEND = '''
 
     class EchoModel:
         tokenizer = SimpleNamespace(
-            apply_chat_template=lambda messages, **options: {"input_ids": [0]}, decode=lambda ids: "?"
+            chat_template="{{ messages }}",
+            apply_chat_template=lambda messages, **options: {"input_ids": [0]},
+            decode=lambda ids: "?",
         )
         timings = Timings(load_seconds=0.0)
 

@@ -16,7 +16,7 @@ from ttpu_core.cli import options
 from ttpu_core.cli.console import note
 from ttpu_core.cli.options import Decoding
 from ttpu_core.cli.session import Message, Session, checkpoint_name, open_session
-from ttpu_core.errors import RequestError, TTPUError
+from ttpu_core.errors import TTPUError
 
 DEFAULT_NEW_TOKENS = 1024
 """A reply's limit where neither the user nor the checkpoint sets one; what is left of the context bounds it too."""
@@ -139,27 +139,13 @@ class Conversation:
     def _limited(self) -> Decoding:
         """The user's choices, with the default length of a reply as a total that the backend cuts at the context's
         end, where neither the user nor the checkpoint sets one."""
-        tokens = self._prompt_tokens()
+        from ttpu_core.generation.chat_template import chat_tokens
+
+        tokens = len(chat_tokens(self._session.model.tokenizer, self._messages))
         chosen = (self._decoding.max_new_tokens, self._decoding.max_length)
         if chosen != (None, None) or "max_new_tokens" in self._session.checkpoint.generation_config:
             return self._decoding
         return replace(self._decoding, max_length=tokens + DEFAULT_NEW_TOKENS)
-
-    def _prompt_tokens(self) -> int:
-        tokenizer = self._session.model.tokenizer
-        if tokenizer is None:
-            raise RequestError("the checkpoint has a chat template, but no tokenizer: copy its tokenizer files.")
-        try:
-            encoded = tokenizer.apply_chat_template(
-                self._messages, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
-            )
-            return len(encoded["input_ids"])
-        except Exception as error:  # a template is a program of its own: "System role not supported", for example
-            reason = " ".join(str(error).split())
-            raise RequestError(
-                f"the checkpoint's chat template refuses this conversation ({type(error).__name__}: {reason}): "
-                "change it; some templates take no --system."
-            ) from error
 
 
 def _typed_lines() -> Iterator[str]:

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ttpu_core.errors import RequestError
+from ttpu_core.generation.ranges import RANGES
 
 if TYPE_CHECKING:
     from ttpu_core.loading import LoadOptions
@@ -109,7 +109,6 @@ Deterministic = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Neither progress nor timings on stderr.")]
 
 
-
 def load_options(
     dtype: str,
     parallelism_strategy: str | None,
@@ -137,20 +136,9 @@ def load_options(
     )
 
 
-# Ranges are held here and not by Typer, whose answer to NaN ("should be greater than or equal to 0") explains nothing.
-# A backend checks them again; it may be stricter.
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "max_new_tokens": (lambda value: value >= 1, "1 or more"),
-    "max_length": (lambda value: value >= 1, "1 or more"),
-    "temperature": (lambda value: 0 <= value < math.inf, "a finite number, 0 or more (0: no sampling)"),
-    "top_k": (lambda value: value >= 0, "0 or more (0: all tokens)"),
-    "top_p": (lambda value: 0 < value <= 1, "a number above 0 and up to 1 (1: all tokens)"),
-    "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1 (0: all tokens)"),
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "a finite number above 0 (1: no penalty)"),
-    "presence_penalty": (math.isfinite, "a finite number (0: no penalty)"),
-    "frequency_penalty": (math.isfinite, "a finite number (0: no penalty)"),
-    "seed": (lambda value: value >= 0, "0 or more"),
-}
+# Typer could check them too, but its answer to NaN ("should be greater than or equal to 0") explains nothing.
+NUMBERS = ("max_new_tokens", "max_length", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+           "presence_penalty", "frequency_penalty", "seed")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -177,11 +165,11 @@ class Decoding:
         Raises:
             RequestError: a value is out of range, or two options contradict each other.
         """
-        for name, (allows, allowed) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not allows(value):
+        for name in NUMBERS:
+            value, allowed = getattr(self, name), RANGES[name]
+            if value is not None and not allowed.holds(value):
                 option = f"--{name.replace('_', '-')} {value}"
-                raise RequestError(f"{option} was given, but {allowed} is needed: correct it, or leave it out.")
+                raise RequestError(f"{option} was given, but {allowed.allowed} is needed: correct it, or leave it out.")
         if self.deterministic and self.temperature:
             raise RequestError(
                 f"--deterministic and --temperature {self.temperature:g} were both given, but a temperature above 0 "

@@ -78,6 +78,7 @@ def open_session(name: str, options: LoadOptions, *, backend: str | None, chat: 
     from ttpu_core.backend import Streams
     from ttpu_core.checkpoint import open_checkpoint
     from ttpu_core.errors import UnsupportedError
+    from ttpu_core.generation.chat_template import has_chat_template
     from ttpu_core.loading import open_model
     from ttpu_core.registry import default_registry
 
@@ -108,16 +109,3 @@ def open_session(name: str, options: LoadOptions, *, backend: str | None, chat: 
         progress.close()
         raise
     return Session(model, checkpoint, progress)
-
-
-def has_chat_template(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint's files hold a chat template, in any of the places where transformers looks."""
-    import json
-
-    if {"chat_template.jinja", "chat_template.json"} & set(checkpoint.files):
-        return True
-    file = checkpoint.path / "tokenizer_config.json"
-    try:
-        return bool(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError):  # a damaged file is refused, with its reason, when it is loaded
-        return False

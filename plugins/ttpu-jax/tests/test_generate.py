@@ -13,7 +13,7 @@ from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import MissingDependencyError, RequestError, TTPUError
-from ttpu_jax.generation.options import options_from
+from ttpu_core.generation.options import options_from
 from ttpu_jax.generation.programs import PREFILL_CHUNK, cache_bucket, prompt_bucket
 
 PROMPT = list(b"The quick brown fox")

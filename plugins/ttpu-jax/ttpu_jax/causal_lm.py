@@ -13,11 +13,11 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.events import StreamEvent, Timings
+from ttpu_core.generation.options import GenerationOptions, options_from
 from ttpu_core.mapping import pad_mapping
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.generation import by_engine, loop
-from ttpu_jax.generation.options import GenerationOptions, options_from
 from ttpu_jax.generation.programs import Programs
 from ttpu_jax.generation.prompts import Prompts, left_pad, read_prompts, rectangle
 from ttpu_jax.generation.results import CausalLMOutput, Completion, GenerateOutput

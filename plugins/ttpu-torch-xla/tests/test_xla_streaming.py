@@ -129,7 +129,7 @@ def test_a_rope_may_stretch_the_context(streaming: StreamingModel, rope: dict[st
 )
 def test_a_length_that_cannot_be_is_refused_as_the_jax_backend_does(given: dict[str, int], context: int) -> None:
     loop = pytest.importorskip("ttpu_jax.generation.loop")
-    from ttpu_jax.generation.options import options_from
+    from ttpu_core.generation.options import options_from
 
     with pytest.raises(RequestError) as theirs:
         loop._row([1] * TOKENS, options_from(given), None, context)

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from ttpu_core.errors import RequestError, TTPUError, UnsupportedError
+from ttpu_core.generation.chat_template import chat_tokens
 from ttpu_core.generation.detokenizer import TextStream
 from ttpu_core.generation.events import FinishReason, StreamEvent, Timings
+from ttpu_core.generation.options import stop_texts
 from ttpu_torch_xla.generation.length import new_tokens
 from ttpu_torch_xla.runtime import TorchRuntime
 
@@ -110,17 +112,14 @@ class StreamingModel:
                 "copy its tokenizer files beside the weights."
             )
         ids = self._ids(prompt)
-        stops = _strings(given.pop("stop_strings", ()))
+        stops = stop_texts(given.pop("stop_strings", ()))
         context = self.model.ttpu.architecture.spec.context
         given["max_new_tokens"] = new_tokens(len(ids), given, self.model.generation_config, context)
         given["max_length"] = None  # which the checkpoint may have, and transformers would warn of
         return self._events(ids, stops, given)
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self.tokenizer(prompt)["input_ids"]
-        else:
-            ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else chat_tokens(self.tokenizer, prompt)
         if not ids:
             raise RequestError("the prompt has no tokens: pass some text.")
         return [int(token) for token in ids]
@@ -178,13 +177,6 @@ def _seeded(seed: int | None) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"stop_strings is {value!r}, but non-empty strings are needed: correct it.")
-    return tuple(texts)
 
 
 def _refusal(error: BaseException, given: Mapping[str, Any]) -> BaseException:

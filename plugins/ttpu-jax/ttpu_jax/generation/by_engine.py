@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ttpu_core.generation.events import StreamEvent, Timings
+from ttpu_core.generation.options import GenerationOptions
 from ttpu_core.generation.sampling_params import SamplingParams
-from ttpu_jax.generation.options import GenerationOptions
 from ttpu_jax.generation.results import Completion
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import numpy as np
 from ttpu_core.errors import RequestError, TTPUError
 from ttpu_core.generation.detokenizer import TextStream
 from ttpu_core.generation.events import FinishReason, StreamEvent, Timings
+from ttpu_core.generation.options import GenerationOptions
 from ttpu_core.generation.prompt import Prompt
 from ttpu_core.generation.token_choice import TokenChoice
 from ttpu_jax.distributed import shared_seed
-from ttpu_jax.generation.options import GenerationOptions
 from ttpu_jax.generation.programs import PREFILL_CHUNK, Programs, cache_bucket, prompt_bucket, prompts_seen
 from ttpu_jax.generation.prompts import left_pad
 from ttpu_jax.generation.results import Completion

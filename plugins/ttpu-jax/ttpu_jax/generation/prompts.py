@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ttpu_core.errors import MissingDependencyError, RequestError
+from ttpu_core.generation.chat_template import chat_tokens
 from ttpu_core.generation.prompt import Prompt
 
 Form = Literal["text", "ids", "array"]
@@ -99,28 +100,14 @@ def rectangle(rows: list[list[int]]) -> np.ndarray:
 
 
 def _encode(item: Any, tokenizer: Any) -> list[int]:
+    if not isinstance(item, str):
+        return chat_tokens(tokenizer, item)
     if tokenizer is None:
         raise MissingDependencyError(
             "the prompt is text, but the checkpoint has no tokenizer files: copy tokenizer.json into it, or pass "
             "token ids."
         )
-    if isinstance(item, str):
-        return [int(token) for token in tokenizer(item, verbose=False)["input_ids"]]
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise RequestError(
-            "the prompt is a chat, but the checkpoint's tokenizer has no chat template: pass plain text, or use an "
-            "instruction-tuned checkpoint."
-        )
-    try:
-        encoded = tokenizer.apply_chat_template(
-            item, add_generation_prompt=True, tokenize=True, return_dict=True, tokenizer_kwargs={"verbose": False}
-        )
-    except Exception as error:  # a template raises what its author chose, such as jinja2's TemplateError
-        raise RequestError(
-            f"the checkpoint's chat template refuses these messages ({type(error).__name__}: {error}): change their "
-            "roles or order."
-        ) from error
-    return [int(token) for token in encoded["input_ids"]]
+    return [int(token) for token in tokenizer(item, verbose=False)["input_ids"]]
 
 
 def _is_chat(value: Any) -> bool:

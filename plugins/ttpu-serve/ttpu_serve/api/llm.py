@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ttpu_core.errors import RequestError
+from ttpu_core.generation.chat_template import chat_tokens
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.api.collector import Collector
 from ttpu_serve.api.outputs import EmbeddingOutput, RequestOutput
@@ -122,6 +123,7 @@ class LLM:
             tools: functions that the model may call, as OpenAI's API describes them.
 
         Raises:
+            MissingDependencyError: the checkpoint has no tokenizer.
             RequestError: there is no chat template, or it refuses the messages.
         """
         chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -130,7 +132,7 @@ class LLM:
                 self.get_tokenizer(),
                 chat,
                 add_generation_prompt=add_generation_prompt,
-                chat_template=chat_template,
+                template=chat_template,
                 tools=tools,
             )
             for chat in chats
@@ -229,28 +231,6 @@ class LLM:
                         left -= 1
                         advance()
         return list(collectors.values())
-
-
-def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-    """Render a conversation with the tokenizer's chat template and return its token ids. `options` are those of
-    `apply_chat_template`.
-
-    Raises:
-        RequestError: there is no tokenizer or no chat template, or the template refuses the messages.
-    """
-    if tokenizer is None:
-        raise RequestError("messages were given, but the checkpoint has no tokenizer: pass token ids to generate().")
-    if not (options.get("chat_template") or getattr(tokenizer, "chat_template", None)):
-        raise RequestError(
-            "messages were given, but this checkpoint has no chat template: pass chat_template, or plain text prompts."
-        )
-    try:
-        given = {name: value for name, value in options.items() if value is not None}
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **given)
-    except Exception as error:  # templates raise whatever they like
-        reason = " ".join(str(error).split())[:300]
-        raise RequestError(f"the chat template refuses these messages ({reason}): correct them.") from error
-    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
 
 
 def _prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:

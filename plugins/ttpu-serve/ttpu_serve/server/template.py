@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ttpu_core.errors import RequestError
+from ttpu_core.generation.chat_template import chat_text, template_text
 from ttpu_serve.server.chat_protocol import Conversation, Message, TokenizeRequest
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.tokens import Tokens
@@ -23,9 +23,8 @@ class ChatTemplate:
 
     def __init__(self, tokens: Tokens, override: str | None = None) -> None:
         self._tokens = tokens
-        own = getattr(tokens.tokenizer, "chat_template", None)
         self._override = override
-        self.text: str | None = override or (json.dumps(own) if isinstance(own, Mapping) else own)
+        self.text: str | None = override or template_text(tokens.tokenizer)
 
     @property
     def knows_tools(self) -> bool:
@@ -73,23 +72,17 @@ class ChatTemplate:
             )
         shown = [tool.model_dump(exclude_none=True) for tool in request.tools or ()] if tools else []
         try:
-            text: str = self._tokens.tokenizer.apply_chat_template(
+            return chat_text(
+                self._tokens.tokenizer,
                 [as_turn(message) for message in request.messages or ()],
-                tools=shown or None,
-                chat_template=self._override,
+                template=self._override,
+                tools=shown,
                 add_generation_prompt=opening,
                 continue_final_message=going_on,
-                tokenize=False,
-                **given,
+                variables=given,
             )
-        except Exception as error:  # a template is a program of its own: "System role not supported", for example
-            reason = " ".join(str(error).split())
-            raise ApiError(
-                f"the chat template refuses these messages ({type(error).__name__}: {reason}): change their roles, "
-                "order or content.",
-                param="messages",
-            ) from error
-        return text
+        except RequestError as error:  # of the template: "System role not supported", for example
+            raise ApiError(str(error), param="messages") from error
 
 
 def as_turn(message: Message) -> dict[str, Any]:

@@ -4,12 +4,9 @@ prompt and the model's context. It raises an error where they leave no room."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any
 
-from ttpu_core.errors import RequestError
-
-DEFAULT_MAX_NEW_TOKENS = 128
+from ttpu_core.generation.options import answer_length, token_count
 
 
 def new_tokens(prompt: int, given: Mapping[str, Any], checkpoint: Any, context: int) -> int:
@@ -26,38 +23,16 @@ def new_tokens(prompt: int, given: Mapping[str, Any], checkpoint: Any, context: 
     Raises:
         RequestError: the prompt leaves no room, or the caller asks for more than there is, or for no whole number.
     """
-    room = context - prompt
-    if room < 1:
-        raise RequestError(
-            f"the prompt has {prompt:,} tokens, but this model's context holds {context:,} and one must be left for "
-            "the answer: shorten the prompt."
-        )
     config = given.get("generation_config")
     asked = _count("max_new_tokens", given.get("max_new_tokens"), config)
     total = _count("max_length", given.get("max_length"), config)
-    if asked is not None:
-        if asked > room:
-            raise RequestError(
-                f"{asked:,} new tokens were asked for after a prompt of {prompt:,}, but this model's context holds "
-                f"{context:,}: ask for at most {room:,}."
-            )
-        return asked
     usual = None
-    if total is None:
+    if asked is None and total is None:
         usual = _count("max_new_tokens", None, checkpoint)
         total = _count("max_length", None, checkpoint) if usual is None else None
-    if total is not None and total <= prompt:
-        raise RequestError(
-            f"max_length={total} counts the prompt, which has {prompt} tokens already: raise it, or pass "
-            "max_new_tokens."
-        )
-    return min(room, total - prompt if total is not None else usual or DEFAULT_MAX_NEW_TOKENS)
+    return answer_length(prompt, context, asked=asked, total=total, usual=usual)
 
 
 def _count(name: str, value: Any, config: Any) -> int | None:
     value = getattr(config, name, None) if value is None else value
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
-        raise RequestError(f"{name} is {value!r}, but an integer of at least 1 is needed: correct it.")
-    return int(value)
+    return None if value is None else token_count(name, value)

@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from ttpu_core.errors import RequestError
+from ttpu_core.generation.ranges import RANGES, short
 from ttpu_core.generation.token_choice import TokenChoice
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -46,42 +47,15 @@ class GenerationOptions:
     logprobs: int | None = None
     return_dict_in_generate: bool = False
 
-    def new_tokens(self, prompt_length: int) -> int:
-        """Return how many tokens may follow a prompt of this length.
-
-        Raises:
-            RequestError: the prompt is as long as `max_length`, or longer.
-        """
-        if self.max_new_tokens is not None:
-            return self.max_new_tokens
-        if self.max_length is not None:
-            if self.max_length <= prompt_length:
-                raise RequestError(
-                    f"max_length={self.max_length} counts the prompt, which has {prompt_length} tokens already: "
-                    "raise it, or pass max_new_tokens."
-                )
-            return self.max_length - prompt_length
-        return self.usual_new_tokens or DEFAULT_MAX_NEW_TOKENS
-
     def limit(self, prompt_length: int, context: int) -> int:
         """Return how many tokens may follow a prompt of this length in a context of `context` tokens.
 
         Raises:
             RequestError: there is no room for one token, or for as many as the caller asked for.
         """
-        room = context - prompt_length
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {prompt_length:,} tokens, but this model's context holds {context:,} and one must be "
-                "left for the answer: shorten the prompt."
-            )
-        wanted = self.new_tokens(prompt_length)
-        if wanted > room and self.max_new_tokens is not None:
-            raise RequestError(
-                f"{wanted:,} new tokens were asked for after a prompt of {prompt_length:,}, but this model's context "
-                f"holds {context:,}: ask for at most {room:,}."
-            )
-        return min(wanted, room)
+        return answer_length(
+            prompt_length, context, asked=self.max_new_tokens, total=self.max_length, usual=self.usual_new_tokens
+        )
 
     def sampling(self) -> TokenChoice:
         """Return the sampler's parameters; greedy unless `do_sample`.
@@ -146,6 +120,64 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _FILTERS_OFF = {"top_k": 0, "top_p": 1, "min_p": 0}
 
 
+def answer_length(prompt: int, context: int, *, asked: int | None, total: int | None, usual: int | None) -> int:
+    """How many tokens may follow a prompt. What is not asked for is cut at the context's end.
+
+    Args:
+        prompt: tokens of the prompt.
+        context: the most tokens that a sequence may have.
+        asked: the caller's `max_new_tokens`, which wins.
+        total: `max_length`, which counts the prompt too.
+        usual: the checkpoint's own `max_new_tokens`; None is 128.
+
+    Raises:
+        RequestError: there is no room for one, or for as many as the caller asked for.
+    """
+    room = context - prompt
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {prompt:,} tokens, but this model's context holds {context:,} and one must be left for "
+            "the answer: shorten the prompt."
+        )
+    if asked is not None:
+        if asked > room:
+            raise RequestError(
+                f"{asked:,} new tokens were asked for after a prompt of {prompt:,}, but this model's context holds "
+                f"{context:,}: ask for at most {room:,}."
+            )
+        return asked
+    if total is not None and total <= prompt:
+        raise RequestError(
+            f"max_length={total} counts the prompt, which has {prompt} tokens already: raise it, or pass "
+            "max_new_tokens."
+        )
+    return min(room, total - prompt if total is not None else usual or DEFAULT_MAX_NEW_TOKENS)
+
+
+def token_count(name: str, value: Any) -> int:
+    """`max_new_tokens` or `max_length` as an int.
+
+    Raises:
+        RequestError: it is no whole number, or less than 1.
+    """
+    allowed = RANGES[name]
+    if not allowed.holds(value):
+        raise RequestError(f"{name} is {short(value)}, but {allowed.allowed} is needed: correct it.")
+    return int(value)
+
+
+def stop_texts(value: Any) -> tuple[str, ...]:
+    """`stop_strings`: a text, several, or None.
+
+    Raises:
+        RequestError: something else, or an empty text.
+    """
+    texts = (value,) if isinstance(value, str) else value or ()
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"stop_strings is {value!r}, but non-empty strings are needed: correct it.")
+    return tuple(texts)
+
+
 def options_from(
     arguments: Mapping[str, Any], config: Any = None, checkpoint_defaults: Mapping[str, Any] | None = None
 ) -> GenerationOptions:
@@ -173,28 +205,28 @@ def options_from(
             values[name] = value
         elif name not in _WITHOUT_EFFECT and not _asks_for_nothing(name, value):
             raise RequestError(
-                f"generate() was given {name}={_short(value)}, which this backend does not do; it takes "
+                f"generate() was given {name}={short(value)}, which this backend does not do; it takes "
                 f"{', '.join(NAMES)}: leave it out."
             )
     if "max_new_tokens" not in given and "max_new_tokens" in values:
         usual = values.pop("max_new_tokens")  # the checkpoint's own, which is cut at the context's end
         if "max_length" not in given:
-            values["usual_new_tokens"] = _count("max_new_tokens", usual, at_least=1)
+            values["usual_new_tokens"] = token_count("max_new_tokens", usual)
     if "do_sample" not in given:
         asked = "temperature" in given or any(given.get(name, off) != off for name, off in _FILTERS_OFF.items())
         values["do_sample"] = (asked or values.get("do_sample", False)) and given.get("temperature") != 0
-    values["stop_strings"] = _strings(values.get("stop_strings"))
+    values["stop_strings"] = stop_texts(values.get("stop_strings"))
     for name in ("eos_token_id", "stop_token_ids"):
         if name in values:
             values[name] = _ids(name, values[name])
     for name in ("max_new_tokens", "max_length"):
         if name in values:
-            values[name] = _count(name, values[name], at_least=1)
+            values[name] = token_count(name, values[name])
     for name in ("do_sample", "ignore_eos", "return_dict_in_generate"):
         if not isinstance(values.get(name, False), bool):
-            raise RequestError(f"{name} is {_short(values[name])}, but True or False is needed: correct it.")
+            raise RequestError(f"{name} is {short(values[name])}, but True or False is needed: correct it.")
     if not isinstance(values.get("pad_token_id", 0), Integral):
-        raise RequestError(f"pad_token_id is {_short(values['pad_token_id'])}, but one token id is needed: correct it.")
+        raise RequestError(f"pad_token_id is {short(values['pad_token_id'])}, but one token id is needed: correct it.")
     options = GenerationOptions(**values)
     options.sampling()  # refuse bad values now, before anything is loaded or compiled
     return options
@@ -202,11 +234,6 @@ def options_from(
 
 def _asks_for_nothing(name: str, value: Any) -> bool:
     return not hasattr(value, "__array__") and value in _NEUTRAL.get(name, ())
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
@@ -219,20 +246,10 @@ def _as_dict(config: Any) -> dict[str, Any]:
     )
 
 
-def _strings(value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else value or ()
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"stop_strings is {value!r}, but non-empty strings are needed: correct it.")
-    return tuple(texts)
-
-
 def _ids(name: str, value: Any) -> tuple[int, ...]:
     value = value.tolist() if hasattr(value, "tolist") else value
     ids = tuple(value) if isinstance(value, list | tuple | set) else (value,)
-    return tuple(_count(name, token, at_least=0) for token in ids)
-
-
-def _count(name: str, value: Any, *, at_least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < at_least:
-        raise RequestError(f"{name} is {_short(value)}, but an integer of at least {at_least} is needed: correct it.")
-    return int(value)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, Integral) or int(token) < 0:
+            raise RequestError(f"{name} is {short(token)}, but an integer of at least 0 is needed: correct it.")
+    return tuple(map(int, ids))
