@@ -89,7 +89,8 @@ class Declaration:
         raise DeclarationError(f"variant {name!r} of {self.model_type!r} was asked for, but {self.source} has {names}.")
 
     def expected_failure(self, check: str, names: tuple[str, ...]) -> ExpectedFailure | None:
-        """What is declared for a check of a variant or published model, which may have several names."""
+        """Return the declared failure of a check for a variant or published model, which may have several names; None
+        without one."""
         for expected in self.expected_failures:
             if expected.check == check and (expected.variant is None or expected.variant in names):
                 return expected

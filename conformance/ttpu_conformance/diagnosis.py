@@ -45,7 +45,8 @@ EVERY_HOOK = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where two models first differ: a sentence, the hooks that it points at, and how to ask a model for that place."""
+    """The first place where two models differ: a sentence, the hooks to correct, and a function that reads that place
+    from a model."""
 
     sentence: str
     hooks: tuple[str, ...]

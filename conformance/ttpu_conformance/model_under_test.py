@@ -59,7 +59,7 @@ class ModelUnderTest(Protocol):
 
 
 class BackendUnderTest(Protocol):
-    """How the kit starts a backend, and loads models with it.
+    """Starts a backend, and loads models with it.
 
     Attributes:
         distributions: whose versions a report names.
@@ -167,7 +167,7 @@ class TracesDecoding(Protocol):
     """A model whose decode program can be traced anew."""
 
     def layer_definitions(self) -> Sequence[Any]:
-        """What tells the layers' traced bodies apart, of layers that are made anew."""
+        """Return the definitions that distinguish the layers' traced bodies, from newly made layers."""
         ...
 
     def decode_program(self, rows: int, slots: int) -> str:

@@ -61,7 +61,7 @@ current: Overlay | None = None
 
 
 def described_as(case: Case, spec: ArchitectureSpec) -> Architecture:
-    """What the case's plugin says of its config if every other hook's answer is that of `spec`.
+    """Return what the case's plugin describes for its config if every other hook answers from `spec`.
 
     Raises:
         TTPUError: the plugin has no mapping for such an architecture.

@@ -44,7 +44,7 @@ class Item:
 
     @property
     def id(self) -> str:
-        """As in `qwen3-base-float32_logits`."""
+        """The item's name, as in `qwen3-base-float32_logits`."""
         return f"{self.case.name}-{self.check.id}"
 
 

@@ -91,7 +91,7 @@ class Step:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerInputs:
-    """What a layer is given beside the residual stream: `keys`, another layer's keys and values, where it has none of
+    """The inputs of a layer beside the residual stream: `keys`, another layer's keys and values, for a layer without
     its own; `beside` [batch, seq, features] from a custom embedding."""
 
     keys: Keys | None = None

@@ -92,7 +92,8 @@ def keep_compiled() -> Path | None:
 
 
 def compiled_folder(*, ahead: bool) -> Path:
-    """Where compiled programs are kept: JAX's cache, or with `ahead` the folder for devices of other machines.
+    """Return the folder of compiled programs: JAX's cache, or with `ahead` the folder of programs for other machines'
+    devices.
 
     Raises:
         RequestError: nowhere.

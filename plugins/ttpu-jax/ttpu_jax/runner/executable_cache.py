@@ -78,7 +78,7 @@ class ExecutableCache:
             return None
 
     def facts(self, key: str) -> dict[str, Any] | None:
-        """What was stored beside a program; None where there is no program, or a damaged one."""
+        """Return the facts stored with a program; None where there is no program, or a damaged one."""
         found = self._read(key)
         return None if found is None else found[0]
 

@@ -72,8 +72,8 @@ def pages_per_group(
 
 @dataclass(frozen=True)
 class Demand:
-    """What sequences need of each group: `spans` are windows and chunks in tokens, None for groups that keep
-    everything; a sequence has at most `length` tokens, a step `step` of them."""
+    """The pages that sequences need. `spans` are each group's window or chunk in tokens, None for groups that keep
+    everything; a sequence has at most `length` tokens, a step at most `step`."""
 
     spans: tuple[int | None, ...]
     page_size: int

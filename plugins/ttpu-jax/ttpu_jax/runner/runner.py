@@ -48,7 +48,7 @@ class SampledRows:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of given tokens: logprob [tokens], top_tokens and top_logprobs [tokens, max_logprobs]."""
+    """Log-probabilities of given tokens: logprob [tokens], top_tokens and top_logprobs [tokens, max_logprobs]."""
 
     logprob: np.ndarray
     top_tokens: np.ndarray

@@ -24,7 +24,7 @@ Read = Callable[[str], np.ndarray]
 
 
 class Weights(Protocol):
-    """Where parameters are replaced."""
+    """The parameters to replace."""
 
     def weight(self, path: str) -> tuple[Shape, np.dtype[Any]]:
         """Shape and dtype of a parameter."""
@@ -37,7 +37,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """How the weights of a served model are named, and who else holds them.
+    """The tensor names of a served model's weights, and the other holders of its arrays.
 
     mapping: the checkpoint's tensors → parameters, padded as the model's are.
     shared: the loaded model's own dictionary of arrays, in which replaced arrays are replaced too.

@@ -195,7 +195,7 @@ class JaxModel:
         return np.asarray(jax.jit(run)(params, ids.astype(np.int32), _positions(ids)), np.float32)
 
     def layer_definitions(self) -> list[Any]:
-        """What jit tells the layers' traced bodies apart by, from a decoder that is made anew."""
+        """Return the definitions by which jit distinguishes the layers' traced bodies, from a newly made decoder."""
         return [nnx.split(layer)[0] for layer in self.model.module.layers]
 
     def decode_program(self, rows: int, slots: int) -> str:

@@ -21,7 +21,7 @@ class _Settled(int):
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """How the weights of linear layers are held, and whether tokens are quantized on their way in.
+    """The format of the weights of linear layers, and whether their inputs are quantized too.
 
     W8A16 is the default; `bits=4` makes W4A16, `quantize_activation=True` W8A8 or W4A8.
 
@@ -136,7 +136,7 @@ class QuantizationConfig:
         return "int4" if self.packed else "int8"
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` reads, as JSON can hold it: only what has an effect."""
+        """Return the settings that have an effect as plain JSON values, which `from_dict` reads."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _LASTING}
         return values | {"bits": int(self.bits), "exclude_layers": list(self.exclude_layers)}
 

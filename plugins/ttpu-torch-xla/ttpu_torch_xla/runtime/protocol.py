@@ -22,8 +22,8 @@ Step = Callable[[list[torch.Tensor], dict[str, torch.Tensor]], tuple[list[torch.
 
 @dataclass(frozen=True)
 class Counters:
-    """What the runtime did since the last reset: programs compiled and run, wall-clock seconds of compiling, and
-    operations that it had no TPU version of, so that they ran on the host (`aten::name` → times)."""
+    """Counts since the last reset: programs compiled and run, wall-clock seconds of compiling, and operations without a
+    TPU version, which ran on the host (`aten::name` → times)."""
 
     compiles: int = 0
     executions: int = 0
@@ -56,7 +56,7 @@ class TorchRuntime(Protocol):
     # Devices
 
     def device(self) -> torch.device:
-        """Where the model's tensors live: one device, or all of them as one once `use_spmd` was called."""
+        """The device of the model's tensors: one device, or all of them as one once `use_spmd` was called."""
         ...
 
     def platform(self) -> str:
@@ -64,7 +64,7 @@ class TorchRuntime(Protocol):
         ...
 
     def device_kind(self) -> str:
-        """What the device calls itself, as `jax.Device.device_kind` does: "TPU v5 lite"."""
+        """The device's own name of its kind, as in `jax.Device.device_kind`: "TPU v5 lite"."""
         ...
 
     def num_devices(self) -> int:
@@ -90,7 +90,7 @@ class TorchRuntime(Protocol):
         ...
 
     def use_spmd(self) -> None:
-        """From now on one program runs on all devices; must come before the first tensor is put on one."""
+        """Run one program on all devices from now on. It must be called before the first tensor is put on a device."""
         ...
 
     def mesh(self, sizes: Mapping[str, int], dcn: Mapping[str, int] | None = None) -> Any:
@@ -106,7 +106,7 @@ class TorchRuntime(Protocol):
         ...
 
     def sharding_of(self, tensor: torch.Tensor) -> str:
-        """How a tensor of any shape is sharded, as XLA writes it; empty where it is not."""
+        """Return the sharding of a tensor of any shape in XLA's notation; empty where it is not sharded."""
         ...
 
     def wrap_fsdp(self, layers: torch.nn.ModuleList, mesh: Any) -> None:
@@ -116,8 +116,8 @@ class TorchRuntime(Protocol):
     # Operations
 
     def barrier(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same tensors, such that the compiler does not merge what is computed from the returned ones with what was
-        computed before; only the returned ones are to be used."""
+        """Return the same tensors behind a barrier: the compiler does not merge computations after it with those
+        before. Callers must use the returned tensors only."""
         ...
 
     def dot(

@@ -182,7 +182,8 @@ class TorchModel:
         return sum(size for name, size in sizes.items() if not self._axes_of(name)) / sum(sizes.values())
 
     def share_cut(self, axis: str, within: str = "") -> tuple[float | None, Mapping[str, float]]:
-        """How much of the matrices whose names contain `within` is sharded along a mesh axis, and which are not."""
+        """Return how much of the matrices whose names contain `within` is sharded along a mesh axis, and the names of
+        those that are not."""
         kernels = {n: one.numel() for n, one in self.model.named_parameters() if one.ndim > 1 and within in n}
         if not kernels:
             return None, {}

@@ -25,7 +25,7 @@ def argument_of(tensor: torch.Tensor) -> int:
 
 
 def replace_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """From now on `tensor`, of any shape, stands for what `value`, of the same shape, stands for, also where autograd
+    """Let `tensor`, of any shape, stand for the value of `value`, of the same shape, from now on, also where autograd
     refers to it."""
     import torch_xla
 
