@@ -45,8 +45,8 @@ EVERY_HOOK = (
 
 @dataclass(frozen=True)
 class Place:
-    """The first place where two models differ: a sentence, the hooks to correct, and a function that reads that place
-    from a model."""
+    """The first place where two models differ: a sentence, the hooks to correct, and the number of layers before that
+    place."""
 
     sentence: str
     hooks: tuple[str, ...]
