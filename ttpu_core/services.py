@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from ttpu_core.processes import Contract
     from ttpu_core.sharding.hardware import Topology
     from ttpu_core.sharding.parallelism import Parallelism
+    from ttpu_core.sharding.plan import Plan
     from ttpu_core.sharding.strategy import Strategy
     from ttpu_core.sharding.workload import Quantization
     from ttpu_core.spec import ArchitectureSpec
 
 
 class Planner(Protocol):
-    """The service "planner": chooses a mesh for parallelism_strategy="auto"."""
+    """The service "planner": chooses a mesh for parallelism_strategy="auto", and reads the files of plans."""
 
     def fastest_mesh(
         self,
@@ -43,6 +45,14 @@ class Planner(Protocol):
 
         Raises:
             UnsupportedError: the model fits on none; the message says by how much, and what would help.
+        """
+        ...
+
+    def load_plan(self, path: str | PathLike[str]) -> Plan:
+        """Read a file that `ttpu plan --save` wrote.
+
+        Raises:
+            PlanError: the file is missing, or is no plan that this version reads.
         """
         ...
 

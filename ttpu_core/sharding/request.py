@@ -9,8 +9,9 @@ from os import PathLike
 from typing import Any
 
 from ttpu_core.errors import PlanError, RequestError, UnsupportedError
+from ttpu_core.registry import default_registry
 from ttpu_core.sharding.hardware import Chip, Topology, slice_sizes
-from ttpu_core.sharding.plan import Plan, load_plan
+from ttpu_core.sharding.plan import Plan
 from ttpu_core.sharding.serving import ENGINE_AXES
 from ttpu_core.sharding.workload import DTYPES
 from ttpu_core.spec import ArchitectureSpec
@@ -59,6 +60,7 @@ def plan_for(
     Raises:
         RequestError: `plan` is something else, or rules are given.
         PlanError: the plan is damaged, or was made for another model or for weights of another kind.
+        MissingDependencyError: it is a file, but the planner, which reads it, is not installed.
     """
     if rules:
         raise RequestError("plan and sharding_rules were given, but a plan has its own rules: pass one of them.")
@@ -91,6 +93,7 @@ def engine_plan(plan: Any) -> Plan:
     Raises:
         RequestError: it is something else.
         PlanError: the plan is damaged.
+        MissingDependencyError: it is a file, but the planner, which reads it, is not installed.
         UnsupportedError: it is not for serving, and shards along axes that engines do not.
 
     Warns of other replicas, which this engine knows nothing of.
@@ -112,7 +115,8 @@ def engine_plan(plan: Any) -> Plan:
 
 
 def _read(plan: Any) -> Plan:
-    read = load_plan(plan) if isinstance(plan, str | PathLike) else plan
+    is_file = isinstance(plan, str | PathLike)
+    read = default_registry().service("planner").load_plan(plan) if is_file else plan
     if not isinstance(read, Plan):
         raise RequestError(
             f"plan is the {type(plan).__name__} {str(plan)[:60]!r}, but a ttpu_core.sharding.plan.Plan or the path of "

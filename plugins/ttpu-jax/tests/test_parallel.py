@@ -19,6 +19,7 @@ from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_jax import parallel
 from ttpu_jax.parallel import placement_for, planned
 from ttpu_jax.params.mesh import arrange
+from ttpu_plan.plan_file import save_plan
 from ttpu_plan.planner import Request, best_plan
 
 
@@ -70,7 +71,7 @@ def test_auto_plans_for_the_dtype_that_is_loaded(spec: Any, monkeypatch: pytest.
 
 def test_a_plan_is_followed(path: Path, spec: Any, tmp_path: Path) -> None:
     plan = best_plan(spec, parse_topology("v5e:2x4"), Request(dtype="float32"))
-    plan.save(tmp_path / "plan.json")
+    save_plan(plan, tmp_path / "plan.json")
     model = AutoModelForTPU.from_pretrained(path, plan=tmp_path / "plan.json")
     assert dict(model.programs.runtime.placement.mesh.shape) == dict(plan.mesh)
 

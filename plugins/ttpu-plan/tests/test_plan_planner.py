@@ -12,9 +12,10 @@ from test_plan_memory import LLAMA, published
 from ttpu_core.errors import MissingDependencyError, PlanError, RequestError, UnsupportedError
 from ttpu_core.registry import Registry
 from ttpu_core.sharding.hardware import CHIPS, parse_topology
-from ttpu_core.sharding.plan import HEADROOM, Plan, load_plan
+from ttpu_core.sharding.plan import HEADROOM, Plan
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import MESH_AXES
+from ttpu_plan.plan_file import load_plan, plan_json, read_plan, save_plan
 from ttpu_plan.planner import (
     Request,
     best_plan,
@@ -213,7 +214,7 @@ def test_an_8b_model_on_8_to_256_chips_is_planned_in_two_seconds() -> None:
 
 def test_a_saved_plan_is_read_back_as_it_was(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    plan.save(path)
+    save_plan(plan, path)
     assert load_plan(path) == plan
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]  # and nothing half-written beside it
     written = json.loads(path.read_text())
@@ -224,7 +225,7 @@ def test_a_saved_plan_is_read_back_as_it_was(plan: Plan, tmp_path: Path) -> None
 
 def test_a_plan_for_several_slices_is_read_back_too(tmp_path: Path) -> None:
     plan = best_plan(published(LLAMA), parse_topology("2*v5e:4x4"), replace(TRAINING, batch=32))
-    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert read_plan(json.loads(json.dumps(plan_json(plan)))) == plan
 
 
 def test_a_plan_serves_the_model_that_it_was_made_for(plan: Plan) -> None:
@@ -258,26 +259,26 @@ def test_a_plan_serves_the_model_that_it_was_made_for(plan: Plan) -> None:
 )
 def test_a_damaged_plan_is_refused_in_one_sentence(plan: Plan, change: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message) as refusal:
-        Plan.from_json({**plan.to_json(), **change})
+        read_plan({**plan_json(plan), **change})
     assert "ttpu plan CHECKPOINT --save PLAN.json" in str(refusal.value)
     assert ". " not in str(refusal.value)  # one sentence
 
 
 def test_a_plan_that_lacks_something_says_what(plan: Plan) -> None:
-    value = plan.to_json()
+    value = plan_json(plan)
     del value["rules"], value["dcn"]
     with pytest.raises(PlanError, match="because it lacks dcn, rules"):
-        Plan.from_json(value)
+        read_plan(value)
 
 
 def test_rules_that_cut_less_than_the_usual_ones_are_read_as_they_are(plan: Plan) -> None:
-    read = Plan.from_json({**plan.to_json(), "rules": {"vocab": ["tensor"], "mlp": []}})
+    read = read_plan({**plan_json(plan), "rules": {"vocab": ["tensor"], "mlp": []}})
     assert read.strategy.rules == (("vocab", ("tensor",)), ("mlp", ()))
 
 
 def test_a_size_that_is_not_sold_is_planned_with_a_note(plan: Plan) -> None:
     odd = plans(published(LLAMA), parse_topology("v5e:2x3"), Request(batch=12))[0]
-    assert odd.note == odd.to_json()["note"] == "v5e:2x3 is not a size that v5e comes in"
+    assert odd.note == plan_json(odd)["note"] == "v5e:2x3 is not a size that v5e comes in"
     assert plan.note is None
 
 
@@ -289,7 +290,7 @@ def test_a_plan_that_cannot_be_saved_leaves_nothing_behind(
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(PlanError, match=r"cannot be written \(No space left on device\)"):
-        plan.save(tmp_path / "plan.json")
+        save_plan(plan, tmp_path / "plan.json")
     assert not list(tmp_path.iterdir())
 
 
@@ -308,4 +309,4 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, plan: Plan) -> None:
     with pytest.raises(PlanError, match="has no version"):
         load_plan(tmp_path / "list.json")
     with pytest.raises(PlanError, match="cannot be written"):
-        plan.save(tmp_path / "nowhere" / "plan.json")
+        save_plan(plan, tmp_path / "nowhere" / "plan.json")

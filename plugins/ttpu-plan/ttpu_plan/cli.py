@@ -109,8 +109,8 @@ def plan(
         UnsupportedError: --verify was given with --quantization.
     """
     from ttpu_core.registry import default_registry
-    from ttpu_core.sharding.plan import check_plan_file
     from ttpu_plan.picture import check_picture_file, save_picture
+    from ttpu_plan.plan_file import check_plan_file, save_plan
     from ttpu_plan.planner import Request
 
     quantized: Any = quantization.value if quantization else None
@@ -139,7 +139,7 @@ def plan(
         save_picture([(_name(one), one) for one in shown], picture, _title(architecture.spec.model_type, request))
         note(f"drew {counted(len(shown), 'plan')} in {picture}")
     if save is not None and fitting:
-        fitting[0].save(save)
+        save_plan(fitting[0], save)
         note(f"saved the plan for {_name(fitting[0])} as {save}{_serve_with(checkpoint, fitting[0], save)}")
     if reason is not None:
         note(f"nothing fits: {reason}")
@@ -275,6 +275,7 @@ def _as_json(
     verified: Verified,
 ) -> dict[str, Any]:
     from ttpu_core.sharding.hardware import parse_topology
+    from ttpu_plan.plan_file import plan_json
 
     if topology is not None:
         batch: int | None = request.rows(parse_topology(topology).num_devices)
@@ -283,7 +284,7 @@ def _as_json(
     rows = []
     for one in shown:
         compiled = {"compiled": [asdict(each) for each in verified[one]]} if one in verified else {}
-        rows.append({**one.to_json(), "parallelism": str(one.parallelism), "layout": one.layout, **compiled})
+        rows.append({**plan_json(one), "parallelism": str(one.parallelism), "layout": one.layout, **compiled})
     return {
         "checkpoint": checkpoint,
         "model_type": architecture.spec.model_type,
@@ -307,12 +308,15 @@ def _as_json(
 
 def _nothing_fits(reason: str | None, nothing: NoFit | None) -> dict[str, Any] | None:
     """What is known of it: only the reason where a compiler refused what was predicted to fit."""
+    from ttpu_plan.plan_file import plan_json
+
     if reason is None:
         return None
+    remedies = nothing.remedies if nothing else ()
     return {
         "reason": reason,
         "missing_bytes": nothing.missing_bytes if nothing else None,
-        "remedies": [{"change": one.change, "plan": one.plan.to_json()} for one in nothing.remedies] if nothing else [],
+        "remedies": [{"change": one.change, "plan": plan_json(one.plan)} for one in remedies],
     }
 
 

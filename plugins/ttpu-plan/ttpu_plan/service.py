@@ -1,20 +1,23 @@
-"""The planner as a service (`ttpu_core.services.Planner`), which backends call to choose a mesh."""
+"""The planner as a service (`ttpu_core.services.Planner`), which backends call to choose a mesh or to read a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from os import PathLike
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.sharding.hardware import Topology
 from ttpu_core.sharding.parallelism import Parallelism
+from ttpu_core.sharding.plan import Plan
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.sharding.workload import Quantization
 from ttpu_core.spec import ArchitectureSpec
+from ttpu_plan.plan_file import load_plan
 from ttpu_plan.planner import Purpose, Request, plans, why_nothing_fits
 
 
 class PlannerService:
-    """Chooses meshes to run a model on."""
+    """Chooses meshes to run a model on, and reads plans."""
 
     def fastest_mesh(
         self,
@@ -53,6 +56,14 @@ class PlannerService:
         if not usable[0].fits:
             raise UnsupportedError(str(why_nothing_fits(spec, topology, request, usable)))
         return usable[0].parallelism
+
+    def load_plan(self, path: str | PathLike[str]) -> Plan:
+        """Read a file that `ttpu plan --save` wrote.
+
+        Raises:
+            PlanError: the file is missing, or is no plan that this version reads.
+        """
+        return load_plan(path)
 
 
 PLANNER = PlannerService()

@@ -13,6 +13,7 @@ from ttpu_core.checkpoint import open_config
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.hardware import parse_topology
+from ttpu_plan.plan_file import save_plan
 from ttpu_plan.planner import Request, best_plan, plans
 
 pytestmark = pytest.mark.slow  # together they take long; the lane of the newest jax does without
@@ -42,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plan(checkpoint: Path, topology: str, batch: int, file: Path) -> Path:
     """What `ttpu plan --topology … --batch … --save` writes."""
     spec = default_registry().architecture(open_config(checkpoint)).spec
-    best_plan(spec, parse_topology(topology), Request("inference", batch, 32, dtype="float32")).save(file)
+    save_plan(best_plan(spec, parse_topology(topology), Request("inference", batch, 32, dtype="float32")), file)
     return file
 
 
@@ -67,7 +68,7 @@ def test_of_a_plan_with_replicas_an_engine_is_one(checkpoint: Path, tmp_path: Pa
     spec = default_registry().architecture(open_config(checkpoint)).spec
     found = plans(spec, parse_topology("v5e:2x4"), Request("inference", 32, 32, dtype="float32"))
     two = next(one for one in found if one.replicas == 2)
-    two.save(tmp_path / "plan.json")
+    save_plan(two, tmp_path / "plan.json")
     with pytest.warns(UserWarning, match=r"2 replicas × tensor=4: this engine is one of the replicas"):
         llm = LLM(str(checkpoint), **SMALL, plan=str(tmp_path / "plan.json"))
     with llm:
@@ -81,7 +82,7 @@ def test_a_plan_for_another_purpose_that_shards_the_batch_is_refused_before_weig
     spec = default_registry().architecture(open_config(checkpoint)).spec
     request = Request("generation", 32, 32, dtype="float32")
     one = next(one for one in plans(spec, parse_topology("v5e:2x4"), request) if dict(one.mesh) == {"data": 8})
-    one.save(tmp_path / "plan.json")
+    save_plan(one, tmp_path / "plan.json")
     monkeypatch.setattr("ttpu_jax.backend.load_parameters", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(UnsupportedError, match=r"a plan for data=8, .* make a plan to serve with `ttpu plan"):
         LLM(str(checkpoint), **SMALL, plan=str(tmp_path / "plan.json"))
