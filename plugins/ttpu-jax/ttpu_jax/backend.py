@@ -18,10 +18,10 @@ import numpy as np
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import CheckpointError
+from ttpu_core.given_plan import engine_plan
 from ttpu_core.mapping import pad_mapping
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.plan import Plan
-from ttpu_core.sharding.request import engine_plan
 from ttpu_core.sharding.serving import ServedShapes, ServingLimits
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.sharding.verification import Verification

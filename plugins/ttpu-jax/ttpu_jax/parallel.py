@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 
+from ttpu_core.given_plan import plan_for
 from ttpu_core.registry import default_registry
 from ttpu_core.services import Planner
 from ttpu_core.sharding.hardware import chip_named, chip_of_device_kind
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
-from ttpu_core.sharding.request import STAND_IN, plan_for, refuse_idle_axes, the_one_given, topology_of
+from ttpu_core.sharding.request import STAND_IN, refuse_idle_axes, the_one_given, topology_of
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_jax.params.mesh import number_of_slices

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.given_plan import engine_plan, plan_for
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, resolve_parallelism
-from ttpu_core.sharding.request import engine_plan, plan_for, the_one_given
+from ttpu_core.sharding.request import the_one_given
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
 from ttpu_jax.aot.topology import tpu_topology
 from ttpu_jax.parallel import planned

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ttpu_core.errors import RequestError
+from ttpu_core.given_plan import engine_plan
 from ttpu_core.loading import LoadOptions, open_model, refuse_unknown
-from ttpu_core.sharding.request import engine_plan
 from ttpu_serve.api.build_engine import build_engine, serving_backend
 from ttpu_serve.api.engine_config import NAMES, EngineConfig
 from ttpu_serve.execution.engine_core import EngineCore

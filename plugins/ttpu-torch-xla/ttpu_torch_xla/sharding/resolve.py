@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.given_plan import plan_for
 from ttpu_core.registry import default_registry
 from ttpu_core.services import Planner
 from ttpu_core.sharding.hardware import chip_named
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
-from ttpu_core.sharding.request import STAND_IN, plan_for, refuse_idle_axes, the_one_given, topology_of
+from ttpu_core.sharding.request import STAND_IN, refuse_idle_axes, the_one_given, topology_of
 from ttpu_core.sharding.strategy import MeshAxes, Strategy
 from ttpu_core.sharding.workload import DTYPES, Quantization
 from ttpu_core.spec import ArchitectureSpec, axes

@@ -1,0 +1,97 @@
+"""Checks a plan that a caller gave in place of a parallelism strategy: a `Plan`, or a file, which the planner reads."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+from ttpu_core.errors import PlanError, RequestError, UnsupportedError
+from ttpu_core.registry import default_registry
+from ttpu_core.sharding.plan import Plan
+from ttpu_core.sharding.serving import ENGINE_AXES
+from ttpu_core.sharding.workload import DTYPES
+from ttpu_core.spec import ArchitectureSpec
+from ttpu_core.spec.arithmetic import BITS
+
+
+def plan_for(
+    plan: Any, spec: ArchitectureSpec, *, dtype: str, quantization: str | None, rules: Any, backend: str
+) -> Plan:
+    """A plan that suits the model and its weights. Warns if the plan was made for smaller weights.
+
+    Args:
+        plan: a `Plan`, or the file that `ttpu plan --save` wrote.
+        spec: the model.
+        dtype: dtype of the weights; a name that no plan has ("auto") is not compared.
+        quantization: quantization of the weights: "int8", "int4" or None.
+        rules: the caller's sharding rules, which contradict a plan.
+        backend: name of the backend for error messages.
+
+    Raises:
+        RequestError: `plan` is something else, or rules are given.
+        PlanError: the plan is damaged, or was made for another model or for weights of another kind.
+        MissingDependencyError: it is a file, but the planner, which reads it, is not installed.
+    """
+    if rules:
+        raise RequestError("plan and sharding_rules were given, but a plan has its own rules: pass one of them.")
+    read = _read(plan)
+    read.check(spec)
+    for program in read.programs:
+        workload = program.workload
+        if workload.quantization != quantization:
+            option = f"with --quantization {quantization}" if quantization else "without --quantization"
+            raise PlanError(
+                f"the plan is for {workload.quantization or workload.dtype} weights, but the {backend} backend loads "
+                f"them in {quantization or dtype}: make a plan {option}."
+            )
+        if quantization is None and dtype in DTYPES and BITS[workload.dtype] < BITS[dtype]:
+            warnings.warn(
+                f"the plan was made for weights in {workload.dtype}, but they are held in {dtype}, which takes more "
+                f"memory than it says: pass dtype={workload.dtype!r}",
+                stacklevel=4,
+            )
+            break
+    return read
+
+
+def engine_plan(plan: Any) -> Plan:
+    """The plan of one serving engine: of a plan to serve, one replica's part.
+
+    Args:
+        plan: a `Plan`, or the file that `ttpu plan --save` wrote.
+
+    Raises:
+        RequestError: it is something else.
+        PlanError: the plan is damaged.
+        MissingDependencyError: it is a file, but the planner, which reads it, is not installed.
+        UnsupportedError: it is not for serving, and shards along axes that engines do not.
+
+    Warns of other replicas, which this engine knows nothing of.
+    """
+    read = _read(plan)
+    others = [axis for axis, size in read.mesh if size > 1 and axis not in ENGINE_AXES]
+    if others and not read.is_served:
+        raise UnsupportedError(
+            f"the engine was asked to serve by a plan for {read.parallelism}, but an engine shards a model along "
+            f"{' and '.join(ENGINE_AXES)} alone, and devices along {', '.join(others)} would all do the same: make a "
+            "plan to serve with `ttpu plan CHECKPOINT --save PLAN.json`."
+        )
+    if read.replicas > 1:
+        warnings.warn(
+            f"the plan is {read.layout}: this engine is one of the replicas, over {read.replica}; start one for each",
+            stacklevel=3,
+        )
+    return replace(read, mesh=read.replica.mesh, dcn=read.replica.dcn)
+
+
+def _read(plan: Any) -> Plan:
+    is_file = isinstance(plan, str | PathLike)
+    read = default_registry().service("planner").load_plan(plan) if is_file else plan
+    if not isinstance(read, Plan):
+        raise RequestError(
+            f"plan is the {type(plan).__name__} {str(plan)[:60]!r}, but a ttpu_core.sharding.plan.Plan or the path of "
+            "a file that `ttpu plan --save` wrote is needed: pass one of those."
+        )
+    return read
