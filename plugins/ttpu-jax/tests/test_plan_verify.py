@@ -18,8 +18,8 @@ from ttpu_core.sharding.plan import Plan
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.sharding.workload import Workload
 from ttpu_jax.aot import topology as topology_module
-from ttpu_jax.aot import verify
 from ttpu_jax.backend import JaxBackend
+from ttpu_jax.runner import verify
 from ttpu_jax.runner.ahead import ProgramFigures
 from ttpu_plan.planner import Request, best_plan, plans
 

@@ -215,8 +215,8 @@ class JaxBackend:
     def verify_plan(
         self, architecture: Architecture, plan: Plan, *, progress: Callable[[str], None] | None = None
     ) -> tuple[Verification, ...]:
-        """Compile each program of a plan for TPUs and return the compiler's figures; see `ttpu_jax.aot.verify`."""
-        from ttpu_jax.aot.verify import verify_plan
+        """Compile each program of a plan for TPUs and return the compiler's figures; see `ttpu_jax.runner.verify`."""
+        from ttpu_jax.runner.verify import verify_plan
 
         return verify_plan(architecture, plan, progress=progress)
 
