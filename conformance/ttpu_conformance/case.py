@@ -99,6 +99,17 @@ class Reference:
         with torch.no_grad():
             return np.asarray(model(input_ids=torch.tensor(ids)).logits.float().numpy())
 
+    def padded_logits(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Return the logits, float32 [batch, seq, vocab], of token ids [batch, seq] with padding where mask
+        [batch, seq] is 0. A row's positions begin at its first real token."""
+        import torch
+
+        positions = np.maximum(mask.cumsum(-1) - 1, 0)
+        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        with torch.no_grad():
+            output = self.model(**{name: torch.tensor(value) for name, value in given.items()})
+        return np.asarray(output.logits.float().numpy())
+
     def clear(self) -> None:
         """Delete the model and its files."""
         if "path" in vars(self):

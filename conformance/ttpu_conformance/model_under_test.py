@@ -135,6 +135,14 @@ class StacksLayers(Protocol):
 
 
 @runtime_checkable
+class RunsReferenceCode(Protocol):
+    """A model that runs the code of transformers itself. Where that code's logits depend on padding (llama4's chunks
+    begin at the first slot, not at the first token), so do this model's."""
+
+    runs_reference_code: Literal[True]
+
+
+@runtime_checkable
 class ShowsResidualStream(Protocol):
     """A model that is built from the description, so that a changed description can explain a difference."""
 

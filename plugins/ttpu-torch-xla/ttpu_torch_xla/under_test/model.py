@@ -9,7 +9,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,9 +33,11 @@ class TorchModel:
     Attributes:
         model: what a user gets from `AutoModelForTPU.from_pretrained`.
         recorded: operations are recorded one by one; see `ttpu_conformance.model_under_test.RecordsPrograms`.
+        runs_reference_code: it runs transformers' code; see `ttpu_conformance.model_under_test.RunsReferenceCode`.
     """
 
     recorded = True
+    runs_reference_code: Literal[True] = True
 
     def __init__(
         self,
