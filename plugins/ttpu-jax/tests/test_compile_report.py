@@ -224,7 +224,7 @@ class TestCommand:
             (("--topology", "v5p:2x4"), "write 3 sizes"),
             (("--topology", "v5e:2x4", "--mesh", "tensor=4"), "'v5e:2x4' has 8"),
             (("--topology", "v5e:2x4", "--mesh", "heads=8"), "not an axis"),
-            (("--topology", "v5e:2x4", "--dtype", "int3"), "models run in float32"),
+            (("--topology", "v5e:2x4", "--dtype", "int3"), "float32, bfloat16, float16"),
         ],
     )
     def test_what_cannot_be_compiled_is_an_error_in_one_sentence(
