@@ -34,7 +34,7 @@ def block(method: str) -> str:
     return "class Block(DecoderLayer):\n" + textwrap.indent(textwrap.dedent(method).strip(), "    ")
 
 
-MIX = "def mix(self, x, step, cache=None, turn=None, inputs=None):\n    "
+MIX = "def mix(self, x, step, cache, inputs=None):\n    "
 
 RULES = """
 @hookimpl
@@ -54,7 +54,7 @@ BREACHES = {
         "token by token the logits differ",
         block(
             MIX
-            + """mixed, updated, kv = super().mix(x, step, cache, turn, inputs)
+            + """mixed, updated, kv = super().mix(x, step, cache, inputs)
     return mixed, cache if x.shape[1] == 1 else updated, kv"""
         ),
     ),
@@ -63,9 +63,9 @@ BREACHES = {
         "in chunks the logits differ",
         block(
             MIX
-            + """if cache is not None and x.shape[1] > 1:
-        step = replace(step, fresh=True, key_positions=step.query_positions)
-    return super().mix(x, step, cache, turn, inputs)"""
+            + """if hasattr(cache, "fresh") and x.shape[1] > 1:
+        cache = replace(cache, fresh=True, positions=step.query_positions)
+    return super().mix(x, step, cache, inputs)"""
         ),
     ),
     "a block attends to padding": Breach(
@@ -73,8 +73,8 @@ BREACHES = {
         "with padding on the left a row's logits change",
         block(
             MIX
-            + """step = replace(step, key_positions=jnp.maximum(step.key_positions, 0))
-    return super().mix(x, step, cache, turn, inputs)"""
+            + """cache = replace(cache, positions=jnp.maximum(cache.positions, 0))
+    return super().mix(x, step, cache, inputs)"""
         ),
     ),
     "a block stops a gradient": Breach(

@@ -114,4 +114,8 @@ def train_step(
     params = abstract_parameters(model.parameters, placement, np.dtype(ADAMW.master_dtype))
     state = step.abstract_state(params)
     arguments = (params, state, abstract_tokens(batch, tokens, placement))
-    return AbstractProgram(step, arguments, (0, 1), (params, state), spec)
+
+    def update(params: dict[str, jax.Array], state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        return step(params, state, tokens)  # a function, whose name errors can show
+
+    return AbstractProgram(update, arguments, (0, 1), (params, state), spec)
