@@ -58,6 +58,15 @@ def _keep_only(case: Case) -> None:
     _latest = case
 
 
+def release() -> None:
+    """Let go of the models of the latest case, which are kept for its next check. A model that runs transformers' code
+    keeps patches applied for as long as it is there."""
+    global _latest
+    if _latest is not None:
+        _latest.clear()
+    _latest = None
+
+
 def parametrize_with_checks(
     *model_types: str,
     level: Depth = "full",

@@ -3,10 +3,12 @@ in one program, and transformers' greedy tokens from programs that are compiled 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ pytest.importorskip("torch_xla")
 from typer.testing import CliRunner
 from xla_tiny import declared, model_types
 
-from ttpu_conformance import parametrize_with_checks
+from ttpu_conformance import parametrize_with_checks, pytest_door
 from ttpu_core.cli.main import app
 
 pytestmark = pytest.mark.torch
@@ -27,6 +29,13 @@ CHECKS = (
     "decode_compiles_once",
 )  # fmt: skip
 SHARDED = ("sharded_fsdp", "sharded_tensor", "sharded_experts")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patches_end_with_this_module() -> Iterator[None]:
+    yield
+    pytest_door.release()
+    gc.collect()
 
 
 def tests() -> list[Any]:
