@@ -200,6 +200,10 @@ def test_pages_come_back_when_clients_leave(server: Process) -> None:
 
 
 def test_metrics_tell_what_was_done(server: Process) -> None:
+    http = httpx.Client(base_url=server.url, headers={"authorization": "Bearer secret"}, timeout=60)
+    asked = {"model": "tiny-llama", "messages": HELLO, "max_tokens": 60, "temperature": 0}
+    asked |= {"stream": True, "ignore_eos": True}
+    assert "[DONE]" in http.post("/v1/chat/completions", json=asked).text
     text = httpx.get(f"{server.url}/metrics").text
     values = dict(re.findall(r"^(ttpu:\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
     assert float(values["ttpu:generation_tokens_total"]) > 20 and float(values["ttpu:draft_tokens_total"]) > 0
