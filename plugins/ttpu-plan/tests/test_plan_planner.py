@@ -296,7 +296,7 @@ def test_a_plan_that_cannot_be_saved_leaves_nothing_behind(
 
 def test_the_documented_headroom_is_the_one_that_is_taken() -> None:
     documented = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
-    assert f"A plan may take {HEADROOM:.0%}".replace("%", " %") in documented
+    assert f"A plan may use {HEADROOM:.0%}".replace("%", " %") in documented
 
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, plan: Plan) -> None:
