@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import Any
 
 from ttpu_core.spec.arithmetic import kept_elements
-from ttpu_core.spec.parameters import model_parameters
+from ttpu_core.spec.kernel_format import KernelFormat
+from ttpu_core.spec.parameters import LAYERS, model_parameters
 from ttpu_core.spec.parts import (
     AttentionSpec,
     EmbeddingSpec,
@@ -38,7 +39,8 @@ class ArchitectureSpec:
     """A whole decoder.
 
     `parameter_axes` overrides logical axes by parameter path pattern (from `ttpu_sharding_rules`). `kernels` and
-    `torch_patches` come from the family and from patch packs."""
+    `torch_patches` come from the family and from patch packs. `kernel_formats` holds the format of each quantized
+    kernel by parameter path; `ttpu_core.quantization` sets it."""
 
     model_type: str
     embedding: EmbeddingSpec
@@ -49,6 +51,7 @@ class ArchitectureSpec:
     parameter_axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
     kernels: tuple[KernelChoice, ...] = ()
     torch_patches: tuple[TorchPatch, ...] = ()
+    kernel_formats: tuple[tuple[str, KernelFormat], ...] = ()
 
     def __hash__(self) -> int:
         """A hash of the fields, computed once: jit asks for it at every call, and hashing 126 layers takes 160 µs."""
@@ -125,19 +128,26 @@ class ArchitectureSpec:
         """Runs of repeated layers: the shortest unit that repeats, then the remaining layers.
 
         Equal layers share one traced body, and a stacked parameter holds one group's copies of one layer. A layer
-        whose keys and values another layer reads forms its own group."""
-        return tuple(_groups(self.layers, self.kv_sources))
+        whose keys and values another layer reads forms its own group. Layers with different kernel formats differ."""
+        formats: dict[int, list[tuple[str, KernelFormat]]] = {}
+        for path, form in self.kernel_formats:
+            if path.startswith(LAYERS):
+                _, index, rest = path.split(".", 2)
+                formats.setdefault(int(index), []).append((rest, form))
+        kinds = [
+            (layer, index if index in self.kv_sources else None, frozenset(formats.get(index, ())))
+            for index, layer in enumerate(self.layers)
+        ]
+        return tuple(_groups(self.layers, kinds))
 
 
 _fields = attrgetter(*ArchitectureSpec.__dataclass_fields__)
 
 
-def _groups(layers: tuple[LayerSpec, ...], alone: frozenset[int]) -> Iterator[LayerGroup]:
+def _groups(layers: tuple[LayerSpec, ...], different: list[Any]) -> Iterator[LayerGroup]:
+    """Groups of `layers`; layers with equal entries of `different` are equal."""
     numbers: dict[Any, int] = {}  # numbers compare faster than layers
-    kinds = [
-        numbers.setdefault((layer, index if index in alone else None), len(numbers))
-        for index, layer in enumerate(layers)
-    ]
+    kinds = [numbers.setdefault(kind, len(numbers)) for kind in different]
     start = 0
     while start < len(kinds):
         rest = kinds[start:]

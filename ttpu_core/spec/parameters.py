@@ -36,7 +36,10 @@ LAYERS = "layers."
 
 def model_parameters(spec: ArchitectureSpec) -> dict[str, Parameter]:
     """Every parameter of the model by its Flax path, in model order."""
-    return _with_axis_overrides(dict(_model(spec)), spec.parameter_axes)
+    table = _with_axis_overrides(dict(_model(spec)), spec.parameter_axes)
+    for path, form in spec.kernel_formats:
+        table[path] = replace(table[path], format=form)
+    return table
 
 
 def layer_parameters(layer: LayerSpec, hidden_size: int) -> dict[str, Parameter]:

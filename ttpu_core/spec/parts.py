@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ttpu_core.errors import ConfigError
+from ttpu_core.spec.kernel_format import KernelFormat
 from ttpu_core.spec.rope import RopeSpec
 
 NormKind = Literal["rms", "layer", "none"]
@@ -355,12 +356,14 @@ class Parameter:
     """Shape, logical axes, initialisation and dtype of a parameter.
 
     An axis of None is never sharded. `dtype` is set for parameters that keep their dtype whatever the model's dtype
-    is (router biases, decay rates)."""
+    is (router biases, decay rates). `format` is set for quantized kernels, which are stored as several arrays (see
+    `ttpu_core.spec.kernel_format.parts_of`)."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: Literal["normal", "ones", "zeros"] = "normal"
     dtype: str | None = None
+    format: KernelFormat | None = None
 
     @property
     def size(self) -> int:
