@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ttpu_core.errors import PlanError, RequestError, UnsupportedError
 from ttpu_core.registry import default_registry
@@ -15,11 +15,22 @@ from ttpu_core.sharding.workload import DTYPES
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.arithmetic import BITS
 
+if TYPE_CHECKING:
+    from ttpu_core.loading import Purpose
+
 
 def plan_for(
-    plan: Any, spec: ArchitectureSpec, *, dtype: str, quantization: str | None, rules: Any, backend: str
+    plan: Any,
+    spec: ArchitectureSpec,
+    *,
+    dtype: str,
+    quantization: str | None,
+    rules: Any,
+    purpose: Purpose,
+    backend: str,
 ) -> Plan:
-    """A plan that suits the model and its weights. Warns if the plan was made for smaller weights.
+    """A plan that suits the model and its weights; to serve, one replica's part of it. Warns if the plan was made for
+    smaller weights, or has other replicas.
 
     Args:
         plan: a `Plan`, or the file that `ttpu plan --save` wrote.
@@ -27,16 +38,20 @@ def plan_for(
         dtype: dtype of the weights; a name that no plan has ("auto") is not compared.
         quantization: quantization of the weights: "int8", "int4" or None.
         rules: the caller's sharding rules, which contradict a plan.
+        purpose: what the model is opened for.
         backend: name of the backend for error messages.
 
     Raises:
         RequestError: `plan` is something else, or rules are given.
         PlanError: the plan is damaged, or was made for another model or for weights of another kind.
         MissingDependencyError: it is a file, but the planner, which reads it, is not installed.
+        UnsupportedError: an engine is to be opened, but the plan shards along axes that engines do not.
     """
     if rules:
         raise RequestError("plan and sharding_rules were given, but a plan has its own rules: pass one of them.")
     read = _read(plan)
+    if purpose == "serve":
+        read = _replica(read)
     read.check(spec)
     for program in read.programs:
         workload = program.workload
@@ -56,34 +71,21 @@ def plan_for(
     return read
 
 
-def engine_plan(plan: Any) -> Plan:
-    """The plan of one serving engine: of a plan to serve, one replica's part.
-
-    Args:
-        plan: a `Plan`, or the file that `ttpu plan --save` wrote.
-
-    Raises:
-        RequestError: it is something else.
-        PlanError: the plan is damaged.
-        MissingDependencyError: it is a file, but the planner, which reads it, is not installed.
-        UnsupportedError: it is not for serving, and shards along axes that engines do not.
-
-    Warns of other replicas, which this engine knows nothing of.
-    """
-    read = _read(plan)
-    others = [axis for axis, size in read.mesh if size > 1 and axis not in ENGINE_AXES]
-    if others and not read.is_served:
+def _replica(plan: Plan) -> Plan:
+    """The part of a plan that one serving engine follows."""
+    others = [axis for axis, size in plan.mesh if size > 1 and axis not in ENGINE_AXES]
+    if others and not plan.is_served:
         raise UnsupportedError(
-            f"the engine was asked to serve by a plan for {read.parallelism}, but an engine shards a model along "
+            f"the engine was asked to serve by a plan for {plan.parallelism}, but an engine shards a model along "
             f"{' and '.join(ENGINE_AXES)} alone, and devices along {', '.join(others)} would all do the same: make a "
             "plan to serve with `ttpu plan CHECKPOINT --save PLAN.json`."
         )
-    if read.replicas > 1:
+    if plan.replicas > 1:
         warnings.warn(
-            f"the plan is {read.layout}: this engine is one of the replicas, over {read.replica}; start one for each",
-            stacklevel=3,
+            f"the plan is {plan.layout}: this engine is one of the replicas, over {plan.replica}; start one for each",
+            stacklevel=5,
         )
-    return replace(read, mesh=read.replica.mesh, dcn=read.replica.dcn)
+    return replace(plan, mesh=plan.replica.mesh, dcn=plan.replica.dcn)
 
 
 def _read(plan: Any) -> Plan:

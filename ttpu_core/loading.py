@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 from ttpu_core.errors import RequestError
 
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from ttpu_core.checkpoint import Checkpoint
     from ttpu_core.sharding.parallelism import Rules
 
+Purpose = Literal["generate", "serve", "train"]
+"""What a model is opened for: its own `generate`, one serving engine, or training."""
+
 ProgressCallback = Callable[[str, float, float], None]
 OwnOptions = TypeVar("OwnOptions", bound="LoadOptions")
 
 NOT_FOR_ENGINES = {"for_engines": False}
-"""Metadata of a backend's option that means nothing to who opens an engine."""
+"""Metadata of an option that who opens an engine does not give."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,8 @@ class LoadOptions:
         sharding_rules: logical axis → the mesh axes that shard it, or None, in place of the usual ones.
         attn_implementation: the attention that runs: "auto", or a name that the backend knows.
         attention_config: settings of that implementation, such as {"sa_block_q": 1024} for splash_attention.
+        purpose: what the model is opened for: "generate", "serve" (one serving engine) or "train"; a mesh is chosen for
+            it by "auto", and a serving engine takes one replica of a plan.
         progress: called as progress("load", bytes done, bytes in all) and progress("compile", done, in all).
     """
 
@@ -55,7 +60,20 @@ class LoadOptions:
     sharding_rules: Rules | None = None
     attn_implementation: str | None = "auto"
     attention_config: Mapping[str, Any] | None = None
-    progress: ProgressCallback | None = None
+    purpose: Purpose = field(default="generate", metadata=NOT_FOR_ENGINES)
+    progress: ProgressCallback | None = field(default=None, metadata=NOT_FOR_ENGINES)
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            RequestError: an unknown purpose.
+        """
+        if self.purpose not in get_args(Purpose):
+            raise RequestError(
+                f"purpose={self.purpose!r} was asked for, but a model is opened for one of "
+                f"{', '.join(get_args(Purpose))}: write one of them."
+            )
 
     @classmethod
     def read(cls, given: Mapping[str, Any], backend: str) -> Self:
@@ -74,10 +92,8 @@ class LoadOptions:
 
     @classmethod
     def names_for_engines(cls) -> tuple[str, ...]:
-        """The names that who opens an engine may give, sorted: all but `progress`, which engines have themselves, and
-        those fields whose metadata is `NOT_FOR_ENGINES`."""
-        hidden = {option.name for option in fields(cls) if option.metadata == NOT_FOR_ENGINES} | {"progress"}
-        return tuple(name for name in cls.names() if name not in hidden)
+        """The names that who opens an engine may give, sorted: all but those whose metadata is `NOT_FOR_ENGINES`."""
+        return tuple(sorted(option.name for option in fields(cls) if option.metadata != NOT_FOR_ENGINES))
 
     def suited_to(self, kind: type[OwnOptions]) -> OwnOptions:
         """These options as those of a backend, whose own ones keep their defaults.

@@ -8,6 +8,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from ttpu_core.loading import Purpose
     from ttpu_core.processes import Contract
     from ttpu_core.sharding.hardware import Topology
     from ttpu_core.sharding.parallelism import Parallelism
@@ -28,7 +29,7 @@ class Planner(Protocol):
         strategy: Strategy,
         dtype: str,
         quantization: Quantization | None = None,
-        served: bool = False,
+        purpose: Purpose = "generate",
         accepts: Callable[[Parallelism], bool] | None = None,
     ) -> Parallelism | None:
         """Return the fastest mesh of these slices on which the model is predicted to fit.
@@ -37,7 +38,7 @@ class Planner(Protocol):
             strategy: which mesh axes shard which logical axes.
             dtype: of weights, activations and cache.
             quantization: of the layers' weights.
-            served: for one serving engine over all devices, else for `generate`.
+            purpose: what the model is opened for; "serve" is one serving engine over all devices.
             accepts: whether the backend can run a mesh; None accepts all.
 
         Returns:

@@ -14,11 +14,13 @@ from tiny import llama_checkpoint
 from ttpu import AutoModelForTPU
 from ttpu_core import default_registry, open_checkpoint
 from ttpu_core.errors import PlanError, RequestError, UnsupportedError
+from ttpu_core.loading import Purpose
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_jax import parallel
 from ttpu_jax.parallel import placement_for, planned
 from ttpu_jax.params.mesh import arrange
+from ttpu_jax.runner.build import refuse_idle_devices
 from ttpu_plan.plan_file import save_plan
 from ttpu_plan.planner import Request, best_plan
 
@@ -30,7 +32,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def spec(path: Path) -> Any:
-    return default_registry().architecture(open_checkpoint(path).config).spec
+    return architecture_of(path)
+
+
+def architecture_of(path: Path, **other: Any) -> Any:
+    return default_registry().architecture(open_checkpoint(path).config.with_values(other)).spec
 
 
 def test_two_ways_of_saying_it_are_refused(path: Path) -> None:
@@ -60,13 +66,29 @@ def test_an_axis_along_which_nothing_is_cut_is_refused(spec: Any) -> None:
 def test_auto_plans_for_the_dtype_that_is_loaded(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Strategy, str]] = []
 
-    def plan(spec: Any, devices: Any, strategy: Strategy, dtype: str) -> Any:
+    def plan(spec: Any, devices: Any, strategy: Strategy, dtype: str, purpose: Purpose) -> Any:
         asked.append((strategy, dtype))
-        return planned(spec, devices, strategy, dtype)
+        return planned(spec, devices, strategy, dtype, purpose)
 
     monkeypatch.setattr(parallel, "planned", plan)
     placement_for(spec, parallelism_strategy="auto", dtype="float32", sharding_rules={"mlp": None})
     assert asked[0][1] == "float32" and dict(asked[0][0].rules)["mlp"] == ()
+
+
+def test_auto_plans_for_what_the_model_is_opened_for(path: Path) -> None:
+    eight_heads = architecture_of(path, num_attention_heads=8, num_key_value_heads=8, head_dim=8)
+    served = placement_for(eight_heads, parallelism_strategy="auto", purpose="serve")
+    assert served.mesh is not None and dict(served.mesh.shape) == {"tensor": 8}
+    refuse_idle_devices(served)
+    trained = placement_for(eight_heads, parallelism_strategy="auto", purpose="train")
+    assert trained.mesh is not None and trained.mesh.size == 8
+    with pytest.raises(UnsupportedError, match="does not shard requests over"):
+        refuse_idle_devices(trained)
+
+
+def test_an_unknown_purpose_is_refused(path: Path) -> None:
+    with pytest.raises(RequestError, match=r"purpose='dream' was asked for, but .* one of generate, serve, train"):
+        AutoModelForTPU.from_pretrained(path, purpose="dream")
 
 
 def test_a_plan_is_followed(path: Path, spec: Any, tmp_path: Path) -> None:
@@ -145,8 +167,8 @@ def test_a_part_of_a_slice_may_have_holes(count: int) -> None:
 
 
 def test_auto_knows_slices_and_single_cores(spec: Any) -> None:
-    two = planned(spec, CHIPS, DEFAULT_STRATEGY, "bfloat16")
+    two = planned(spec, CHIPS, DEFAULT_STRATEGY, "bfloat16", "generate")
     assert (two.num_devices, two.num_slices) == (16, 2)
     core: Any = [replace(Chip(0), device_kind="TPU7x")]
-    assert planned(spec, core, DEFAULT_STRATEGY, "bfloat16").num_devices == 1
+    assert planned(spec, core, DEFAULT_STRATEGY, "bfloat16", "generate").num_devices == 1
     assert jax.device_count() == 8

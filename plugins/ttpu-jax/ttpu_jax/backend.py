@@ -18,7 +18,6 @@ import numpy as np
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import CheckpointError
-from ttpu_core.given_plan import engine_plan
 from ttpu_core.mapping import pad_mapping
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.plan import Plan
@@ -71,17 +70,15 @@ class JaxBackend:
         check_supported(architecture.spec)
         architecture = replace(architecture, mapping=architecture.mapping.suited_to(checkpoint.tensors))
         held = model_dtype(options.dtype, checkpoint)
-        plan = options.plan
-        if plan is not None and options.enable_paged_attention:
-            plan = engine_plan(plan)
         placement = placement_for(
             architecture.spec,
             parallelism_strategy=options.parallelism_strategy,
             sharding_strategy=options.sharding_strategy,
             mesh=options.mesh,
-            plan=plan,
+            plan=options.plan,
             sharding_rules=options.sharding_rules,
             dtype=held.name,
+            purpose="serve" if options.enable_paged_attention else options.purpose,
         )
         spec, paddings = pad_for(architecture.spec, placement)
         attention = attention_choice(

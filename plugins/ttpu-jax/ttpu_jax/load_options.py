@@ -37,8 +37,9 @@ class JaxLoadOptions(LoadOptions):
         """Check the values.
 
         Raises:
-            RequestError: `task` is not "inference".
+            RequestError: an unknown purpose, or a `task` that is not "inference".
         """
+        super().__post_init__()
         if self.task != "inference":
             raise RequestError(
                 f"task={self.task!r} was asked for, but this version of the JAX backend loads models for inference: "

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from ttpu_core.given_plan import plan_for
+from ttpu_core.loading import Purpose
 from ttpu_core.registry import default_registry
 from ttpu_core.services import Planner
 from ttpu_core.sharding.hardware import chip_named, chip_of_device_kind
@@ -29,6 +30,7 @@ def placement_for(
     plan: Any = None,
     sharding_rules: Rules | None = None,
     dtype: str = "bfloat16",
+    purpose: Purpose = "generate",
 ) -> Placement:
     """Return the placement that a caller asks for; one device if the caller asks for nothing.
 
@@ -39,6 +41,7 @@ def placement_for(
         plan: a `Plan`, or the file that `ttpu plan --save` wrote.
         sharding_rules: logical axis → mesh axes, in place of the usual ones.
         dtype: what weights are held in.
+        purpose: what the model is opened for.
 
     Raises:
         RequestError: more than one of them, or rules alone.
@@ -55,12 +58,14 @@ def placement_for(
         plan=plan,
     )
     if plan is not None:
-        read = plan_for(plan, spec, dtype=dtype, quantization=None, rules=sharding_rules, backend="JAX")
+        read = plan_for(
+            plan, spec, dtype=dtype, quantization=None, rules=sharding_rules, purpose=purpose, backend="JAX"
+        )
         return local_placement(read.parallelism)
     strategy = strategy_with(sharding_rules)
     argument, asked = given or ("parallelism_strategy", None)
     if isinstance(asked, str) and asked.strip().lower() == AUTO:
-        return local_placement(planned(spec, jax.devices(), strategy, dtype))
+        return local_placement(planned(spec, jax.devices(), strategy, dtype, purpose))
     if isinstance(asked, str):
         asked = resolve_parallelism(asked, len(jax.devices()), sharding_rules, argument=argument)
     placement = local_placement(asked, strategy)
@@ -68,8 +73,17 @@ def placement_for(
     return placement
 
 
-def planned(spec: ArchitectureSpec, devices: list[jax.Device], strategy: Strategy, dtype: str) -> Parallelism:
+def planned(
+    spec: ArchitectureSpec, devices: list[jax.Device], strategy: Strategy, dtype: str, purpose: Purpose
+) -> Parallelism:
     """Ask the planner for the fastest mesh of these devices, which are assumed to form slices of that size.
+
+    Args:
+        spec: the architecture.
+        devices: all devices of the mesh.
+        strategy: the mesh axes that shard each logical axis.
+        dtype: of weights and activations.
+        purpose: what the model is opened for.
 
     Raises:
         MissingDependencyError: the planner is not installed.
@@ -80,7 +94,7 @@ def planned(spec: ArchitectureSpec, devices: list[jax.Device], strategy: Strateg
     topology = topology_of(chip, len(devices), number_of_slices(devices))
     if topology is None:  # of a tpu7x chip that several processes share, one core
         return Parallelism(strategy=strategy)
-    found = planner.fastest_mesh(spec, topology, strategy=strategy, dtype=dtype)
+    found = planner.fastest_mesh(spec, topology, strategy=strategy, dtype=dtype, purpose=purpose)
     assert found is not None  # every mesh was accepted
     return found
 

@@ -6,14 +6,19 @@ from collections.abc import Callable
 from os import PathLike
 
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.loading import Purpose
 from ttpu_core.sharding.hardware import Topology
 from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_core.sharding.plan import Plan
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.sharding.workload import Quantization
 from ttpu_core.spec import ArchitectureSpec
+from ttpu_plan import planner
 from ttpu_plan.plan_file import load_plan
-from ttpu_plan.planner import Purpose, Request, plans, why_nothing_fits
+from ttpu_plan.planner import Request, plans, why_nothing_fits
+
+PURPOSES: dict[Purpose, planner.Purpose] = {"generate": "generation", "serve": "inference", "train": "training"}
+"""What a model is opened for → the purpose of its plan."""
 
 
 class PlannerService:
@@ -27,7 +32,7 @@ class PlannerService:
         strategy: Strategy,
         dtype: str,
         quantization: Quantization | None = None,
-        served: bool = False,
+        purpose: Purpose = "generate",
         accepts: Callable[[Parallelism], bool] | None = None,
     ) -> Parallelism | None:
         """Return the fastest mesh of these slices on which the model is predicted to fit.
@@ -38,7 +43,7 @@ class PlannerService:
             strategy: the mesh axes that shard each logical axis.
             dtype: of weights, activations and cache.
             quantization: of the layers' weights.
-            served: plan one serving engine over all devices; otherwise plan `generate`.
+            purpose: what the model is opened for; "serve" is one serving engine over all devices.
             accepts: whether the backend can run a mesh; None accepts all.
 
         Returns:
@@ -47,8 +52,13 @@ class PlannerService:
         Raises:
             UnsupportedError: the model fits on no mesh; the message says by how much, and what would help.
         """
-        purpose: Purpose = "inference" if served else "generation"
-        request = Request(purpose, dtype=dtype, quantization=quantization, strategy=strategy, one_replica=served)
+        request = Request(
+            PURPOSES[purpose],
+            dtype=dtype,
+            quantization=quantization,
+            strategy=strategy,
+            one_replica=purpose == "serve",
+        )
         found = plans(spec, topology, request)
         usable = [one for one in found if accepts is None or accepts(one.parallelism)]
         if not usable:

@@ -64,6 +64,12 @@ def test_a_plan_that_cuts_weights_alone_is_served_with_the_same_tokens(
         assert answer(llm) == alone
 
 
+def test_auto_chooses_a_mesh_that_the_engine_takes(checkpoint: Path) -> None:
+    with LLM(str(checkpoint), **SMALL, parallelism_strategy="auto") as llm:
+        assert dict(llm.engine.runner.runtime.placement.mesh.shape) == {"tensor": 8}
+        assert len(answer(llm)) == 6
+
+
 def test_of_a_plan_with_replicas_an_engine_is_one(checkpoint: Path, tmp_path: Path) -> None:
     spec = default_registry().architecture(open_config(checkpoint)).spec
     found = plans(spec, parse_topology("v5e:2x4"), Request("inference", 32, 32, dtype="float32"))

@@ -333,7 +333,7 @@ def test_the_planner_is_told_what_weights_are_held_in(monkeypatch: pytest.Monkey
     module = sys.modules[resolve.__module__]
     asked: list[str] = []
 
-    def planned(spec: Any, adapter: Any, strategy: Any, dtype: str, quantization: Any) -> Any:
+    def planned(spec: Any, adapter: Any, strategy: Any, dtype: str, quantization: Any, purpose: Any) -> Any:
         asked.append(dtype)
         return resolve_parallelism("fsdp", 8)
 

@@ -67,6 +67,7 @@ class TorchXlaBackend:
             sharding_rules=options.sharding_rules,
             dtype=str(held),
             quantization=None if quantization_config is None else quantization_config.planned_as,
+            purpose=options.purpose,
         )
         parallelism = asked_for if options.auto_shard else None
         use_fsdp_wrap = options.use_fsdp_wrap

@@ -39,8 +39,10 @@ class TorchXlaLoadOptions(LoadOptions):
         """Check the values.
 
         Raises:
-            RequestError: a switch that is not a bool, or a `quantization_config` without `do_quant`.
+            RequestError: an unknown purpose, a switch that is not a bool, or a `quantization_config` without
+                `do_quant`.
         """
+        super().__post_init__()
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, but it is a switch: write True or False.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.given_plan import engine_plan, plan_for
+from ttpu_core.given_plan import plan_for
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, resolve_parallelism
 from ttpu_core.sharding.request import the_one_given
@@ -81,10 +81,12 @@ def _parallelism(
     """As loading the checkpoint there would resolve it, but that nothing said means all devices."""
     the_one_given(None, parallelism_strategy=asked, plan=plan)
     if plan is not None:
-        read = plan_for(engine_plan(plan), architecture.spec, dtype=dtype, quantization=None, rules=None, backend="JAX")
+        read = plan_for(
+            plan, architecture.spec, dtype=dtype, quantization=None, rules=None, purpose="serve", backend="JAX"
+        )
         return read.parallelism
     if asked is None:
         return Parallelism((("tensor", len(devices)),))
     if asked.strip().lower() == AUTO:
-        return planned(architecture.spec, list(devices), DEFAULT_STRATEGY, dtype)
+        return planned(architecture.spec, list(devices), DEFAULT_STRATEGY, dtype, "serve")
     return resolve_parallelism(asked, len(devices))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ttpu_core.errors import RequestError
-from ttpu_core.given_plan import engine_plan
 from ttpu_core.loading import LoadOptions, open_model, refuse_unknown
 from ttpu_serve.api.build_engine import build_engine, serving_backend
 from ttpu_serve.api.engine_config import NAMES, EngineConfig
@@ -48,13 +47,11 @@ def open_engine(
         RequestError: a setting is invalid, or options of loading are given with a loaded model.
     """
     load = load or LoadOptions()
-    if load.plan is not None:
-        load = replace(load, plan=engine_plan(load.plan))
     with _reported(progress) as report:
         if isinstance(model, str | Path):
             loader = serving_backend(backend)
             loader.keep_compiled()  # before the first program of loading
-            loaded: Any = open_model(model, replace(load, progress=report), backend=loader.name)
+            loaded: Any = open_model(model, replace(load, purpose="serve", progress=report), backend=loader.name)
         else:
             _refuse_loading(load, backend)
             loaded = model

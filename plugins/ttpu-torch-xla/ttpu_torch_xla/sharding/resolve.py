@@ -9,6 +9,7 @@ from typing import Any
 
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.given_plan import plan_for
+from ttpu_core.loading import Purpose
 from ttpu_core.registry import default_registry
 from ttpu_core.services import Planner
 from ttpu_core.sharding.hardware import chip_named
@@ -36,6 +37,7 @@ def resolve(
     sharding_rules: Rules | None = None,
     dtype: Any = "auto",
     quantization: Quantization | None = None,
+    purpose: Purpose = "generate",
 ) -> Parallelism | None:
     """Return the parallelism that a caller asks for; None for no request, or for one device.
 
@@ -47,6 +49,7 @@ def resolve(
         sharding_rules: logical axis → mesh axes, in place of the usual ones.
         dtype: what weights are held in, by name or as torch's; "auto" is not known yet, and counts as bfloat16.
         quantization: what they are quantized to: "int8", "int4" or None.
+        purpose: what the model is opened for.
 
     Raises:
         RequestError: more than one of them, something else than these, or rules without any of them.
@@ -70,13 +73,19 @@ def resolve(
     held = str(dtype).removeprefix("torch.")
     if plan is not None:
         found = plan_for(
-            plan, spec, dtype=held, quantization=quantization, rules=sharding_rules, backend="torch_xla"
+            plan,
+            spec,
+            dtype=held,
+            quantization=quantization,
+            rules=sharding_rules,
+            purpose=purpose,
+            backend="torch_xla",
         ).parallelism
     elif isinstance(asked, Parallelism):
         found = replace(asked, strategy=strategy_with(sharding_rules, asked.strategy))
     elif isinstance(asked, str) and asked.strip().lower() == AUTO:
         counted = held if held in DTYPES else "bfloat16"
-        found = planned(spec, runtime, strategy_with(sharding_rules), counted, quantization)
+        found = planned(spec, runtime, strategy_with(sharding_rules), counted, quantization, purpose)
     elif isinstance(asked, str):
         found = resolve_parallelism(asked, devices, sharding_rules, SIMULATED_BY, name)
     else:
@@ -148,7 +157,8 @@ def planned(
     runtime: TorchRuntime,
     strategy: Strategy,
     dtype: str,
-    quantization: Quantization | None = None,
+    quantization: Quantization | None,
+    purpose: Purpose,
 ) -> Parallelism:
     """Ask the planner for the fastest mesh of these devices that divides the heads, which this backend does not pad.
 
@@ -158,6 +168,7 @@ def planned(
         strategy: the mesh axes that shard each logical axis.
         dtype: of weights and activations.
         quantization: of the layers' weights.
+        purpose: what the model is opened for.
 
     Raises:
         MissingDependencyError: the planner is not installed.
@@ -174,7 +185,13 @@ def planned(
         return dict(one.mesh).get("sequence", 1) == 1 and _divides(spec, one)
 
     found = planner.fastest_mesh(
-        spec, topology, strategy=strategy, dtype=dtype, quantization=quantization, accepts=accepts
+        spec,
+        topology,
+        strategy=strategy,
+        dtype=dtype,
+        quantization=quantization,
+        purpose=purpose,
+        accepts=accepts,
     )
     if found is None:
         raise UnsupportedError(
