@@ -187,7 +187,15 @@ class Verifies(Protocol):
 @runtime_checkable
 class Serves(Protocol):
     """A backend whose models the serving engine drives. `ttpu_serve.runner.ServingBackend` is the same with the types
-    of the engine; loaded models have an attribute `backend`, its name."""
+    of the engine; loaded models have an attribute `backend`, its name.
+
+    Attributes:
+        spans_processes: whether a runner computes on the devices of several processes, one on each host. In the first,
+            `model_runner` returns the runner; in the others it does what the first one's runner is told, until that
+            is released, and ends the process.
+    """
+
+    spans_processes: bool
 
     def model_runner(self, model: Any, config: Any, adapters: Mapping[str, Any] | None = None) -> Any:
         """A runner of a loaded model (`ttpu_serve.runner.ModelRunner`), without pages and programs.

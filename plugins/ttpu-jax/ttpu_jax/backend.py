@@ -55,6 +55,7 @@ class JaxBackend:
 
     name = "jax"
     options = JaxLoadOptions
+    spans_processes = False
 
     def open(self, architecture: Architecture, checkpoint: Checkpoint, options: JaxLoadOptions) -> JaxCausalLM:
         """Load a model: read its weights onto the devices.

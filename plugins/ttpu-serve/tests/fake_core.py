@@ -48,6 +48,13 @@ class FakeOutput:
     told: int = 0
 
 
+class FakeGuides:
+    """Takes every grammar, which the fake core does not follow."""
+
+    def compile(self, guided: GuidedDecoding) -> None:
+        """Compile nothing."""
+
+
 @dataclass
 class FakeCore:
     """Answers `say: WORDS` in the prompt's last line with WORDS, and anything else with the prompt again and again.
@@ -68,6 +75,7 @@ class FakeCore:
     pooled: list[tuple[str, list[int]]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     counts: EngineStats = field(default_factory=EngineStats)
+    guides: FakeGuides = field(default_factory=FakeGuides)
     closed: bool = False
 
     @property
@@ -83,6 +91,7 @@ class FakeCore:
         priority: int = 0,
         adapter: str | None = None,
         pooling: str | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         ids = self.token_ids(prompt)
         if any(output.id == request_id for output in self.outputs):

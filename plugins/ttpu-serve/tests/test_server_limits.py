@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import tiny
 import typer
 from fake_core import FakeCore, tokenizer
 from serving import Running, running
@@ -338,3 +339,18 @@ def test_a_key_that_was_meant_to_be_set_is_needed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TTPU_API_KEY", "")
     result = CliRunner().invoke(command, ["nowhere"])
     assert isinstance(result.exception, RequestError) and "TTPU_API_KEY" in str(result.exception)
+
+
+def test_one_of_several_processes_serves_only_if_the_backends_runner_spans_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[str] = []
+    monkeypatch.setattr("ttpu_serve.cli.serve._app", lambda name, *_: served.append(name))
+    monkeypatch.setattr("ttpu_serve.server.run.run", lambda *_, **__: None)
+    monkeypatch.setenv("TTPU_NUM_PROCESSES", "2")
+    llama = str(tiny.llama_checkpoint(tmp_path))
+    refused = CliRunner().invoke(command, [llama, "--port", "0"])
+    assert isinstance(refused.exception, RequestError)
+    assert "the runner of the jax backend spans one only" in str(refused.exception) and not served
+    monkeypatch.setattr("ttpu_jax.backend.JaxBackend.spans_processes", True)
+    assert CliRunner().invoke(command, [llama, "--port", "0"]).exit_code == 0 and served == [llama]

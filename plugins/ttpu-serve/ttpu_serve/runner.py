@@ -9,7 +9,7 @@ each call may start collectives: `allocate`, `compile`, `dispatch`, `prompt_logp
 pickle: a `RunnerStep` contains all that a host needs for a step, and refers to no object of the engine. Only the
 engine's host calls `read` and `read_hidden`, and their results are there. Directories for `weight_update` must be
 readable on every host. The state that a host keeps between steps (last sampled tokens, sampling parameters by slot,
-penalty counts) follows from the steps it received.
+penalty counts) follows from the steps it received. The backend of such runners declares `spans_processes`.
 
 Runners are structural: they need not inherit from anything here, nor import it at run time. `tests/numpy_runner.py` of
 this distribution is a small complete one in numpy.
@@ -529,6 +529,7 @@ class ServingBackend(Protocol):
     """`ttpu_core.backend.Serves` with the types of this module."""
 
     name: str
+    spans_processes: bool
 
     @property
     def options(self) -> type[LoadOptions]: ...

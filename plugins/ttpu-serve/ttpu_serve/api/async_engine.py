@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -20,6 +20,10 @@ import numpy as np
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.api.output_queue import EngineClosingError, EngineDeadError, RequestFailedError, Stream
 from ttpu_serve.api.outputs import EmbeddingOutput, OutputDelta
+
+if TYPE_CHECKING:
+    from ttpu_serve.execution.engine_core import EngineCore
+    from ttpu_serve.execution.stats import EngineStats
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,15 +40,14 @@ class _Call:
 
 
 class AsyncEngine:
-    """Serves requests of many asyncio tasks with one core: an `EngineCore`, or any object with its `add`, `abort`,
-    `step`, `has_work`, `token_ids`, `stats` and `close`.
+    """Serves requests of many asyncio tasks with one core.
 
     Only the engine's own thread touches the core: between two steps it runs the calls that tasks queued. All methods
     except `start` and `close` must be called in an event loop.
     """
 
-    def __init__(self, core: Any) -> None:
-        self.core: Any = core
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
         self.error: str | None = None  # why it is dead
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
@@ -52,7 +55,7 @@ class AsyncEngine:
         self._owners: WeakValueDictionary[str, Stream] = WeakValueDictionary()
         self._closing = False
         self._stopped = False
-        self._stats: Any = None
+        self._stats: EngineStats | None = None
         self._thread = threading.Thread(target=self._run, name="ttpu-engine", daemon=True)
 
     @classmethod
@@ -195,23 +198,23 @@ class AsyncEngine:
         self.check_accepting()
         names = request_ids or [uuid.uuid4().hex for _ in prompts]
         streams = [Stream(name, 1 if pooling else params.n, self._abort, self._forget) for name in names]
-        options: dict[str, Any] = {"priority": priority, "adapter": adapter}
-        if pooling is not None:
-            options["pooling"] = pooling
-        if cache_salt is not None:
-            options["cache_salt"] = cache_salt
-
-        guides = getattr(self.core, "guides", None)
-        if (
-            params.guided is not None and guides is not None
-        ):  # a large schema takes a second, which steps do not wait for
-            await asyncio.to_thread(guides.compile, params.guided)
+        if params.guided is not None:
+            # A large schema takes a second, which steps do not wait for.
+            await asyncio.to_thread(self.core.guides.compile, params.guided)
 
         def add() -> None:
             taken: list[str] = []
             try:
                 for name, prompt in zip(names, prompts, strict=True):
-                    self.core.add(name, prompt, params, **options)
+                    self.core.add(
+                        name,
+                        prompt,
+                        params,
+                        priority=priority,
+                        adapter=adapter,
+                        pooling=pooling,
+                        cache_salt=cache_salt,
+                    )
                     taken.append(name)
             except BaseException:
                 for name in taken:
@@ -346,7 +349,7 @@ class AsyncEngine:
         result: T = await asyncio.wrap_future(call.future)
         return result
 
-    async def stats(self, patience: float = 1.0) -> Any:
+    async def stats(self, patience: float = 1.0) -> EngineStats:
         """Return the core's counters. If the core is busy for longer than `patience` seconds, return the previous
         ones."""
         if self.alive:

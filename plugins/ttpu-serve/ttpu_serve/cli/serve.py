@@ -182,20 +182,17 @@ def serve(
       client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="secret")
     \f
     Raises:
-        RequestError: the command was launched as several processes, or an option is invalid.
+        RequestError: the command was launched as several processes, which the backend's runner does not span, or an
+            option is invalid.
     """
     from ttpu_core.cli.session import checkpoint_name
-    from ttpu_core.processes import is_one_of_several
     from ttpu_serve.server.run import Place, run
     from ttpu_serve.server.settings import MIB, ServerSettings
     from ttpu_serve.server.template import read_template
 
     _check_keys(api_key, host, enable_admin)
     name = checkpoint_name(checkpoint, weights_dir)
-    if is_one_of_several():
-        raise RequestError(
-            "`ttpu serve` was launched as several processes, but it runs in one: start it without launch."
-        )
+    _check_processes()
     settings = ServerSettings(
         model_names=tuple(served_model_name or ()),
         api_keys=tuple(api_key or ()),
@@ -244,6 +241,18 @@ def serve(
         )
 
     run(app, settings, place, bound, ready=ready, log_level=log_level.value, access_log=access_log)
+
+
+def _check_processes() -> None:
+    """Refuse several processes unless the backend's runner spans them."""
+    from ttpu_core.processes import is_one_of_several
+    from ttpu_serve.api.build_engine import serving_backend
+
+    if is_one_of_several() and not (backend := serving_backend(None)).spans_processes:
+        raise RequestError(
+            f"`ttpu serve` was launched as several processes, but the runner of the {backend.name} backend spans one "
+            "only: start it without launch."
+        )
 
 
 def _check_keys(keys: list[str] | None, host: str, enable_admin: bool) -> None:

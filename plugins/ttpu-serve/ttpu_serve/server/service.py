@@ -54,7 +54,7 @@ class Service:
     @property
     def max_model_len(self) -> int:
         """Maximum tokens of a prompt and its output."""
-        return int(self.engine.core.max_model_len)
+        return self.engine.core.max_model_len
 
     @property
     def most_prompt_tokens(self) -> int:
@@ -65,7 +65,7 @@ class Service:
     @property
     def adapters(self) -> dict[str, int]:
         """Names of the loaded LoRA adapters, each with its number."""
-        return dict(getattr(self.engine.core, "adapters", None) or {})
+        return self.engine.core.adapters
 
     def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a model name selects; None for the model itself.
