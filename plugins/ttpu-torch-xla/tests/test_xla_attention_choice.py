@@ -65,7 +65,7 @@ def test_a_block_that_is_no_multiple_of_128_is_refused() -> None:
 
 @pytest.mark.parametrize("asked", ["xla_flash_attention", "eager", "sdpa"])
 def test_settings_for_an_attention_without_any_are_refused(asked: str) -> None:
-    with pytest.raises(RequestError, match=r"attention_config has sa_block_q, but .* no settings"):
+    with pytest.raises(RequestError, match=r"attention_config sets sa_block_q, but .* no settings"):
         attention_for(architecture(), asked, "cpu", {"sa_block_q": 1024})
 
 

@@ -57,7 +57,7 @@ def attention_for(
     _check_name(asked)
     if config:
         raise RequestError(
-            f"attention_config has {', '.join(map(str, config))}, but {asked} attention is transformers' own and has "
+            f"attention_config sets {', '.join(map(str, config))}, but {asked} attention is transformers' own and has "
             f"no settings: leave it out, or use {SPLASH}."
         )
     return asked, ()
