@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ttpu_jax.ops.kernels import Kernel, QuantizedKernel
+from ttpu_jax.ops.kernels import INT8, Kernel, QuantizedKernel, dense
 
 
 def grouped_linear(x: jax.Array, kernels: Kernel, group_sizes: jax.Array, platform: str) -> jax.Array:
@@ -41,10 +41,12 @@ def _grouped(kernels: Any, x: jax.Array, sizes: jax.Array, platform: str) -> jax
 
 @_grouped.register
 def _(kernels: QuantizedKernel, x: jax.Array, sizes: jax.Array, platform: str) -> jax.Array:
-    product = _dense(x, kernels.values.astype(x.dtype), sizes, platform)
-    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right")
-    scale = kernels.scale.reshape(len(sizes), -1).at[group].get(mode="clip")
-    return (product.astype(jnp.float32) * scale).astype(x.dtype)
+    if kernels.format == INT8:
+        product = _dense(x, kernels.values.astype(x.dtype), sizes, platform)
+        group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right")
+        scale = kernels.scale.reshape(len(sizes), -1).at[group].get(mode="clip")
+        return (product.astype(jnp.float32) * scale).astype(x.dtype)
+    return _dense(x, dense(kernels, x.dtype), sizes, platform)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -4,41 +4,67 @@ quantized kernel. Each is a pytree that jit, scan and shard_map accept like an a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import singledispatch
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ttpu_core.spec.kernel_format import LARGEST, KernelFormat, PartName
+
 Axes = tuple[Any, ...]
-LARGEST_INT8 = 127
-"""Symmetric: -128 is not used, so that a kernel and its negative have the same scales."""
+INT8 = KernelFormat("int8")
+"""One scale per output channel, without zero points."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedKernel:
-    """`values` times `scale`, with one scale per output channel.
+    """A kernel [*lead, *out, in] in low precision: scale * (value - zero point). `lead` are stacked layers and experts.
 
-    values: int8 [*out, in]; with a leading axis where layers are stacked or there are several experts.
-    scale: float32 [*out].
+    values: [*lead, *out, in] in the format's dtype.
+    scale: [*lead, *out], or [*lead, *out, groups] if groups of neighbouring inputs have scales of their own.
+    zero_point: int8 in the shape of the scale, or None.
+    input_order: int32 [*lead, in], the input feature of each column of the values; None where they are in order.
+    input_scale: float32 [*lead], the static scale of the activations, or None.
+    format: what the numbers mean. Static.
     """
 
     values: jax.Array
     scale: jax.Array
+    zero_point: jax.Array | None = None
+    input_order: jax.Array | None = None
+    input_scale: jax.Array | None = None
+    format: KernelFormat = field(default=INT8, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the kernel, [*out, in]."""
-        return self.values.shape
+        """The shape of the kernel, [*lead, *out, in]."""
+        return tuple(self.values.shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the kernel."""
+        return self.values.ndim
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the stored values."""
         return np.dtype(self.values.dtype)
+
+    @property
+    def parts(self) -> dict[PartName, jax.Array]:
+        """The arrays of the kernel by their names, see `ttpu_core.spec.kernel_format.parts_of`."""
+        found = {name: getattr(self, name) for name in get_args(PartName)}
+        return {name: array for name, array in found.items() if array is not None}
+
+
+def kernel_from_parts(form: KernelFormat, parts: Mapping[PartName, Any]) -> QuantizedKernel:
+    """The kernel of a format whose arrays are `parts`; the inverse of `QuantizedKernel.parts`."""
+    return QuantizedKernel(**{str(name): array for name, array in parts.items()}, format=form)
 
 
 @jax.tree_util.register_dataclass
@@ -72,14 +98,63 @@ class LowRankKernel:
 Kernel = jax.Array | QuantizedKernel | LowRankKernel
 
 
-def quantize(kernel: jax.Array) -> QuantizedKernel:
-    """Quantize a dense kernel [..., in] to int8, with one scale per output channel from its largest weight; the error
-    of a weight is at most half the scale."""
-    weights = kernel.astype(jnp.float32)
-    largest = jnp.abs(weights).max(axis=-1)
-    scale = jnp.where(largest > 0, largest / LARGEST_INT8, 1.0)
-    values = jnp.clip(jnp.round(weights / scale[..., None]), -LARGEST_INT8, LARGEST_INT8)
-    return QuantizedKernel(values.astype(jnp.int8), scale)
+def quantize(kernel: jax.Array, form: KernelFormat = INT8) -> QuantizedKernel:
+    """Round a dense kernel [*out, in] to the nearest numbers of a format, as `ttpu_core.quantization.rounding` does.
+
+    The scale of a channel or group makes its largest weight the largest number of the dtype; with zero points, it makes
+    the range from its smallest weight (or 0) to its largest (or 0) the range of the dtype. Scales are rounded to their
+    dtype before weights are divided by them. A channel or group of zeros has the scale 1.
+
+    Raises:
+        RequestError: the group size does not divide the inputs.
+        ValueError: the format has an input order or a static scale of the activations, which need calibration.
+    """
+    if form.input_order or (form.activation is not None and form.activation.static):
+        raise ValueError("a kernel cannot be rounded to a format whose input order or input scale is calibrated")
+    groups, inputs = form.groups(kernel.shape[-1]), kernel.shape[-1]
+    weights = kernel.astype(jnp.float32).reshape(*kernel.shape[:-1], groups, inputs // groups)
+    zero = None
+    if form.symmetric:
+        scale = _scale(jnp.abs(weights).max(-1), LARGEST[form.dtype], form.scale_dtype)
+        quotients = jnp.clip(_divided(weights, scale[..., None]), -LARGEST[form.dtype], LARGEST[form.dtype])
+    else:
+        low, high = jnp.iinfo(form.dtype).min, jnp.iinfo(form.dtype).max
+        smallest = jnp.minimum(weights.min(-1), 0)
+        scale = _scale(jnp.maximum(weights.max(-1), 0) - smallest, high - low, form.scale_dtype)
+        zero = jnp.clip(jnp.round(low - _divided(smallest, scale)), low, high)
+        quotients = jnp.clip(jnp.round(_divided(weights, scale[..., None])) + zero[..., None], low, high)
+    values = _rounded(quotients, form.dtype).reshape(kernel.shape)
+    if form.group_size is None:
+        scale, zero = scale[..., 0], None if zero is None else zero[..., 0]
+    zero_point = None if zero is None else zero.astype(jnp.int8)
+    return QuantizedKernel(values, scale.astype(form.scale_dtype), zero_point, format=form)
+
+
+def _scale(span: jax.Array, steps: float, dtype: str) -> jax.Array:
+    """span / steps as the dtype holds it, in float32; 1 where that is 0. Powers of two are rounded up, so that no
+    weight is beyond the largest number."""
+    scale = _divided(span, jnp.float32(steps))
+    if dtype == "float8_e8m0fnu":
+        fraction, exponent = jnp.frexp(scale)
+        held = jnp.ldexp(jnp.float32(1), jnp.clip(jnp.where(fraction == 0.5, exponent - 1, exponent), -126, 127))
+    else:
+        held = scale.astype(dtype).astype(jnp.float32)
+    return jnp.where((scale > 0) & (held > 0), held, 1.0)
+
+
+def _divided(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a / b, rounded correctly: XLA multiplies by the reciprocal of a divisor that it knows to be a broadcast."""
+    return a / (b + a * 0)
+
+
+def _rounded(x: jax.Array, dtype: str) -> jax.Array:
+    """float32, within the range of the dtype, to its nearest number, the even one of two."""
+    if dtype.startswith("int"):
+        x = jnp.round(x)
+    elif dtype == "float4_e2m1fn":  # XLA:CPU converts by way of another dtype, and so rounds twice
+        step = jnp.where(jnp.abs(x) < 2, 0.5, jnp.where(jnp.abs(x) < 4, 1.0, 2.0))
+        x = jnp.round(x / step) * step
+    return x.astype(dtype)
 
 
 def base_of(kernel: Any) -> Any:
@@ -102,7 +177,29 @@ def dense(kernel: Any, dtype: Any = None) -> jax.Array:
 
 @dense.register
 def _(kernel: QuantizedKernel, dtype: Any = None) -> jax.Array:
-    return (kernel.values.astype(jnp.float32) * kernel.scale[..., None]).astype(dtype or jnp.float32)
+    weights = grouped_values(kernel, jnp.float32) * kernel.scale.astype(jnp.float32).reshape(*_by_group(kernel), 1)
+    weights = weights.astype(dtype or jnp.float32).reshape(kernel.shape)
+    if kernel.input_order is None:
+        return weights
+    *lead, inputs = kernel.input_order.shape
+    place = jnp.argsort(kernel.input_order, axis=-1).reshape(*lead, *(1,) * (kernel.ndim - len(lead) - 1), inputs)
+    return jnp.take_along_axis(weights, place, axis=-1)
+
+
+def grouped_values(kernel: QuantizedKernel, dtype: Any) -> jax.Array:
+    """The values less their zero points, [*out, groups, inputs of a group], in a floating-point dtype, which holds them
+    exactly if it has at least 8 bits of mantissa (differences of int8 have magnitudes up to 255). One group where a
+    channel has one scale."""
+    by_group = _by_group(kernel)
+    values = kernel.values.reshape(*by_group, -1).astype(dtype)
+    if kernel.zero_point is not None:
+        values = values - kernel.zero_point.reshape(*by_group, 1).astype(dtype)
+    return values
+
+
+def _by_group(kernel: QuantizedKernel) -> tuple[int, ...]:
+    """[*out, groups], with one group where a channel has one scale."""
+    return kernel.scale.shape if kernel.format.group_size is not None else (*kernel.scale.shape, 1)
 
 
 @singledispatch
@@ -119,7 +216,16 @@ def map_arrays(kernel: Any, axes: Axes, make: Callable[[Any, Axes], Any]) -> Any
 
 @map_arrays.register
 def _(kernel: QuantizedKernel, axes: Axes, make: Callable[[Any, Axes], Any]) -> Any:
-    return QuantizedKernel(make(kernel.values, axes), make(kernel.scale, axes[:-1]))
+    of_scale = axes if kernel.format.group_size is not None else axes[:-1]
+    order, of_inputs = kernel.input_order, kernel.input_scale
+    return QuantizedKernel(
+        make(kernel.values, axes),
+        make(kernel.scale, of_scale),
+        None if kernel.zero_point is None else make(kernel.zero_point, of_scale),
+        None if order is None else make(order, (*axes[: order.ndim - 1], None)),
+        None if of_inputs is None else make(of_inputs, axes[: of_inputs.ndim]),
+        format=kernel.format,
+    )
 
 
 @map_arrays.register

@@ -3,7 +3,7 @@ type. Sums are in float32."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import singledispatch
 from typing import Any
 
@@ -11,15 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ttpu_jax.ops.kernels import Kernel, LowRankKernel, QuantizedKernel
-
-
-@dataclass(frozen=True)
-class _Product:
-    """How a product is computed: see `linear`."""
-
-    out_dtype: Any
-    flatten: bool
-    widen_rows: int | None
+from ttpu_jax.ops.matmul.api import quantized_product
+from ttpu_jax.ops.matmul.dense import Product, dense_product
 
 
 def linear(
@@ -48,22 +41,21 @@ def linear(
     dimension, the result is float32 and there are at least two rows; so a single row is doubled. On a TPU a second row
     is free.
     """
-    return _linear(kernel, x, bias, _Product(out_dtype or x.dtype, flatten, widen_rows))
+    return _linear(kernel, x, bias, Product(out_dtype or x.dtype, flatten, widen_rows))
 
 
 @singledispatch
-def _linear(kernel: Any, x: jax.Array, bias: jax.Array | None, how: _Product) -> jax.Array:
-    return _dense(x, kernel, None, bias, how)
+def _linear(kernel: Any, x: jax.Array, bias: jax.Array | None, how: Product) -> jax.Array:
+    return dense_product(x, kernel, bias, how)
 
 
 @_linear.register
-def _(kernel: QuantizedKernel, x: jax.Array, bias: jax.Array | None, how: _Product) -> jax.Array:
-    # int8 is exact in bfloat16, and a scale of the output channel can wait for the float32 sum.
-    return _dense(x, kernel.values.astype(x.dtype), kernel.scale, bias, how)
+def _(kernel: QuantizedKernel, x: jax.Array, bias: jax.Array | None, how: Product) -> jax.Array:
+    return quantized_product(x, kernel, bias, how)
 
 
 @_linear.register
-def _(kernel: LowRankKernel, x: jax.Array, bias: jax.Array | None, how: _Product) -> jax.Array:
+def _(kernel: LowRankKernel, x: jax.Array, bias: jax.Array | None, how: Product) -> jax.Array:
     """All adapters are applied to all tokens, and a mask between the two products keeps each token's own: two dense
     products, which a TPU does at the speed of its memory, read each adapter once per step. A gather per token would
     read it once per token, and grouped products would depend on the batch. For 8 adapters of rank 16 at Llama-3.1-8B's
@@ -73,34 +65,9 @@ def _(kernel: LowRankKernel, x: jax.Array, bias: jax.Array | None, how: _Product
         return product
     count, rank, _ = kernel.a.shape
     wide = replace(how, out_dtype=jnp.dtype(jnp.float32), widen_rows=None)
-    narrow = _dense(x, kernel.a, None, None, wide)
+    narrow = dense_product(x, kernel.a, None, wide)
     own = (kernel.adapters[:, None] == 1 + jnp.arange(count)).reshape(*x.shape[:-1], count, 1)
     narrow = jnp.where(own, narrow, 0).astype(x.dtype).reshape(*x.shape[:-1], count * rank)
-    added = _dense(narrow, kernel.b.reshape(*kernel.b.shape[:-2], count * rank), None, None, wide)
+    added = dense_product(narrow, kernel.b.reshape(*kernel.b.shape[:-2], count * rank), None, wide)
     # Added to the rounded product, as PEFT does: devices that have a part of it each exchange half the bytes.
     return (product + added).astype(product.dtype)
-
-
-def _dense(
-    x: jax.Array, kernel: jax.Array, scale: jax.Array | None, bias: jax.Array | None, how: _Product
-) -> jax.Array:
-    """x [..., in] times kernel [*out, in], times scale [*out], plus bias [*out]."""
-    out_shape = (*x.shape[:-1], *kernel.shape[:-1])
-    rows = x.reshape(-1, x.shape[-1])
-    if how.flatten:
-        kernel = kernel.reshape(-1, kernel.shape[-1])
-        scale, bias = (None if each is None else each.reshape(-1) for each in (scale, bias))
-    single = rows.shape[0] == 1 and x.dtype == jnp.bfloat16
-    if single:
-        rows = jnp.concatenate([rows, rows])
-    if how.widen_rows is not None and x.dtype == jnp.bfloat16 and rows.shape[0] >= how.widen_rows:
-        rows, kernel = rows.astype(jnp.float32), kernel.astype(jnp.float32)
-    dimensions = (((1,), (kernel.ndim - 1,)), ((), ()))
-    product = jax.lax.dot_general(rows, kernel, dimensions, preferred_element_type=jnp.float32)
-    if single:
-        product = product[:1]
-    if scale is not None:
-        product = product * scale
-    if bias is not None:
-        product = product + bias.astype(jnp.float32)
-    return product.astype(how.out_dtype).reshape(out_shape)
