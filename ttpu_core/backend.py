@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ttpu_core.sharding.strategy import Strategy
     from ttpu_core.sharding.verification import Verification
     from ttpu_core.spec import ArchitectureSpec, Parameter
+    from ttpu_core.token_scores import Array, TokenScores
 
 
 Options = TypeVar("Options", bound=LoadOptions)
@@ -262,6 +263,38 @@ class CompilesAhead(Protocol):
             RequestError: settings that contradict the model or each other.
             MissingDependencyError: the compiler is not installed.
         """
+        ...
+
+
+@runtime_checkable
+class Scores(Protocol):
+    """A backend whose models are measured on texts: `ttpu eval`."""
+
+    def text_logits(self, model: Any, tokens: Array, lengths: Array) -> Any:
+        """Logits of whole texts, on this backend's devices.
+
+        Args:
+            model: as the backend loaded it.
+            tokens: int32 [batch, seq], padded on the right.
+            lengths: int [batch], the number of real tokens in each row.
+
+        Returns:
+            float32 [batch, seq, vocab], undefined at padding.
+        """
+        ...
+
+    def token_scores(self, logits: Any, targets: Array, reference: Any = None) -> TokenScores:
+        """Compare logits with the tokens that came next, and with another model's logits.
+
+        Args:
+            logits: float32 [batch, seq, vocab], as `text_logits` returns them.
+            targets: int32 [batch, seq], the token after each.
+            reference: another model's logits for the same tokens.
+        """
+        ...
+
+    def weight_bytes(self, model: Any) -> int:
+        """The bytes of a loaded model's weights, scales and zero points included, over all devices' copies once."""
         ...
 
 

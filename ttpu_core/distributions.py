@@ -21,9 +21,11 @@ COMMANDS = {
     "compile": '"ttpu-core[serve]"',
     "compile-report": '"ttpu-core[jax]"',
     "conformance": "ttpu-conformance",
+    "eval": '"ttpu-core[quantize]"',
     "launch": "ttpu-launch",
     "new-plugin": "ttpu-conformance",
     "plan": "ttpu-plan",
+    "quantize": '"ttpu-core[quantize]"',
     "inspect": '"ttpu-core[torch-xla]"',
     "serve": '"ttpu-core[serve]"',
 }

@@ -25,8 +25,10 @@ from ttpu_core.sharding.serving import ServedShapes, ServingLimits
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.sharding.verification import Verification
 from ttpu_core.spec import ArchitectureSpec, axes
+from ttpu_core.token_scores import TokenScores
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.distributed import initialize
+from ttpu_jax.generation import scoring
 from ttpu_jax.generation.programs import Programs
 from ttpu_jax.load_options import JaxLoadOptions
 from ttpu_jax.model.causal_model import causal_model
@@ -141,6 +143,20 @@ class JaxBackend:
         from ttpu_jax.train.step import step_for
 
         return step_for(model, optimizer=optimizer, loss=loss, accumulation=accumulation, trainable=trainable)
+
+    def text_logits(self, model: JaxCausalLM, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
+        """Compute the logits [batch, seq, vocab] of texts; see `ttpu_jax.generation.scoring`."""
+        return scoring.text_logits(model.programs, tokens, lengths)
+
+    def token_scores(
+        self, logits: jax.Array, targets: np.ndarray, reference: jax.Array | None = None
+    ) -> TokenScores:
+        """Score the targets [batch, seq] by logits [batch, seq, vocab]; see `ttpu_jax.generation.scoring`."""
+        return scoring.token_scores(logits, targets, reference)
+
+    def weight_bytes(self, model: JaxCausalLM) -> int:
+        """Sum the bytes of a model's parameters; 4-bit values count half a byte."""
+        return scoring.weight_bytes(model.params)
 
     def options_beside(self, model: JaxCausalLM) -> JaxLoadOptions:
         """Loading options for a second model on the devices of a loaded one, held in the same dtype."""

@@ -1,0 +1,1 @@
+"""Makes quantized checkpoints (`ttpu quantize`) and measures models on text (`ttpu eval`)."""
