@@ -9,7 +9,7 @@ import pytest
 
 from ttpu_core.cli.options import NUMBERS, Decoding
 from ttpu_core.errors import RequestError
-from ttpu_core.generation.options import answer_length, options_from
+from ttpu_core.generation.options import options_from, output_length
 from ttpu_core.generation.ranges import RANGES
 from ttpu_core.generation.sampling_params import SamplingParams
 
@@ -52,4 +52,4 @@ def test_an_answer_is_as_long_as_asked_for_and_cut_at_the_contexts_end_otherwise
     given: dict[str, int], length: int
 ) -> None:
     limits: dict[str, int | None] = {"asked": None, "total": None, "usual": None}
-    assert answer_length(10, 1000, **limits | given) == length
+    assert output_length(10, 1000, **limits | given) == length

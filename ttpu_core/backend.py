@@ -145,13 +145,13 @@ class Plans(Protocol):
     """A backend that says what a planned program runs on a TPU, and what its engine compiles there."""
 
     def planned_kernels(
-        self, architecture: Architecture, *, served: bool = False, cuts_sequence: bool = False
+        self, architecture: Architecture, *, served: bool = False, shards_sequence: bool = False
     ) -> Mapping[str, str]:
         """Operation → implementation and why, on a TPU, for `ttpu plan`.
 
         Args:
             served: in an engine's steps, else in those of `generate` and of training.
-            cuts_sequence: the sequence is sharded.
+            shards_sequence: the sequence is sharded.
         """
         ...
 

@@ -195,7 +195,7 @@ BREACHES: dict[str, tuple[Any, ...]] = {
         "logical_axes",
         "embed.embedding .* calls its dimension of 200 'embed', .* 64 in this model: correct `ttpu_sharding_rules`",
     ),
-    "a large parameter is not cut": (
+    "a large parameter is not sharded": (
         "llama",
         AXES.format(pattern=".*gate_up.kernel", axes=(None, None, None)),
         "sharded_fsdp",

@@ -114,9 +114,9 @@ BREACHES = {
         "transformers finds missing keys in what we save .* correct `ttpu_flax_mapping`",
         source=LLAMA + NAMES_OF_ITS_OWN,
     ),
-    "MLP and vocabulary are not cut along tensor": Breach(
+    "MLP and vocabulary are not sharded along tensor": Breach(
         "sharded_tensor",
-        r"\d\d% of the kernels' elements are not cut along 'tensor', .* layers.\*.mlp.gate_up.kernel .* "
+        r"\d\d% of the kernels' elements are not sharded along 'tensor', .* layers.\*.mlp.gate_up.kernel .* "
         "`ttpu_sharding_rules`",
         source=LLAMA
         + RULES.format(
@@ -127,9 +127,10 @@ BREACHES = {
             ]
         ),
     ),
-    "experts are not cut along expert": Breach(
+    "experts are not sharded along expert": Breach(
         "sharded_experts",
-        r"100% of the kernels' elements are not cut along 'expert', .* layers.\*.moe.experts.* `ttpu_sharding_rules`",
+        r"100% of the kernels' elements are not sharded along 'expert', .* layers.\*.moe.experts.* "
+        r"`ttpu_sharding_rules`",
         source=MIXTRAL
         + RULES.format(
             rules=[

@@ -161,7 +161,7 @@ class ShowsSharding(Protocol):
         """Return the share of the parameters' elements that are replicated on every device."""
         ...
 
-    def share_cut(self, axis: str, within: str = "") -> tuple[float | None, Mapping[str, float]]:
+    def sharded_share(self, axis: str, within: str = "") -> tuple[float | None, Mapping[str, float]]:
         """Return how much of the kernels whose paths contain `within` is sharded along a mesh axis.
 
         Returns:

@@ -151,7 +151,7 @@ def _rate(rate: float | None) -> str:
 def _collect(
     session: Session, prompt: Prompt, decoding: Decoding, logprobs: int | None, heading: str | None
 ) -> list[StreamEvent]:
-    """All events of the answer; its text goes to stdout after `heading`, unless that is None."""
+    """All events of the output; its text goes to stdout after `heading`, unless that is None."""
     events = []
     written = ""
     try:

@@ -36,7 +36,7 @@ ParallelismStrategy = Annotated[
         "--sharding-strategy",
         "--mesh",
         metavar="STRATEGY",
-        help="How to cut the model over devices: fsdp, dp, mp, 2d, 3d, auto, 2x4, or data=2,tensor=4.",
+        help="How to shard the model over devices: fsdp, dp, mp, 2d, 3d, auto, 2x4, or data=2,tensor=4.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -91,7 +91,7 @@ RepetitionPenalty = Annotated[
 PresencePenalty = Annotated[
     float | None,
     typer.Option(
-        "--presence-penalty", metavar="X", help="Subtracted once from answered tokens.", rich_help_panel=SAMPLING
+        "--presence-penalty", metavar="X", help="Subtracted once from generated tokens.", rich_help_panel=SAMPLING
     ),
 ]
 FrequencyPenalty = Annotated[
@@ -178,10 +178,10 @@ class Decoding:
         if self.max_new_tokens is not None and self.max_length is not None:
             raise RequestError(
                 f"--max-new-tokens {self.max_new_tokens} and --max-length {self.max_length} were both given, but the "
-                "first counts the answer and the second prompt and answer together: pass one of them."
+                "first counts the output and the second prompt and output together: pass one of them."
             )
         if "" in self.stop:
-            raise RequestError("--stop was given an empty text, which every answer contains: pass some text.")
+            raise RequestError("--stop was given an empty text, which every output contains: pass some text.")
 
     def samples(self, generation_config: Mapping[str, Any]) -> bool:
         """Whether tokens are drawn: a temperature decides, then top-k, top-p or min-p, then the checkpoint."""

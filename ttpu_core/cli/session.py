@@ -1,4 +1,4 @@
-"""From a checkpoint named on the command line to a loaded model: a `Session` that streams answers, with progress shown
+"""From a checkpoint named on the command line to a loaded model: a `Session` that streams outputs, with progress shown
 meanwhile."""
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Session:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process prints the answer: of several, which all compute it, the first one does."""
+        """Whether this process prints the output: of several, which all compute it, the first one does."""
         from ttpu_core.processes import is_first_process
 
         return is_first_process()
 
     def stream(self, prompt: Prompt, decoding: Decoding, *, logprobs: int | None = None) -> Iterator[StreamEvent]:
-        """Events of one answer, each with as many of the likeliest tokens as `logprobs` says; the progress disappears
+        """Events of one output, each with as many of the likeliest tokens as `logprobs` says; the progress disappears
         with the first text, which shares the terminal with it."""
         arguments = decoding.arguments(self.checkpoint.generation_config) | {"logprobs": logprobs}
         for event in self.model.stream(prompt, **arguments):

@@ -47,8 +47,8 @@ def chat_text(
         messages: turns of {"role", "content"}.
         template: a Jinja template in place of the tokenizer's.
         tools: functions that the model may call, as OpenAI's API describes them.
-        add_generation_prompt: open an answer behind the messages.
-        continue_final_message: leave the last message open, so that an answer continues it.
+        add_generation_prompt: open a reply behind the messages.
+        continue_final_message: leave the last message open, so that a reply continues it.
         variables: further variables of the template.
 
     Raises:

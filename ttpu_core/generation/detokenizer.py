@@ -11,7 +11,7 @@ HALF = "\ufffd"
 """What a decoder writes for bytes that are no whole character, or not yet."""
 
 _LONGEST_CHARACTER = 4  # bytes, and so tokens
-_CONTEXT = 16  # tokens of a prompt that say how its answer begins; an answer costs no more where the prompt is long
+_CONTEXT = 16  # tokens of a prompt that say how its output begins; an output costs no more where the prompt is long
 _LOOK_BACK = 256  # tokens before those among which a place to begin is looked for
 
 

@@ -21,7 +21,7 @@ class GenerationOptions:
 
     Attributes:
         max_new_tokens: the most new tokens; takes precedence over `max_length`.
-        max_length: the most tokens of prompt and answer together.
+        max_length: the most tokens of prompt and output together.
         usual_new_tokens: the checkpoint's own `max_new_tokens`. Unlike the caller's, it is lowered to what the context
             has room for.
         logprobs: how many of the likeliest tokens to report beside each chosen one.
@@ -53,7 +53,7 @@ class GenerationOptions:
         Raises:
             RequestError: there is no room for one token, or for as many as the caller asked for.
         """
-        return answer_length(
+        return output_length(
             prompt_length, context, asked=self.max_new_tokens, total=self.max_length, usual=self.usual_new_tokens
         )
 
@@ -120,7 +120,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _FILTERS_OFF = {"top_k": 0, "top_p": 1, "min_p": 0}
 
 
-def answer_length(prompt: int, context: int, *, asked: int | None, total: int | None, usual: int | None) -> int:
+def output_length(prompt: int, context: int, *, asked: int | None, total: int | None, usual: int | None) -> int:
     """How many tokens may follow a prompt. What is not asked for is cut at the context's end.
 
     Args:
@@ -137,7 +137,7 @@ def answer_length(prompt: int, context: int, *, asked: int | None, total: int | 
     if room < 1:
         raise RequestError(
             f"the prompt has {prompt:,} tokens, but this model's context holds {context:,} and one must be left for "
-            "the answer: shorten the prompt."
+            "the output: shorten the prompt."
         )
     if asked is not None:
         if asked > room:

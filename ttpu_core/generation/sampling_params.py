@@ -17,7 +17,7 @@ MAX_LOGIT_BIAS = 300
 
 @dataclass(frozen=True)
 class GuidedDecoding:
-    """What the answer must match: exactly one of these. `json` is a JSON schema (a dict, or its text) or True for any
+    """What the output must match: exactly one of these. `json` is a JSON schema (a dict, or its text) or True for any
     JSON object, `regex` a regular expression, `choice` a list of texts, `grammar` a Lark or llguidance grammar."""
 
     json: Mapping[str, Any] | str | bool | None = None
@@ -48,16 +48,16 @@ class SamplingParams(TokenChoice):
     """How one request wants its tokens chosen, and when to stop; names are vLLM's and OpenAI's.
 
     temperature: 1 unless said otherwise; 0 is greedy. The other numbers are those of the base class.
-    n: answers to one prompt. Answer i draws with seed + i.
+    n: sequences of one prompt. Sequence i draws with seed + i.
     max_tokens: the most tokens to add; None is all that the context holds.
     min_tokens: no end of sequence and no stop token before so many.
-    stop: texts that end the answer, which does not hold them (unless `include_stop_str_in_output`).
+    stop: texts that end the output, which does not hold them (unless `include_stop_str_in_output`).
     stop_token_ids: tokens that end it, beside the model's own end of sequence, which `ignore_eos` lets pass.
     logprobs: None, or how many alternatives to report beside each token (0: the token's own).
     prompt_logprobs: the same of each prompt token.
     logit_bias: token id → added to its logit.
     allowed_token_ids: no other token is ever chosen.
-    guided: what the answer must match.
+    guided: what the output must match.
     detokenize: False leaves out text, and stop strings with it.
     """
 
@@ -144,8 +144,8 @@ class SamplingParams(TokenChoice):
                 f"logit_bias names {len(self.logit_bias)} tokens, but at most {MAX_LOGIT_BIAS} are allowed: name fewer."
             )
 
-    def answer(self, index: int) -> SamplingParams:
-        """The parameters of answer `index` of `n`, as a request of its own."""
+    def of_sequence(self, index: int) -> SamplingParams:
+        """The parameters of sequence `index` of `n`, as a request of its own."""
         seed = None if self.seed is None else (self.seed + index) % 2**32
         return replace(self, n=1, seed=seed)
 

@@ -17,14 +17,14 @@ ROWS, CONTEXT = 32, 2048  # of decode; a prefill reads one row of CONTEXT tokens
 # What programs that only multiply activations with weights that stay where they are may exchange, and why. Each is also
 # bounded in size: on average no more than the step's activations, so that a gathered weight or expert is found.
 INFERENCE = {
-    "all-reduce": "partial sums over heads, MLP and vocabulary cut along `tensor`",
-    "reduce-scatter": "the same sums, left cut",
+    "all-reduce": "partial sums over heads, MLP and vocabulary sharded along `tensor`",
+    "reduce-scatter": "the same sums, left sharded",
     "all-gather": "activations, and the candidates of each device for the next token",
     "collective-permute": "activations handed on while a product runs",
     "collective-broadcast": "a token or a position",
 }
 WITH_EXPERTS = {"all-to-all": "tokens on their way to experts on other devices", "ragged-all-to-all": "the same"}
-TRAINING = INFERENCE | WITH_EXPERTS | {"all-gather": "weights cut along `fsdp`, layer by layer"}
+TRAINING = INFERENCE | WITH_EXPERTS | {"all-gather": "weights sharded along `fsdp`, layer by layer"}
 WEIGHTS_GATHERED = 4
 """How many times a train step may gather all weights: forward, recomputation, backward, and one more in float32."""
 

@@ -30,8 +30,8 @@ WHOLE = 0.15
 11 % of a tiny model (gemma3n_text)."""
 
 LARGE = 0.05
-"""From this share of the elements on, each kernel (all layers' together) must be cut: the largest that families leave
-whole has 2.5 %, the smallest of attention, MLP and vocabulary in a tiny llama 9 %."""
+"""From this share of the elements on, each kernel (all layers' together) must be sharded: the largest that families
+leave whole has 2.5 %, the smallest of attention, MLP and vocabulary in a tiny llama 9 %."""
 
 MOST_NAMED = 4
 
@@ -55,7 +55,7 @@ def check_sharded_fsdp(case: Case) -> Measured:
 def check_sharded_tensor(case: Case) -> Measured:
     """Logits with heads, MLP and vocabulary sharded along `tensor` equal those of one device, and the kernels are
     really sharded."""
-    return _cut(case, _first_that_fits(case, TENSOR), "tensor")
+    return _sharded_along(case, _first_that_fits(case, TENSOR), "tensor")
 
 
 @check("sharded", scope="heavy")
@@ -68,7 +68,7 @@ def check_sharded_experts(case: Case) -> Measured:
     """
     if not any(isinstance(layer.mlp, MoESpec) for layer in case.architecture.spec.layers):
         raise NotApplicable("this model has no experts that the core knows of")
-    return _cut(case, _first_that_fits(case, EXPERT), "expert", within=".experts.")
+    return _sharded_along(case, _first_that_fits(case, EXPERT), "expert", within=".experts.")
 
 
 @check("numerics", scope="heavy")
@@ -86,24 +86,24 @@ def check_stacked_layers(case: Case) -> Measured:
     return hold(relative_error(ours, case.logits), FLOAT32, "with layers stacked the logits differ from unrolled ones")
 
 
-def _cut(case: Case, mesh: str, axis: str, within: str = "") -> Measured:
-    """The logits on a mesh, if the kernels whose paths contain `within` are cut along one of its axes."""
+def _sharded_along(case: Case, mesh: str, axis: str, within: str = "") -> Measured:
+    """The logits on a mesh, if the kernels whose paths contain `within` are sharded along one of its axes."""
     model, error = _sharded(case, mesh)
-    share, whole = model.share_cut(axis, within)
+    share, whole = model.sharded_share(axis, within)
     if share is None:
         fail(
-            f"no kernel's path contains {within!r}, so that none can be cut along {axis!r}: give such parameters that "
-            "path in `ttpu_mlp`, or in the block's own parameters."
+            f"no kernel's path contains {within!r}, so that none can be sharded along {axis!r}: give such parameters "
+            "that path in `ttpu_mlp`, or in the block's own parameters."
         )
     assert share is not None
     if 1 - share > WHOLE or max(whole.values(), default=0.0) >= LARGE:
         named = ", ".join(f"{path} ({part:.0%})" for path, part in list(whole.items())[:MOST_NAMED])
         fail(
-            f"on the mesh {mesh} {1 - share:.0%} of the kernels' elements are not cut along {axis!r}, where "
+            f"on the mesh {mesh} {1 - share:.0%} of the kernels' elements are not sharded along {axis!r}, where "
             f"{WHOLE:.0%} is allowed and {LARGE:.0%} for any one kernel; whole are {named}: name the logical axes that "
-            f"{axis!r} cuts in `ttpu_sharding_rules`, or in the mixer's parameters."
+            f"{axis!r} shards in `ttpu_sharding_rules`, or in the mixer's parameters."
         )
-    return _held(mesh, error, f"{share:.1%} of the kernels' elements are cut along {axis!r}")
+    return _held(mesh, error, f"{share:.1%} of the kernels' elements are sharded along {axis!r}")
 
 
 def _sharded(case: Case, mesh: str) -> tuple[ShowsSharding, float]:

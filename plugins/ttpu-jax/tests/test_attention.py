@@ -278,5 +278,5 @@ def test_the_plan_says_what_serves_each_kind_of_layer_here_and_on_a_tpu(checkpoi
 
 def test_the_plan_for_a_mesh_that_cuts_the_sequence_says_ring_attention(checkpoint: Path) -> None:
     architecture = default_registry().architecture(open_checkpoint(checkpoint).config)
-    (words,) = JaxBackend().planned_kernels(architecture, cuts_sequence=True).values()
+    (words,) = JaxBackend().planned_kernels(architecture, shards_sequence=True).values()
     assert words.startswith("ring_attention for prefill and training, eager for decode: the sequence is sharded along")

@@ -235,7 +235,7 @@ class JaxBackend:
         return verify_plan(architecture, plan, progress=progress)
 
     def planned_kernels(
-        self, architecture: Architecture, *, served: bool = False, cuts_sequence: bool = False
+        self, architecture: Architecture, *, served: bool = False, shards_sequence: bool = False
     ) -> Mapping[str, str]:
         """Return the attention implementation of each kind of layer on a TPU, and why; see `ttpu_core.backend.Plans`.
         """
@@ -244,7 +244,7 @@ class JaxBackend:
 
             kinds = served_kernels(architecture.spec)
         else:
-            kinds = _attention_by_kind(architecture, "tpu", (axes.SEQUENCE,) if cuts_sequence else ())
+            kinds = _attention_by_kind(architecture, "tpu", (axes.SEQUENCE,) if shards_sequence else ())
         return {f"attention ({kind})": words for kind, words in kinds.items()}
 
     def served_shapes(

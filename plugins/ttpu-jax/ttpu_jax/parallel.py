@@ -106,6 +106,6 @@ def _refuse_idle_axes(spec: ArchitectureSpec, placement: Placement) -> None:
     padded, _ = pad_for(spec, placement)
     busy = {axis for logical in (axes.BATCH, axes.SEQUENCE) for axis in placement.axes_of(logical)}
     for path, parameter in padded.parameters.items():
-        for cut in placement.strategy.mesh_axes(parameter.axes, parameter.shape, sizes, path):
-            busy.update(cut)
+        for mesh_axes in placement.strategy.mesh_axes(parameter.axes, parameter.shape, sizes, path):
+            busy.update(mesh_axes)
     refuse_idle_axes(spec.model_type, sizes, busy)

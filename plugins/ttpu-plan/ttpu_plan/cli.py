@@ -220,9 +220,9 @@ def _kernels(architecture: Architecture, shown: Sequence[Plan]) -> dict[str, str
     backend = capable_backend(default_registry(), Plans)
     if not isinstance(backend, Plans):
         return {}
-    cuts_sequence = bool(shown) and dict(shown[0].mesh).get("sequence", 1) > 1
+    shards_sequence = bool(shown) and dict(shown[0].mesh).get("sequence", 1) > 1
     served = bool(shown) and shown[0].is_served
-    return dict(backend.planned_kernels(architecture, served=served, cuts_sequence=cuts_sequence))
+    return dict(backend.planned_kernels(architecture, served=served, shards_sequence=shards_sequence))
 
 
 def _refused(one: Plan, verified: Verified) -> bool:

@@ -128,7 +128,7 @@ class _Program:
         self._sum_experts(part, kind, rows * tokens)
         for one in kind.parameters:
             if one.is_matrix and not one.of_experts and one.gathered[-1] < one.parameter.shape[-1]:
-                by = tuple(a for a in one.cut[-1] if a not in self._token_axes())
+                by = tuple(a for a in one.mesh_axes[-1] if a not in self._token_axes())
                 self._sum(part, rows * tokens * prod(one.gathered[:-1]) * item, by)
         flops += self._attention_flops(kind, rows, tokens)
         if self.workload.task != "train":
@@ -154,7 +154,7 @@ class _Program:
         assert table is not None
         for one in {head.path: head, table.path: table}.values():
             self._gather(part, one, bits)
-        by = tuple(a for a in table.cut[0] if a not in self._token_axes())
+        by = tuple(a for a in table.mesh_axes[0] if a not in self._token_axes())
         self._sum(part, rows * tokens * table.gathered[1] * item, by)
         return part
 
@@ -169,11 +169,11 @@ class _Program:
         return {a for axis in (axes.BATCH, axes.SEQUENCE) for a in dict(self.model.strategy.rules).get(axis, ())}
 
     def _gather(self, part: _Part, one: ParameterShard, bits: int) -> None:
-        """Weights cut along the tokens' axes are gathered each time a layer is run; in training their gradients are
+        """Weights sharded along the tokens' axes are gathered each time a layer is run; in training their gradients are
         scattered back, and summed over the tokens' other axes."""
-        cut = {a for by in one.cut for a in by}
+        sharding = {a for by in one.mesh_axes for a in by}
         tokens = self._token_axes()
-        over = tuple(a for a in self.model.mesh if a in cut and a in tokens)
+        over = tuple(a for a in self.model.mesh if a in sharding and a in tokens)
         stored = weight_bytes([one], self.workload) if not self.trains else tiled_bytes(one.local, bits)
         if over:
             whole = stored * prod(self.model.mesh[a] for a in over)
@@ -181,14 +181,14 @@ class _Program:
             if self.trains:
                 self._in_background(part, "reduce-scatter", stored, over)
         if self.trains:
-            others = tuple(a for a in self.model.mesh if a in tokens and a not in cut)
+            others = tuple(a for a in self.model.mesh if a in tokens and a not in sharding)
             self._in_background(part, "all-reduce", stored, others)
 
     def _sum_experts(self, part: _Part, kind: LayerShards, tokens: int) -> None:
         """Each device adds what its experts, and its part of each, give to all of its tokens, in float32."""
         for one in kind.parameters:
             if one.of_experts and one.path.endswith("down.kernel"):
-                by = tuple(a for a in (*one.cut[0], *one.cut[-1]) if a not in self._token_axes())
+                by = tuple(a for a in (*one.mesh_axes[0], *one.mesh_axes[-1]) if a not in self._token_axes())
                 self._sum(part, tokens * self.model.spec.hidden_size * 4, by)
 
     def _sum(self, part: _Part, size: float, by: tuple[str, ...]) -> None:
@@ -205,7 +205,7 @@ class _Program:
             part.background_dcn += dcn
 
     def _exchange_keys(self, part: _Part, kind: LayerShards, rows: int) -> None:
-        """Where the sequence is cut, every device sees all keys and values of its rows, forwards and back."""
+        """Where the sequence is sharded, every device sees all keys and values of its rows, forwards and back."""
         mixer = kind.layer.mixer
         by = self.model.axes_of(axes.SEQUENCE, self.workload.tokens)
         if not by or not isinstance(mixer, AttentionSpec):

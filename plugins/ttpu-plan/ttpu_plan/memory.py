@@ -145,7 +145,7 @@ def _parts(model: ModelShards) -> list[tuple[int, tuple[ParameterShard, ...]]]:
 
 
 def _gathered_for_inference(model: ModelShards, workload: Workload) -> int:
-    """Weights that are cut along the tokens' axes are gathered, quantized ones as they are stored. In a loop over
+    """Weights that are sharded along the tokens' axes are gathered, quantized ones as they are stored. In a loop over
     layers that is a layer's, while those of the next are on their way; unrolled, the compiler (libtpu 0.0.42) gathers
     those of all layers at once."""
     layers = []
@@ -296,11 +296,11 @@ def layer_cache_shapes(model: ModelShards, layer: LayerSpec, workload: Workload)
         if mixer.kv_from_layer is None:
             for dim in (mixer.head_dim, mixer.value_dim):
                 shape = (batch, mixer.num_kv_heads, slots, dim)
-                yield model.cut(CACHE_AXES, shape), BITS[workload.dtype]
+                yield model.local_shape(CACHE_AXES, shape), BITS[workload.dtype]
         return
     for state in mixer.state:
         sizes = (slots if axis == axes.SEQUENCE else size for size, axis in zip(state.shape, state.axes, strict=True))
-        yield model.cut((axes.BATCH, *state.axes), (batch, *sizes)), BITS[state.dtype or workload.dtype]
+        yield model.local_shape((axes.BATCH, *state.axes), (batch, *sizes)), BITS[state.dtype or workload.dtype]
 
 
 def _layer_cache(model: ModelShards, layer: LayerSpec, workload: Workload) -> int:
@@ -311,7 +311,7 @@ def _scores(model: ModelShards, layer: LayerSpec, workload: Workload) -> int:
     if not isinstance(layer.mixer, AttentionSpec):
         return 0
     shape = (workload.batch, layer.mixer.num_kv_heads, workload.context, layer.mixer.q_per_kv)
-    return 2 * tiled_bytes(model.cut(CACHE_AXES, shape), 32)
+    return 2 * tiled_bytes(model.local_shape(CACHE_AXES, shape), 32)
 
 
 def _working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> int:

@@ -29,8 +29,8 @@ ROWS, CONTEXT = 32, 2048
 """What is served where nothing else is asked for; training takes one row a device."""
 
 SHORTEST_PART = 512
-"""Tokens of a row that a device must keep for the sequence to be cut: with fewer, exchanging keys costs more than it
-saves."""
+"""Tokens of a row that a device must keep for the sequence to be sharded: with fewer, exchanging keys costs more than
+it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +139,10 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
     """Return the meshes that a slice's devices and the model's sizes allow: the product of the axes is the number of
     devices.
 
-    Rows are cut evenly; experts are whole; heads are padded, but there is at least one for each device of `tensor`; a
-    device keeps at least 512 tokens of a cut sequence. Weights that no device has whole are for training: to generate,
-    gathering them for every token would take longer than to read them. To serve, `data` are replicas, and the devices
-    of a replica belong to one host.
+    Rows are sharded evenly; experts are whole; heads are padded, but there is at least one for each device of `tensor`;
+    a device keeps at least 512 tokens of a sharded sequence. Weights that no device has whole are for training: to
+    generate, gathering them for every token would take longer than to read them. To serve, `data` are replicas, and the
+    devices of a replica belong to one host.
     """
     devices = topology.num_devices
     trains, serves = request.purpose == "training", request.purpose == "inference"
@@ -162,10 +162,10 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
         allowed = {axis: sizes if axis in taken else [1] for axis, sizes in allowed.items()}
     for sizes in _products(devices, [allowed[axis] for axis in MESH_AXES]):
         mesh = {axis: size for axis, size in zip(MESH_AXES, sizes, strict=True) if size > 1}
-        rows_cut = mesh.get("data", 1) * mesh.get("fsdp", 1)
+        row_shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
         if serves and not _serves_well(mesh, topology, request):
             continue
-        if rows % rows_cut == 0 and _crosses_well(mesh, topology) and admissible(spec, mesh, request.strategy):
+        if rows % row_shards == 0 and _crosses_well(mesh, topology) and admissible(spec, mesh, request.strategy):
             yield mesh
 
 

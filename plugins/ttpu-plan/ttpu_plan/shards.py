@@ -25,8 +25,8 @@ class ParameterShard:
     path: str  # within its layer, or within the model
     parameter: Parameter
     local: Shape  # what a device holds
-    gathered: Shape  # what it multiplies with: whole along the mesh axes that cut its tokens too
-    cut: tuple[tuple[str, ...], ...]  # the mesh axes that cut each dimension at rest
+    gathered: Shape  # what it multiplies with: whole along the mesh axes that shard its tokens too
+    mesh_axes: tuple[tuple[str, ...], ...]  # which shard each dimension at rest
 
     @property
     def is_matrix(self) -> bool:
@@ -69,12 +69,12 @@ class ModelShards:
             return ()
         return tuple(a for a in dict(self.strategy.rules).get(axis, ()) if self.mesh.get(a, 1) > 1)
 
-    def cut(self, logical: tuple[str | None, ...], shape: Shape) -> Shape:
+    def local_shape(self, logical: tuple[str | None, ...], shape: Shape) -> Shape:
         """Return the shape of an activation or cache on one device; a dimension that the mesh does not divide is whole
         there."""
         sizes = zip(logical, shape, strict=True)
         kept = tuple(axis if self.devices(axis or "", size) > 1 else None for axis, size in sizes)
-        return _cut(self.strategy.mesh_axes(kept, shape, self.mesh, "an activation"), shape, self.mesh)
+        return _local_shape(self.strategy.mesh_axes(kept, shape, self.mesh, "an activation"), shape, self.mesh)
 
     def end(self, path: str) -> ParameterShard | None:
         """Return the parameter of this path outside the layers (embedding, final norm, head), or None."""
@@ -132,8 +132,8 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _cut(cut: tuple[tuple[str, ...], ...], shape: Shape, mesh: Mapping[str, int]) -> Shape:
-    return tuple(size // prod(mesh[a] for a in by) for size, by in zip(shape, cut, strict=True))
+def _local_shape(mesh_axes: tuple[tuple[str, ...], ...], shape: Shape, mesh: Mapping[str, int]) -> Shape:
+    return tuple(size // prod(mesh[a] for a in by) for size, by in zip(shape, mesh_axes, strict=True))
 
 
 @lru_cache(maxsize=4096)
@@ -149,14 +149,14 @@ def _shard_model(spec: ArchitectureSpec, mesh: MeshItems, strategy: Strategy) ->
     # Padding depends on these axes alone, so that few different padded models are made.
     padding = {a for axis in _PADDED for a in rules.get(axis, ())}
     padded, _ = pad_architecture(spec, {axis: size for axis, size in mesh if axis in padding}, strategy)
-    tokens_cut = {a for axis in (axes.BATCH, axes.SEQUENCE) for a in rules.get(axis, ())}
+    of_tokens = {a for axis in (axes.BATCH, axes.SEQUENCE) for a in rules.get(axis, ())}
 
     def shards(named: Mapping[str, Parameter]) -> Iterator[ParameterShard]:
         for path, parameter in named.items():
-            cut = strategy.mesh_axes(parameter.axes, parameter.shape, sizes, path)
-            kept = tuple(tuple(a for a in by if a not in tokens_cut) for by in cut)
-            local, gathered = (_cut(by, parameter.shape, sizes) for by in (cut, kept))
-            yield ParameterShard(path, parameter, local, gathered, cut)
+            mesh_axes = strategy.mesh_axes(parameter.axes, parameter.shape, sizes, path)
+            kept = tuple(tuple(a for a in by if a not in of_tokens) for by in mesh_axes)
+            local, gathered = (_local_shape(by, parameter.shape, sizes) for by in (mesh_axes, kept))
+            yield ParameterShard(path, parameter, local, gathered, mesh_axes)
 
     ends, kinds = _kinds(padded)
     return ModelShards(

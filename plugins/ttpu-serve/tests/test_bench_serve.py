@@ -89,7 +89,7 @@ def test_tokens_are_the_servers_count_and_pieces_where_it_has_none(fake: FakeSer
         ("refuse", "HTTP 429: too many requests wait"),
         ("page", "HTTP 502: <html> bad gateway</html>"),
         ("wrong", "error in the stream: the engine failed"),
-        ("short", "the stream ended before the answer did"),
+        ("short", "the stream ended before the response did"),
         ("cut", "RemoteProtocolError: peer closed connection"),
         ("silent", "nothing came for 0.3 s (ReadTimeout)"),
     ],
@@ -276,7 +276,7 @@ def test_serve_shows_writes_and_draws_what_it_measured(fake: FakeServer, tmp_pat
     load = ("--dataset", str(tmp_path / "prompts.txt"), "--output-tokens", "4", "--request-rate", "200")
     shown = run("serve", "--url", fake.url, *load, "--slo", "ttft:5000", *files)
     assert shown.exit_code == 0, shown.output
-    for text in ("3 answered, 1 failed", "goodput", "time to first token", "1 × HTTP 429: too many requests wait"):
+    for text in ("3 succeeded, 1 failed", "goodput", "time to first token", "1 × HTTP 429: too many requests wait"):
         assert text in shown.stdout
     document = json.loads((tmp_path / "result.json").read_text())
     assert document["settings"]["model"] == "fake-model" and document["settings"]["request_rate"] == 200.0

@@ -70,7 +70,7 @@ def test_allowed_tokens_are_a_mask_over_all_rows():
         ({"logit_bias": {100: 1}}, "logit_bias names token 100, but the model's tokens run from 0 to 99"),
         ({"allowed_token_ids": [5, 129]}, "allowed_token_ids names token 129"),
         ({"stop_token_ids": [1000]}, "stop_token_ids names token 1000"),
-        ({"allowed_token_ids": [7], "min_tokens": 1}, "only tokens that end the answer, but min_tokens is 1"),
+        ({"allowed_token_ids": [7], "min_tokens": 1}, "only tokens that end the output, but min_tokens is 1"),
     ],
     ids=str,
 )

@@ -61,7 +61,7 @@ if __name__ == "__main__":
     for example in (quick_start, splash_attention, sharding_3d, quantized_loading):
         model = example()
         logits = logits_of(model)
-        results[example.__name__] = {"logits": logits.tolist(), "cut": str(model.ttpu.parallelism)}
+        results[example.__name__] = {"logits": logits.tolist(), "sharding": str(model.ttpu.parallelism)}
         model.ttpu.close()
         del model
     json.dump(results, sys.stdout)

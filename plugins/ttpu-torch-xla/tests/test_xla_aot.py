@@ -94,8 +94,8 @@ def test_a_model_without_weights_takes_no_memory_and_leaves_no_patch() -> None:
         assert model.lm_head.weight is model.model.embed_tokens.weight
         with pytest.raises(RuntimeError):  # there is nothing to read
             model.lm_head.weight.cpu()
-        cut = model.ttpu.runtime.sharding_of(model.model.layers[0].self_attn.q_proj.weight)
-        assert cut.startswith("{devices=[2,4]")
+        sharding = model.ttpu.runtime.sharding_of(model.model.layers[0].self_attn.q_proj.weight)
+        assert sharding.startswith("{devices=[2,4]")
         assert "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS._global_mapping[splash_attention]" in active()
     assert active() == before
 
@@ -105,12 +105,12 @@ def test_cuts_are_written_as_jax_writes_them() -> None:
 
     sizes = {"data": 2, "fsdp": 4, "tensor": 2}
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    for cut in (("tensor", None), (None, ("data", "fsdp")), ("fsdp", ("tensor", "data")), (("fsdp", "data"), None)):
-        theirs = NamedSharding(mesh, PartitionSpec(*cut))._to_xla_hlo_sharding(2)
+    for entries in (("tensor", None), (None, ("data", "fsdp")), ("fsdp", ("tensor", "data")), (("fsdp", "data"), None)):
+        theirs = NamedSharding(mesh, PartitionSpec(*entries))._to_xla_hlo_sharding(2)
         devices = ",".join(map(str, theirs.tile_assignment_devices()))
         tiles = ",".join(map(str, theirs.tile_assignment_dimensions()))
         copies = " last_tile_dim_replicate" if len(theirs.tile_assignment_dimensions()) > 2 else ""
-        assert sharding_text(SliceMesh(tuple(sizes.items())), cut) == f"{{devices=[{tiles}]{devices}{copies}}}"
+        assert sharding_text(SliceMesh(tuple(sizes.items())), entries) == f"{{devices=[{tiles}]{devices}{copies}}}"
     assert sharding_text(SliceMesh(tuple(sizes.items())), (None, None)) == "{replicated}"
 
 

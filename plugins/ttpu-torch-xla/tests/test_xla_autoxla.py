@@ -62,7 +62,7 @@ def test_an_example_of_autoxlas_readme_runs_and_is_right(
 ) -> None:
     expected = reference[2]
     found = torch.tensor(results[example]["logits"])
-    assert results[example]["cut"] == EXAMPLES[example]
+    assert results[example]["sharding"] == EXAMPLES[example]
     error = float((found - expected).abs().max() / expected.abs().max())
     if example == "quantized_loading":
         assert 1e-5 < error < 0.05  # eight bits for weights and activations: near, and not the same

@@ -22,7 +22,16 @@ from ttpu_torch_xla.attention import interface
 from ttpu_torch_xla.checkpointing import checkpoint_or_recompute
 from ttpu_torch_xla.patches import experts, linalg, packing, tracing
 from ttpu_torch_xla.quantization.ops import quantized_linear
-from ttpu_torch_xla.runtime import Counters, Cut, JaxOperation, TorchRuntime, choice, current, device_type, is_device
+from ttpu_torch_xla.runtime import (
+    Counters,
+    JaxOperation,
+    PartitionSpec,
+    TorchRuntime,
+    choice,
+    current,
+    device_type,
+    is_device,
+)
 from ttpu_torch_xla.saving import save_pretrained
 from ttpu_torch_xla.scanning import scan_layers
 
@@ -79,7 +88,7 @@ class EagerRuntime:
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def shard(self, tensor: torch.Tensor, mesh: Any, cut: tuple[Cut, ...]) -> None: ...
+    def shard(self, tensor: torch.Tensor, mesh: Any, partition_spec: PartitionSpec) -> None: ...
 
     def sharding_of(self, tensor: torch.Tensor) -> str:
         return ""

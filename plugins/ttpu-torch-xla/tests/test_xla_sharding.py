@@ -23,7 +23,7 @@ from ttpu_core.errors import PlanError, RequestError, TTPUError, UnsupportedErro
 from ttpu_core.sharding.parallelism import resolve_parallelism
 from ttpu_plan.planner import Request
 from ttpu_torch_xla.handle import Handle
-from ttpu_torch_xla.sharding.apply import Sharding, decoder_layers, linears_cut_along, parameter_cuts
+from ttpu_torch_xla.sharding.apply import Sharding, decoder_layers, linears_sharded_along, parameter_partition_specs
 from ttpu_torch_xla.sharding.axes import Dimensions, parameter_axes
 from ttpu_torch_xla.sharding.fsdp import refuse_without_axis
 from ttpu_torch_xla.sharding.loader import ShardedLoader
@@ -36,7 +36,7 @@ OTHER_PARTS = ("vision", "visual", "audio", "multi_modal_projector", "embed_visi
 """What names of parameters that see or hear have in them."""
 
 DEVICES = 8
-CUT_ALONG = {
+SHARDED_ALONG = {
     "fsdp": "fsdp=8",
     "dp": "data=8",
     "mp": "tensor=8",
@@ -62,7 +62,10 @@ LOGITS = {
     "mixtral": "[4,1,1,2]",
 }
 """The vocabulary of 93 is cut in the table, where XLA pads it; in the logits where nothing else of them is."""
-INPUT = {case: "{replicated}" if case == "mp" else f"{{devices={cut.split(',')[0]}," for case, cut in LOGITS.items()}
+INPUT = {
+    case: "{replicated}" if case == "mp" else f"{{devices={sharding.split(',')[0]},"
+    for case, sharding in LOGITS.items()
+}
 
 
 def architecture_of(model: Any) -> Any:
@@ -131,16 +134,16 @@ def test_every_parameter_of_the_text_model_is_described(model_type: str) -> None
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_matrix_of_the_layers_is_cut_by_fsdp(model_type: str) -> None:
     model, architecture = on_meta(model_type)
-    cuts = parameter_cuts(model, architecture, resolve_parallelism("fsdp=2", 2))
+    partition_specs = parameter_partition_specs(model, architecture, resolve_parallelism("fsdp=2", 2))
     matrices = [
         name
         for name, parameter in model.named_parameters()
-        if name in cuts and ".layers." in name and parameter.ndim > 1
+        if name in partition_specs and ".layers." in name and parameter.ndim > 1
         if model_type not in ("gemma3n", "gemma3n_text") or "altup" not in name  # four predictions, not of `hidden`
         if "conv1d" not in name  # features of heads only
     ]
     assert matrices
-    assert [name for name in matrices if not any(cuts[name])] == []
+    assert [name for name in matrices if not any(partition_specs[name])] == []
 
 
 def first_axes(dimensions: Dimensions) -> list[tuple[str, int] | None]:
@@ -176,8 +179,8 @@ def test_gates_and_ups_in_one_dimension_are_cut_by_the_inner_size() -> None:
     model, architecture = on_meta("llama4_text")
     name = "model.layers.0.feed_forward.experts.gate_up_proj"
     assert parameter_axes(architecture, model)[name][2] == (("gate_up", 2), ("mlp", 112))
-    cuts = parameter_cuts(model, architecture, resolve_parallelism("expert=2,fsdp=2,tensor=2", 8))
-    assert cuts[name] == (("expert",), ("fsdp",), ("tensor",))
+    partition_specs = parameter_partition_specs(model, architecture, resolve_parallelism("expert=2,fsdp=2,tensor=2", 8))
+    assert partition_specs[name] == (("expert",), ("fsdp",), ("tensor",))
 
 
 def test_tied_parameters_are_described_under_both_names() -> None:
@@ -197,17 +200,17 @@ def test_quantized_weights_are_cut_as_the_weights_would_be(block_size: int) -> N
 
     model, architecture = tiny_llama()
     quantize(model, QuantizationConfig(bits=8, block_size=block_size, symmetric=False))
-    cuts = parameter_cuts(model, architecture, resolve_parallelism("2d", 8))
+    partition_specs = parameter_partition_specs(model, architecture, resolve_parallelism("2d", 8))
     layer, blockwise = "model.layers.0.", block_size != -1
     # 32 inputs are two blocks of 16 for two devices along fsdp; of 64, four along tensor.
-    assert cuts[f"{layer}self_attn.q_proj.weight_q"] == (
+    assert partition_specs[f"{layer}self_attn.q_proj.weight_q"] == (
         (("fsdp",), (), ("tensor",)) if blockwise else (("tensor",), ("fsdp",))
     )
-    assert cuts[f"{layer}mlp.down_proj.weight_q"] == (
+    assert partition_specs[f"{layer}mlp.down_proj.weight_q"] == (
         (("tensor",), (), ("fsdp",)) if blockwise else (("fsdp",), ("tensor",))
     )
-    assert cuts[f"{layer}mlp.up_proj.scale"] == ((("fsdp",), ("tensor",)) if blockwise else (("tensor",),))
-    narrow = parameter_cuts(model, architecture, resolve_parallelism("fsdp", 8))
+    assert partition_specs[f"{layer}mlp.up_proj.scale"] == ((("fsdp",), ("tensor",)) if blockwise else (("tensor",),))
+    narrow = parameter_partition_specs(model, architecture, resolve_parallelism("fsdp", 8))
     # Two blocks are fewer than the devices; a scale for each output is cut by nothing that cuts the inputs.
     assert narrow[f"{layer}self_attn.q_proj.scale"] == (((), ()) if blockwise else ((),))
 
@@ -215,7 +218,7 @@ def test_quantized_weights_are_cut_as_the_weights_would_be(block_size: int) -> N
 # What users write
 
 
-@pytest.mark.parametrize(("what", "mesh"), [(what, mesh) for what, mesh in CUT_ALONG.items() if what != "mixtral"])
+@pytest.mark.parametrize(("what", "mesh"), [(what, mesh) for what, mesh in SHARDED_ALONG.items() if what != "mixtral"])
 def test_a_strategy_is_the_same_mesh_as_elsewhere(what: str, mesh: str) -> None:
     spec = tiny_llama()[1].spec
     for option in ("parallelism_strategy", "sharding_strategy", "mesh"):
@@ -286,20 +289,20 @@ def test_a_users_rules_say_what_is_cut() -> None:
     rules = {"mlp": ["fsdp", "tensor"], "embed": None}
     found = resolve(architecture.spec, Runtime(), mesh="2d", sharding_rules=rules)  # type: ignore[arg-type]
     assert found is not None
-    cuts = parameter_cuts(model, architecture, found)
-    assert cuts["model.layers.0.mlp.up_proj.weight"] == (("fsdp", "tensor"), ())
-    assert cuts["model.layers.0.self_attn.q_proj.weight"] == (("tensor",), ())
+    partition_specs = parameter_partition_specs(model, architecture, found)
+    assert partition_specs["model.layers.0.mlp.up_proj.weight"] == (("fsdp", "tensor"), ())
+    assert partition_specs["model.layers.0.self_attn.q_proj.weight"] == (("tensor",), ())
 
 
 def test_an_activation_that_does_not_divide_stays_whole() -> None:
     sharding = Sharding(resolve_parallelism("3d", 8), None, None)  # type: ignore[arg-type]
-    assert sharding.cut(("batch", "sequence", "vocab"), (8, 5, 96)) == (("data", "fsdp"), (), ("tensor",))
-    assert sharding.cut(("batch", "sequence", "vocab"), (1, 5, 93)) == ((), (), ())
+    assert sharding.partition_spec(("batch", "sequence", "vocab"), (8, 5, 96)) == (("data", "fsdp"), (), ("tensor",))
+    assert sharding.partition_spec(("batch", "sequence", "vocab"), (1, 5, 93)) == ((), (), ())
 
 
 def test_fsdp_wrapping_needs_an_axis_to_cut_along() -> None:
     refuse_without_axis(resolve_parallelism("2d", 8))
-    with pytest.raises(UnsupportedError, match="the mesh is tensor=8, and FSDPv2 cuts along 'fsdp'"):
+    with pytest.raises(UnsupportedError, match="the mesh is tensor=8, and FSDPv2 shards along 'fsdp'"):
         refuse_without_axis(resolve_parallelism("mp", 8))
     with pytest.raises(UnsupportedError, match="the model is on one device"):
         refuse_without_axis(None)
@@ -346,18 +349,18 @@ def test_the_planner_is_told_what_weights_are_held_in(monkeypatch: pytest.Monkey
 def test_products_are_summed_where_devices_have_parts_of_them() -> None:
     model, architecture = tiny_llama()
     parallelism = resolve_parallelism("3d", 8)
-    cuts = parameter_cuts(model, architecture, parallelism)
+    partition_specs = parameter_partition_specs(model, architecture, parallelism)
     names = {id(module): name.removeprefix("model.layers.0.") for name, module in model.named_modules()}
     found = {
-        dimension: {names[id(one)] for one in linears_cut_along(dimension, model, cuts, parallelism)}
+        dimension: {names[id(one)] for one in linears_sharded_along(dimension, model, partition_specs, parallelism)}
         for dimension in ("in", "out")
     }
     first = {which: {name for name in of_which if "layers" not in name} for which, of_which in found.items()}
     assert first["in"] == {"self_attn.o_proj", "mlp.down_proj"}
     assert first["out"] == {*(f"self_attn.{x}_proj" for x in "qkv"), "mlp.gate_proj", "mlp.up_proj", "lm_head"}
     fsdp = resolve_parallelism("fsdp", 8)
-    of_fsdp = parameter_cuts(model, architecture, fsdp)
-    assert not linears_cut_along("in", model, of_fsdp, fsdp) + linears_cut_along("out", model, of_fsdp, fsdp)
+    of_fsdp = parameter_partition_specs(model, architecture, fsdp)
+    assert not linears_sharded_along("in", model, of_fsdp, fsdp) + linears_sharded_along("out", model, of_fsdp, fsdp)
 
 
 def test_quantized_products_are_summed_too() -> None:
@@ -367,7 +370,8 @@ def test_quantized_products_are_summed_too() -> None:
     for block_size in (-1, 16):
         model, architecture = tiny_llama()
         quantize(model, QuantizationConfig(block_size=block_size))
-        found = linears_cut_along("in", model, parameter_cuts(model, architecture, parallelism), parallelism)
+        partition_specs = parameter_partition_specs(model, architecture, parallelism)
+        found = linears_sharded_along("in", model, partition_specs, parallelism)
         layer = model.model.layers[0]
         assert layer.mlp.down_proj in found and layer.self_attn.o_proj in found
         assert layer.mlp.up_proj not in found
@@ -419,10 +423,10 @@ def cases() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CUT_ALONG)
+@pytest.mark.parametrize("case", SHARDED_ALONG)
 class TestOnEightDevices:
     def test_logits_equal_those_of_the_host(self, case: str, cases: dict[str, Any]) -> None:
-        assert cases[case]["mesh"] == CUT_ALONG[case]
+        assert cases[case]["mesh"] == SHARDED_ALONG[case]
         assert cases[case]["logits"] < 1e-5
         assert cases[case]["logits_of_one_row"] < 1e-5
 
@@ -434,15 +438,16 @@ class TestOnEightDevices:
         assert cases[case]["compiles"] <= 2
 
     def test_parameters_and_optimizer_state_are_cut(self, case: str, cases: dict[str, Any]) -> None:
-        query = cases[case]["cut"]["model.layers.0.self_attn.q_proj.weight"]
+        query = cases[case]["sharding"]["model.layers.0.self_attn.q_proj.weight"]
         assert QUERY[case] in query
-        assert cases[case]["state_cut"] == query
-        whole = [name for name, cut in cases[case]["cut"].items() if cut == "{replicated}" and "norm" not in name]
+        assert cases[case]["state_sharding"] == query
+        shardings = cases[case]["sharding"].items()
+        whole = [name for name, sharding in shardings if sharding == "{replicated}" and "norm" not in name]
         assert not whole or case == "dp"
 
     def test_rows_stay_on_their_devices(self, case: str, cases: dict[str, Any]) -> None:
-        assert LOGITS[case] in cases[case]["logits_cut"]
-        assert INPUT[case] in cases[case]["input_cut"]
+        assert LOGITS[case] in cases[case]["logits_sharding"]
+        assert INPUT[case] in cases[case]["input_sharding"]
 
     def test_the_model_keeps_its_class_its_names_and_its_ties(self, case: str, cases: dict[str, Any]) -> None:
         sparse = case == "mixtral"
@@ -455,7 +460,7 @@ class TestOnEightDevices:
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "qwen3_next", "mistral4"])
 class TestOtherLayersOnThreeAxes:
     def test_logits_equal_those_of_the_host(self, model_type: str, cases: dict[str, Any]) -> None:
-        assert cases[model_type]["mesh"] == CUT_ALONG["3d"]
+        assert cases[model_type]["mesh"] == SHARDED_ALONG["3d"]
         assert cases[model_type]["logits"] < 1e-5
 
     def test_training_equals_the_hosts(self, model_type: str, cases: dict[str, Any]) -> None:
@@ -464,19 +469,19 @@ class TestOtherLayersOnThreeAxes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [what for what in CUT_ALONG if what != "mixtral"])
+@pytest.mark.parametrize("strategy", [what for what in SHARDED_ALONG if what != "mixtral"])
 def test_a_checkpoint_is_loaded_cut_and_generates_what_the_host_does(strategy: str, cases: dict[str, Any]) -> None:
     found = cases["loaded"][strategy]
-    assert found["mesh"] == CUT_ALONG[strategy]
+    assert found["mesh"] == SHARDED_ALONG[strategy]
     assert found["logits"] < 1e-5
     assert found["generates_the_same"]
 
 
 @pytest.mark.slow
 def test_experts_are_cut_along_their_own_axis(cases: dict[str, Any]) -> None:
-    cut = cases["mixtral"]["cut"]
-    assert "[2,1,2,2]" in cut["model.layers.0.mlp.experts.gate_up_proj"]
-    assert "[2,2,1,2]" in cut["model.layers.0.mlp.experts.down_proj"]
+    sharding = cases["mixtral"]["sharding"]
+    assert "[2,1,2,2]" in sharding["model.layers.0.mlp.experts.gate_up_proj"]
+    assert "[2,2,1,2]" in sharding["model.layers.0.mlp.experts.down_proj"]
 
 
 @pytest.mark.slow

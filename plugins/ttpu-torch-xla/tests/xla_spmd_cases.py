@@ -105,7 +105,7 @@ class Case:
             there = next(iter(loader))["input_ids"]
             output = model(there).logits
             runtime.sync(wait=True)
-            logits_cut = runtime.sharding_of(output)
+            logits_sharding = runtime.sharding_of(output)
             error = _error(output.cpu(), self.logits)
             few = _error(model(self.data[0]["input_ids"][:1].to(runtime.device())).logits.cpu(), self.logits[:1])
         runtime.sync(wait=True)
@@ -122,10 +122,10 @@ class Case:
             "losses": [abs(a - b) / b for a, b in zip(losses, self.losses, strict=True)],
             "parameters": max(_error(state[name].detach().cpu(), one) for name, one in self.parameters.items()),
             "compiles": compiles,
-            "input_cut": runtime.sharding_of(there),
-            "logits_cut": logits_cut,
-            "cut": {name: runtime.sharding_of(one) for name, one in state.items()},
-            "state_cut": runtime.sharding_of(moments["exp_avg"]) if moments else None,
+            "input_sharding": runtime.sharding_of(there),
+            "logits_sharding": logits_sharding,
+            "sharding": {name: runtime.sharding_of(one) for name, one in state.items()},
+            "state_sharding": runtime.sharding_of(moments["exp_avg"]) if moments else None,
             "names_kept": set(state) == names,
             "tied": state["lm_head.weight"] is state["model.embed_tokens.weight"],
             "class": type(model).__name__,

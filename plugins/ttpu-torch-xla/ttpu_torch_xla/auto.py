@@ -38,10 +38,10 @@ class AutoXLAModelForCausalLM:
     ) -> Any:
         """Load the stock transformers model onto the XLA device; `TorchXlaLoadOptions` documents the arguments.
 
-        On one device nothing is cut or wrapped, whatever the strategy.
+        On one device nothing is sharded or wrapped, whatever the strategy.
 
         Args:
-            verbose: print how the model is cut.
+            verbose: print how the model is sharded.
             options: what `AutoModelForTPU.from_pretrained` takes besides, such as dtype.
         """
         from ttpu_torch_xla.runtime import current

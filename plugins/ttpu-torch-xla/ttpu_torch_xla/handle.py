@@ -32,9 +32,9 @@ def run_on_all_devices(runtime: TorchRuntime) -> None:
     gc.collect()  # models that are gone may be waiting for it
     if len(_on_one_device):
         raise UnsupportedError(
-            f"a model was to be cut over {runtime.num_devices()} devices, but {len(_on_one_device)} loaded before it "
-            f"{'is' if len(_on_one_device) == 1 else 'are'} on one device, and {runtime.name} cannot change over: load "
-            "those with a strategy too, delete them first, or use another process."
+            f"a model was to be sharded over {runtime.num_devices()} devices, but {len(_on_one_device)} loaded before "
+            f"it {'is' if len(_on_one_device) == 1 else 'are'} on one device, and {runtime.name} cannot change over: "
+            "load those with a strategy too, delete them first, or use another process."
         )
     runtime.use_spmd()
 

@@ -154,7 +154,7 @@ class JaxModel:
         arrays = self.model.params.values()
         return sum(a.size for a in arrays if a.sharding.is_fully_replicated) / sum(a.size for a in arrays)
 
-    def share_cut(self, axis: str, within: str = "") -> tuple[float | None, dict[str, float]]:
+    def sharded_share(self, axis: str, within: str = "") -> tuple[float | None, dict[str, float]]:
         """Return how much of the kernels whose paths contain `within` is sharded along a mesh axis.
 
         Returns:
@@ -174,16 +174,16 @@ class JaxModel:
         """The residual stream [batch, seq, hidden] of token `ids` [batch, seq] after so many layers; after all of them,
         with the final norm. Where a model has `several`, all of them [batch, seq, streams, hidden], without that norm.
 
-        The model is cut there, so that no module needs to be opened."""
+        The model is truncated there, so that no module needs to be opened."""
         spec, runtime = self.spec, self.model.programs.runtime
-        cut = replace(
+        truncated = replace(
             spec,
             layers=spec.layers[:layers],
             head=HeadSpec(tied=True),
             final_norm=spec.final_norm if layers == spec.num_layers and not several else None,
             parameter_axes=(),
         )
-        model = causal_model(cut, runtime)
+        model = causal_model(truncated, runtime)
         params = {path: array for path, array in self.model.params.items() if path in model.parameters}
 
         def run(params: Any, ids: jax.Array, positions: jax.Array) -> jax.Array:

@@ -118,7 +118,7 @@ class LLM:
         Args:
             messages: one conversation, or several.
             sampling_params, adapter, priority, use_tqdm: as for `generate`.
-            add_generation_prompt: an answer begins behind the messages.
+            add_generation_prompt: a reply begins behind the messages.
             chat_template: a Jinja template in place of the tokenizer's.
             tools: functions that the model may call, as OpenAI's API describes them.
 

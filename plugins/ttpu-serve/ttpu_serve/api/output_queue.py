@@ -104,7 +104,7 @@ class Stream:
         """Abort the request, unless it has finished."""
         if not self.finished:
             self._abort(self)
-            self.fail(EngineClosingError("the stream was closed before its answer was done: ask again."))
+            self.fail(EngineClosingError("the stream was closed before its output was done: ask again."))
 
     async def __aiter__(self) -> AsyncIterator[OutputDelta]:
         try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/completions", "chat": "/chat/completions"}
 SAID_IN_CHAT = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
-"""What a chunk of a chat may add to an answer; one that only opens it with a role is not a token."""
+"""What a chunk of a chat may add to a reply; one that only opens it with a role is not a token."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Client:
             try:
                 response = await self._http.get(f"{self.url}/models")
                 listed = response.json()["data"] if response.status_code == 200 else []
-                found = f"it answered {response.status_code}: {_message(response.content)}"
+                found = f"its status was {response.status_code}: {_message(response.content)}"
             except (*self._errors, ValueError, KeyError, TypeError) as error:
                 listed, found = [], self._describe(error)
             if not listed:
@@ -184,8 +184,8 @@ class Client:
                     return f"error in the stream: {_message(data)}"
                 finished |= _note(event, line, now)
         if not finished:
-            return "the stream ended before the answer did"
-        return None if line.output_tokens else "an answer without a token"
+            return "the stream ended before the response did"
+        return None if line.output_tokens else "a response without a token"
 
     def _describe(self, error: Exception) -> str:
         if isinstance(error, self._timed_out):

@@ -17,7 +17,7 @@ from ttpu_serve.bench.client import Timeline
 
 ENDINGS = (".png", ".svg")
 COLOURS = {
-    "whole answer": "#0072b2",
+    "whole response": "#0072b2",
     "first token": "#d55e00",
     "per output token": "#009e73",
     "between pieces": "#cc79a7",
@@ -64,7 +64,7 @@ def save_picture(timelines: Sequence[Timeline], path: str | Path, title: str) ->
     over_time, over_percentiles = figure.subplots(1, 2)
 
     first = [(line.sent, line.ttft) for line in whole if line.ttft is not None]
-    for label, points in (("whole answer", [(line.sent, line.latency) for line in whole]), ("first token", first)):
+    for label, points in (("whole response", [(line.sent, line.latency) for line in whole]), ("first token", first)):
         if points:
             x, y = zip(*points, strict=True)
             over_time.scatter(x, [1e3 * value for value in y], s=12, color=COLOURS[label], label=label, linewidths=0)
@@ -74,7 +74,7 @@ def save_picture(timelines: Sequence[Timeline], path: str | Path, title: str) ->
     over_time.set_xlabel("sent, seconds from the start")
 
     series: dict[str, list[float | None]] = {
-        "whole answer": [line.latency for line in whole],
+        "whole response": [line.latency for line in whole],
         "first token": [line.ttft for line in whole],
         "per output token": [line.tpot for line in whole],
         "between pieces": [gap for line in whole for gap in line.gaps],

@@ -15,7 +15,7 @@ LABELS = {
     "ttft": "time to first token",
     "tpot": "time per output token",
     "itl": "between pieces",
-    "e2e": "whole answer",
+    "e2e": "whole response",
     "held": "held back here",
 }
 MOST_ERRORS = 8
@@ -66,7 +66,7 @@ def print_serve(summary: ServeSummary, title: str) -> None:
     _facts(
         console,
         [
-            ("requests", f"{summary.completed:,} answered{failed}, in {summary.seconds:.2f} s"),
+            ("requests", f"{summary.completed:,} succeeded{failed}, in {summary.seconds:.2f} s"),
             ("under way", f"{summary.mean_concurrency:.1f} on average, {summary.peak_concurrency:,} at most"),
             ("tokens", f"{summary.prompt_tokens:,} in, {summary.output_tokens:,} out{_how(summary)}"),
             ("requests per second", f"{summary.request_rate:.2f}"),
@@ -100,7 +100,7 @@ def print_offline(summary: OfflineSummary, title: str) -> None:
     _facts(
         console,
         [
-            ("requests", f"{summary.requests:,}, answered {counted(len(seconds), 'time')}"),
+            ("requests", f"{summary.requests:,}, served {counted(len(seconds), 'time')}"),
             ("tokens", f"{summary.prompt_tokens:,} in, {summary.output_tokens:,} out"),
             ("seconds", f"{summary.latency.percentiles[50.0] / 1e3:.3f} ({seconds[0]:.3f} to {seconds[-1]:.3f})"),
             ("requests per second", f"{summary.request_rate:.2f}"),

@@ -41,7 +41,7 @@ def throughput(
     as_json: bench_options.AsJson = False,
     output: bench_options.Output = None,
 ) -> None:
-    """Answer many prompts at once, without a server: tokens per second.
+    """Serve many prompts at once, without a server: tokens per second.
 
     Decoding is greedy and ends at nothing but the length. The prefix cache is emptied before each repetition.
 
@@ -84,7 +84,7 @@ def latency(
     as_json: bench_options.AsJson = False,
     output: bench_options.Output = None,
 ) -> None:
-    """Answer one batch again and again, without a server: how long it takes.
+    """Serve one batch again and again, without a server: how long it takes.
 
     Examples:
 

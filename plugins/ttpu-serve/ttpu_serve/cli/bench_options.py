@@ -23,7 +23,7 @@ InputTokens = Annotated[
     str, typer.Option(metavar="N|LOW-HIGH", help="Tokens of each prompt, drawn evenly.", rich_help_panel=WORKLOAD)
 ]
 OutputTokens = Annotated[
-    str, typer.Option(metavar="N|LOW-HIGH", help="The most tokens of each answer.", rich_help_panel=WORKLOAD)
+    str, typer.Option(metavar="N|LOW-HIGH", help="The most tokens of each output.", rich_help_panel=WORKLOAD)
 ]
 PrefixTokens = Annotated[
     int,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ttpu_serve.bench.client import Client, Timeline
     from ttpu_serve.bench.workload import Prompt
 
-NOTHING_ANSWERED = 1
+NO_RESPONSE = 1
 
 
 class EndpointChoice(StrEnum):
@@ -52,7 +52,7 @@ def serve(
     ignore_eos: Annotated[
         bool,
         typer.Option(
-            "--ignore-eos", help="Answers of full length; a field that TTPU and vLLM know.", rich_help_panel=SERVER
+            "--ignore-eos", help="Outputs of full length; a field that TTPU and vLLM know.", rich_help_panel=SERVER
         ),
     ] = False,
     timeout: Annotated[
@@ -99,7 +99,7 @@ def serve(
     slo: Annotated[
         str | None,
         typer.Option(
-            metavar="LIST", help="Goodput: answers within ttft:200,tpot:50,e2e:5000 (ms).", rich_help_panel=RESULTS
+            metavar="LIST", help="Goodput: responses within ttft:200,tpot:50,e2e:5000 (ms).", rich_help_panel=RESULTS
         ),
     ] = None,
     percentiles: bench_options.Percentiles = "50,90,99",
@@ -114,7 +114,7 @@ def serve(
 ) -> None:
     """Send requests to any OpenAI-compatible server and measure what comes back.
 
-    Latencies count from the moment a request is sent. Status 1 if no request was answered.
+    Latencies count from the moment a request is sent. Status 1 if no request succeeded.
 
     Examples:
 
@@ -192,7 +192,7 @@ def serve(
     else:
         print_serve(summary, title)
     if not summary.completed:
-        raise typer.Exit(NOTHING_ANSWERED)
+        raise typer.Exit(NO_RESPONSE)
 
 
 async def _send(
@@ -232,7 +232,7 @@ def _extra(text: str | None) -> dict[str, Any]:
         raise RequestError(f"--extra-body {text!r} was given, but a JSON object is needed: correct it.")
     if value.get("n") not in (None, 1):
         raise RequestError(
-            f"--extra-body asks for n={json.dumps(value['n'])} answers, but one answer to each request is measured: "
+            f"--extra-body asks for n={json.dumps(value['n'])} sequences, but one per request is measured: "
             "leave n out, and send more requests."
         )
     return value

@@ -15,7 +15,7 @@ ENGINE = "Engine"
 GIB = 2**30
 
 MaxModelLen = Annotated[
-    int | None, typer.Option(min=2, metavar="N", help="Tokens of a prompt and its answer.", rich_help_panel=ENGINE)
+    int | None, typer.Option(min=2, metavar="N", help="Tokens of a prompt and its output.", rich_help_panel=ENGINE)
 ]
 MaxNumSeqs = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Requests that run at once.", rich_help_panel=ENGINE)

@@ -134,13 +134,13 @@ def serve(
     ] = 1024,
     max_waiting: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Answers that wait for a place; more get 429.", rich_help_panel=LIMITS),
+        typer.Option(min=1, metavar="N", help="Sequences that wait for a place; more get 429.", rich_help_panel=LIMITS),
     ] = None,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Of a prompt; longer get 400.", rich_help_panel=LIMITS)
     ] = None,
     max_choices: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Answers of one request.", rich_help_panel=LIMITS)
+        int, typer.Option(min=1, metavar="N", help="Sequences of one request.", rich_help_panel=LIMITS)
     ] = 128,
     max_body_mib: Annotated[
         float, typer.Option(metavar="MIB", help="Of a request's body; larger get 413.", rich_help_panel=LIMITS)
@@ -153,7 +153,7 @@ def serve(
         float, typer.Option(metavar="S", help="Seconds that a request may run; 0: any.", rich_help_panel=LIMITS)
     ] = 600.0,
     drain_timeout: Annotated[
-        float, typer.Option(metavar="S", help="Seconds that leaving waits for answers.", rich_help_panel=LIMITS)
+        float, typer.Option(metavar="S", help="Seconds that stopping waits for responses.", rich_help_panel=LIMITS)
     ] = 30.0,
     weights_dir: options.WeightsDir = None,
     dtype: options.Dtype = "auto",
@@ -165,7 +165,7 @@ def serve(
 ) -> None:
     """Serve a checkpoint to clients of OpenAI's API, with a page to chat at /.
 
-    Prints its URL when it is ready. Ctrl-C or SIGTERM lets running answers end
+    Prints its URL when it is ready. Ctrl-C or SIGTERM lets running requests end
     first, a second Ctrl-C does not.
 
     Examples:

@@ -38,7 +38,7 @@ class Inbox:
         if not self._deltas:
             if engine.asleep or engine.closed:
                 why = "is closed: open another one" if engine.closed else "is asleep: call wake_up() first"
-                raise RequestError(f"answers were waited for, but the engine {why}.")
+                raise RequestError(f"outputs were waited for, but the engine {why}.")
             for delta in engine.step():
                 engine.hold(delta)  # of callers without an inbox
         taken = list(self._deltas)

@@ -23,7 +23,7 @@ from ttpu_serve.scheduling.request import Pooling, Request
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}, which may hold a "cache_salt" too."""
-MOST_ANSWERS = 16_384
+MOST_SEQUENCES = 16_384
 MOST_PRIORITY = 2**31
 
 
@@ -111,7 +111,7 @@ class InputProcessor:
         count = params.n if pooling is None else 1
         made = []
         for index in range(count):
-            own = params.answer(index) if count > 1 else params
+            own = params.of_sequence(index) if count > 1 else params
             if index and own.prompt_logprobs is not None:
                 own = replace(own, prompt_logprobs=None)  # those of the first sequence are those of all
             # A character that no caller's id has a reason to hold keeps the names of several sequences apart.
@@ -177,13 +177,13 @@ class InputProcessor:
     def _check(self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None) -> None:
         if pooling not in (None, "last", "mean"):
             raise RequestError(f"pooling is {pooling!r}, but last and mean are known: use one of them.")
-        if params.n > MOST_ANSWERS:
-            raise RequestError(f"n is {params.n:,}, but one request may have {MOST_ANSWERS:,} answers: lower it.")
+        if params.n > MOST_SEQUENCES:
+            raise RequestError(f"n is {params.n:,}, but one request may have {MOST_SEQUENCES:,} sequences: lower it.")
         room = self.max_model_len - len(prompt)
         if room < (0 if pooling else 1):
             raise RequestError(
                 f"the prompt has {len(prompt):,} tokens, but this engine's sequences have at most "
-                f"{self.max_model_len:,}, answer included: shorten the prompt.",
+                f"{self.max_model_len:,}, output included: shorten the prompt.",
                 code="context_length_exceeded",
             )
         if params.min_tokens > room:

@@ -63,14 +63,14 @@ class Rules:
             _inside("allowed_token_ids", allowed, vocab_size)
         if min_tokens and allowed is not None and stops.issuperset(allowed):
             raise RequestError(
-                f"allowed_token_ids names only tokens that end the answer, but min_tokens is {min_tokens}: allow "
+                f"allowed_token_ids names only tokens that end the output, but min_tokens is {min_tokens}: allow "
                 "others too, or leave min_tokens out."
             )
         ids = {int(token): float(value) for token, value in params.logit_bias.items() if value}
         early = {**ids, **dict.fromkeys(stops, -np.inf)} if min_tokens else ids
         if len(early) > MAX_LOGIT_BIAS:
             raise RequestError(
-                f"logit_bias names {len(ids)} tokens and min_tokens forbids {len(stops)} that end the answer, but at "
+                f"logit_bias names {len(ids)} tokens and min_tokens forbids {len(stops)} that end the output, but at "
                 f"most {MAX_LOGIT_BIAS} are allowed together: name fewer."
             )
         return cls(

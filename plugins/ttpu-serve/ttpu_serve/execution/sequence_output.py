@@ -172,7 +172,7 @@ class SequenceOutput:
         guide = self.guide
         assert guide is not None
         if guide.advance([token]) == 0:
-            reason = guide.error or "the answer left its grammar, which is an error of this engine: report it."
+            reason = guide.error or "the output left its grammar, which is an error of this engine: report it."
             self.fail(reason, guide.fault)
             return True
         if guide.finished:

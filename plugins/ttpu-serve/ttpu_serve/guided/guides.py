@@ -38,7 +38,7 @@ class GuideFactory:
         self.vocab_size = vocab_size
         self.words = mask_words(rows)
         self.stop_ids = frozenset(token for token in stop_ids if 0 <= token < vocab_size)
-        # Without an end of sequence there is nothing to force: what is sampled behind a finished answer is dropped.
+        # Without an end of sequence there is nothing to force: what is sampled behind a finished output is dropped.
         self.stop_mask = mask_of(self.stop_ids or range(vocab_size), rows)
         self._tokenizer = tokenizer
         self._vocabulary: Any = None
@@ -213,7 +213,7 @@ class Guide:
         return bool(word >> np.uint32(token % 32) & 1) and not self._matcher.is_error()
 
     def _reason(self) -> str:
-        return f"the answer cannot go on as its guide wants: {summary(self._matcher.get_error())}."
+        return f"the output cannot go on as its guide wants: {summary(self._matcher.get_error())}."
 
 
 class GuideState:

@@ -77,13 +77,13 @@ class CalledTool(Body):
 
 
 class Message(Body):
-    """One message. Messages of role tool name the call that they answer."""
+    """One message. Messages of role tool name the call whose result they are."""
 
     neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
         "function_call": ((), "it is OpenAI's old form of tool_calls: use those"),
         "audio": ((), "this server hears and speaks no audio: leave it out"),
-        "refusal": ((), "refusals are not told apart from answers here: pass it as content"),
-        "annotations": (([],), "answers have none here: leave it out"),
+        "refusal": ((), "refusals are not told apart from content here: pass it as content"),
+        "annotations": (([],), "replies have none here: leave it out"),
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -99,7 +99,7 @@ class Message(Body):
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} has tool_calls, which only assistant messages may")
         if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("a message of role tool needs the tool_call_id that it answers")
+            raise ValueError("a message of role tool needs the tool_call_id whose result it is")
         return self
 
 
@@ -176,7 +176,7 @@ class ChatRequest(Generation, Conversation):
                 param="top_logprobs",
             )
         if self.max_tokens == 0:
-            raise ApiError("max_tokens is 0, but an answer has 1 token or more: raise it.", param="max_tokens")
+            raise ApiError("max_tokens is 0, but an output has 1 token or more: raise it.", param="max_tokens")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ApiError(
                 "max_tokens and max_completion_tokens were both given, but they mean the same: pass one of them.",

@@ -17,7 +17,7 @@ from ttpu_serve.server.errors import as_api_error
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 ARRIVAL: ContextVar[float] = ContextVar("ARRIVAL")
-"""When the request that is being answered was there as a whole, by `time.monotonic`: its deadline counts from then."""
+"""When the running request was there as a whole, by `time.monotonic`: its deadline counts from then."""
 
 
 class ClientGoneError(Exception):

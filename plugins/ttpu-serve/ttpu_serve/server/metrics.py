@@ -22,7 +22,7 @@ TOKENS = tuple(float(2**n) for n in range(18))
 
 _GAUGES = (
     ("requests_waiting", "waiting", "Requests that wait for a place."),
-    ("requests_running", "running", "Requests that are being answered."),
+    ("requests_running", "running", "Requests that are running."),
     ("kv_cache_usage", "kv_usage", "Share of the KV cache's pages in use, from 0 to 1."),
 )
 _COUNTERS = (
@@ -33,7 +33,7 @@ _COUNTERS = (
     ("accepted_tokens", "accepted", "Proposed tokens that were right."),
     ("recompiles", "recompiles", "Programs compiled while serving."),
     ("prompt_tokens", "prompt_tokens", "Tokens of prompts."),
-    ("generation_tokens", "output_tokens", "Tokens of answers."),
+    ("generation_tokens", "output_tokens", "Generated tokens."),
     ("steps", "steps", "Steps of the engine."),
     ("device_seconds", "device_seconds", "Seconds in which a step was under way."),
 )
@@ -49,20 +49,20 @@ class Metrics:
         self.registry.register(self.of_engine)
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self._each = self._histogram(
-            "time_per_output_token_seconds", "Mean of an answer after its first.", TOKEN_SECONDS
+            "time_per_output_token_seconds", "Mean of a sequence after its first token.", TOKEN_SECONDS
         )
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
         self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
-        self._output = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self._output = self._histogram("request_generation_tokens", "Generated tokens of a sequence.", TOKENS)
         self._ended = Counter(
-            "ttpu:requests_finished", "Answers, by how they ended.", ["model_name", "reason"], registry=self.registry
+            "ttpu:requests_finished", "Sequences, by finish reason.", ["model_name", "reason"], registry=self.registry
         )
         self._http = Counter("ttpu:http_requests", "HTTP requests.", ["path", "status"], registry=self.registry)
         self._http_time = Histogram(
             "ttpu:http_request_duration_seconds", "Of HTTP requests.", ["path"], buckets=SECONDS, registry=self.registry
         )
         self.recent: deque[tuple[float, float]] = deque(maxlen=256)
-        """When answers began, and the time to their first token."""
+        """When outputs began, and the time to their first token."""
 
     def http(self, path: str, status: int, seconds: float) -> None:
         """Count an HTTP request."""

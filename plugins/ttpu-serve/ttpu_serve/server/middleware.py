@@ -18,11 +18,11 @@ from ttpu_serve.server.metrics import Metrics
 from ttpu_serve.server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health", "/version", "/metrics", "/stats", "/openapi.json"})
-"""Need no key, and are answered however much there is to do."""
+"""Need no key, and are served however much there is to do."""
 READ_SECONDS = 60.0
 """In which a client must have sent its body."""
 DRAINED = 4
-"""Bodies that are too large are read up to so many times the limit, since a client that still sends reads no answer."""
+"""Bodies that are too large are read up to so many times the limit, for a client that still sends reads no response."""
 ADMIN_PATHS = frozenset(
     {
         "/sleep",
@@ -97,7 +97,7 @@ class RequestMiddleware:
                 self._running -= limited
         except ClientGoneError:
             raise
-        except Exception as error:  # bugs as well: the answer has a name, is counted, and ends its connection well
+        except Exception as error:  # bugs as well: the response has a name, is counted, and ends its connection well
             if began:
                 raise
             await respond(error)(scope, receive, send)

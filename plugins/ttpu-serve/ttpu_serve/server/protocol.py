@@ -205,9 +205,9 @@ class Generation(Body):
     """The fields that chat and text completions share."""
 
     neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
-        "store": ((False,), "this server keeps no answers: leave it out"),
+        "store": ((False,), "this server stores no responses: leave it out"),
         "service_tier": (("auto", "default"), "this server has one tier: leave it out"),
-        "best_of": ((1,), "answers are not ranked here: ask for n of them and choose"),
+        "best_of": ((1,), "sequences are not ranked here: ask for n of them and choose"),
         "suffix": (("",), "text is not inserted here: leave it out"),
     }
 
@@ -224,7 +224,7 @@ class Generation(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    # Without effect on the answer by their definition.
+    # Without effect on the output by their definition.
     user: str | None = None
     metadata: FreeJson | None = None
     safety_identifier: str | None = None

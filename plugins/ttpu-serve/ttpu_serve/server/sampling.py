@@ -12,7 +12,7 @@ from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.protocol import CompletionRequest, Generation
 
 COMPLETION_TOKENS = 16
-"""Of an answer where a plain completion does not say: OpenAI's default."""
+"""max_tokens of a plain completion that does not say: OpenAI's default."""
 LEAST_TOP_P = 1e-6
 """OpenAI takes a top_p of 0, which leaves the likeliest token alone."""
 _SAME_NAME = ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
@@ -45,7 +45,7 @@ def of_chat(request: ChatRequest, defaults: Mapping[str, Any], tools: GuidedDeco
     guided = guide_of(request)
     if guided is not None and tools is not None:
         raise ApiError(
-            "a tool must be called by 'tool_choice', but the answer's form was given as well: leave one of them out.",
+            "a tool must be called by 'tool_choice', but the output's format was given as well: leave one of them out.",
             param="tool_choice",
         )
     return _params(
@@ -86,7 +86,7 @@ def guide_of(request: Generation) -> GuidedDecoding | None:
                 raise ApiError(str(error), param=f"guided_{name}") from error
     if len(found) > 1:
         raise ApiError(
-            "the answer's form was given more than once, by response_format, structured_outputs or guided_...: "
+            "the output's format was given more than once, by response_format, structured_outputs or guided_...: "
             "pass one.",
             param="response_format",
         )

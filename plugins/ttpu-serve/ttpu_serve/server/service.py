@@ -102,7 +102,7 @@ class Service:
             ApiError: the prompt is empty or too long.
         """
         if not ids:
-            raise ApiError(f"{param} has no tokens, but an answer continues at least one: pass some text.", param=param)
+            raise ApiError(f"{param} has no tokens, but generation needs at least one: pass some text.", param=param)
         most = self.most_prompt_tokens
         if len(ids) > most:
             raise ApiError(
@@ -121,8 +121,8 @@ class Service:
         most = self.settings.max_choices
         if prompts * sequences > most:
             raise ApiError(
-                f"n is {sequences} with {prompts} prompts, which is {prompts * sequences} answers, but one request may "
-                f"have {most}: ask for fewer.",
+                f"n is {sequences} with {prompts} prompts, which is {prompts * sequences} sequences, but one request "
+                f"may have {most}: ask for fewer.",
                 param="n" if sequences > 1 else "prompt",
             )
 

@@ -60,7 +60,7 @@ class ChatTemplate:
         opening = (not going_on) if request.add_generation_prompt is None else request.add_generation_prompt
         if going_on and opening:
             raise ApiError(
-                "continue_final_message and add_generation_prompt are both true, but an answer either continues the "
+                "continue_final_message and add_generation_prompt are both true, but a reply either continues the "
                 "last message or begins a new one: set one of them.",
                 param="continue_final_message",
             )

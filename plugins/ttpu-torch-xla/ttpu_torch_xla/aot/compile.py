@@ -48,7 +48,7 @@ def compile_graph(
     Args:
         results: tensors recorded under `tpu.recording()`.
         state: what `tpu.state` remembered of tensors that were then updated in place; the new values take the memory
-            of the old ones, and are cut alike.
+            of the old ones, and are sharded alike.
 
     Raises:
         UnsupportedError: it needs more memory than a device has.
@@ -112,7 +112,7 @@ def compile_graph(
 
 
 def _annotate(module: Any, arguments: list[Argument], tpu: TpuSlice, state: State | None, results: int) -> None:
-    """Say of each argument how it is cut, and whether a result may take its memory."""
+    """Say of each argument how it is sharded, and whether a result may take its memory."""
     from jax._src.lib.mlir import ir
 
     main = next(op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
@@ -125,13 +125,13 @@ def _annotate(module: Any, arguments: list[Argument], tpu: TpuSlice, state: Stat
     updated = {one: results + index for index, one in enumerate(state.arguments if state else ())}
     described = []
     for argument, _ in arguments:
-        cut = sharding_text(*tpu.cuts[argument]) if argument in tpu.cuts else REPLICATED
-        attributes: dict[str, Any] = {"mhlo.sharding": ir.StringAttr.get(cut)}
+        sharding = sharding_text(*tpu.partition_specs[argument]) if argument in tpu.partition_specs else REPLICATED
+        attributes: dict[str, Any] = {"mhlo.sharding": ir.StringAttr.get(sharding)}
         if argument in updated:
             attributes["tf.aliasing_output"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), updated[argument])
         described.append(ir.DictAttr.get(attributes))
     main.attributes["arg_attrs"] = ir.ArrayAttr.get(described)
-    own = [] if state is None else [sharding_text(*tpu.cuts[one]) for one in state.arguments]
+    own = [] if state is None else [sharding_text(*tpu.partition_specs[one]) for one in state.arguments]
     outputs = [ir.DictAttr.get({})] * results
-    outputs += [ir.DictAttr.get({"mhlo.sharding": ir.StringAttr.get(cut)}) for cut in own]
+    outputs += [ir.DictAttr.get({"mhlo.sharding": ir.StringAttr.get(sharding)}) for sharding in own]
     main.attributes["res_attrs"] = ir.ArrayAttr.get(outputs)

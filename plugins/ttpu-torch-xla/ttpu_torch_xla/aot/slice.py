@@ -14,7 +14,7 @@ import torch
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.sharding.hardware import Topology, parse_topology
 from ttpu_torch_xla.bridge import abstract_mesh, call_jax, lowering_for
-from ttpu_torch_xla.runtime import Counters, Cut
+from ttpu_torch_xla.runtime import Counters, PartitionSpec
 from ttpu_torch_xla.xla.graph import argument_of, placeholder, replace_value
 from ttpu_torch_xla.xla.runtime import TorchXla
 
@@ -51,7 +51,7 @@ class TpuSlice(TorchXla):
     def __init__(self, topology: str) -> None:
         super().__init__()
         self.topology: Topology = parse_topology(topology)
-        self.cuts: dict[int, tuple[SliceMesh, tuple[Cut, ...]]] = {}
+        self.partition_specs: dict[int, tuple[SliceMesh, PartitionSpec]] = {}
         self.mesh_used: SliceMesh | None = None
 
     @contextmanager
@@ -90,12 +90,14 @@ class TpuSlice(TorchXla):
             return tensor.to(self.device())
         return self.placeholder(tuple(tensor.shape), tensor.dtype)
 
-    def placeholder(self, shape: tuple[int, ...], dtype: torch.dtype, cut: tuple[Cut, ...] = ()) -> torch.Tensor:
-        """Make an argument of the program, a tensor of any shape without values, sharded along the mesh axes of `cut`.
-        """
+    def placeholder(
+        self, shape: tuple[int, ...], dtype: torch.dtype, partition_spec: PartitionSpec = ()
+    ) -> torch.Tensor:
+        """Make an argument of the program, a tensor of any shape without values; () shards none of its dimensions."""
         self.device()
         tensor = placeholder(shape, dtype)
-        self.cuts[argument_of(tensor)] = (self.mesh_used or SliceMesh(()), cut or (None,) * len(shape))
+        whole = (None,) * len(shape)
+        self.partition_specs[argument_of(tensor)] = (self.mesh_used or SliceMesh(()), partition_spec or whole)
         return tensor
 
     def mesh(self, sizes: Mapping[str, int], dcn: Mapping[str, int] | None = None) -> SliceMesh:
@@ -114,21 +116,20 @@ class TpuSlice(TorchXla):
         self.mesh_used = mesh
         return mesh
 
-    def shard(self, tensor: torch.Tensor, mesh: SliceMesh, cut: tuple[Cut, ...]) -> None:
+    def shard(self, tensor: torch.Tensor, mesh: SliceMesh, partition_spec: PartitionSpec) -> None:
         """Shard a tensor of any shape along mesh axes: record the sharding of an argument, or constrain an intermediate
         result."""
-        if (argument := argument_of(tensor)) in self.cuts:
-            self.cuts[argument] = (mesh, cut)
+        if (argument := argument_of(tensor)) in self.partition_specs:
+            self.partition_specs[argument] = (mesh, partition_spec)
             return
         shape = abstract_mesh(dict(mesh.sizes))
-        held = call_jax(
-            _constrained, tensor.detach(), static={"mesh": shape, "cut": _entries(cut)}, mesh=shape, name="cut"
-        )
+        static = {"mesh": shape, "partition_spec": _entries(partition_spec)}
+        held = call_jax(_constrained, tensor.detach(), static=static, mesh=shape, name="shard")
         replace_value(tensor, held)
 
     def sharding_of(self, tensor: torch.Tensor) -> str:
         """Return how an argument, a tensor of any shape, is sharded, as XLA writes it; empty where it is not."""
-        found = self.cuts.get(argument_of(tensor))
+        found = self.partition_specs.get(argument_of(tensor))
         return "" if found is None else sharding_text(*found)
 
     def state(self, tensors: list[torch.Tensor]) -> State:
@@ -146,12 +147,12 @@ class TpuSlice(TorchXla):
         """Do nothing, because nothing is counted."""
 
 
-def sharding_text(mesh: SliceMesh, cut: tuple[Cut, ...]) -> str:
+def sharding_text(mesh: SliceMesh, partition_spec: PartitionSpec) -> str:
     """XLA's notation: a tile of devices for each dimension, then those that hold the same."""
     import numpy as np
 
     names, sizes = [axis for axis, _ in mesh.sizes], dict(mesh.sizes)
-    entries = [(one,) if isinstance(one, str) else tuple(one or ()) for one in cut]
+    entries = [(one,) if isinstance(one, str) else tuple(one or ()) for one in partition_spec]
     used = [axis for entry in entries for axis in entry]
     if prod(sizes[axis] for axis in used) == 1:
         return "{replicated}"
@@ -165,12 +166,12 @@ def sharding_text(mesh: SliceMesh, cut: tuple[Cut, ...]) -> str:
     return f"{{devices=[{shape}]{','.join(map(str, order))}{tail}}}"
 
 
-def _entries(cut: tuple[Cut, ...]) -> tuple[Any, ...]:
-    return tuple((one,) if isinstance(one, str) else tuple(one or ()) or None for one in cut)
+def _entries(partition_spec: PartitionSpec) -> tuple[Any, ...]:
+    return tuple((one,) if isinstance(one, str) else tuple(one or ()) or None for one in partition_spec)
 
 
-def _constrained(x: Any, *, mesh: Any, cut: tuple[Any, ...]) -> Any:
+def _constrained(x: Any, *, mesh: Any, partition_spec: tuple[Any, ...]) -> Any:
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*cut)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*partition_spec)))

@@ -59,12 +59,12 @@ def decode(model: Any, batch: int, context: int) -> CompiledGraph:
     shapes = _cache_shapes(model, batch, context)
     for layer, shape in zip(cache.layers, shapes, strict=True):
         assert isinstance(layer, FixedLayer)
-        cut = sharding.cut((axes.BATCH, axes.KV_HEADS, None, None), shape)
-        layer.keys, layer.values = (tpu.placeholder(shape, model.dtype, cut) for _ in range(2))
+        partition_spec = sharding.partition_spec((axes.BATCH, axes.KV_HEADS, None, None), shape)
+        layer.keys, layer.values = (tpu.placeholder(shape, model.dtype, partition_spec) for _ in range(2))
         layer.is_initialized = True
     slot = tpu.placeholder((1,), torch.int64)
     cache.clock.begin_decode(slot, tpu.put(torch.tensor(0)))
-    mask = tpu.placeholder((batch, context), torch.bool, sharding.cut((axes.BATCH, None), (batch, context)))
+    mask = tpu.placeholder((batch, context), torch.bool, sharding.partition_spec((axes.BATCH, None), (batch, context)))
     state = tpu.state(_held(cache))
     with torch.no_grad():
         logits = model(
@@ -84,8 +84,8 @@ def train(model: Any, batch: int, context: int) -> CompiledGraph:
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, foreach=False)
     moments = []
     for one in parameters:
-        _, cut = tpu.cuts[argument_of(one)]
-        mean, square = (tpu.placeholder(tuple(one.shape), one.dtype, cut) for _ in range(2))
+        _, partition_spec = tpu.partition_specs[argument_of(one)]
+        mean, square = (tpu.placeholder(tuple(one.shape), one.dtype, partition_spec) for _ in range(2))
         # A step that is a number of the host would be another constant, and another program, each time.
         optimizer.state[one] = {"step": tpu.put(torch.tensor(1.0)), "exp_avg": mean, "exp_avg_sq": square}
         moments += [mean, square]
@@ -104,8 +104,10 @@ def train(model: Any, batch: int, context: int) -> CompiledGraph:
 
 def _tokens(model: Any, batch: int, length: int) -> torch.Tensor:
     tpu: TpuSlice = model.ttpu.runtime
-    cut = Sharding(model.ttpu.parallelism, model.ttpu.mesh, tpu).cut((axes.BATCH, None), (batch, length))
-    return tpu.placeholder((batch, length), torch.int64, cut)
+    sharding = Sharding(model.ttpu.parallelism, model.ttpu.mesh, tpu)
+    return tpu.placeholder(
+        (batch, length), torch.int64, sharding.partition_spec((axes.BATCH, None), (batch, length))
+    )
 
 
 def _held(cache: FixedCache) -> list[torch.Tensor]:

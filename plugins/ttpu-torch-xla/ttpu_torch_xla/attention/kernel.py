@@ -54,8 +54,8 @@ def attend(
         "spec": spec,
         "options": options,
         "platform": target().platform,
-        "batch_axes": _cut(parallelism, axes.BATCH, batch),
-        "head_axes": _cut(parallelism, axes.KV_HEADS, kv),
+        "batch_axes": _mesh_axes(parallelism, axes.BATCH, batch),
+        "head_axes": _mesh_axes(parallelism, axes.KV_HEADS, kv),
     }
     mesh = abstract_mesh(dict(parallelism.mesh)) if parallelism is not None and parallelism.num_devices > 1 else None
     grouped_sinks = None if sinks is None else sinks.reshape(kv, spec.q_per_kv)
@@ -72,8 +72,8 @@ def objection(name: str, spec: AttentionSpec, queries: int, keys: int) -> str | 
     return implementation(name).serves(spec, AttentionContext(platform=target().platform), queries, keys)
 
 
-def _cut(parallelism: Parallelism | None, axis: str, size: int) -> tuple[str, ...]:
-    """The mesh axes that cut a dimension of this logical axis; none where they do not divide it."""
+def _mesh_axes(parallelism: Parallelism | None, axis: str, size: int) -> tuple[str, ...]:
+    """The mesh axes that shard a dimension of this logical axis; none where they do not divide it."""
     if parallelism is None:
         return ()
     mesh = dict(parallelism.mesh)

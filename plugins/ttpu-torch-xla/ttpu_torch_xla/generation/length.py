@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ttpu_core.generation.options import answer_length, token_count
+from ttpu_core.generation.options import output_length, token_count
 
 
 def new_tokens(prompt: int, given: Mapping[str, Any], checkpoint: Any, context: int) -> int:
@@ -30,7 +30,7 @@ def new_tokens(prompt: int, given: Mapping[str, Any], checkpoint: Any, context: 
     if asked is None and total is None:
         usual = _count("max_new_tokens", None, checkpoint)
         total = _count("max_length", None, checkpoint) if usual is None else None
-    return answer_length(prompt, context, asked=asked, total=total, usual=usual)
+    return output_length(prompt, context, asked=asked, total=total, usual=usual)
 
 
 def _count(name: str, value: Any, config: Any) -> int | None:

@@ -178,7 +178,7 @@ class Decoding:
         cache = FixedCache(self.model.config, prompt.length, prompt.shift.to(self.device))
         ids, mask = prompt.ids.to(self.device), prompt.mask[:, : prompt.width].contiguous().to(self.device)
         logits = self._logits(ids, mask, prompt.positions.to(self.device), cache)
-        self.placement.cut(cache)
+        self.placement.shard(cache)
         cache.clock.begin_decode(state.slot, shift.to(self.device))
         state = self._chosen(state, logits)
         self.runtime.sync()
@@ -190,7 +190,7 @@ class Decoding:
         cache.clock.slot = state.slot
         self.placement.whole(state.slot, state.positions)
         logits = self._logits(state.token[:, None], state.mask, state.positions, cache)
-        self.placement.cut(cache)
+        self.placement.shard(cache)
         state = self._chosen(state, logits)
         self.runtime.sync()
         return state

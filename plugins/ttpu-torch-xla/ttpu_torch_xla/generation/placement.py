@@ -26,7 +26,7 @@ class Placement:
 
     sharding: Sharding | None = None
 
-    def cut(self, cache: FixedCache) -> None:
+    def shard(self, cache: FixedCache) -> None:
         """Shard keys and values along batch and heads, and states of other mixers along the batch."""
         if self.sharding is None:
             return
@@ -48,8 +48,8 @@ class Placement:
         if self.sharding is None or tensor is None:
             return
         named = (*logical, *(None,) * (tensor.ndim - len(logical)))
-        cut = self.sharding.cut(named, tuple(tensor.shape))
-        self.sharding.runtime.shard(tensor, self.sharding.mesh, cut)
+        partition_spec = self.sharding.partition_spec(named, tuple(tensor.shape))
+        self.sharding.runtime.shard(tensor, self.sharding.mesh, partition_spec)
 
 
 ONE_DEVICE = Placement()

@@ -23,7 +23,7 @@ class Prompt:
             come after every query.
         positions: int64 [..., batch or 1, width].
         added: columns that the bucket added on the left.
-        length: slots of the cache, prompt and answer together.
+        length: slots of the cache, prompt and output together.
     """
 
     ids: torch.Tensor

@@ -2,6 +2,6 @@
 imports its library or names its device."""
 
 from ttpu_torch_xla.runtime.choice import current, device_type, is_device
-from ttpu_torch_xla.runtime.protocol import Counters, Cut, JaxOperation, TorchRuntime
+from ttpu_torch_xla.runtime.protocol import Counters, JaxOperation, PartitionSpec, TorchRuntime
 
-__all__ = ["Counters", "Cut", "JaxOperation", "TorchRuntime", "current", "device_type", "is_device"]
+__all__ = ["Counters", "JaxOperation", "PartitionSpec", "TorchRuntime", "current", "device_type", "is_device"]

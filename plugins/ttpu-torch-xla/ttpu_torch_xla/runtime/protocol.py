@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-Cut = tuple[str, ...] | str | None
-"""The mesh axes that shard one dimension of a tensor; None or () where it is whole on every device."""
+PartitionSpec = tuple[tuple[str, ...] | str | None, ...]
+"""The mesh axes that shard each dimension of a tensor; None or () for one that is whole on every device."""
 
 JaxOperation = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """A program of JAX as an operation on tensors of the device."""
@@ -101,8 +101,8 @@ class TorchRuntime(Protocol):
         """Move a tensor of any shape from the host to the device; the result has the same shape."""
         ...
 
-    def shard(self, tensor: torch.Tensor, mesh: Any, cut: tuple[Cut, ...]) -> None:
-        """Shard a tensor of any shape along mesh axes, one entry per dimension."""
+    def shard(self, tensor: torch.Tensor, mesh: Any, partition_spec: PartitionSpec) -> None:
+        """Shard a tensor of any shape along mesh axes."""
         ...
 
     def sharding_of(self, tensor: torch.Tensor) -> str:

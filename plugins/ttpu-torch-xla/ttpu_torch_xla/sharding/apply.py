@@ -18,7 +18,7 @@ from ttpu_core.spec import axes
 from ttpu_torch_xla.moving import move
 from ttpu_torch_xla.runtime import TorchRuntime
 from ttpu_torch_xla.sharding.axes import parameter_axes
-from ttpu_torch_xla.sharding.resolve import cut_of
+from ttpu_torch_xla.sharding.resolve import partition_spec_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Sharding:
     mesh: Any
     runtime: TorchRuntime
 
-    def cut(self, logical: tuple[str | None, ...], shape: tuple[int, ...]) -> tuple[MeshAxes, ...]:
+    def partition_spec(self, logical: tuple[str | None, ...], shape: tuple[int, ...]) -> tuple[MeshAxes, ...]:
         """Return the mesh axes that shard each dimension of an activation or a cache; axes that do not divide a
         dimension are left out."""
         table, sizes = dict(self.parallelism.strategy.rules), dict(self.parallelism.mesh)
@@ -44,7 +44,7 @@ class Sharding:
     def constrain(self, tensor: torch.Tensor, *logical: str | None) -> torch.Tensor:
         """Shard an activation, a tensor of any shape with logical axes `logical`, and its gradient alike; returns the
         tensor."""
-        return self._hold(tensor, self.cut(logical, tuple(tensor.shape)))
+        return self._hold(tensor, self.partition_spec(logical, tuple(tensor.shape)))
 
     def constrain_sums(self, sums: torch.Tensor) -> torch.Tensor:
         """Make the compiler sum a product over devices at once, sharded by batch and sequence; returns it.
@@ -65,8 +65,9 @@ class Sharding:
         """
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
-        cut, own = self._of_sums(tensor), tensor.view_as(tensor)  # a gradient of its own, before it is added to others
-        own.register_hook(lambda gradient: self.runtime.shard(gradient, self.mesh, cut))
+        partition_spec = self._of_sums(tensor)
+        own = tensor.view_as(tensor)  # a gradient of its own, before it is added to others
+        own.register_hook(lambda gradient: self.runtime.shard(gradient, self.mesh, partition_spec))
         return own
 
     def constrain_looked_up(self, rows: torch.Tensor) -> torch.Tensor:
@@ -74,24 +75,24 @@ class Sharding:
 
         Where features are sharded over some of the devices that share the batch, that sharding is set first, so that
         the devices exchange rows and not the table."""
-        (features,) = self.cut((axes.EMBED,), (rows.shape[-1],))
-        batch, sequence = self.cut((axes.BATCH, axes.SEQUENCE), tuple(rows.shape[:2]))
+        (features,) = self.partition_spec((axes.EMBED,), (rows.shape[-1],))
+        batch, sequence = self.partition_spec((axes.BATCH, axes.SEQUENCE), tuple(rows.shape[:2]))
         rest = tuple(axis for axis in batch if axis not in features)
         if features and rest:
             self._hold(rows, (rest, tuple(axis for axis in sequence if axis not in features), features))
-            rows = rows * 1  # a tensor has one cut: the next needs a tensor of its own
+            rows = rows * 1  # a tensor has one sharding: the next needs a tensor of its own
         return self._hold(rows, (batch, sequence, ()))
 
     def _of_sums(self, sums: torch.Tensor) -> tuple[MeshAxes, ...]:
         of_rows = (axes.BATCH, axes.SEQUENCE) if sums.ndim > 2 else (axes.BATCH,)
-        return self.cut((*((None,) * (sums.ndim - len(of_rows) - 1)), *of_rows, None), tuple(sums.shape))
+        return self.partition_spec((*((None,) * (sums.ndim - len(of_rows) - 1)), *of_rows, None), tuple(sums.shape))
 
-    def _hold(self, tensor: torch.Tensor, cut: tuple[MeshAxes, ...], whole: bool = False) -> torch.Tensor:
+    def _hold(self, tensor: torch.Tensor, partition_spec: tuple[MeshAxes, ...], whole: bool = False) -> torch.Tensor:
         def hold_gradient(gradient: torch.Tensor) -> None:
-            self.runtime.shard(gradient, self.mesh, cut)
+            self.runtime.shard(gradient, self.mesh, partition_spec)
 
-        if any(cut) or whole:
-            self.runtime.shard(tensor, self.mesh, cut)
+        if any(partition_spec) or whole:
+            self.runtime.shard(tensor, self.mesh, partition_spec)
             if tensor.requires_grad:
                 tensor.register_hook(hold_gradient)
         return tensor
@@ -109,39 +110,39 @@ def shard_model(
     Raises:
         UnsupportedError: a parameter that the mesh does not divide; nothing has been moved then.
     """
-    cuts = parameter_cuts(model, architecture, parallelism)
+    partition_specs = parameter_partition_specs(model, architecture, parallelism)
     layers = decoder_layers(model, architecture)
     mesh = runtime.mesh(dict(parallelism.mesh), dict(parallelism.dcn))
     sharding = Sharding(parallelism, mesh, runtime)
 
     def put(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Cut before its values travel, so that no device ever holds it whole."""
+        """Sharded before its values travel, so that no device ever holds it whole."""
         there = runtime.put(tensor)
-        runtime.shard(there, mesh, cuts.get(name, ((),) * there.ndim))
+        runtime.shard(there, mesh, partition_specs.get(name, ((),) * there.ndim))
         return there
 
     move(model, put)
-    _constrain_sums(model, cuts, sharding)
+    _constrain_sums(model, partition_specs, sharding)
     _constrain_activations(model, layers, sharding)
     return mesh
 
 
-def parameter_cuts(
+def parameter_partition_specs(
     model: torch.nn.Module, architecture: Architecture, parallelism: Parallelism
 ) -> dict[str, tuple[MeshAxes, ...]]:
     """Return the mesh axes that shard each dimension of each parameter, by name, and of the buffers of quantized
     weights. Parameters without a description are left out."""
     sizes = dict(parallelism.mesh)
     shapes = {name: one.shape for name, one in model.named_buffers()}
-    cuts: dict[str, tuple[MeshAxes, ...]] = {}
+    partition_specs: dict[str, tuple[MeshAxes, ...]] = {}
     for name, dimensions in parameter_axes(architecture, model).items():
-        cuts[name] = cut_of(dimensions, sizes, parallelism.strategy, name)
+        partition_specs[name] = partition_spec_of(dimensions, sizes, parallelism.strategy, name)
         if name in shapes:  # of a quantized weight, whose blocks may be fewer than the devices
-            cuts[name] = tuple(
+            partition_specs[name] = tuple(
                 by if size % prod(sizes[axis] for axis in by) == 0 else ()
-                for by, size in zip(cuts[name], shapes[name], strict=True)
+                for by, size in zip(partition_specs[name], shapes[name], strict=True)
             )
-    return cuts
+    return partition_specs
 
 
 def decoder_layers(model: torch.nn.Module, architecture: Architecture) -> torch.nn.ModuleList | None:
@@ -155,8 +156,11 @@ def decoder_layers(model: torch.nn.Module, architecture: Architecture) -> torch.
     return None
 
 
-def linears_cut_along(
-    dimension: str, model: torch.nn.Module, cuts: Mapping[str, tuple[MeshAxes, ...]], parallelism: Parallelism
+def linears_sharded_along(
+    dimension: str,
+    model: torch.nn.Module,
+    partition_specs: Mapping[str, tuple[MeshAxes, ...]],
+    parallelism: Parallelism,
 ) -> list[torch.nn.Module]:
     """Return the linear layers whose inputs ("in") or outputs ("out") are sharded along an axis that does not shard the
     batch. Each device then has a part of every sum of the product, or of its gradient's (arXiv 1909.08053, section 3).
@@ -167,21 +171,23 @@ def linears_cut_along(
         runs = getattr(module, "dimensions", None)  # of a quantized layer
         if not isinstance(runs, Mapping):
             runs = {"weight": ("out", "in")} if isinstance(module, torch.nn.Linear) else {}
-        pairs = ((name, cuts.get(f"{path}.{name}")) for name in runs)
-        cut_by = {
+        pairs = ((name, partition_specs.get(f"{path}.{name}")) for name in runs)
+        sharded_by = {
             axis
-            for name, cut in pairs
-            if cut
-            for along, by in zip(runs[name], cut, strict=True)
+            for name, partition_spec in pairs
+            if partition_spec
+            for along, by in zip(runs[name], partition_spec, strict=True)
             if along == dimension
             for axis in by
         }
-        if cut_by - of_batch:
+        if sharded_by - of_batch:
             found.append(module)
     return found
 
 
-def _constrain_sums(model: torch.nn.Module, cuts: Mapping[str, tuple[MeshAxes, ...]], sharding: Sharding) -> None:
+def _constrain_sums(
+    model: torch.nn.Module, partition_specs: Mapping[str, tuple[MeshAxes, ...]], sharding: Sharding
+) -> None:
     """Sum what several devices have parts of where it is computed, in the forward pass and in the backward one."""
 
     def summed(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -190,15 +196,15 @@ def _constrain_sums(model: torch.nn.Module, cuts: Mapping[str, tuple[MeshAxes, .
     def summed_backwards(module: torch.nn.Module, args: Any) -> Any:
         return (sharding.constrain_gradient_sums(args[0]), *args[1:]) if args else None
 
-    for linear in linears_cut_along("in", model, cuts, sharding.parallelism):
+    for linear in linears_sharded_along("in", model, partition_specs, sharding.parallelism):
         linear.register_forward_hook(summed)
-    for linear in linears_cut_along("out", model, cuts, sharding.parallelism):
+    for linear in linears_sharded_along("out", model, partition_specs, sharding.parallelism):
         linear.register_forward_pre_hook(summed_backwards)
 
 
 def _constrain_activations(model: Any, layers: torch.nn.ModuleList | None, sharding: Sharding) -> None:
-    """Hold hidden states and logits to the batch's cut: left to itself, the compiler may follow the parameters' cuts
-    instead, and compute every row on every device."""
+    """Hold hidden states and logits to the batch's sharding: left to itself, the compiler may follow that of the
+    parameters instead, and compute every row on every device."""
 
     def looked_up(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return sharding.constrain_looked_up(output) if output.ndim == 3 else output

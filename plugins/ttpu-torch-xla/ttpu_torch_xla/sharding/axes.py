@@ -16,11 +16,11 @@ from ttpu_core.mapping import Expression, Padded, Stack, Tensor
 from ttpu_core.spec import axes
 
 Axis = tuple[str, int]
-"""A logical axis, and how many there are of it: what cuts it must divide that number."""
+"""A logical axis, and how many there are of it: what shards it must divide that number."""
 
 Dimension = tuple[Axis, ...]
-"""The logical axes that one dimension of a tensor merges, the slowest-varying first. Cut along the first of them, a
-device holds whole heads, experts, ...; along a later one the result is the same, for more communication."""
+"""The logical axes that one dimension of a tensor merges, the slowest-varying first. Sharded along the first of
+them, a device holds whole heads, experts, ...; along a later one the result is the same, for more communication."""
 
 Dimensions = tuple[Dimension, ...]
 Logical = tuple[str | None, ...]

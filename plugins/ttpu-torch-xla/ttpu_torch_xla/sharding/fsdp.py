@@ -32,7 +32,7 @@ def refuse_without_axis(parallelism: Parallelism | None) -> None:
     if not has_fsdp_axis(parallelism):
         found = "the model is on one device" if parallelism is None else f"the mesh is {parallelism}"
         raise UnsupportedError(
-            f"use_fsdp_wrap=True was asked for, but {found}, and FSDPv2 cuts along {AXIS!r}: pass "
+            f"use_fsdp_wrap=True was asked for, but {found}, and FSDPv2 shards along {AXIS!r}: pass "
             "sharding_strategy='fsdp', '2d' or '3d', or leave it out."
         )
 
@@ -40,7 +40,7 @@ def refuse_without_axis(parallelism: Parallelism | None) -> None:
 def wrap(model: Any, mesh: Any, architecture: Architecture) -> Any:
     """Wrap each decoder layer and return the model.
 
-    `shard_model` has cut the parameters and holds activations to the batch's cut; FSDPv2 adds a barrier behind each
+    `shard_model` has sharded the parameters and the activations; FSDPv2 adds a barrier behind each
     layer's gradients, so that the compiler does not gather them all before it sends the first. The model itself is
     not wrapped, and stays an instance of its class. `state_dict`, `load_state_dict` and checkpoints have the names of
     before; `named_parameters` and `named_modules` say `_orig_module` within each layer, and a layer's own attributes

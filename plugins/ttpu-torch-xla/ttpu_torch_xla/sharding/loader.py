@@ -72,7 +72,7 @@ class ShardedLoader:
         there = self._runtime.put(tensor)
         if self._sharding is not None and there.ndim:
             logical = (axes.BATCH, axes.SEQUENCE, *((None,) * there.ndim))[: there.ndim]
-            cut = self._sharding.cut(logical, tuple(there.shape))
-            if any(cut):
-                self._runtime.shard(there, self._sharding.mesh, cut)
+            partition_spec = self._sharding.partition_spec(logical, tuple(there.shape))
+            if any(partition_spec):
+                self._runtime.shard(there, self._sharding.mesh, partition_spec)
         return there

@@ -55,7 +55,7 @@ def resolve(
         RequestError: more than one of them, something else than these, or rules without any of them.
         PlanError: the plan is damaged, or was made for another model.
         UnsupportedError: what these devices cannot do, sizes that they do not divide, or an axis along which nothing
-            of this model is cut.
+            of this model is sharded.
 
     Warns of a plan that was made for smaller weights.
     """
@@ -119,19 +119,19 @@ def check(spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy) -
     busy = {a for axis in (axes.BATCH, axes.SEQUENCE) for a in table.get(axis, ()) if mesh.get(a, 1) > 1}
     for path, parameter in spec.parameters.items():
         merged = [((axis, size),) if axis else () for axis, size in zip(parameter.axes, parameter.shape, strict=True)]
-        for cut in cut_of(merged, mesh, strategy, path):
-            busy.update(cut)
+        for mesh_axes in partition_spec_of(merged, mesh, strategy, path):
+            busy.update(mesh_axes)
     return busy
 
 
-def cut_of(
+def partition_spec_of(
     dimensions: Iterable[tuple[tuple[str, int], ...]], mesh: Mapping[str, int], strategy: Strategy, name: str
 ) -> tuple[MeshAxes, ...]:
     """Return the mesh axes that shard each dimension of a parameter; () for a dimension that is whole on every device.
 
     Args:
         dimensions: for each of them the logical axes that it merges, the slowest-varying first, with their numbers: the
-            first that the strategy cuts is cut.
+            first that the strategy shards is sharded.
         name: what an error calls the parameter.
 
     Raises:
@@ -181,7 +181,7 @@ def planned(
         return Parallelism(strategy=strategy)
 
     def accepts(one: Parallelism) -> bool:
-        # What cuts the sequence exchanges keys and values by ring attention, which is the JAX backend's.
+        # What shards the sequence exchanges keys and values by ring attention, which is the JAX backend's.
         return dict(one.mesh).get("sequence", 1) == 1 and _divides(spec, one)
 
     found = planner.fastest_mesh(

@@ -24,7 +24,7 @@ from ttpu_torch_xla.backend import TorchXlaBackend
 from ttpu_torch_xla.load import stock_model
 from ttpu_torch_xla.load_options import TorchXlaLoadOptions
 from ttpu_torch_xla.runtime import Counters
-from ttpu_torch_xla.sharding.apply import parameter_cuts
+from ttpu_torch_xla.sharding.apply import parameter_partition_specs
 
 
 class TorchModel:
@@ -183,7 +183,7 @@ class TorchModel:
         sizes = {name: one.numel() for name, one in self.model.named_parameters()}
         return sum(size for name, size in sizes.items() if not self._axes_of(name)) / sum(sizes.values())
 
-    def share_cut(self, axis: str, within: str = "") -> tuple[float | None, Mapping[str, float]]:
+    def sharded_share(self, axis: str, within: str = "") -> tuple[float | None, Mapping[str, float]]:
         """Return how much of the matrices whose names contain `within` is sharded along a mesh axis, and the names of
         those that are not."""
         kernels = {n: one.numel() for n, one in self.model.named_parameters() if one.ndim > 1 and within in n}
@@ -200,8 +200,8 @@ class TorchModel:
         parameter = self.model.get_parameter(name)
         if "devices=" not in self.runtime.sharding_of(parameter):
             return set()
-        cuts = parameter_cuts(self.model, self.architecture, self.model.ttpu.parallelism)
-        return {axis for by in cuts.get(name, ()) for axis in by}
+        partition_specs = parameter_partition_specs(self.model, self.architecture, self.model.ttpu.parallelism)
+        return {axis for by in partition_specs.get(name, ()) for axis in by}
 
     def _there(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return tree_map_only(torch.Tensor, lambda one: one.to(self.model.device), dict(values))

@@ -13,7 +13,7 @@ import torch
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
 from ttpu_core.sharding.links import slice_axes
-from ttpu_torch_xla.runtime import Counters, Cut, JaxOperation, TorchRuntime, current
+from ttpu_torch_xla.runtime import Counters, JaxOperation, PartitionSpec, TorchRuntime, current
 from ttpu_torch_xla.runtime.protocol import Step
 from ttpu_torch_xla.xla.distributed import after_start, before_start
 
@@ -147,12 +147,13 @@ class TorchXla:
         """A copy of a tensor of any shape, of the same shape; torch_xla sends the values when a program needs them."""
         return tensor.to(self.device())
 
-    def shard(self, tensor: torch.Tensor, mesh: Any, cut: tuple[Cut, ...]) -> None:
+    def shard(self, tensor: torch.Tensor, mesh: Any, partition_spec: PartitionSpec) -> None:
         """`xs.mark_sharding`, which annotates a tensor of any shape in place."""
         import torch_xla.distributed.spmd as xs
 
         spec = tuple(
-            None if not axes else axes if isinstance(axes, str) else axes[0] if len(axes) == 1 else axes for axes in cut
+            None if not axes else axes if isinstance(axes, str) else axes[0] if len(axes) == 1 else axes
+            for axes in partition_spec
         )
         xs.mark_sharding(tensor, mesh, spec)
 
