@@ -587,7 +587,8 @@ def test_a_configuration_or_its_arguments_are_read() -> None:
     config = QuantizationConfig(4)
     assert QuantizationConfig.read(config) is config
     assert QuantizationConfig.read({"bits": 4}) == config
-    for wrong in ("int8", 8, [("bits", 4)]):
+    assert QuantizationConfig.read("w4a16") == config
+    for wrong in (8, [("bits", 4)]):
         with pytest.raises(RequestError, match="but a QuantizationConfig or a mapping of its arguments is needed"):
             QuantizationConfig.read(wrong)
 
@@ -605,7 +606,9 @@ def test_a_configuration_or_its_arguments_are_read() -> None:
         ({"symmetric": "no"}, "True or False"),
         ({"quantize_embeddings": True}, "only linear layers"),
         ({"exclude_layers": (1,)}, "pass strings"),
-        ({"group_size": 128}, "group_size, but it takes"),
+        ({"groups": 128}, "groups, but it takes"),
+        ({"dtype": "fp8"}, "quantizes to int8 and int4"),
+        ({"kv_cache": "int8"}, "keeps keys and values"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
