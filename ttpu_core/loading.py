@@ -45,6 +45,8 @@ class LoadOptions:
         sharding_rules: logical axis → the mesh axes that shard it, or None, in place of the usual ones.
         attn_implementation: the attention that runs: "auto", or a name that the backend knows.
         attention_config: settings of that implementation, such as {"sa_block_q": 1024} for splash_attention.
+        quantization: how the weights are quantized while they are loaded: a shorthand such as "w4a16-g128", a
+            `ttpu_core.quantization.QuantizationConfig` or a mapping of its arguments. None leaves them as they are.
         purpose: what the model is opened for: "generate", "serve" (one serving engine) or "train"; a mesh is chosen for
             it by "auto", and a serving engine takes one replica of a plan.
         progress: called as progress("load", bytes done, bytes in all) and progress("compile", done, in all).
@@ -60,6 +62,7 @@ class LoadOptions:
     sharding_rules: Rules | None = None
     attn_implementation: str | None = "auto"
     attention_config: Mapping[str, Any] | None = None
+    quantization: Any = None
     purpose: Purpose = field(default="generate", metadata=NOT_FOR_ENGINES)
     progress: ProgressCallback | None = field(default=None, metadata=NOT_FOR_ENGINES)
 

@@ -45,6 +45,7 @@ def chat(
     parallelism_strategy: options.ParallelismStrategy = None,
     plan: options.PlanFile = None,
     attn_implementation: options.AttnImplementation = "auto",
+    quantization: options.Quantization = None,
     backend: options.Backend = None,
     patch_pack: options.PatchPacks = None,
 ) -> None:
@@ -76,7 +77,7 @@ def chat(
         stop=tuple(stop or ()),
         deterministic=deterministic,
     )
-    loading = options.load_options(dtype, parallelism_strategy, plan, attn_implementation, patch_pack)
+    loading = options.load_options(dtype, parallelism_strategy, plan, attn_implementation, patch_pack, quantization)
     session = open_session(name, loading, backend=backend, chat=True, quiet=quiet)
     interactive = sys.stdin.isatty()
     if interactive and not quiet:

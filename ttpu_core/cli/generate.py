@@ -52,6 +52,7 @@ def generate(
     parallelism_strategy: options.ParallelismStrategy = None,
     plan: options.PlanFile = None,
     attn_implementation: options.AttnImplementation = "auto",
+    quantization: options.Quantization = None,
     backend: options.Backend = None,
     patch_pack: options.PatchPacks = None,
 ) -> None:
@@ -88,7 +89,7 @@ def generate(
     )
     text = read_prompt(prompt, prompt_file)
     asked: Prompt = [{"role": "user", "content": text}] if chat else text
-    loading = options.load_options(dtype, parallelism_strategy, plan, attn_implementation, patch_pack)
+    loading = options.load_options(dtype, parallelism_strategy, plan, attn_implementation, patch_pack, quantization)
     session = open_session(name, loading, backend=backend, chat=chat, quiet=quiet)
     with session.progress:
         shown = session.speaks and not as_json

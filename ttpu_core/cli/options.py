@@ -54,6 +54,14 @@ Backend = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="The installed backend that runs the model.", rich_help_panel=MODEL),
 ]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="Quantize the weights while loading: w8a16, w8a8, w4a16-g128, w4a16-g128-asym, fp8, mxfp4.",
+        rich_help_panel=MODEL,
+    ),
+]
 PatchPacks = Annotated[
     list[str] | None,
     typer.Option("--patch-pack", metavar="NAME", help="Apply a patch pack; repeat for more.", rich_help_panel=MODEL),
@@ -115,6 +123,7 @@ def load_options(
     plan: str | None,
     attn_implementation: str,
     patch_packs: list[str] | None,
+    quantization: str | None = None,
 ) -> LoadOptions:
     """How a checkpoint is loaded, as the options above say it.
 
@@ -124,6 +133,7 @@ def load_options(
         plan: `PlanFile`.
         attn_implementation: `AttnImplementation`.
         patch_packs: `PatchPacks`.
+        quantization: `Quantization`.
     """
     from ttpu_core.loading import LoadOptions
 
@@ -133,6 +143,7 @@ def load_options(
         plan=plan,
         attn_implementation=attn_implementation,
         patch_packs=patch_packs,
+        quantization=quantization,
     )
 
 

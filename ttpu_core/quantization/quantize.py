@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ttpu_core.errors import RequestError
 from ttpu_core.quantization.config import QuantizationConfig, is_named
@@ -14,6 +14,7 @@ from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_core.spec.parameters import LAYERS
 
 if TYPE_CHECKING:
+    from ttpu_core.architecture import Architecture
     from ttpu_core.mapping import FlaxMapping
 
 EMBEDDING, HEAD = "embed.embedding", "head.kernel"
@@ -81,6 +82,22 @@ def quantize_spec(
             f"a {spec.model_type} model was to be quantized to {config}, but every kernel is skipped: skip fewer."
         )
     return replace(spec, kernel_formats=formats)
+
+
+def quantize_architecture(architecture: Architecture, asked: Any) -> Architecture:
+    """The architecture whose kernels are quantized while a dense checkpoint is loaded; unchanged for None.
+
+    Args:
+        architecture: with the mapping of the checkpoint (`FlaxMapping.suited_to`).
+        asked: what `QuantizationConfig.read` reads, or None.
+
+    Raises:
+        RequestError: as for `quantize_spec`.
+    """
+    if asked is None:
+        return architecture
+    config = QuantizationConfig.read(asked)
+    return replace(architecture, spec=quantize_spec(architecture.spec, config, architecture.mapping))
 
 
 def described(found: tuple[Choice, ...]) -> Iterator[str]:

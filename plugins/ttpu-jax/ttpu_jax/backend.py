@@ -19,6 +19,7 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import CheckpointError
 from ttpu_core.mapping import pad_mapping
+from ttpu_core.quantization import quantize_architecture
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.plan import Plan
 from ttpu_core.sharding.serving import ServedShapes, ServingLimits
@@ -39,6 +40,7 @@ from ttpu_jax.parallel import placement_for
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.load import load_parameters
 from ttpu_jax.params.padding import pad_for
+from ttpu_jax.params.quantized import groupings_for
 
 if TYPE_CHECKING:
     from optax import GradientTransformation
@@ -72,6 +74,7 @@ class JaxBackend:
         initialize()
         check_supported(architecture.spec)
         architecture = replace(architecture, mapping=architecture.mapping.suited_to(checkpoint.tensors))
+        architecture = quantize_architecture(architecture, options.quantization)
         held = model_dtype(options.dtype, checkpoint)
         placement = placement_for(
             architecture.spec,
@@ -95,7 +98,10 @@ class JaxBackend:
         progress = options.progress
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))
         mapping = pad_mapping(architecture.mapping, paddings)
-        params = load_parameters(checkpoint, mapping, spec.parameters, placement, held, on_load)
+        groupings = groupings_for(architecture.spec, placement)
+        params = load_parameters(
+            checkpoint, mapping, spec.parameters, placement, held, on_load, groupings=groupings
+        )
         # XLA:CPU computes attention in float32 (ops/attention), so a bfloat16 cache would be converted at every
         # step.
         cache_dtype = np.dtype(np.float32) if placement.platform == "cpu" else held

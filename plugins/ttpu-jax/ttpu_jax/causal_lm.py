@@ -191,7 +191,16 @@ class JaxCausalLM:
         return (event for event, _ in self._run(prompts, options))
 
     def save_pretrained(self, directory: str | Path) -> Path:
-        """Write a checkpoint that transformers loads with identical tensors; returns its directory."""
+        """Write a checkpoint that transformers loads with identical tensors; returns its directory.
+
+        Raises:
+            RequestError: the model is quantized, or `directory` is a file.
+        """
+        if self.programs.spec.kernel_formats:
+            raise RequestError(
+                "save_pretrained was called on a quantized model, but it writes dense weights, which this model no "
+                "longer has: write a quantized checkpoint from the original one with `ttpu quantize`."
+            )
         source = self._checkpoint.path if self._checkpoint else None
         raw = source / "config.json" if source else None
         config = json.loads(raw.read_text()) if raw and raw.is_file() else self.architecture.config.to_dict()

@@ -45,8 +45,9 @@ class TorchXlaBackend:
         from ttpu_torch_xla.sharding.resolve import resolve
 
         quantization_config = None
-        if options.do_quant:
-            quantization_config = QuantizationConfig.read(options.quantization_config or QuantizationConfig())
+        if options.do_quant or options.quantization is not None:
+            asked = options.quantization or options.quantization_config or QuantizationConfig()
+            quantization_config = QuantizationConfig.read(asked)
         began = time.perf_counter()
         size = float(checkpoint.total_bytes)
         tell = options.progress or (lambda *_: None)

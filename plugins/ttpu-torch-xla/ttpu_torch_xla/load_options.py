@@ -21,7 +21,7 @@ class TorchXlaLoadOptions(LoadOptions):
         use_fsdp_wrap: wrap the layers in torch_xla's FSDPv2 after they were sharded; "auto" does so where the mesh has
             devices along "fsdp".
         do_quant: quantize the linear layers as `quantization_config` says (int8 per channel where it is None).
-        quantization_config: a `ttpu_torch_xla.quantization.QuantizationConfig`, with `do_quant`.
+        quantization_config: AutoXLA's name of `quantization`, with `do_quant`.
         gradient_checkpointing: recompute each layer's activations in the backward pass.
         scan_layers: trace equal layers once; compiles faster, and takes more memory for temporaries.
         patches: False leaves out every patch that the model runs rightly without.
@@ -48,6 +48,11 @@ class TorchXlaLoadOptions(LoadOptions):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, but it is a switch: write True or False.")
         if self.use_fsdp_wrap not in (True, False, "auto"):
             raise RequestError(f"use_fsdp_wrap is {self.use_fsdp_wrap!r}, but it is True, False or 'auto': write one.")
+        if self.quantization is not None and self.quantization_config is not None:
+            raise RequestError(
+                "quantization and quantization_config were both given, but they are two names of one setting: pass one "
+                "of them."
+            )
         if self.quantization_config is not None and not self.do_quant:
             raise RequestError(
                 "quantization_config was given without do_quant=True, so that nothing would be quantized: pass "

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from ttpu_core.spec import ArchitectureSpec, Parameter
 from ttpu_core.spec.parameters import stacked_parameters
@@ -20,6 +19,7 @@ from ttpu_jax.model.decoder import Caches, Decoder
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.model.paged import PagedLayout, empty_caches
 from ttpu_jax.ops.paged_attention import RaggedBatch
+from ttpu_jax.params.quantized import shardings_of
 
 Params = Mapping[str, Any]
 """Flax path → kernel or other array."""
@@ -47,14 +47,14 @@ class DecoderModel:
         return stacked_parameters(self.spec) if self.stacked else self.spec.parameters
 
     @cached_property
-    def placements(self) -> Mapping[str, Sharding]:
-        """The sharding of each parameter, by Flax path.
+    def placements(self) -> Mapping[str, Any]:
+        """The sharding of each parameter, by Flax path; of a quantized kernel, a kernel of its parts' shardings.
 
         Raises:
             UnsupportedError: the mesh does not divide a parameter.
         """
         placement = self.runtime.placement
-        return {path: placement.parameter(path, parameter) for path, parameter in self.parameters.items()}
+        return {path: shardings_of(placement, path, parameter) for path, parameter in self.parameters.items()}
 
     def empty_cache(self, batch: int, slots: int, dtype: np.dtype[Any], *, abstract: bool = False) -> KVCache:
         """Make a contiguous cache of zeros for `batch` rows of `slots` tokens; with `abstract`, only its shapes."""

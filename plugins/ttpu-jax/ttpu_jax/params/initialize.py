@@ -11,19 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.spec import Parameter
+from ttpu_jax.ops.kernels import kernel_from_parts
 from ttpu_jax.params.placement import Placement
+from ttpu_jax.params.quantized import held_parts, round_dense, shardings_of
 
 
 def abstract_parameters(
     parameters: Mapping[str, Parameter], placement: Placement, dtype: np.dtype[Any]
-) -> dict[str, jax.ShapeDtypeStruct]:
+) -> dict[str, Any]:
     """Shapes, dtypes and shardings of the parameters, without memory."""
-    return {
-        path: jax.ShapeDtypeStruct(
-            p.shape, np.dtype(p.dtype) if p.dtype else dtype, sharding=placement.parameter(path, p)
-        )
-        for path, p in parameters.items()
-    }
+
+    def abstract(path: str, parameter: Parameter) -> Any:
+        if parameter.format is not None:
+            held = held_parts(parameter, placement).items()
+            parts = {name: abstract(f"{path}.{name}", part) for name, part in held}
+            return kernel_from_parts(parameter.format, parts)
+        kind = jnp.dtype(parameter.dtype) if parameter.dtype else dtype
+        return jax.ShapeDtypeStruct(parameter.shape, kind, sharding=placement.parameter(path, parameter))
+
+    return {path: abstract(path, parameter) for path, parameter in parameters.items()}
 
 
 def random_parameters(
@@ -32,8 +38,9 @@ def random_parameters(
     dtype: np.dtype[Any],
     seed: int = 0,
     standard_deviation: float = 0.02,
-) -> dict[str, jax.Array]:
-    """Fresh parameters, each created on its devices: normal, ones or zeros as the table says.
+) -> dict[str, Any]:
+    """Fresh parameters, each created on its devices: normal, ones or zeros as the table says. Quantized kernels are
+    rounded from normal ones.
 
     A parameter's values depend on the seed and its place in the table, not on the mesh.
 
@@ -49,11 +56,12 @@ def random_parameters(
     for index, (path, parameter) in enumerate(parameters.items()):
         kind = np.dtype(parameter.dtype) if parameter.dtype else dtype
 
-        def make(key: jax.Array, parameter: Parameter = parameter, kind: np.dtype[Any] = kind) -> jax.Array:
-            if parameter.init == "normal":
-                return (jax.random.normal(key, parameter.shape, jnp.float32) * standard_deviation).astype(kind)
-            return jnp.full(parameter.shape, 1 if parameter.init == "ones" else 0, kind)
+        def make(key: jax.Array, parameter: Parameter = parameter, kind: np.dtype[Any] = kind) -> Any:
+            if parameter.init != "normal":
+                return jnp.full(parameter.shape, 1 if parameter.init == "ones" else 0, kind)
+            drawn = (jax.random.normal(key, parameter.shape, jnp.float32) * standard_deviation).astype(kind)
+            return drawn if parameter.format is None else round_dense(drawn, parameter, placement)
 
-        sharding = placement.parameter(path, parameter)
+        sharding = shardings_of(placement, path, parameter)
         result[path] = jax.jit(make, out_shardings=sharding)(jax.random.fold_in(key, index))
     return result

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
@@ -24,6 +25,7 @@ from ttpu_core.mapping.padding import Box
 from ttpu_core.spec import Parameter
 from ttpu_jax.params.dtypes import stored_dtype
 from ttpu_jax.params.placement import Placement
+from ttpu_jax.params.quantized import Groupings, held_parameters, rounded
 
 Progress = Callable[[int, int], None]
 ALIGNMENT = 64  # XLA:CPU takes over a host buffer without a copy if it is aligned to this many bytes
@@ -44,8 +46,10 @@ def load_parameters(
     progress: Progress | None = None,
     *,
     reader: TensorReader | None = None,
-) -> dict[str, jax.Array]:
-    """Every parameter of the table, on its devices.
+    groupings: Groupings | None = None,
+) -> dict[str, Any]:
+    """Every parameter of the table, on its devices: Flax path → array, or `QuantizedKernel` for a parameter with a
+    format. A dense kernel with a format is rounded as soon as it is on its devices, one kernel per thread at a time.
 
     Args:
         checkpoint: the checkpoint.
@@ -55,19 +59,20 @@ def load_parameters(
         dtype: dtype of the parameters, except for those that have their own.
         progress: called with (bytes placed so far, bytes in all) after each parameter.
         reader: reads the files; None opens a reader and closes it afterwards.
+        groupings: see `ttpu_jax.params.quantized.groupings_for`; needed for kernels that are rounded.
 
     Raises:
         CheckpointError: a file is missing, truncated or malformed.
         MappingError: tensors and parameters do not match.
     """
     tensors = stored_tensors(checkpoint, mapping)
-    total = sum(p.size * _dtype(p, dtype).itemsize for p in parameters.values())
+    total = sum(p.size * _dtype(p, dtype).itemsize for p in held_parameters(parameters, placement).values())
     done, placed = 0, {}
     with TensorReader() as own:
-        jobs = _jobs(mapping, parameters, placement, dtype, tensors, reader or own)
+        jobs = _jobs(mapping, parameters, placement, dtype, tensors, reader or own, groupings or {})
         for path, array in _in_parallel(jobs):
             placed[path] = array
-            done += array.nbytes
+            done += sum(part.nbytes for part in jax.tree.leaves(array))
             if progress is not None:
                 progress(done, total)
     return {path: placed[path] for path in parameters}
@@ -105,7 +110,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-Job = tuple[str, int, Callable[[], jax.Array]]  # path, bytes on the host, function that reads it
+Job = tuple[str, int, Callable[[], Any]]  # path, bytes on the host, function that reads it
 
 
 def _jobs(
@@ -115,12 +120,21 @@ def _jobs(
     dtype: np.dtype[Any],
     tensors: Mapping[str, StoredTensor],
     reader: TensorReader,
+    groupings: Groupings,
 ) -> Iterator[Job]:
     for path, parameter in parameters.items():
         kind, sharding = _dtype(parameter, dtype), placement.parameter(path, parameter)
         boxes = device_boxes(sharding, parameter.shape)
         nbytes = sum(_elements(box) for box in boxes) * kind.itemsize
-        yield path, nbytes, partial(_load, mapping[path], parameter.shape, kind, sharding, boxes, tensors, reader)
+        load = partial(_load, mapping[path], parameter.shape, kind, sharding, boxes, tensors, reader)
+        if parameter.format is not None:
+            load = partial(_load_rounded, load, path, parameter, placement, groupings[path])
+        yield path, nbytes, load
+
+
+def _load_rounded(load: Callable[[], jax.Array], *how: Any) -> Any:
+    """Read a dense kernel and round it; `how` are the further arguments of `rounded`."""
+    return jax.block_until_ready(rounded(load(), *how))
 
 
 def _load(
@@ -140,9 +154,9 @@ def _load(
     return array.block_until_ready()  # the host's memory is free only after the transfer
 
 
-def _in_parallel(jobs: Iterator[Job]) -> Iterator[tuple[str, jax.Array]]:
+def _in_parallel(jobs: Iterator[Job]) -> Iterator[tuple[str, Any]]:
     """Results of the jobs in the order in which they finish, with a bound on their memory."""
-    running: dict[Future[jax.Array], tuple[str, int]] = {}
+    running: dict[Future[Any], tuple[str, int]] = {}
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="load")
     try:
         for path, nbytes, job in jobs:
@@ -157,7 +171,7 @@ def _in_parallel(jobs: Iterator[Job]) -> Iterator[tuple[str, jax.Array]]:
         pool.shutdown(cancel_futures=True)
 
 
-def _finished(running: dict[Future[jax.Array], tuple[str, int]]) -> Iterator[tuple[str, jax.Array]]:
+def _finished(running: dict[Future[Any], tuple[str, int]]) -> Iterator[tuple[str, Any]]:
     done, _ = wait(running, return_when=FIRST_COMPLETED)
     for future in done:
         path, _ = running.pop(future)
@@ -169,4 +183,4 @@ def _elements(box: Box) -> int:
 
 
 def _dtype(parameter: Parameter, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.dtype(parameter.dtype) if parameter.dtype else dtype
+    return jnp.dtype(parameter.dtype) if parameter.dtype else dtype

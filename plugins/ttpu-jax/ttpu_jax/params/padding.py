@@ -10,15 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.mapping.padding import Padding
+from ttpu_core.quantization.grouping import fit_formats
 from ttpu_core.sharding.padding import Paddings, pad_architecture, stacked_paddings
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.params.placement import Placement
 
 
 def pad_for(spec: ArchitectureSpec, placement: Placement) -> tuple[ArchitectureSpec, Paddings]:
-    """`pad_architecture` for the placement's mesh and strategy. Nothing is padded for one device."""
+    """`pad_architecture` for the placement's mesh and strategy, with groups of quantized kernels that fit it. Nothing
+    is padded for one device."""
     mesh = {} if placement.mesh is None else dict(placement.mesh.shape)
-    return pad_architecture(spec, mesh, placement.strategy)
+    padded, paddings = pad_architecture(spec, mesh, placement.strategy)
+    return fit_formats(padded, spec, paddings, mesh, placement.strategy)[0], paddings
 
 
 def project_gradients(

@@ -14,6 +14,7 @@ from ttpu_core.backend import CompilesAhead
 from ttpu_core.cli import options
 from ttpu_core.cli.console import LoadProgress, counted, in_bytes, print_json, stdout_console
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.quantization import quantize_architecture
 from ttpu_serve.cli import engine_options
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def compile_programs(
     parallelism_strategy: options.ParallelismStrategy = None,
     plan: options.PlanFile = None,
     attn_implementation: options.AttnImplementation = "auto",
+    quantization: options.Quantization = None,
     patch_pack: options.PatchPacks = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     quiet: options.Quiet = False,
@@ -95,6 +97,7 @@ def compile_programs(
         parallelism_strategy=parallelism_strategy,
         plan=plan,
         attn_implementation=attn_implementation,
+        quantization=quantization,
         patch_pack=patch_pack,
     )
     backend = _compiler()
@@ -146,6 +149,7 @@ def _ahead(backend: CompilesAhead, name: str, topology: str, arguments: Mapping[
 
     load, config = read_options(name, arguments)
     architecture, dtype = _described(name, load.patch_packs, load.dtype)
+    architecture = quantize_architecture(architecture, load.quantization)
     with LoadProgress(quiet=quiet) as progress:
         found: AheadSlice = backend.compile_ahead(
             architecture,

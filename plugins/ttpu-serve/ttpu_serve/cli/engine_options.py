@@ -81,6 +81,7 @@ def engine_arguments(
     parallelism_strategy: str | None,
     plan: str | None,
     attn_implementation: str,
+    quantization: str | None = None,
     patch_pack: Sequence[str] | None,
 ) -> dict[str, Any]:
     """Return the given options by the names that `read_options` takes.
@@ -92,7 +93,8 @@ def engine_arguments(
         no_prefix_caching, no_chunked_prefill: turn the feature off.
         enable_lora: NAME=PATH texts of LoRA adapters.
         max_adapters, max_lora_rank: room for LoRA adapters.
-        dtype, parallelism_strategy, plan, attn_implementation: the `LoadOptions` fields of the same names.
+        dtype, parallelism_strategy, plan, attn_implementation, quantization: the `LoadOptions` fields of the same
+            names.
         patch_pack: names of patch packs.
 
     Raises:
@@ -119,6 +121,7 @@ def engine_arguments(
         "parallelism_strategy": parallelism_strategy,
         "plan": plan,
         "attn_implementation": None if attn_implementation == "auto" else attn_implementation,
+        "quantization": quantization,
         "patch_packs": patch_pack,
     }
     return {name: value for name, value in arguments.items() if value is not None}

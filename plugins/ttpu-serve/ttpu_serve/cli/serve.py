@@ -160,6 +160,7 @@ def serve(
     parallelism_strategy: options.ParallelismStrategy = None,
     plan: options.PlanFile = None,
     attn_implementation: options.AttnImplementation = "auto",
+    quantization: options.Quantization = None,
     patch_pack: options.PatchPacks = None,
     quiet: options.Quiet = False,
 ) -> None:
@@ -229,6 +230,7 @@ def serve(
         parallelism_strategy=parallelism_strategy,
         plan=plan,
         attn_implementation=attn_implementation,
+        quantization=quantization,
         patch_pack=patch_pack,
     )
     engine |= {"max_waiting": max_waiting, "strict_compile": strict_compile}
