@@ -1,0 +1,163 @@
+"""A Pallas kernel for TPUs that multiplies activations by a kernel with a scale per group of inputs. XLA would write
+the dequantized kernel to HBM and read it again; here blocks of values become bfloat16 in VMEM.
+
+Groups are scaled after their products, where a few rows of partial sums are less work than the kernel's weights. So
+that each product fills the multiplier, one takes the inputs of several groups (a span): its rows are the activations
+once per group, with zeros outside the group."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ttpu_jax.ops.kernels import QuantizedKernel
+from ttpu_jax.ops.matmul.pallas_blocks import SUBLANES, Blocks, bits_of, blocks_for
+
+SCALE_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+"""Dtypes of scales that the kernel reads; others are converted before."""
+
+
+def weight_only_product(
+    x: jax.Array, kernel: QuantizedKernel, out_dtype: Any, *, kind: str, interpret: bool = False
+) -> jax.Array:
+    """x [..., in] times a kernel [*out, in]: [..., *out] in `out_dtype`. Sums are float32.
+
+    Args:
+        x: [..., in], bfloat16 or float32, in which the product's operands are.
+        kernel: values [*out, in], scale and zero point [*out, groups] or [*out].
+        out_dtype: of the result.
+        kind: `jax.Device.device_kind`, which selects the blocks.
+        interpret: run the kernel in the interpreter.
+
+    Raises:
+        NotImplementedError: no block of inputs consists of whole groups and whole registers (see `blocks_for`).
+    """
+    if kernel.input_order is not None:
+        x = jnp.take(x, kernel.input_order, axis=-1)
+    inputs = x.shape[-1]
+    rows = x.reshape(-1, inputs)
+    values = kernel.values.reshape(-1, inputs)
+    blocks = blocks_for(kind, len(rows), len(values), inputs, kernel.format.group_size, kernel.dtype)
+    group = kernel.format.group_size
+    scale = _by_group(kernel.scale, inputs, group)
+    zero = None if kernel.zero_point is None else _by_group(kernel.zero_point, inputs, group)
+    product = _product(rows, values, scale, zero, blocks, out_dtype, interpret)
+    return product.reshape(*x.shape[:-1], *kernel.shape[:-1])
+
+
+def _by_group(part: jax.Array, inputs: int, group: int | None) -> jax.Array:
+    """[*out, groups] → [groups, out]. XLA:TPU stores an array whose last dimension is short transposed, so that this
+    costs nothing there."""
+    return part.reshape(-1, 1 if group is None else inputs // group).swapaxes(0, 1)
+
+
+def _product(
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    blocks: Blocks,
+    out_dtype: Any,
+    interpret: bool,
+) -> jax.Array:
+    """x [rows, in], values [out, in], scale and zero [groups, out]: [rows, out]."""
+    (rows, inputs), out = x.shape, len(values)
+    group, span = blocks.group, blocks.span
+    steps, spans = inputs // blocks.inputs, blocks.inputs // span
+    x = jnp.pad(x, ((0, -rows % blocks.rows), (0, 0))).reshape(-1, blocks.rows, inputs)
+    of_scale = pl.BlockSpec((blocks.groups, blocks.out), lambda r, n, k: (k, n))
+    operands = [_spread(x, span, group), values, _readable(scale, blocks)]
+    specs = [
+        pl.BlockSpec((None, spans, blocks.masks * blocks.rows, span), lambda r, n, k: (r, k, 0, 0)),
+        pl.BlockSpec((blocks.out, blocks.inputs), lambda r, n, k: (n, k)),
+        of_scale,
+    ]
+    if zero is not None:
+        sums = x.astype(jnp.float32).reshape(len(x), blocks.rows, steps, blocks.groups, -1).sum(-1).swapaxes(1, 2)
+        operands += [_readable(zero.astype(jnp.bfloat16), blocks), sums]  # int8 is exact in bfloat16
+        specs += [of_scale, pl.BlockSpec((None, None, blocks.rows, blocks.groups), lambda r, n, k: (r, k, 0, 0))]
+    call = pl.pallas_call(
+        partial(_multiply, blocks=blocks, steps=steps),
+        out_shape=jax.ShapeDtypeStruct((len(x) * blocks.rows, out), out_dtype),
+        grid=(len(x), pl.cdiv(out, blocks.out), steps),
+        in_specs=specs,
+        out_specs=pl.BlockSpec((blocks.rows, blocks.out), lambda r, n, k: (r, n)),
+        scratch_shapes=[pltpu.VMEM((blocks.rows, blocks.out), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows * inputs * out,
+            bytes_accessed=x.nbytes + values.size * bits_of(values.dtype) // 8,
+            transcendentals=0,
+        ),
+        interpret=interpret,
+        name="weight_only_product",
+    )
+    return call(*operands)[:rows]
+
+
+def _spread(x: jax.Array, span: int, group: int) -> jax.Array:
+    """x [blocks, rows, in] → [blocks, spans, masks * rows, span]: once per group of a span, zero outside it."""
+    blocks, rows, inputs = x.shape
+    x = x.reshape(blocks, rows, inputs // span, 1, span).transpose(0, 2, 3, 1, 4)
+    masks = -(-span // group)
+    if masks > 1:
+        mine = jnp.arange(span) // group == jnp.arange(masks)[:, None]
+        x = jnp.where(mine[:, None], x, 0)
+    return x.reshape(blocks, inputs // span, masks * rows, span)
+
+
+def _readable(part: jax.Array, blocks: Blocks) -> jax.Array:
+    """Scales or zero points in a dtype of which the kernel can read a block."""
+    whole = part.dtype == jnp.float32 or blocks.groups % (2 * SUBLANES) == 0 or blocks.groups == len(part)
+    return part if part.dtype in SCALE_DTYPES and whole else part.astype(jnp.float32)
+
+
+def _multiply(x: Any, values: Any, scale: Any, *rest: Any, blocks: Blocks, steps: int) -> None:
+    """One block of the kernel. x [spans, masks * rows, span], values [out, in], scale [groups, out]; for zero points
+    also zero [groups, out] and the sums of x's groups [rows, groups]."""
+    (*zeros, out, total), step = rest, pl.program_id(2)
+    compute = x.dtype
+    precision = jax.lax.Precision.HIGHEST if compute == jnp.float32 else None
+    scales = scale[...].astype(jnp.float32)
+    one_scale = blocks.groups == 1 and blocks.group > blocks.span
+    more = jnp.zeros(total.shape, jnp.float32)
+    for index in range(x.shape[0]):
+        weights = values[:, index * blocks.span : (index + 1) * blocks.span].astype(compute)
+        partial_sums = jax.lax.dot_general(
+            x[index], weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
+        )
+        for mask in range(blocks.masks):
+            sums = partial_sums[mask * blocks.rows : (mask + 1) * blocks.rows]
+            row = (index * blocks.span + mask * min(blocks.group, blocks.span)) // blocks.group
+            more += sums if one_scale else sums * scales[row : row + 1]
+    if one_scale:
+        more = more * scales
+    if zeros:
+        zero, sums = zeros
+        more -= jax.lax.dot_general(
+            sums[...],
+            scales * zero[...].astype(jnp.float32),
+            (((1,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+            precision=jax.lax.Precision.HIGHEST,
+        )
+    if steps == 1:
+        out[...] = more.astype(out.dtype)
+        return
+
+    @pl.when(step == 0)
+    def _() -> None:
+        total[...] = more
+
+    @pl.when(step > 0)
+    def _() -> None:
+        total[...] += more
+
+    @pl.when(step == steps - 1)
+    def _() -> None:
+        out[...] = total[...].astype(out.dtype)
