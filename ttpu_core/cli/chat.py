@@ -14,6 +14,7 @@ import typer
 
 from ttpu_core.cli import options
 from ttpu_core.cli.console import note
+from ttpu_core.cli.option_groups import with_option_groups
 from ttpu_core.cli.options import Decoding
 from ttpu_core.cli.session import Message, Session, checkpoint_name, open_session
 from ttpu_core.errors import TTPUError
@@ -24,30 +25,16 @@ DEFAULT_NEW_TOKENS = 1024
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops a reply, /help shows this."
 
 
+@with_option_groups
 def chat(
     checkpoint: options.CheckpointPath = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="Instructions before the first turn.")] = None,
     quiet: options.Quiet = False,
-    max_new_tokens: options.MaxNewTokens = None,
-    max_length: options.MaxLength = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    deterministic: options.Deterministic = False,
+    *,
+    decoding: Decoding,
     weights_dir: options.WeightsDir = None,
-    dtype: options.Dtype = "auto",
-    parallelism_strategy: options.ParallelismStrategy = None,
-    plan: options.PlanFile = None,
-    attn_implementation: options.AttnImplementation = "auto",
-    quantization: options.Quantization = None,
+    loading: options.Loading,
     backend: options.Backend = None,
-    patch_pack: options.PatchPacks = None,
 ) -> None:
     """Talk with an instruction-tuned checkpoint.
 
@@ -63,22 +50,7 @@ def chat(
       printf 'Hello\\nAnd now?\\n' | ttpu chat ./llama-instruct
     """
     name = checkpoint_name(checkpoint, weights_dir)
-    decoding = Decoding(
-        max_new_tokens=max_new_tokens,
-        max_length=max_length,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        stop=tuple(stop or ()),
-        deterministic=deterministic,
-    )
-    loading = options.load_options(dtype, parallelism_strategy, plan, attn_implementation, patch_pack, quantization)
-    session = open_session(name, loading, backend=backend, chat=True, quiet=quiet)
+    session = open_session(name, loading.options(), backend=backend, chat=True, quiet=quiet)
     interactive = sys.stdin.isatty()
     if interactive and not quiet:
         note(HELP)

@@ -12,6 +12,7 @@ import typer
 
 from ttpu_core.cli import options
 from ttpu_core.cli.console import counted, note, print_json, stderr_console
+from ttpu_core.cli.option_groups import with_option_groups
 from ttpu_core.cli.options import Decoding
 from ttpu_core.cli.session import Prompt, Session, checkpoint_name, open_session
 from ttpu_core.errors import RequestError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ttpu_core.generation.events import StreamEvent, Timings
 
 
+@with_option_groups
 def generate(
     checkpoint: options.CheckpointPath = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue.")] = None,
@@ -35,26 +37,11 @@ def generate(
     ] = None,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before its continuation.")] = False,
     quiet: options.Quiet = False,
-    max_new_tokens: options.MaxNewTokens = None,
-    max_length: options.MaxLength = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    deterministic: options.Deterministic = False,
+    *,
+    decoding: Decoding,
     weights_dir: options.WeightsDir = None,
-    dtype: options.Dtype = "auto",
-    parallelism_strategy: options.ParallelismStrategy = None,
-    plan: options.PlanFile = None,
-    attn_implementation: options.AttnImplementation = "auto",
-    quantization: options.Quantization = None,
+    loading: options.Loading,
     backend: options.Backend = None,
-    patch_pack: options.PatchPacks = None,
 ) -> None:
     """Continue a prompt, and print the text as it comes.
 
@@ -73,24 +60,9 @@ def generate(
       ttpu generate --weights_dir ./llama --prompt Hi --deterministic
     """
     name = checkpoint_name(checkpoint, weights_dir)
-    decoding = Decoding(
-        max_new_tokens=max_new_tokens,
-        max_length=max_length,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        stop=tuple(stop or ()),
-        deterministic=deterministic,
-    )
     text = read_prompt(prompt, prompt_file)
     asked: Prompt = [{"role": "user", "content": text}] if chat else text
-    loading = options.load_options(dtype, parallelism_strategy, plan, attn_implementation, patch_pack, quantization)
-    session = open_session(name, loading, backend=backend, chat=chat, quiet=quiet)
+    session = open_session(name, loading.options(), backend=backend, chat=chat, quiet=quiet)
     with session.progress:
         shown = session.speaks and not as_json
         events = _collect(session, asked, decoding, logprobs, (text if echo else "") if shown else None)

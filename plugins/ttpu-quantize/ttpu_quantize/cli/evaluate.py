@@ -13,6 +13,7 @@ import typer
 
 from ttpu_core.cli import options
 from ttpu_core.cli.console import LoadProgress, in_bytes, note, print_json, stderr_console, stdout_console
+from ttpu_core.cli.option_groups import with_option_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ttpu_quantize.evaluation import Evaluation, Text
 
 
+@with_option_groups
 def evaluate(
     checkpoints: Annotated[
         list[str],
@@ -37,12 +39,9 @@ def evaluate(
         int | None, typer.Option(min=1, metavar="N", help="Windows at a time. Without it, by the size of the logits.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="Only the first N tokens of the text.")] = None,
-    dtype: options.Dtype = "auto",
-    parallelism_strategy: options.ParallelismStrategy = None,
-    plan: options.PlanFile = None,
-    attn_implementation: options.AttnImplementation = "auto",
+    *,
+    loading: options.Loading,
     backend: options.Backend = None,
-    patch_pack: options.PatchPacks = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the figures, by matplotlib.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     quiet: options.Quiet = False,
@@ -78,7 +77,7 @@ def evaluate(
         raise UnsupportedError(
             f"a text was to be measured, but the backend {runs.name!r} gives no logits of texts: use another --backend."
         )
-    how = options.load_options(dtype, parallelism_strategy, plan, attn_implementation, patch_pack)
+    how = loading.options()
     reference: Any = None
     cut: Text | None = None
     rows: list[Evaluation] = []

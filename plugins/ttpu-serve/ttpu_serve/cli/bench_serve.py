@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ttpu_core.cli.console import print_json
+from ttpu_core.cli.option_groups import with_option_groups
 from ttpu_core.errors import RequestError
 from ttpu_serve.cli import bench_options
-from ttpu_serve.cli.bench_options import RESULTS, SENDING, SERVER, WORKLOAD
+from ttpu_serve.cli.bench_options import RESULTS, SENDING, SERVER, WORKLOAD, ResultOptions, WorkloadOptions
 
 if TYPE_CHECKING:
     from ttpu_serve.bench.client import Client, Timeline
@@ -30,6 +32,7 @@ class EndpointChoice(StrEnum):
     chat = "chat"
 
 
+@with_option_groups
 def serve(
     url: Annotated[
         str, typer.Option(metavar="URL", help="The server, with or without /v1.", rich_help_panel=SERVER)
@@ -59,14 +62,8 @@ def serve(
         float,
         typer.Option(min=0.001, metavar="S", help="Silence after which a request has failed.", rich_help_panel=SERVER),
     ] = 600.0,
-    num_prompts: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Requests; 100, or all of a dataset.", rich_help_panel=WORKLOAD),
-    ] = None,
-    input_tokens: bench_options.InputTokens = "128",
-    output_tokens: bench_options.OutputTokens = "128",
-    prefix_tokens: bench_options.PrefixTokens = 0,
-    dataset: bench_options.Dataset = None,
+    *,
+    workload: WorkloadOptions,
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -79,7 +76,6 @@ def serve(
         int | None,
         typer.Option(min=1, metavar="N", help="Send random token ids below N, not texts.", rich_help_panel=WORKLOAD),
     ] = None,
-    seed: bench_options.Seed = 0,
     request_rate: Annotated[
         float, typer.Option(metavar="R", help="Requests per second; inf: all at once.", rich_help_panel=SENDING)
     ] = math.inf,
@@ -102,15 +98,13 @@ def serve(
             metavar="LIST", help="Goodput: responses within ttft:200,tpot:50,e2e:5000 (ms).", rich_help_panel=RESULTS
         ),
     ] = None,
-    percentiles: bench_options.Percentiles = "50,90,99",
+    results: ResultOptions,
     plot: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", help="Draw latencies over time and percentiles: .png, .svg.", rich_help_panel=RESULTS
         ),
     ] = None,
-    as_json: bench_options.AsJson = False,
-    output: bench_options.Output = None,
 ) -> None:
     """Send requests to any OpenAI-compatible server and measure what comes back.
 
@@ -126,35 +120,23 @@ def serve(
     from ttpu_serve.bench.client import Client
     from ttpu_serve.bench.machine import machine
     from ttpu_serve.bench.picture import check_picture, save_picture
-    from ttpu_serve.bench.report import as_json as plain
-    from ttpu_serve.bench.report import as_rows, print_serve
+    from ttpu_serve.bench.report import as_json, as_rows, print_serve
     from ttpu_serve.bench.summary import parse_objectives, summarize
     from ttpu_serve.bench.workload import arrivals
 
-    objectives, points = parse_objectives(slo), bench_options.percentiles(percentiles)
+    objectives = parse_objectives(slo)
     bench_options.positive("--request-rate", request_rate, "requests per second, or inf")
     bench_options.positive("--burstiness", burstiness, "a number above 0")
     if plot is not None:
         check_picture(plot)
-    bench_options.check_output(output)
     extra = _extra(extra_body)
 
-    def drawn(number: int | None, seed: int) -> list[Prompt]:
-        return bench_options.prompts(
-            number,
-            input_tokens,
-            output_tokens,
-            prefix_tokens,
-            dataset,
-            seed,
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-        )
-
-    prompts = drawn(num_prompts, seed)
+    prompts = workload.prompts(tokenizer=tokenizer, vocab_size=vocab_size)
     first: list[Prompt] = []
     if warmup:  # of a dataset so many that some are others
-        first = _others(drawn(warmup + (0 if dataset is None else len(prompts)), seed + 1), prompts, warmup)
+        number = warmup + (0 if workload.dataset is None else len(prompts))
+        other = replace(workload, num_prompts=number, seed=workload.seed + 1)
+        first = _others(other.prompts(tokenizer=tokenizer, vocab_size=vocab_size), prompts, warmup)
     client = Client(
         url,
         endpoint=endpoint.value,
@@ -163,9 +145,9 @@ def serve(
         extra={"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **extra},
         timeout=timeout,
     )
-    moments = arrivals(len(prompts), request_rate, burstiness=burstiness, seed=seed)
+    moments = arrivals(len(prompts), request_rate, burstiness=burstiness, seed=workload.seed)
     timelines = asyncio.run(_send(client, prompts, moments, max_concurrency, first))
-    summary = summarize(timelines, objectives=objectives, percentiles=points)
+    summary = summarize(timelines, objectives=objectives, percentiles=results.points)
     settings = {
         "url": client.url,
         "model": client.model,
@@ -173,21 +155,20 @@ def serve(
         "request_rate": None if math.isinf(request_rate) else request_rate,
         "burstiness": burstiness,
         "max_concurrency": max_concurrency,
-        "dataset": None if dataset is None else str(dataset),
-        "input_tokens": input_tokens,
-        "output_tokens": output_tokens,
-        "prefix_tokens": prefix_tokens,
+        "dataset": None if workload.dataset is None else str(workload.dataset),
+        "input_tokens": workload.input_tokens,
+        "output_tokens": workload.output_tokens,
+        "prefix_tokens": workload.prefix_tokens,
         "ignore_eos": ignore_eos,
         "temperature": temperature,
-        "seed": seed,
+        "seed": workload.seed,
     }
-    document = {"benchmark": "serve", "settings": settings, "machine": machine(), "results": plain(summary)}
+    document = {"benchmark": "serve", "settings": settings, "machine": machine(), "results": as_json(summary)}
     title = f"{client.model} at {client.url}, {_sending(request_rate, max_concurrency)}"
-    if output is not None:
-        bench_options.write(output, {**document, "requests": as_rows(timelines)})
+    results.write({**document, "requests": as_rows(timelines)})
     if plot is not None:
         save_picture(timelines, plot, title)
-    if as_json:
+    if results.as_json:
         print_json(document)
     else:
         print_serve(summary, title)

@@ -13,9 +13,10 @@ import typer
 from ttpu_core.backend import CompilesAhead
 from ttpu_core.cli import options
 from ttpu_core.cli.console import LoadProgress, counted, in_bytes, print_json, stdout_console
+from ttpu_core.cli.option_groups import with_option_groups
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.quantization import quantize_architecture
-from ttpu_serve.cli import engine_options
+from ttpu_serve.cli.engine_options import EngineOptions, words
 
 if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
@@ -29,6 +30,7 @@ NOTE = (
 )
 
 
+@with_option_groups
 def compile_programs(
     checkpoint: options.CheckpointPath = None,
     topology: Annotated[
@@ -38,25 +40,10 @@ def compile_programs(
             help="A TPU slice that need not be there, as in v5e:2x4; repeat for more. Else these devices.",
         ),
     ] = None,
-    max_model_len: engine_options.MaxModelLen = None,
-    max_num_seqs: engine_options.MaxNumSeqs = None,
-    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
-    kv_cache_dtype: engine_options.KvCacheDtype = "auto",
-    kv_cache_memory: engine_options.KvCacheMemory = None,
-    page_size: engine_options.PageSize = None,
-    no_prefix_caching: engine_options.NoPrefixCaching = False,
-    no_chunked_prefill: engine_options.NoChunkedPrefill = False,
-    speculative: engine_options.Speculative = None,
-    enable_lora: engine_options.EnableLora = None,
-    max_adapters: engine_options.MaxAdapters = None,
-    max_lora_rank: engine_options.MaxLoraRank = None,
+    *,
+    engine: EngineOptions,
     weights_dir: options.WeightsDir = None,
-    dtype: options.Dtype = "auto",
-    parallelism_strategy: options.ParallelismStrategy = None,
-    plan: options.PlanFile = None,
-    attn_implementation: options.AttnImplementation = "auto",
-    quantization: options.Quantization = None,
-    patch_pack: options.PatchPacks = None,
+    loading: options.Loading,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -80,26 +67,7 @@ def compile_programs(
     from ttpu_core.cli.session import checkpoint_name
 
     name = checkpoint_name(checkpoint, weights_dir)
-    arguments = engine_options.engine_arguments(
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_dtype=kv_cache_dtype,
-        kv_cache_memory=kv_cache_memory,
-        page_size=page_size,
-        no_prefix_caching=no_prefix_caching,
-        no_chunked_prefill=no_chunked_prefill,
-        speculative=speculative,
-        enable_lora=enable_lora,
-        max_adapters=max_adapters,
-        max_lora_rank=max_lora_rank,
-        dtype=dtype,
-        parallelism_strategy=parallelism_strategy,
-        plan=plan,
-        attn_implementation=attn_implementation,
-        quantization=quantization,
-        patch_pack=patch_pack,
-    )
+    arguments = engine.arguments() | loading.arguments()
     backend = _compiler()
     folder = str(backend.compiled_folder(ahead=bool(topology)))
     if topology:
@@ -266,7 +234,7 @@ def _command(name: str, found: AheadSlice, arguments: Mapping[str, Any]) -> str:
     given = {"parallelism_strategy": ",".join(f"{axis}={size}" for axis, size in found.mesh.items()), **arguments}
     if "plan" in given:
         del given["parallelism_strategy"]
-    return " ".join(["ttpu serve", shlex.quote(name), *engine_options.words(given)])
+    return " ".join(["ttpu serve", shlex.quote(name), *words(given)])
 
 
 # -- these devices --

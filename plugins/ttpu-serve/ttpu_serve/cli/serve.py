@@ -13,9 +13,9 @@ import typer
 
 from ttpu_core.cli import options
 from ttpu_core.cli.console import LoadProgress, note
+from ttpu_core.cli.option_groups import with_option_groups
 from ttpu_core.errors import RequestError
-from ttpu_serve.cli import engine_options
-from ttpu_serve.cli.engine_options import ENGINE
+from ttpu_serve.cli.engine_options import ENGINE, EngineOptions
 
 SERVER, LIMITS = "Server", "Limits"
 KEY_VARIABLE = "TTPU_API_KEY"
@@ -39,6 +39,7 @@ class LogLevel(StrEnum):
     debug = "debug"
 
 
+@with_option_groups
 def serve(
     checkpoint: options.CheckpointPath = None,
     host: Annotated[
@@ -113,18 +114,8 @@ def serve(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="A line for each request.", rich_help_panel=SERVER)
     ] = False,
-    max_model_len: engine_options.MaxModelLen = None,
-    max_num_seqs: engine_options.MaxNumSeqs = None,
-    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
-    kv_cache_dtype: engine_options.KvCacheDtype = "auto",
-    kv_cache_memory: engine_options.KvCacheMemory = None,
-    page_size: engine_options.PageSize = None,
-    no_prefix_caching: engine_options.NoPrefixCaching = False,
-    no_chunked_prefill: engine_options.NoChunkedPrefill = False,
-    speculative: engine_options.Speculative = None,
-    enable_lora: engine_options.EnableLora = None,
-    max_adapters: engine_options.MaxAdapters = None,
-    max_lora_rank: engine_options.MaxLoraRank = None,
+    *,
+    engine: EngineOptions,
     strict_compile: Annotated[
         bool,
         typer.Option("--strict-compile", help="A program that is missing is an error.", rich_help_panel=ENGINE),
@@ -156,12 +147,7 @@ def serve(
         float, typer.Option(metavar="S", help="Seconds that stopping waits for responses.", rich_help_panel=LIMITS)
     ] = 30.0,
     weights_dir: options.WeightsDir = None,
-    dtype: options.Dtype = "auto",
-    parallelism_strategy: options.ParallelismStrategy = None,
-    plan: options.PlanFile = None,
-    attn_implementation: options.AttnImplementation = "auto",
-    quantization: options.Quantization = None,
-    patch_pack: options.PatchPacks = None,
+    loading: options.Loading,
     quiet: options.Quiet = False,
 ) -> None:
     """Serve a checkpoint to clients of OpenAI's API, with a page to chat at /.
@@ -213,29 +199,10 @@ def serve(
         page=not no_page,
     )
     place = Place(host, port, *(None if file is None else str(file) for file in (ssl_certfile, ssl_keyfile)))
-    engine = engine_options.engine_arguments(
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_dtype=kv_cache_dtype,
-        kv_cache_memory=kv_cache_memory,
-        page_size=page_size,
-        no_prefix_caching=no_prefix_caching,
-        no_chunked_prefill=no_chunked_prefill,
-        speculative=speculative,
-        enable_lora=enable_lora,
-        max_adapters=max_adapters,
-        max_lora_rank=max_lora_rank,
-        dtype=dtype,
-        parallelism_strategy=parallelism_strategy,
-        plan=plan,
-        attn_implementation=attn_implementation,
-        quantization=quantization,
-        patch_pack=patch_pack,
-    )
-    engine |= {"max_waiting": max_waiting, "strict_compile": strict_compile}
+    arguments = engine.arguments() | loading.arguments()
+    arguments |= {"max_waiting": max_waiting, "strict_compile": strict_compile}
     bound = place.bind()
-    app = _app(name, settings, engine, quiet)
+    app = _app(name, settings, arguments, quiet)
 
     def ready(url: str) -> None:
         print(
