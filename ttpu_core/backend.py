@@ -4,7 +4,7 @@ by having its methods, and which is asked for with isinstance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -13,6 +13,7 @@ from ttpu_core.loading import LoadOptions
 
 if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
+    from ttpu_core.calibration import InputStatistics
     from ttpu_core.checkpoint import Checkpoint
     from ttpu_core.generation.events import StreamEvent, Timings
     from ttpu_core.sharding.plan import Plan
@@ -295,6 +296,59 @@ class Scores(Protocol):
 
     def weight_bytes(self, model: Any) -> int:
         """The bytes of a loaded model's weights, scales and zero points included, over all devices' copies once."""
+        ...
+
+
+class LayerRun(Protocol):
+    """The layers of a model, run one after another over the same tokens. Parameters are given to each call by their
+    path within the layer, so that no more than a layer is held."""
+
+    def observe(
+        self, layer: int, params: Mapping[str, Array], kernels: Sequence[str]
+    ) -> Mapping[str, InputStatistics]:
+        """Run a layer on what the layers before it returned, and keep nothing.
+
+        Args:
+            layer: the number of the next layer.
+            params: path → float array, all parameters of the layer.
+            kernels: the paths of the kernels whose inputs are wanted.
+
+        Returns:
+            Path → statistics; a kernel that the layer does not multiply by is left out.
+        """
+        ...
+
+    def advance(self, layer: int, params: Mapping[str, Array]) -> None:
+        """Run a layer, and keep what it returns for the next one."""
+        ...
+
+
+@runtime_checkable
+class Calibrates(Protocol[Options]):
+    """A backend that runs a model layer by layer and observes the inputs of its products: `ttpu quantize`."""
+
+    name: str
+    options: type[Options]
+
+    def tokenizer(self, checkpoint: Checkpoint) -> Any:
+        """The checkpoint's tokenizer, as loaded models have it, or None if the checkpoint has none."""
+        ...
+
+    def layer_run(
+        self, architecture: Architecture, params: Mapping[str, Array], tokens: Array, options: Options, dtype: str
+    ) -> LayerRun:
+        """The layers of a model over some texts.
+
+        Args:
+            architecture: the model.
+            params: path → float array, the parameters outside of layers.
+            tokens: int32 [texts, seq], without padding.
+            options: where the model runs.
+            dtype: of weights and activations.
+
+        Raises:
+            UnsupportedError: the backend cannot run the model's layers one by one on these devices.
+        """
         ...
 
 

@@ -33,6 +33,7 @@ from ttpu_jax.generation import scoring
 from ttpu_jax.generation.programs import Programs
 from ttpu_jax.load_options import JaxLoadOptions
 from ttpu_jax.model.causal_model import causal_model
+from ttpu_jax.model.layer_run import LayerRun, check_layer_run
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
@@ -151,18 +152,67 @@ class JaxBackend:
         return step_for(model, optimizer=optimizer, loss=loss, accumulation=accumulation, trainable=trainable)
 
     def text_logits(self, model: JaxCausalLM, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
-        """Compute the logits [batch, seq, vocab] of texts; see `ttpu_jax.generation.scoring`."""
+        """Compute the logits [batch, seq, vocab] of texts, tokens [batch, seq] of the given lengths [batch]; see
+        `ttpu_jax.generation.scoring`."""
         return scoring.text_logits(model.programs, tokens, lengths)
 
     def token_scores(
         self, logits: jax.Array, targets: np.ndarray, reference: jax.Array | None = None
     ) -> TokenScores:
-        """Score the targets [batch, seq] by logits [batch, seq, vocab]; see `ttpu_jax.generation.scoring`."""
+        """Score the targets [batch, seq] by logits [batch, seq, vocab], and compare these with a reference of the same
+        shape [batch, seq, vocab]; see `ttpu_jax.generation.scoring`."""
         return scoring.token_scores(logits, targets, reference)
 
     def weight_bytes(self, model: JaxCausalLM) -> int:
         """Sum the bytes of a model's parameters; 4-bit values count half a byte."""
         return scoring.weight_bytes(model.params)
+
+    def tokenizer(self, checkpoint: Checkpoint) -> Any:
+        """The checkpoint's tokenizer, or None if it has no tokenizer files.
+
+        Raises:
+            CheckpointError: transformers cannot read the files.
+        """
+        return load_tokenizer(checkpoint)
+
+    def layer_run(
+        self,
+        architecture: Architecture,
+        params: Mapping[str, np.ndarray],
+        tokens: np.ndarray,
+        options: JaxLoadOptions,
+        dtype: str,
+    ) -> LayerRun:
+        """The layers of a model over some texts, one at a time; see `ttpu_jax.model.layer_run`.
+
+        Args:
+            architecture: the model.
+            params: path → float array, the parameters outside of layers.
+            tokens: int32 [texts, seq], without padding.
+            options: where the model runs.
+            dtype: of weights and activations.
+
+        Raises:
+            UnsupportedError: this backend cannot run the model, or not layer by layer on this mesh.
+            RequestError: options that contradict each other or the devices.
+        """
+        initialize()
+        spec = architecture.spec
+        check_supported(spec)
+        placement = placement_for(
+            spec,
+            parallelism_strategy=options.parallelism_strategy,
+            sharding_strategy=options.sharding_strategy,
+            mesh=options.mesh,
+            plan=options.plan,
+            sharding_rules=options.sharding_rules,
+            dtype=dtype,
+        )
+        check_layer_run(spec, pad_for(spec, placement)[0], placement)
+        platform, sequence = placement.platform, placement.axes_of(axes.SEQUENCE)
+        attention = attention_choice(spec, options.attn_implementation or "auto", platform, None, sequence)
+        runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
+        return LayerRun(spec, runtime, params, tokens, np.dtype(dtype))
 
     def options_beside(self, model: JaxCausalLM) -> JaxLoadOptions:
         """Loading options for a second model on the devices of a loaded one, held in the same dtype."""

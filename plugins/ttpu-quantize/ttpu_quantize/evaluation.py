@@ -95,16 +95,21 @@ def text_for(
 
 
 def token_ids(model: Any, text: str) -> tuple[int, ...]:
-    """The tokens of a text by the model's tokenizer.
+    """The tokens of a text by a loaded model's tokenizer; see `tokenized`."""
+    return tokenized(model.tokenizer, text)
+
+
+def tokenized(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The tokens of a text, with the special tokens that the tokenizer adds.
 
     Raises:
-        RequestError: the checkpoint has no tokenizer.
+        RequestError: there is no tokenizer.
     """
-    if model.tokenizer is None:
+    if tokenizer is None:
         raise RequestError(
             "a text was to be read, but the checkpoint has no tokenizer files: copy tokenizer.json into its directory."
         )
-    return tuple(int(token) for token in model.tokenizer(text, verbose=False)["input_ids"])
+    return tuple(int(token) for token in tokenizer(text, verbose=False)["input_ids"])
 
 
 def evaluate_model(

@@ -1,0 +1,53 @@
+"""GPTQ: errors of products are smaller than those of rounding to nearest, in every format and order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ttpu_core.quantization.config import QuantizationConfig
+from ttpu_core.quantization.rounding import dequantize, round_kernel
+from ttpu_quantize.gptq import GPTQ, Order
+from ttpu_quantize.scaling import squared_error
+
+INPUTS = 64
+
+
+def correlated(random: np.random.Generator) -> np.ndarray:
+    """The sum of x xᵀ over inputs with outliers that depend on each other."""
+    mix = random.standard_normal((INPUTS, INPUTS)) * random.lognormal(0, 1, INPUTS)
+    inputs = random.standard_normal((400, INPUTS)) @ mix
+    products: np.ndarray = (inputs.T @ inputs).astype(np.float32)
+    return products
+
+
+@pytest.mark.parametrize("order", ["none", "static", "group"])
+@pytest.mark.parametrize("scheme", ["w4a16-g16", "w4a16-g16-asym", "w4a16", "w8a16", "fp8"])
+def test_errors_are_below_those_of_rounding_to_nearest(scheme: str, order: Order) -> None:
+    random = np.random.default_rng(0)
+    form = QuantizationConfig.parse(scheme).kernel_format
+    weights, products = random.standard_normal((32, INPUTS)).astype(np.float32), correlated(random)
+    ordered = replace(form, input_order=order == "group" and form.group_size is not None)
+    found = dequantize(GPTQ(order=order).round(weights, products, ordered), ordered)
+    nearest = dequantize(round_kernel(weights, form), form)
+    assert squared_error(found - weights, products) < 0.9 * squared_error(nearest - weights, products)
+
+
+def test_uncorrelated_inputs_are_rounded_to_nearest() -> None:
+    random = np.random.default_rng(1)
+    form = QuantizationConfig.parse("w4a16-g16").kernel_format
+    weights = random.standard_normal((8, INPUTS)).astype(np.float32)
+    for products in (np.diag(random.uniform(1, 2, INPUTS)).astype(np.float32), np.zeros((INPUTS, INPUTS), np.float32)):
+        found, nearest = GPTQ().round(weights, products, form), round_kernel(weights, form)
+        np.testing.assert_array_equal(found["values"], nearest["values"])
+        np.testing.assert_array_equal(found["scale"], nearest["scale"])
+
+
+def test_inputs_that_are_always_zero_do_no_harm() -> None:
+    random = np.random.default_rng(2)
+    form = QuantizationConfig.parse("w4a16-g16").kernel_format
+    weights, products = random.standard_normal((8, INPUTS)).astype(np.float32), correlated(random)
+    products[3], products[:, 3] = 0, 0
+    assert np.isfinite(dequantize(GPTQ().round(weights, products, form), form)).all()

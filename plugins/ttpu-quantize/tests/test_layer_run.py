@@ -1,0 +1,135 @@
+"""A model run layer by layer computes what it computes as a whole, observes the inputs of its products, and is left
+unchanged by every fold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import CONFIG
+
+from ttpu_core.architecture import Architecture
+from ttpu_core.config import ModelConfig
+from ttpu_core.registry import default_registry
+from ttpu_core.spec.parameters import LAYERS
+from ttpu_jax.load_options import JaxLoadOptions
+from ttpu_jax.model.causal_model import causal_model
+from ttpu_jax.model.layer_run import LayerRun
+from ttpu_quantize.folding import apply, folds, symmetric
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**CONFIG, **SMALL, "attention_bias": True},
+    "qwen2_moe": {
+        **SMALL,
+        "model_type": "qwen2_moe",
+        "num_hidden_layers": 1,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "gemma2": {
+        **SMALL,
+        "model_type": "gemma2",
+        "num_hidden_layers": 2,
+        "intermediate_size": 24,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 4,
+        "sliding_window": 8,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
+
+class Case:
+    """A model with random weights, and its layers over some tokens."""
+
+    def __init__(self, name: str) -> None:
+        self.random = np.random.default_rng(0)
+        self.architecture: Architecture = default_registry().architecture(ModelConfig.from_dict(MODELS[name]))
+        self.spec = self.architecture.spec
+        self.params = {
+            path: (self.random.standard_normal(parameter.shape) * 0.3).astype(np.float32) + (parameter.init == "ones")
+            for path, parameter in self.spec.parameters.items()
+        }
+        self.tokens = self.random.integers(0, 64, (5, 12)).astype(np.int32)
+
+    def run(self) -> LayerRun:
+        backend = default_registry().backend("jax")
+        run = backend.layer_run(self.architecture, self.params, self.tokens, JaxLoadOptions(), "float32")
+        assert isinstance(run, LayerRun)
+        return run
+
+    def layer(self, number: int) -> dict[str, np.ndarray]:
+        prefix = f"{LAYERS}{number}."
+        return {path.removeprefix(prefix): each for path, each in self.params.items() if path.startswith(prefix)}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
+
+
+def test_layers_one_by_one_return_what_the_model_computes(case: Case) -> None:
+    run = case.run()
+    for number in range(len(case.spec.layers)):
+        run.advance(number, case.layer(number))
+    whole = causal_model(case.spec, run.runtime)
+    positions = np.broadcast_to(np.arange(12, dtype=np.int32), case.tokens.shape)
+    arrays = {path: jnp.asarray(array) for path, array in case.params.items()}
+    expected, _ = whole.hidden(arrays, jnp.asarray(case.tokens), jnp.asarray(positions))
+    norm = whole.module(arrays).final_norm
+    found = np.concatenate([np.asarray(norm(stream)) for stream in run.streams])
+    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_statistics_are_those_of_the_inputs(case: Case) -> None:
+    run = case.run()
+    layer = case.layer(0)
+    kernels = [path for path in layer if path.endswith(".kernel")]
+    found = run.observe(0, layer, kernels)
+    first = "attention.qkv.kernel"
+    stream = np.concatenate([np.asarray(each) for each in run.streams]).reshape(-1, 16)
+    normed = stream / np.sqrt((stream**2).mean(-1, keepdims=True) + 1e-6)
+    inputs = normed * (layer["input_norm.scale"] + case.spec.layers[0].norm.offset)
+    np.testing.assert_allclose(found[first].products, inputs.T @ inputs, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(found[first].magnitude, np.abs(inputs).sum(0), rtol=1e-3)
+    np.testing.assert_allclose(found[first].largest, np.abs(inputs).max(0), rtol=1e-3)
+    assert int(found[first].tokens) == case.tokens.size
+    if "moe.router.kernel" in kernels:  # each token goes to two experts, so they see twice what the router sees
+        experts, router = found["moe.experts.gate_up.kernel"], found["moe.router.kernel"]
+        assert experts.tokens.sum() == 2 * case.tokens.size
+        np.testing.assert_allclose(experts.products.sum(0), 2 * router.products, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(experts.magnitude.sum(0), 2 * router.magnitude, rtol=1e-3)
+        np.testing.assert_allclose(experts.largest.max(0), router.largest, rtol=1e-4)
+        assert found["moe.experts.down.kernel"].products.shape == (4, 12, 12)
+
+
+def test_folds_leave_a_layer_as_it_was(case: Case) -> None:
+    plain, folded = case.run(), case.run()
+    layer, changed = case.layer(0), case.layer(0)
+    kinds = []
+    for fold in folds(case.spec.layers[0], changed, is_source=False):
+        consumer = changed[fold.consumers[0]]
+        shape = (len(consumer), consumer.shape[-1]) if "experts.down" in fold.consumers[0] else consumer.shape[-1:]
+        scales = symmetric(fold, np.exp(case.random.standard_normal(shape)).astype(np.float32))
+        apply(fold, scales, changed, "bfloat16" if fold.kind == "norm" else "float32")
+        kinds.append(fold.kind)
+    assert kinds[:3] == ["norm", "norm", "value"]
+    assert set(kinds[3:]) == {"up"}
+    plain.advance(0, layer)
+    folded.advance(0, changed)
+    for one, other in zip(plain.streams, folded.streams, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4, rtol=2e-4)

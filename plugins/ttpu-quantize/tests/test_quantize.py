@@ -1,0 +1,158 @@
+"""`ttpu quantize`: transformers computes what the written weights stand for, an interrupted run goes on, and requests
+that cannot be met are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny import llama_checkpoint
+from typer.testing import CliRunner
+
+from ttpu_core.checkpoint import open_checkpoint
+from ttpu_core.cli.main import app
+from ttpu_core.loading import describe_checkpoint
+from ttpu_core.quantization.config import QuantizationConfig
+from ttpu_core.quantization.rounding import dequantize, round_kernel
+from ttpu_quantize.linears import select
+from ttpu_quantize.making import make_checkpoint
+
+TEXT = "Layer by layer, the model runs over a text, and each layer sees what the quantized ones before it return. " * 12
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama_checkpoint(tmp_path_factory.mktemp("made") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["quantize", *map(str, arguments)])
+
+
+def tensors_in(folder: Path) -> dict[str, np.ndarray]:
+    return {name: array for file in sorted(folder.glob("*.safetensors")) for name, array in load_file(file).items()}
+
+
+def test_rounding_to_nearest_writes_the_reference_and_leaves_the_rest(checkpoint: Path, tmp_path: Path) -> None:
+    result = invoke(checkpoint, "--scheme", "w8a8", "--out", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    made = json.loads(result.stdout)
+    before, after = load_file(checkpoint / "model.safetensors"), tensors_in(tmp_path / "out")
+    assert (made["matrices"], made["method"]) == (14, "rtn")
+    assert made["bytes_after"] == sum(array.nbytes for array in after.values())
+    name = "model.layers.1.mlp.down_proj"
+    form = QuantizationConfig.parse("w8a8").kernel_format
+    parts = round_kernel(before[f"{name}.weight"], form)
+    np.testing.assert_array_equal(after[f"{name}.weight"], parts["values"])
+    np.testing.assert_array_equal(after[f"{name}.weight_scale"], parts["scale"][:, None])
+    for kept in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.input_layernorm.weight"):
+        np.testing.assert_array_equal(after[kept], before[kept])
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(after)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
+def test_an_interrupted_run_is_finished_as_if_it_had_not_been(
+    checkpoint: Path, text: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration = ["--method", method, "--calibrate", text, "--num-samples", 3, "--seq-len", 32]
+    request = [checkpoint, "--scheme", "w4a16-g16", *calibration]
+    whole = invoke(*request, "--out", tmp_path / "whole", "--json")
+    assert whole.exit_code == 0, whole.output
+    errors = json.loads(whole.stdout)["errors"]
+    assert len(errors) == 7
+    if method != "smoothquant":  # made for activations: it may cost weights some precision
+        assert sum(one[method] for one in errors.values()) < sum(one["rounding"] for one in errors.values())
+
+    from ttpu_quantize.output import Output
+
+    write = Output.write
+
+    def broken(self: Output, unit: int, tensors: Any) -> None:
+        if unit == 2:
+            raise KeyboardInterrupt
+        write(self, unit, tensors)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Output, "write", broken)
+        assert invoke(*request, "--out", tmp_path / "resumed").exit_code == 130
+    assert not (tmp_path / "resumed" / "config.json").exists()
+    kept = (tmp_path / "resumed" / "model-00002-of-00003.safetensors").stat().st_mtime_ns
+    assert invoke(*request, "--out", tmp_path / "resumed").exit_code == 0
+    assert (tmp_path / "resumed" / "model-00002-of-00003.safetensors").stat().st_mtime_ns == kept
+    one, other = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "resumed")
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w4a16-g16-asym", "w8a8", "fp8"])
+def test_transformers_computes_what_the_written_weights_stand_for(
+    checkpoint: Path, tmp_path: Path, scheme: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("compressed_tensors", exc_type=ImportError)
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    opened, architecture = describe_checkpoint(open_checkpoint(checkpoint))
+    config = QuantizationConfig.parse(scheme)
+    make_checkpoint(opened, architecture, config, tmp_path / "out")
+    weights = load_file(checkpoint / "model.safetensors")
+    for linear in select(architecture, opened, config):
+        weights[linear.stored] = dequantize(round_kernel(weights[linear.stored], linear.form), linear.form)
+    dense = llama_checkpoint(tmp_path / "dense")
+    save_file(weights, dense / "model.safetensors", metadata={"format": "pt"})
+    tokens = torch.arange(3, 43).reshape(2, 20)
+    # Decompressed weights are dense, so that activations are not quantized by either.
+    dequantized = CompressedTensorsConfig(dequantize=True)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(dense)(tokens).logits
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=dequantized)(tokens).logits
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_a_group_that_does_not_divide_becomes_finer_and_says_so(checkpoint: Path, tmp_path: Path) -> None:
+    result = invoke(checkpoint, "--scheme", "w4a16-g32", "--out", tmp_path / "out")  # mlp.down has 48 inputs
+    assert "groups of 16, because 32 does not divide 48 inputs: layers.*.mlp.down.kernel" in result.stdout
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert [group["weights"]["group_size"] for group in groups.values()] == [16, 32]
+    assert groups["group_0"]["targets"] == [r"re:model\.layers\.\d+\.mlp\.down_proj$"]
+    assert groups["group_1"]["targets"] == ["Linear"]
+
+
+def test_requests_that_cannot_be_met_are_refused(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    def refused(*arguments: object, out: Path = tmp_path / "new") -> str:
+        result = invoke(*arguments, "--out", out)
+        assert result.exit_code == 2, result.output
+        return str(result.stderr)
+
+    assert "'w3a16' was asked for" in refused(checkpoint, "--scheme", "w3a16")
+    assert "mxfp4 was asked for" in refused(checkpoint, "--scheme", "mxfp4")
+    assert "pass --calibrate FILE" in refused(checkpoint, "--scheme", "w4a16", "--method", "gptq")
+    long = ["--method", "awq", "--calibrate", text, "--seq-len", "300"]
+    assert "context holds 256 tokens" in refused(checkpoint, "--scheme", "w4a16", *long)
+    assert "names 'mlp.sideways'" in refused(checkpoint, "--scheme", "w4a16", "--skip", "mlp.sideways")
+    assert "is not empty" in refused(checkpoint, "--scheme", "w4a16", out=checkpoint)
+    assert invoke(checkpoint, "--scheme", "w8a16", "--out", tmp_path / "done").exit_code == 0
+    assert "says that it is already" in refused(tmp_path / "done", "--scheme", "w8a16")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / ".ttpu-quantize.json").write_text("{}")
+    assert "another quantization was begun" in refused(checkpoint, "--scheme", "w8a16", out=tmp_path / "begun")
+    broken = llama_checkpoint(tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = np.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    assert "holds infinities or NaN" in refused(broken, "--scheme", "w8a16", out=tmp_path / "nan")
