@@ -117,12 +117,21 @@ class Linear(nnx.Module):
 
     def __init__(self, values: Parameters, runtime: Runtime) -> None:
         self.on_one_device, self.widen_rows = runtime.placement.mesh is None, runtime.widen_rows
+        self.platform = runtime.placement.platform
         self.kernel, self.bias = values["kernel"], values.get("bias")
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in]: [..., *out]."""
         kernel, bias = value_of(self.kernel), value_of(self.bias)
-        return linear(x, kernel, bias, out_dtype=out_dtype, flatten=self.on_one_device, widen_rows=self.widen_rows)
+        return linear(
+            x,
+            kernel,
+            bias,
+            out_dtype=out_dtype,
+            flatten=self.on_one_device,
+            widen_rows=self.widen_rows,
+            platform=self.platform,
+        )
 
 
 class MLP(nnx.Module):

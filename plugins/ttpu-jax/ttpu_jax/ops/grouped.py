@@ -8,13 +8,18 @@ multiplies every row by every kernel; so a TPU runs Pallas kernels and a CPU a l
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, singledispatch
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ttpu_jax.ops.kernels import INT8, Kernel, QuantizedKernel, dense
+from ttpu_jax.ops.kernels import Kernel, QuantizedKernel, dense
+from ttpu_jax.ops.matmul import xla
+from ttpu_jax.ops.matmul.activations import quantize_activations
+from ttpu_jax.ops.matmul.dense import Product
 
 
 def grouped_linear(x: jax.Array, kernels: Kernel, group_sizes: jax.Array, platform: str) -> jax.Array:
@@ -41,12 +46,48 @@ def _grouped(kernels: Any, x: jax.Array, sizes: jax.Array, platform: str) -> jax
 
 @_grouped.register
 def _(kernels: QuantizedKernel, x: jax.Array, sizes: jax.Array, platform: str) -> jax.Array:
-    if kernels.format == INT8:
-        product = _dense(x, kernels.values.astype(x.dtype), sizes, platform)
-        group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right")
-        scale = kernels.scale.reshape(len(sizes), -1).at[group].get(mode="clip")
-        return (product.astype(jnp.float32) * scale).astype(x.dtype)
-    return _dense(x, dense(kernels, x.dtype), sizes, platform)
+    return _quantized(x, kernels, sizes, platform)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _quantized(x: jax.Array, kernels: QuantizedKernel, sizes: jax.Array, platform: str) -> jax.Array:
+    """`grouped_linear` of quantized kernels [groups, *out, in]. Its gradient goes to x alone."""
+    if platform == "cpu":
+        how = Product(jnp.dtype(jnp.float32))
+        inner = prod(kernels.shape[1:-1])
+        return _cpu_product(x, kernels, sizes, inner, lambda rows, kernel: xla.product(rows, kernel, None, how))
+    group = jnp.clip(jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right"), max=len(sizes) - 1)
+    rows, step = x, None
+    if kernels.input_order is not None:
+        rows = jnp.take_along_axis(rows, kernels.input_order[group], axis=-1)
+    if kernels.format.activation is not None:
+        static = None if kernels.input_scale is None else kernels.input_scale[group][:, None]
+        rows, step = quantize_activations(rows, kernels.format.activation, static)
+        rows = rows.astype(x.dtype)
+    if platform.startswith("tpu"):
+        from ttpu_jax.ops import grouped_quantized_tpu
+
+        sums = grouped_quantized_tpu.product(rows, kernels, sizes, step is not None, interpret=platform != "tpu")
+    else:
+        stored = dense(replace(kernels, input_order=None), x.dtype)
+        sums = _ragged_dot(rows, _merged(stored), sizes, contract=2)
+    return sums if step is None else (sums.astype(jnp.float32) * step).astype(x.dtype)
+
+
+def _quantized_with_residuals(
+    x: jax.Array, kernels: QuantizedKernel, sizes: jax.Array, platform: str
+) -> tuple[jax.Array, tuple[jax.Array, QuantizedKernel, jax.Array]]:
+    return _quantized(x, kernels, sizes, platform), (x[:0], kernels, sizes)
+
+
+def _quantized_gradients(
+    platform: str, residuals: tuple[jax.Array, QuantizedKernel, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, None, None]:
+    x, kernels, sizes = residuals
+    return _gradient_to_x(gradient, dense(kernels, x.dtype), sizes, platform), None, None
+
+
+_quantized.defvjp(_quantized_with_residuals, _quantized_gradients)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -57,7 +98,7 @@ def _dense(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, platform: s
 
         return grouped_tpu.product(x, kernels, group_sizes, contract=1, interpret=platform != "tpu")
     if platform == "cpu":
-        return _cpu_product(x, _merged(kernels), group_sizes, contract=1)
+        return _cpu_product(x, kernels, group_sizes, prod(kernels.shape[1:-1]), partial(_cpu_dot, contract=1))
     return _ragged_dot(x, _merged(kernels), group_sizes, contract=2)
 
 
@@ -71,23 +112,31 @@ def _gradients(
     platform: str, residuals: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     x, kernels, sizes = residuals
+    to_x = _gradient_to_x(gradient, kernels, sizes, platform)
     if platform.startswith("tpu"):
         from ttpu_jax.ops import grouped_tpu
 
-        interpret = platform != "tpu"
-        to_x = grouped_tpu.product(gradient, kernels, sizes, contract=0, interpret=interpret)
-        to_kernels = grouped_tpu.kernel_gradient(x, gradient, sizes, kernels, interpret=interpret)
+        to_kernels = grouped_tpu.kernel_gradient(x, gradient, sizes, kernels, interpret=platform != "tpu")
     elif platform == "cpu":
-        to_x = _cpu_product(gradient, _merged(kernels), sizes, contract=0)
         to_kernels = _cpu_kernel_gradient(x, gradient, sizes)
     else:
-        to_x = _ragged_dot(gradient, _merged(kernels), sizes, contract=1)
         numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
         to_kernels = jax.lax.ragged_dot_general(gradient, x, sizes, numbers, preferred_element_type=jnp.float32)
     return to_x, to_kernels.astype(kernels.dtype).reshape(kernels.shape), None
 
 
 _dense.defvjp(_with_residuals, _gradients)
+
+
+def _gradient_to_x(gradient: jax.Array, kernels: jax.Array, sizes: jax.Array, platform: str) -> jax.Array:
+    """Each row of gradient [rows, out] times its group's kernel: [rows, in]."""
+    if platform.startswith("tpu"):
+        from ttpu_jax.ops import grouped_tpu
+
+        return grouped_tpu.product(gradient, kernels, sizes, contract=0, interpret=platform != "tpu")
+    if platform == "cpu":
+        return _cpu_product(gradient, kernels, sizes, kernels.shape[-1], partial(_cpu_dot, contract=0))
+    return _ragged_dot(gradient, _merged(kernels), sizes, contract=1)
 
 
 def _merged(kernels: jax.Array) -> jax.Array:
@@ -104,26 +153,36 @@ def _ragged_dot(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract:
 # CPU
 
 
-def _cpu_product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract: int) -> jax.Array:
-    """x [rows, in] times its group's kernel, whose axis `contract` is [in]."""
+def _cpu_product(
+    x: jax.Array,
+    kernels: Kernel,
+    sizes: jax.Array,
+    features: int,
+    product: Callable[[jax.Array, Any], jax.Array],
+) -> jax.Array:
+    """`product` of each row of x with its group's kernel: [rows, features] in x's dtype."""
     size = _cpu_block(len(x), len(sizes))
     padded = jnp.pad(x, ((0, size), (0, 0)))
-    # XLA:CPU is fast in bfloat16 only where both operands contract their minor dimension, see `ops.linear`.
-    widened = contract == 0
 
     def visit(group: jax.Array, start: jax.Array, out: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(padded, start, size)
         # XLA:CPU slices bfloat16 as float32, and without the barrier would convert all kernels for it before the loop.
         held, group = jax.lax.optimization_barrier((kernels, group))
-        kernel = jax.lax.dynamic_index_in_dim(held, group, keepdims=False)
-        if widened:
-            rows, kernel = rows.astype(jnp.float32), kernel.astype(jnp.float32)
-        product = jax.lax.dot_general(rows, kernel, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
+        kernel = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, group, keepdims=False), held)
+        added = product(rows, kernel).astype(out.dtype).reshape(size, features)
         # What is written after the group's last row is the next group's, which comes later and writes its own.
-        return jax.lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), start, 0)
+        return jax.lax.dynamic_update_slice_in_dim(out, added, start, 0)
 
-    out = jnp.zeros((len(padded), kernels.shape[2 - contract]), x.dtype)
-    return _cpu_visits(visit, out, sizes, size)[: len(x)]
+    return _cpu_visits(visit, jnp.zeros((len(padded), features), x.dtype), sizes, size)[: len(x)]
+
+
+def _cpu_dot(rows: jax.Array, kernel: jax.Array, *, contract: int) -> jax.Array:
+    """rows times kernel [*out, in], whose outputs (0) or inputs (1) are contracted."""
+    kernel = kernel.reshape(-1, kernel.shape[-1])
+    # XLA:CPU is fast in bfloat16 only where both operands contract their minor dimension, see `ops.linear`.
+    if contract == 0:
+        rows, kernel = rows.astype(jnp.float32), kernel.astype(jnp.float32)
+    return jax.lax.dot_general(rows, kernel, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _cpu_kernel_gradient(x: jax.Array, gradient: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -36,10 +36,10 @@ def product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract: int
         kernels, contract = kernels.swapaxes(1, 2), 1 - contract
     kernels = kernels.reshape(len(kernels), -1, kernels.shape[-1])
     rows, inner, outer = len(x), x.shape[1], kernels.shape[2 - contract]
-    padded, block_rows = _pad_rows(x, len(sizes))
-    block_in = _block(inner, 2048, whole=True)
-    block_out = _block(outer, _BLOCK_BYTES // (block_in * kernels.dtype.itemsize))
-    group, tile, starts, ends, count = _visits(sizes, len(padded), block_rows)
+    padded, block_rows = pad_rows(x, len(sizes))
+    block_in = block_of(inner, 2048, whole=True)
+    block_out = block_of(outer, _BLOCK_BYTES // (block_in * kernels.dtype.itemsize))
+    group, tile, starts, ends, count = visits_of(sizes, len(padded), block_rows)
     steps = inner // block_in
     kernel_block = (None, block_out, block_in) if contract == 1 else (None, block_in, block_out)
 
@@ -89,9 +89,9 @@ def kernel_gradient(
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     swap = _stored_transposed(kernels)
-    (x, block_rows), (gradient, _) = _pad_rows(x, len(sizes)), _pad_rows(gradient, len(sizes))
+    (x, block_rows), (gradient, _) = pad_rows(x, len(sizes)), pad_rows(gradient, len(sizes))
     left, right = (x, gradient) if swap else (gradient, x)
-    tiling = (block_rows, _block(left.shape[1], 512), _block(right.shape[1], 512))
+    tiling = (block_rows, block_of(left.shape[1], 512), block_of(right.shape[1], 512))
     total = tgmm(left.swapaxes(0, 1), right, sizes, kernels.dtype, tiling, interpret=interpret)
     return total.swapaxes(1, 2) if swap else total
 
@@ -129,7 +129,7 @@ def _visit(
         out[...] = jnp.where(mine, total[...], out[...].astype(jnp.float32)).astype(out.dtype)
 
 
-def _visits(sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, ...]:
+def visits_of(sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, ...]:
     """Group and block of rows of every visit, the first row of each group and the row after its last, and the number
     of visits. A block is visited by the groups in it one after the other, so that it stays on the chip meanwhile."""
     groups = jnp.arange(len(sizes))
@@ -159,14 +159,14 @@ def _padded(rows: int, columns: int) -> int:
     return -(-rows // SUBLANES) * SUBLANES * -(-columns // LANES) * LANES
 
 
-def _pad_rows(x: jax.Array, groups: int) -> tuple[jax.Array, int]:
+def pad_rows(x: jax.Array, groups: int) -> tuple[jax.Array, int]:
     """x with rows up to a multiple of the block that is returned: 256 rows where groups are large, else up to 128."""
     rows = len(x)
     block = 256 if rows >= 256 * groups else min(128, -(-rows // 16) * 16)
     return jnp.pad(x, ((0, -rows % block), (0, 0))), block
 
 
-def _block(size: int, limit: int, *, whole: bool = False) -> int:
+def block_of(size: int, limit: int, *, whole: bool = False) -> int:
     """All of `size`, or a multiple of the lanes that is at most `limit` (but at least the lanes) and divides `size`, if
     one more than half as large does or if it must leave nothing over (`whole`)."""
     if size <= limit or (whole and size % LANES):

@@ -23,6 +23,7 @@ def linear(
     out_dtype: jnp.dtype | None = None,
     flatten: bool = True,
     widen_rows: int | None = None,
+    platform: str | None = None,
 ) -> jax.Array:
     """x [..., in] times kernel [*out, in], plus bias [*out]: [..., *out] in `out_dtype` (default: x's).
 
@@ -36,12 +37,15 @@ def linear(
             be sharded.
         widen_rows: from so many rows on, bfloat16 operands are made float32 before the product: XLA:CPU otherwise
             converts each block of the kernel again for every block of rows.
+        platform: cpu, tpu or gpu, where this runs, if that is not JAX's default; chooses how a quantized kernel is
+            multiplied.
 
     XLA:CPU multiplies bfloat16 by a naive loop too, eight times slower, unless both operands contract their minor
     dimension, the result is float32 and there are at least two rows; so a single row is doubled. On a TPU a second row
     is free.
     """
-    return _linear(kernel, x, bias, Product(out_dtype or x.dtype, flatten, widen_rows))
+    how = Product(out_dtype or x.dtype, flatten, widen_rows, platform or jax.default_backend())
+    return _linear(kernel, x, bias, how)
 
 
 @singledispatch

@@ -16,6 +16,7 @@ class Product:
     out_dtype: Any
     flatten: bool = True
     widen_rows: int | None = None
+    platform: str = "cpu"
 
 
 def dense_product(

@@ -1,0 +1,150 @@
+"""The grouped product of `ttpu_jax.ops.grouped` with quantized kernels as a Pallas kernel for a TPU. It reads the
+values of the groups that have rows, and converts them where they are multiplied; scales and zero points are applied to
+float32 sums."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ttpu_jax.ops.grouped_tpu import LANES, SUBLANES, block_of, pad_rows, visits_of
+from ttpu_jax.ops.kernels import QuantizedKernel
+
+_BLOCK_WEIGHTS = 1 << 20
+"""Of a kernel's block: 2 MiB after their conversion to bfloat16."""
+
+
+def product(
+    x: jax.Array, kernels: QuantizedKernel, sizes: jax.Array, wide: bool = False, *, interpret: bool = False
+) -> jax.Array:
+    """Each row of x times its group's kernel. Rows after the last group are uninitialised.
+
+    Args:
+        x: [rows, in], in the order of the kernels' values.
+        kernels: [groups, *out, in].
+        sizes: [groups], the number of rows of each group.
+        wide: the result is float32.
+        interpret: run the kernel in the interpreter.
+
+    Returns:
+        [rows, out], in x's dtype unless `wide`.
+    """
+    rows, inner, count = len(x), x.shape[1], len(sizes)
+    outer = prod(kernels.shape[1:-1])
+    values = kernels.values.reshape(count, outer, inner)
+    coded = values.dtype == jnp.float4_e2m1fn  # no TPU of today converts it
+    if coded:
+        values = jax.lax.bitcast_convert_type(values, jnp.int4)
+    scale, zero = (_by_scale(part, count, outer) for part in (kernels.scale, kernels.zero_point))
+    assert scale is not None
+    grouped, size = scale.shape[1] > 1, inner // scale.shape[1]
+    padded, block_rows = pad_rows(x, count)
+    block_in = block_of(inner, 2048, whole=True)
+    if grouped and (block_in % size or block_in // size % SUBLANES):
+        block_in = inner  # a block holds whole groups, and scales of whole tiles or all
+    block_out = block_of(outer, _BLOCK_WEIGHTS // block_in)
+    group, tile, starts, ends, visits = visits_of(sizes, len(padded), block_rows)
+    steps = inner // block_in
+    of_scale = pl.BlockSpec(
+        (None, block_in // size if grouped else 1, block_out),
+        lambda n, visit, k, group, *_: (group[visit], k if grouped else 0, n),
+    )
+    call = pl.pallas_call(
+        partial(_visit, block_rows=block_rows, steps=steps, size=size, coded=coded),
+        out_shape=jax.ShapeDtypeStruct((len(padded), outer), jnp.float32 if wide else x.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(pl.cdiv(outer, block_out), visits, steps),
+            in_specs=[
+                pl.BlockSpec((block_rows, block_in), lambda n, visit, k, group, tile, *_: (tile[visit], k)),
+                pl.BlockSpec((None, block_out, block_in), lambda n, visit, k, group, *_: (group[visit], n, k)),
+                of_scale,
+                *(() if zero is None else (of_scale,)),
+            ],
+            out_specs=pl.BlockSpec((block_rows, block_out), lambda n, visit, k, group, tile, *_: (tile[visit], n)),
+            scratch_shapes=[pltpu.VMEM((block_rows, block_out), jnp.float32)],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows * inner * outer,
+            bytes_accessed=x.nbytes + rows * outer * x.dtype.itemsize + _stored_bytes(values) + scale.nbytes,
+            transcendentals=0,
+        ),
+        interpret=interpret,
+        name="grouped_quantized_product",
+    )
+    arguments = (padded, values, scale) if zero is None else (padded, values, scale, zero)
+    return call(group, tile, starts, ends, *arguments)[:rows]
+
+
+def _by_scale(part: jax.Array | None, count: int, outer: int) -> jax.Array | None:
+    """[groups, *out] or [groups, *out, scales] → float32 [groups, scales, out], along a result's channels."""
+    return None if part is None else part.reshape(count, outer, -1).astype(jnp.float32).swapaxes(1, 2)
+
+
+def _stored_bytes(values: jax.Array) -> int:
+    return values.size // 2 if values.dtype == jnp.int4 else values.size
+
+
+def _visit(
+    group_of: jax.Array,
+    tile_of: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    *rest: Any,
+    block_rows: int,
+    steps: int,
+    size: int,
+    coded: bool,
+) -> None:
+    """One block of rows by one block of its group's kernel; the blocks along [in] come one after the other."""
+    *of_zero, out, total = rest
+    visit, step = pl.program_id(1), pl.program_id(2)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    width = x.shape[1]
+    aligned = LANES if LANES % size == 0 and width % LANES == 0 else width
+    span = size if size % LANES == 0 and size < width else aligned
+    for at in range(0, width, span):
+        rows = x[:, at : at + span]
+        weights = _converted(values[:, at : at + span], x.dtype, coded)
+        for first in range(at, at + span, size):
+            mine = rows
+            if size < span:  # slices of fewer features than there are lanes are not aligned
+                feature = at + jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1)
+                mine = jnp.where((feature >= first) & (feature < first + size), rows, jnp.zeros_like(rows))
+            sums = jax.lax.dot_general(mine, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            row = first // size
+            for zero in of_zero:
+                ones = mine.astype(jnp.float32).sum(1, keepdims=True)
+                sums = sums - ones * zero[row : row + 1, :]
+            total[...] += sums * scale[row : row + 1, :]
+
+    @pl.when(step == steps - 1)
+    def _() -> None:
+        group = group_of[visit]
+        row = tile_of[visit] * block_rows + jax.lax.broadcasted_iota(jnp.int32, total.shape, 0)
+        mine = (row >= starts[group]) & (row < ends[group])
+        out[...] = jnp.where(mine, total[...], out[...].astype(jnp.float32)).astype(out.dtype)
+
+
+def _converted(values: jax.Array, dtype: jnp.dtype, coded: bool) -> jax.Array:
+    """The values in the dtype of the activations; `coded`: of int4 that are the bits of float4_e2m1fn."""
+    if not coded:
+        return values.astype(jnp.float32).astype(dtype)
+    bits = values.astype(jnp.int32)
+    code = bits & 7  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    magnitude = jnp.where(code < 4, 0.5 * code, jnp.where(code == 7, 6.0, code - 2.0))
+    return jnp.where(bits < 0, -magnitude, magnitude).astype(dtype)
