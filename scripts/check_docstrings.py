@@ -129,7 +129,7 @@ def requirements(function: Function, owner: ast.ClassDef | None) -> Iterator[tup
         yield "shapes", "the result", re.search(f"{SHAPE}|{SAME}", text) is not None
     for error in sorted(_raised(function)):
         yield "raises", error, "Raises:" in text and (error == "…" or error in text.split("Raises:", 1)[1])
-    if len(parameters) >= MANY_PARAMETERS and not _is_command(parameters):
+    if len(parameters) >= MANY_PARAMETERS and not _is_command(function, parameters):
         yield "args", f"{len(parameters)} parameters", "Args:" in text
 
 
@@ -173,9 +173,11 @@ def _own_nodes(function: Function) -> Iterator[ast.AST]:
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def _is_command(parameters: list[ast.arg]) -> bool:
+def _is_command(function: Function, parameters: list[ast.arg]) -> bool:
     """Whether the parameters carry their own help, as Typer's commands do."""
-    return any(each.annotation is not None and "typer." in ast.unparse(each.annotation) for each in parameters)
+    grouped = any("with_option_groups" in ast.unparse(each) for each in function.decorator_list)
+    annotations = [ast.unparse(each.annotation) for each in parameters if each.annotation is not None]
+    return grouped or any("typer." in each for each in annotations)
 
 
 def _is_overload(function: Function) -> bool:

@@ -13,7 +13,7 @@ from ttpu_core.spec import AttentionSpec, axes
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_jax.model.custom import CachingMixer
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step, value_of
-from ttpu_jax.model.step_cache import StepCache, TokenKeys
+from ttpu_jax.model.step_cache import LatentQueries, Latents, StepCache, TokenKeys
 from ttpu_jax.ops import attention as attention_ops
 from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.kernels import dense
@@ -50,23 +50,13 @@ class LatentAttention(CachingMixer):
             An output shaped as x (with `step.last_only`, of the last token, [batch, 1, hidden]), and the cache with
                 these tokens' latents [batch, seq, kv_lora_rank] and rotated keys [batch, seq, qk_rope_head_dim] in it.
         """
-        latent, rope_key = self._compress(x, step)
-        query, positions = self._queries(x, step)
-        mixed, cache = cache.attend_latents(self, query, positions, latent, rope_key)
+        mixed, cache = cache.attend_latents(self, self._queries(x, step), self._compress(x, step))
         return self.output(mixed.reshape(*mixed.shape[:2], -1)), cache
 
-    def over_pages(self, query: jax.Array, pages: PagedKV, batch: RaggedBatch) -> jax.Array:
-        """Attend to latents and rotated keys in pages, in the absorbed form (see `absorbed`).
-
-        Args:
-            query: [1, tokens, heads, qk_nope_head_dim + qk_rope_head_dim], the tokens of many sequences one after
-                another.
-            pages: the pages of this layer, this step's tokens included.
-            batch: the sequence of each token, and the page table of each sequence.
-
-        Returns:
-            [1, tokens, heads, v_head_dim].
-        """
+    def over_pages(self, queries: LatentQueries, pages: PagedKV, batch: RaggedBatch) -> jax.Array:
+        """Attend to latents and rotated keys in a layer's pages, in the absorbed form (see `absorbed`); result
+        [1, tokens, heads, v_head_dim]."""
+        query = queries.values
         key_up, value_up = (dense(value_of(each.kernel), query.dtype) for each in (self.key_up, self.value_up))
         if self.runtime.placement.platform == "cpu":
             key_up, value_up = (a.astype(jnp.float32) for a in (key_up, value_up))
@@ -80,13 +70,13 @@ class LatentAttention(CachingMixer):
         mixed = _product("bshr,hvr->bshv", self._shard(mixed.astype(dtype)), value_up).astype(query.dtype)
         return self._shard(mixed)
 
-    def _compress(self, x: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-        """The latent [batch, seq, kv_lora_rank] and the rotated key [batch, seq, qk_rope_head_dim] of each token."""
+    def _compress(self, x: jax.Array, step: Step) -> Latents:
+        """The latents of the tokens of x [batch, seq, hidden]."""
         both = self.kv_down(x)
-        return self.kv_norm(both[..., : self.rank]), self._rotated(both[..., self.rank :], step)
+        return Latents(self.kv_norm(both[..., : self.rank]), self._rotated(both[..., self.rank :], step))
 
-    def _queries(self, x: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-        """Queries [batch, seq, heads, qk_nope_head_dim + qk_rope_head_dim] and their positions [batch, seq]."""
+    def _queries(self, x: jax.Array, step: Step) -> LatentQueries:
+        """The queries of the tokens of x [batch, seq, hidden], or of the last one."""
         if self.query_down is not None and self.query_norm is not None:
             x = self.query_norm(self.query_down(x))
         query = self._shard(self.query(x))
@@ -97,59 +87,35 @@ class LatentAttention(CachingMixer):
             factor = query_factor(temperature, step.query_positions)
             query = (query * factor[:, :, None, None]).astype(query.dtype)
         if step.last_only:
-            return query[:, -1:], step.query_positions[:, -1:]
-        return query, step.query_positions
+            return LatentQueries(query[:, -1:], step.query_positions[:, -1:])
+        return LatentQueries(query, step.query_positions)
 
-    def expanded(
-        self,
-        query: jax.Array,
-        query_positions: jax.Array,
-        latent: jax.Array,
-        rope_key: jax.Array,
-        key_positions: jax.Array,
-    ) -> jax.Array:
-        """Expand the latents to keys and values of each head and attend to them.
-
-        Args:
-            query: [batch, seq, heads, qk_nope_head_dim + qk_rope_head_dim].
-            query_positions: [batch, seq].
-            latent: [batch, keys, kv_lora_rank].
-            rope_key: [batch, keys, qk_rope_head_dim].
-            key_positions: [batch, keys].
-
-        Returns:
-            [batch, seq, heads, v_head_dim].
-        """
+    def expanded(self, queries: LatentQueries, latents: Latents, key_positions: jax.Array) -> jax.Array:
+        """Expand the latents to keys and values of each head and attend to them; key_positions [batch, keys], result
+        [batch, queries, heads, v_head_dim]."""
+        latent, rope_key = latents
         key = self._shard(self.key_up(latent))
         shared = jnp.broadcast_to(rope_key[:, :, None], (*key.shape[:3], rope_key.shape[-1]))
         key, value = jnp.concatenate([key, shared], axis=-1), self._shard(self.value_up(latent))
         keys = TokenKeys(key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), key_positions, own=True)
-        mixed = keys.attend(query[:, :, :, None], query_positions, self.attention, self.runtime)
+        mixed = keys.attend(queries.values[:, :, :, None], queries.positions, self.attention, self.runtime)
         return mixed[:, :, :, 0]
 
-    def absorbed(
-        self,
-        query: jax.Array,
-        query_positions: jax.Array,
-        latent: jax.Array,
-        rope_key: jax.Array,
-        key_positions: jax.Array,
-    ) -> jax.Array:
+    def absorbed(self, queries: LatentQueries, latents: Latents, key_positions: jax.Array) -> jax.Array:
         """Attend to cached latents without expanding them.
 
         `key_up` is applied to the queries, whose keys are then the latents, and `value_up` is applied to the attention
         output. Each cached token is read once for all heads.
 
         Args:
-            query: [batch, seq, heads, qk_nope_head_dim + qk_rope_head_dim].
-            query_positions: [batch, seq].
-            latent: [batch, slots, kv_lora_rank].
-            rope_key: [batch, slots, qk_rope_head_dim].
+            queries: of the step's tokens.
+            latents: of all slots.
             key_positions: [batch, slots].
 
         Returns:
-            [batch, seq, heads, v_head_dim].
+            [batch, queries, heads, v_head_dim].
         """
+        (query, query_positions), (latent, rope_key) = queries, latents
         key_up, value_up = (dense(value_of(each.kernel), query.dtype) for each in (self.key_up, self.value_up))
         if self.runtime.placement.platform == "cpu":  # as in the reference: XLA:CPU wants float32 operands
             key_up, value_up, latent, rope_key = (a.astype(jnp.float32) for a in (key_up, value_up, latent, rope_key))

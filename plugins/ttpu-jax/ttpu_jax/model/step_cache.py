@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -127,65 +127,38 @@ class PagedKeys:
 Keys = TokenKeys | PagedKeys
 
 
+class LatentQueries(NamedTuple):
+    """Queries of latent attention: `values` [batch, queries, heads, qk_nope_head_dim + qk_rope_head_dim] at `positions`
+    [batch, queries]. Of many sequences in pages, the tokens are one row, [1, tokens, ...]."""
+
+    values: jax.Array
+    positions: jax.Array
+
+
+class Latents(NamedTuple):
+    """The latents of tokens: `latent` [batch, keys, kv_lora_rank] and `rope_key` [batch, keys, qk_rope_head_dim]."""
+
+    latent: jax.Array
+    rope_key: jax.Array
+
+
 class LatentReader(Protocol):
-    """The forms of latent attention. Each cache calls the form that suits its contents."""
+    """The forms of latent attention. Each cache calls the form that suits its contents. The result of all of them is
+    [batch, queries, heads, v_head_dim]."""
 
-    def expanded(
-        self,
-        query: jax.Array,
-        query_positions: jax.Array,
-        latent: jax.Array,
-        rope_key: jax.Array,
-        key_positions: jax.Array,
-    ) -> jax.Array:
-        """Expand the step's own latents to keys and values of each head and attend to them.
-
-        Args:
-            query: [batch, seq, heads, qk_nope_head_dim + qk_rope_head_dim].
-            query_positions: [batch, seq].
-            latent: [batch, keys, kv_lora_rank].
-            rope_key: [batch, keys, qk_rope_head_dim].
-            key_positions: [batch, keys].
-
-        Returns:
-            [batch, seq, heads, v_head_dim].
-        """
+    def expanded(self, queries: LatentQueries, latents: Latents, key_positions: jax.Array) -> jax.Array:
+        """Expand the step's own latents to keys and values of each head and attend to them; key_positions
+        [batch, keys], result [batch, queries, heads, v_head_dim]."""
         ...
 
-    def absorbed(
-        self,
-        query: jax.Array,
-        query_positions: jax.Array,
-        latent: jax.Array,
-        rope_key: jax.Array,
-        key_positions: jax.Array,
-    ) -> jax.Array:
-        """Attend to cached latents without expanding them.
-
-        Args:
-            query: [batch, seq, heads, qk_nope_head_dim + qk_rope_head_dim].
-            query_positions: [batch, seq].
-            latent: [batch, slots, kv_lora_rank].
-            rope_key: [batch, slots, qk_rope_head_dim].
-            key_positions: [batch, slots].
-
-        Returns:
-            [batch, seq, heads, v_head_dim].
-        """
+    def absorbed(self, queries: LatentQueries, latents: Latents, key_positions: jax.Array) -> jax.Array:
+        """Attend to cached latents without expanding them; key_positions [batch, slots], result [batch, queries, heads,
+        v_head_dim]."""
         ...
 
-    def over_pages(self, query: jax.Array, pages: PagedKV, batch: RaggedBatch) -> jax.Array:
-        """Attend to latents and rotated keys in pages.
-
-        Args:
-            query: [1, tokens, heads, qk_nope_head_dim + qk_rope_head_dim], the tokens of many sequences one after
-                another.
-            pages: the pages of this layer, this step's tokens included.
-            batch: the sequence of each token, and the page table of each sequence.
-
-        Returns:
-            [1, tokens, heads, v_head_dim].
-        """
+    def over_pages(self, queries: LatentQueries, pages: PagedKV, batch: RaggedBatch) -> jax.Array:
+        """Attend to latents and rotated keys in a layer's pages, which hold this step's tokens too; result
+        [1, tokens, heads, v_head_dim]."""
         ...
 
 
@@ -207,26 +180,10 @@ class NoCache:
         return self, TokenKeys(key, value, self.positions, own=True)
 
     def attend_latents(
-        self,
-        reader: LatentReader,
-        query: jax.Array,
-        query_positions: jax.Array,
-        latent: jax.Array,
-        rope_key: jax.Array,
+        self, reader: LatentReader, queries: LatentQueries, latents: Latents
     ) -> tuple[jax.Array, NoCache]:
-        """Attend to the step's own latents.
-
-        Args:
-            reader: the layer's latent attention.
-            query: [batch, queries, heads, qk_nope_head_dim + qk_rope_head_dim].
-            query_positions: [batch, queries].
-            latent: [batch, seq, kv_lora_rank].
-            rope_key: [batch, seq, qk_rope_head_dim].
-
-        Returns:
-            [batch, queries, heads, v_head_dim], and this cache.
-        """
-        return reader.expanded(query, query_positions, latent, rope_key, self.positions), self
+        """Attend to the step's own latents; the result is [batch, queries, heads, v_head_dim], and this cache."""
+        return reader.expanded(queries, latents, self.positions), self
 
     def recur(self, mixer: Mixer, x: jax.Array, step: Step) -> tuple[jax.Array, NoCache]:
         """Run a recurrent mixer on x [batch, seq, hidden] from zero states; the output has the same shape."""
@@ -266,36 +223,18 @@ class ContiguousCache:
         return replace(self, held=held), TokenKeys(*read, self.positions, own=self.fresh)
 
     def attend_latents(
-        self,
-        reader: LatentReader,
-        query: jax.Array,
-        query_positions: jax.Array,
-        latent: jax.Array,
-        rope_key: jax.Array,
+        self, reader: LatentReader, queries: LatentQueries, latents: Latents
     ) -> tuple[jax.Array, ContiguousCache]:
-        """Write the step's latents, and attend to them and to the cached ones.
-
-        Args:
-            reader: the layer's latent attention.
-            query: [batch, queries, heads, qk_nope_head_dim + qk_rope_head_dim].
-            query_positions: [batch, queries].
-            latent: [batch, seq, kv_lora_rank].
-            rope_key: [batch, seq, qk_rope_head_dim].
-
-        Returns:
-            [batch, queries, heads, v_head_dim], and the updated cache.
-        """
+        """Write the step's latents, and attend to them and to the cached ones; the result is [batch, queries, heads,
+        v_head_dim], and the updated cache."""
         before: StateCache = self.held
         state = before.layer(self.layer_index)
-        state = {
-            "latent": self._written(state["latent"], latent),
-            "rope_key": self._written(state["rope_key"], rope_key),
-        }
+        written = Latents(*(self._written(state[name], new) for name, new in latents._asdict().items()))
         if self.fresh:
-            mixed = reader.expanded(query, query_positions, latent, rope_key, self.positions)
+            mixed = reader.expanded(queries, latents, self.positions)
         else:
-            mixed = reader.absorbed(query, query_positions, state["latent"], state["rope_key"], self.positions)
-        return mixed, replace(self, held=before.write(state, self.layer_index))
+            mixed = reader.absorbed(queries, written, self.positions)
+        return mixed, replace(self, held=before.write(written._asdict(), self.layer_index))
 
     def recur(self, mixer: Mixer, x: jax.Array, step: Step) -> tuple[jax.Array, ContiguousCache]:
         """Run a recurrent mixer on x [batch, seq, hidden] from the cached states, and store the new states."""
@@ -330,30 +269,18 @@ class PagedCache:
         return replace(self, held=pages), PagedKeys(pages, self.batch)
 
     def attend_latents(
-        self,
-        reader: LatentReader,
-        query: jax.Array,
-        query_positions: jax.Array,
-        latent: jax.Array,
-        rope_key: jax.Array,
+        self, reader: LatentReader, queries: LatentQueries, latents: Latents
     ) -> tuple[jax.Array, PagedCache]:
         """Write the step's latents to the pages, and attend to the pages.
 
         The pages have one key head, which holds the latent and the rotated key; its first kv_lora_rank features are the
         value.
 
-        Args:
-            reader: the layer's latent attention.
-            query: [1, tokens, heads, qk_nope_head_dim + qk_rope_head_dim].
-            query_positions: [1, tokens]; not read, because the batch has the positions.
-            latent: [1, tokens, kv_lora_rank].
-            rope_key: [1, tokens, qk_rope_head_dim].
-
         Returns:
             [1, tokens, heads, v_head_dim], and the updated cache.
         """
-        pages = write(self.held, jnp.concatenate([latent, rope_key], axis=-1)[0][:, None], None, self.batch)
-        return reader.over_pages(query, pages, self.batch), replace(self, held=pages)
+        pages = write(self.held, jnp.concatenate(latents, axis=-1)[0][:, None], None, self.batch)
+        return reader.over_pages(queries, pages, self.batch), replace(self, held=pages)
 
     def recur(self, mixer: Mixer, x: jax.Array, step: Step) -> tuple[jax.Array, PagedCache]:
         """Run a recurrent mixer on x [1, tokens, hidden], each sequence from its own state, and store the new states.

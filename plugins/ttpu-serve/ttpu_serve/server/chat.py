@@ -17,8 +17,8 @@ from ttpu_serve.reasoning_parsers.protocol import ReasoningStream
 from ttpu_serve.server import forced_calls, sampling
 from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.chat_protocol import ChatRequest, Tool, ToolChoice
-from ttpu_serve.server.errors import ApiError, JSONResponse
-from ttpu_serve.server.events import EventStream, until_gone
+from ttpu_serve.server.errors import ApiError
+from ttpu_serve.server.respond import respond
 from ttpu_serve.server.responses import TokenLogprobs, chat_logprobs, prompt_logprobs, said
 from ttpu_serve.server.service import OutputStreams, Service
 from ttpu_serve.tool_parsers.json_calls import Forced
@@ -32,14 +32,8 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Complete a conversation."""
-        chat = Chat(service, body)
-        streams = await until_gone(request, chat.submit())
-        if body.stream:
-            return EventStream(chat.chunks(streams), service.settings.write_timeout, streams.close)
-        try:
-            return JSONResponse(await until_gone(request, chat.whole(streams)))
-        finally:
-            streams.close()
+        timeout = service.settings.write_timeout
+        return await respond(request, Chat(service, body), stream=bool(body.stream), write_timeout=timeout)
 
     return routes
 

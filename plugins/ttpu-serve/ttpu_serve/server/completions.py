@@ -13,9 +13,9 @@ from fastapi import APIRouter, Request, Response
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.server import sampling
 from ttpu_serve.server.body import UniqueKeys
-from ttpu_serve.server.errors import ApiError, JSONResponse
-from ttpu_serve.server.events import EventStream, until_gone
+from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.protocol import CompletionRequest
+from ttpu_serve.server.respond import respond
 from ttpu_serve.server.responses import CompletionLogprobs, joined, prompt_logprobs, said
 from ttpu_serve.server.service import OutputStreams, Service
 
@@ -29,14 +29,8 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/completions", tags=["OpenAI"])
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts."""
-        completion = Completion(service, body)
-        streams = await until_gone(request, completion.submit())
-        if body.stream:
-            return EventStream(completion.chunks(streams), service.settings.write_timeout, streams.close)
-        try:
-            return JSONResponse(await until_gone(request, completion.whole(streams)))
-        finally:
-            streams.close()
+        timeout = service.settings.write_timeout
+        return await respond(request, Completion(service, body), stream=bool(body.stream), write_timeout=timeout)
 
     return routes
 
