@@ -99,3 +99,22 @@ def test_a_text_that_is_no_text_is_refused(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["eval", "nowhere", "--text", str(tmp_path / name)])
         assert result.exit_code == 2
         assert found in result.stderr
+
+
+def test_schemes_quantize_the_first_checkpoint(tmp_path: Path) -> None:
+    name = str(llama_checkpoint(tmp_path / "one"))
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    request = ["eval", name, "--text", str(text), "--window", "32", "--limit", "40", "--scheme", "w8a16,w4a16-g16"]
+    parsed = CliRunner().invoke(app, [*request, "--json"])
+    assert parsed.exit_code == 0, parsed.output
+    dense, eight, four = json.loads(parsed.stdout)["models"]
+    assert (eight["name"], four["name"]) == (f"{name} in w8a16", f"{name} in w4a16-g16")
+    assert 0 < eight["divergence"] < four["divergence"]
+    assert max(four["weight_bytes"], eight["weight_bytes"]) < dense["weight_bytes"]  # a CPU may hold int4 as int8
+    refused = CliRunner().invoke(app, [*request, "--quantization", "w8a16"])
+    assert refused.exit_code == 2
+    assert "leave --quantization out" in refused.stderr
+    unknown = CliRunner().invoke(app, [*request[:-1], "w8a16,w5"])
+    assert unknown.exit_code == 2
+    assert "'w5' was asked for" in unknown.stderr

@@ -29,6 +29,12 @@ def evaluate(
         typer.Argument(metavar="CHECKPOINT...", help="Directories or Hub ids; the others are compared with the first."),
     ],
     text: Annotated[Path, typer.Option(metavar="FILE", help="A text file in UTF-8.")],
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCHEME,...", help="Also the first, quantized while it is loaded: w8a16,w4a16-g128,fp8 for three."
+        ),
+    ] = None,
     window: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens of a window. Without it the context, at most 2,048.")
     ] = None,
@@ -54,11 +60,12 @@ def evaluate(
 
     Examples:
 
-    \\b
+    \b
       ttpu eval ./llama ./llama-w4a16 --text book.txt
+      ttpu eval ./llama --text book.txt --scheme w8a16,w4a16-g128 --plot loss.png
       ttpu eval ./llama --text book.txt --window 512 --stride 256 --json
 
-    \\f
+    \f
     Raises:
         UnsupportedError: the backend gives no logits of texts.
         RequestError: the text cannot be read, or the checkpoints are not of one model.
@@ -78,11 +85,12 @@ def evaluate(
             f"a text was to be measured, but the backend {runs.name!r} gives no logits of texts: use another --backend."
         )
     how = loading.options()
+    asked = _asked(checkpoints, how, scheme)
     reference: Any = None
     cut: Text | None = None
     rows: list[Evaluation] = []
-    for name in checkpoints:
-        model = _load(name, how, backend, quiet=quiet)
+    for name, checkpoint, own in asked:
+        model = _load(checkpoint, own, backend, quiet=quiet)
         if cut is None:
             cut = text_for(model, content, size=window, stride=stride, rows=batch, limit=limit)
         else:
@@ -100,6 +108,32 @@ def evaluate(
     if plot is not None:
         save_picture(rows, plot, f"{text.name}, {rows[0].tokens:,} tokens")
         note(f"drew {plot}")
+
+
+def _asked(
+    checkpoints: Sequence[str], how: LoadOptions, scheme: str | None
+) -> list[tuple[str, str, LoadOptions]]:
+    """What is measured: its name in the table, its checkpoint, and how it is loaded.
+
+    Raises:
+        RequestError: a scheme is unknown, or --quantization was given beside schemes.
+    """
+    from ttpu_core.errors import RequestError
+    from ttpu_core.quantization.config import QuantizationConfig
+
+    asked = [(name, name, how) for name in checkpoints]
+    if scheme is None:
+        return asked
+    if how.quantization is not None:
+        raise RequestError(
+            f"--scheme {scheme} and --quantization {how.quantization} were both given, but schemes are compared with "
+            "the first checkpoint as it is: leave --quantization out."
+        )
+    first = checkpoints[0]
+    for one in scheme.split(","):
+        config = QuantizationConfig.parse(one)
+        asked.append((f"{first} in {config}", first, replace(how, quantization=config)))
+    return asked
 
 
 def read_text(path: Path) -> str:

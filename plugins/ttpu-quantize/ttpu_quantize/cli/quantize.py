@@ -86,7 +86,17 @@ def quantize(
     strength: Annotated[
         float, typer.Option(metavar="X", help="SmoothQuant: from 0 to 1.", rich_help_panel=CALIBRATION)
     ] = 0.5,
-    parallelism_strategy: options.ParallelismStrategy = None,
+    parallelism_strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--parallelism-strategy",
+            "--sharding-strategy",
+            "--mesh",
+            metavar="STRATEGY",
+            help="How to shard a layer over devices: fsdp, dp, mp, 2x4, or data=2,expert=4.",
+            rich_help_panel=options.MODEL,
+        ),
+    ] = None,
     backend: options.Backend = None,
     patch_pack: options.PatchPacks = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -100,11 +110,11 @@ def quantize(
 
     Examples:
 
-    \\b
+    \b
       ttpu quantize ./llama --scheme w8a16 --out ./llama-w8a16
       ttpu quantize ./llama --scheme w4a16-g128 --method gptq --calibrate book.txt --out ./llama-gptq
 
-    \\f
+    \f
     Raises:
         RequestError: a calibrated method without a text, or a request that contradicts the checkpoint.
     """
