@@ -208,7 +208,7 @@ def _roofline_seconds(
         used, active = _expert_shares(spec, path, rows)
         if path.startswith(("layers.", "groups.")):
             read += used * _device_bytes(array)
-            multiplied += product_flops(active * array.size, rows) * path.endswith("kernel")
+            multiplied += product_flops(active * prod(array.shape), rows) * path.endswith("kernel")
     read += _device_bytes(params["embed.embedding" if spec.head.tied else "head.kernel"])
     read += _device_bytes(step.held) if task == "decode" else 0
     return max(

@@ -65,7 +65,7 @@ class Decoder(nnx.Module):
             for path, layer in _layer_paths(spec, stacked=stacked)
         )
         self.final_norm = Norm(spec.final_norm, values.at("final_norm")) if spec.final_norm else None
-        self.head = Head(spec.head, values.at("head"))
+        self.head = Head(spec.head, values.at("head"), runtime)
 
     def __call__(
         self,

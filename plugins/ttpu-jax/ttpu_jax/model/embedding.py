@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ttpu_core.spec import EmbeddingSpec, HeadSpec
-from ttpu_jax.model.modules import Norm, Parameters, Runtime, maybe, value_of
+from ttpu_jax.model.modules import Norm, Parameters, Runtime, maybe, product_devices, value_of
 from ttpu_jax.ops.linear import linear
 
 
@@ -55,14 +55,16 @@ class Embedding(nnx.Module):
 class Head(nnx.Module):
     """Projects the residual stream to float32 logits."""
 
-    def __init__(self, spec: HeadSpec, values: Parameters) -> None:
-        self.spec = spec
+    def __init__(self, spec: HeadSpec, values: Parameters, runtime: Runtime) -> None:
+        self.spec, self.runtime = spec, runtime
         self.kernel, self.bias = values.get("kernel"), values.get("bias")
 
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """Return logits [..., vocab] for x [..., hidden]. With tied embeddings the weight is table [vocab, hidden]."""
-        kernel = table if self.kernel is None else value_of(self.kernel)
-        logits = linear(x, kernel, value_of(self.bias), out_dtype=jnp.dtype(jnp.float32))
+        kernel, devices = table, None
+        if self.kernel is not None:
+            kernel, devices = value_of(self.kernel), product_devices(x, self.kernel, self.runtime)
+        logits = linear(x, kernel, value_of(self.bias), out_dtype=jnp.dtype(jnp.float32), devices=devices)
         logits = logits if self.spec.multiplier == 1.0 else logits * self.spec.multiplier
         cap = self.spec.softcap
         return logits if cap is None else jnp.tanh(logits / cap) * cap

@@ -17,6 +17,7 @@ from flax import nnx
 from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, axes
 from ttpu_jax.ops.activation import activate, gated_activation, sparsify
 from ttpu_jax.ops.linear import linear
+from ttpu_jax.ops.matmul.devices import Devices, UsePallas
 from ttpu_jax.ops.norm import normalize
 from ttpu_jax.params.placement import Placement
 
@@ -30,14 +31,15 @@ RESIDUAL = (axes.BATCH, axes.SEQUENCE, None)
 @dataclass(frozen=True)
 class Runtime:
     """The settings that all layers share and that never change: the placement of arrays, the attention implementation
-    and its options, the model's different ropes, and the number of rows from which products are widened (see
-    `ttpu_jax.ops.linear`). Static."""
+    and its options, the model's different ropes, the number of rows from which products are widened (see
+    `ttpu_jax.ops.linear`), and whether Pallas kernels multiply by quantized kernels. Static."""
 
     placement: Placement
     attention: str = "eager"
     ropes: tuple[RopeSpec, ...] = ()
     attention_options: tuple[tuple[str, Any], ...] = ()
     widen_rows: int | None = None
+    use_pallas: UsePallas = "auto"
 
 
 @dataclass(frozen=True)
@@ -116,21 +118,16 @@ class Linear(nnx.Module):
     """x @ kernel.T + bias, whatever the kernel is: dense, quantized, or with LoRA adapters (`ttpu_jax.ops.kernels`)."""
 
     def __init__(self, values: Parameters, runtime: Runtime) -> None:
-        self.on_one_device, self.widen_rows = runtime.placement.mesh is None, runtime.widen_rows
-        self.platform = runtime.placement.platform
+        self.runtime = runtime
         self.kernel, self.bias = values["kernel"], values.get("bias")
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in]: [..., *out]."""
         kernel, bias = value_of(self.kernel), value_of(self.bias)
+        on_one_device, widen_rows = self.runtime.placement.mesh is None, self.runtime.widen_rows
+        devices = product_devices(x, self.kernel, self.runtime)
         return linear(
-            x,
-            kernel,
-            bias,
-            out_dtype=out_dtype,
-            flatten=self.on_one_device,
-            widen_rows=self.widen_rows,
-            platform=self.platform,
+            x, kernel, bias, out_dtype=out_dtype, flatten=on_one_device, widen_rows=widen_rows, devices=devices
         )
 
 
@@ -161,6 +158,23 @@ class MLP(nnx.Module):
             inner = self.inner_norm(inner)
         inner = self.runtime.placement.constrain(inner, axes.BATCH, axes.SEQUENCE, axes.MLP)
         return self.down(inner)
+
+
+def product_devices(x: jax.Array, variable: nnx.Param, runtime: Runtime) -> Devices:
+    """Where the product of x [..., in] with the kernel [*out, in] of a variable runs. A mesh axis that shards x's batch
+    or sequence as well as the kernel shards x alone: the kernel is gathered along it."""
+    placement, shape = runtime.placement, value_of(variable).shape
+    if placement.mesh is None:
+        return Devices(placement.platform, use_pallas=runtime.use_pallas)
+    leading = (axes.BATCH, axes.SEQUENCE) if x.ndim == 3 else (None,) * (x.ndim - 1)
+    rows = tuple(
+        () if axis is None else placement.mesh_axes(axis, size) for axis, size in zip(leading, x.shape, strict=False)
+    )
+    logical = placement.divisible(variable.axis_names[-len(shape) :], shape)
+    of_kernel = placement.strategy.mesh_axes(logical, shape, dict(placement.mesh.shape), "a kernel")
+    taken = {axis for each in rows for axis in each}
+    kept = tuple(tuple(axis for axis in each if axis not in taken) for each in of_kernel)
+    return Devices(placement.platform, placement.mesh, kept, rows, runtime.use_pallas)
 
 
 def different_ropes(layers: tuple[LayerSpec, ...]) -> tuple[RopeSpec, ...]:

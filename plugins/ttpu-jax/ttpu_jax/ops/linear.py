@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ttpu_jax.ops.kernels import Kernel, LowRankKernel, QuantizedKernel
 from ttpu_jax.ops.matmul.api import quantized_product
 from ttpu_jax.ops.matmul.dense import Product, dense_product
+from ttpu_jax.ops.matmul.devices import Devices
 
 
 def linear(
@@ -24,6 +25,7 @@ def linear(
     flatten: bool = True,
     widen_rows: int | None = None,
     platform: str | None = None,
+    devices: Devices | None = None,
 ) -> jax.Array:
     """x [..., in] times kernel [*out, in], plus bias [*out]: [..., *out] in `out_dtype` (default: x's).
 
@@ -39,12 +41,15 @@ def linear(
             converts each block of the kernel again for every block of rows.
         platform: cpu, tpu or gpu, where this runs, if that is not JAX's default; chooses how a quantized kernel is
             multiplied.
+        devices: where this runs, for the products with quantized kernels that a mesh's devices compute by themselves;
+            None leaves them to the compiler.
 
     XLA:CPU multiplies bfloat16 by a naive loop too, eight times slower, unless both operands contract their minor
     dimension, the result is float32 and there are at least two rows; so a single row is doubled. On a TPU a second row
     is free.
     """
-    how = Product(out_dtype or x.dtype, flatten, widen_rows, platform or jax.default_backend())
+    here = devices.platform if devices is not None else jax.default_backend()
+    how = Product(out_dtype or x.dtype, flatten, widen_rows, platform or here, devices)
     return _linear(kernel, x, bias, how)
 
 

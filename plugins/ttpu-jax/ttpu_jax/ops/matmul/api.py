@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ttpu_jax.ops.kernels import QuantizedKernel, dense
-from ttpu_jax.ops.matmul import xla
+from ttpu_jax.ops.matmul import pallas, xla
 from ttpu_jax.ops.matmul.dense import Product
 
 
@@ -44,6 +45,10 @@ def quantized_matmul(
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def quantized_product(x: jax.Array, kernel: QuantizedKernel, bias: jax.Array | None, how: Product) -> jax.Array:
     """`quantized_matmul`, computed as `how` says."""
+    if how.devices is not None:
+        rows = prod(x.shape[:-1])
+        if pallas.why_not_pallas(kernel.format, kernel.shape, rows, how.devices) is None:
+            return pallas.product(x, kernel, bias, how.out_dtype, how.devices)
     return xla.product(x, kernel, bias, how)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ttpu_jax.ops.matmul.devices import Devices
+
 
 @dataclass(frozen=True)
 class Product:
@@ -17,6 +19,7 @@ class Product:
     flatten: bool = True
     widen_rows: int | None = None
     platform: str = "cpu"
+    devices: Devices | None = None
 
 
 def dense_product(
