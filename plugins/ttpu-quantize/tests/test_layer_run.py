@@ -89,7 +89,7 @@ def test_layers_one_by_one_return_what_the_model_computes(case: Case) -> None:
     whole = causal_model(case.spec, run.runtime)
     positions = np.broadcast_to(np.arange(12, dtype=np.int32), case.tokens.shape)
     arrays = {path: jnp.asarray(array) for path, array in case.params.items()}
-    expected, _ = whole.hidden(arrays, jnp.asarray(case.tokens), jnp.asarray(positions))
+    expected = whole.hidden(arrays, jnp.asarray(case.tokens), jnp.asarray(positions))
     norm = whole.module(arrays).final_norm
     found = np.concatenate([np.asarray(norm(stream)) for stream in run.streams])
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)

@@ -121,30 +121,10 @@ class DecoderModel:
         """
         return self.module(params)(tokens, positions, cache, last_only=last_only, fresh=fresh)
 
-    def hidden(
-        self,
-        params: Params,
-        tokens: jax.Array,
-        positions: jax.Array | None = None,
-        cache: KVCache | None = None,
-        *,
-        last_only: bool = False,
-        fresh: bool = False,
-    ) -> tuple[jax.Array, KVCache | None]:
-        """Return the residual stream [batch, seq, hidden] after the final norm, and the cache with these tokens in it.
-
-        Args:
-            params: Flax path → array.
-            tokens: [batch, seq].
-            positions: [batch, seq], negative for padding; None with a cache, which determines the positions.
-            cache: keys and values of earlier tokens; None to run without a cache.
-            last_only: return the last token only, [batch, 1, hidden].
-            fresh: the cache is empty, so attention reads the keys and values of these tokens instead of the cache.
-
-        Raises:
-            RequestError: neither positions nor a cache is given.
-        """
-        return self.module(params).hidden(tokens, positions, cache, last_only=last_only, fresh=fresh)
+    def hidden(self, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Return the residual stream [batch, seq, hidden] after the final norm, of tokens [batch, seq] at positions
+        [batch, seq], negative for padding; without a cache."""
+        return self.module(params).hidden(tokens, positions)[0]
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Return float32 logits [batch, seq, vocab] for `hidden` [batch, seq, hidden], the residual stream after the

@@ -47,7 +47,7 @@ def summed_next_token_loss(
     batch, seq = tokens.shape
     mask = jnp.ones(tokens.shape, jnp.bool_) if mask is None else mask
     positions = jnp.where(mask, jnp.cumsum(mask, axis=1) - 1, -1).astype(jnp.int32)
-    hidden, _ = model.hidden(params, tokens, positions)
+    hidden = model.hidden(params, tokens, positions)
     targets = jnp.roll(tokens, -1, axis=1)
     counted = mask & jnp.roll(mask, -1, axis=1).at[:, -1].set(False)
     size = min(seq, tokens_at_once)
