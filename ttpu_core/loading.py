@@ -183,10 +183,12 @@ def open_model(
     """
     from ttpu_core.checkpoint import Checkpoint, open_checkpoint
     from ttpu_core.config.key_audit import refuse_ignored
+    from ttpu_core.quantization.schemes import quantization_of
     from ttpu_core.registry import default_registry
 
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, revision=options.revision)
     checkpoint, architecture = describe_checkpoint(checkpoint, options.patch_packs)
+    quantization_of(checkpoint.config)
     for sentence in refuse_ignored(checkpoint.config):
         warnings.warn(sentence, stacklevel=3) if warn is None else warn(sentence)
     runs = default_registry().backend(backend)

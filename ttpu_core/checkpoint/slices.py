@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ttpu_core.checkpoint.decoded import DecodedTensor
 from ttpu_core.checkpoint.header import TensorInfo, TensorReader
 from ttpu_core.checkpoint.ranges import Piece, intersection, offsets, pieces, ranges, runs_of
 from ttpu_core.mapping import Expression
@@ -36,46 +37,52 @@ class StoredTensor:
 def read_boxes(
     expression: Expression,
     parts: Mapping[Box, Array],
-    tensors: Mapping[str, StoredTensor],
+    tensors: Mapping[str, StoredTensor | DecodedTensor],
     reader: TensorReader,
+    padding: int = 0,
 ) -> None:
-    """Fill each array with its box of the parameter that `expression` describes. Padding becomes zero. Boxes that
-    together fill a larger box are read together.
+    """Fill each array with its box of the parameter that `expression` describes. Boxes that together fill a larger box
+    are read together.
 
     Args:
         expression: the parameter's mapping rule.
         parts: box → C-contiguous array of the box's shape, in any dtype; boxes do not overlap.
         tensors: the expression's checkpoint tensors by name.
         reader: reads the files.
+        padding: the value of padding.
 
     Raises:
         CheckpointError: a file is unreadable, or shorter than its header says.
     """
     whole = _hull(list(parts))
     if _size(whole) == sum(map(_size, parts)):
-        _read(expression, whole, parts, tensors, reader)
+        _read(expression, whole, parts, tensors, reader, padding)
     else:
         for box, array in parts.items():
-            _read(expression, box, {box: array}, tensors, reader)
+            _read(expression, box, {box: array}, tensors, reader, padding)
 
 
 def _read(
     expression: Expression,
     whole: Box,
     parts: Mapping[Box, Array],
-    tensors: Mapping[str, StoredTensor],
+    tensors: Mapping[str, StoredTensor | DecodedTensor],
     reader: TensorReader,
+    padding: int,
 ) -> None:
     """Read boxes that together fill `whole`, or a single box."""
     found = list(pieces(expression, whole))
     if sum(piece.size for piece in found) < _size(whole):
         for array in parts.values():
-            array.fill(0)
+            array.fill(padding)
     for piece in found:
         stored = tensors[piece.tensor]
         shares = [
             (box, array, shared) for box, array in parts.items() if (shared := intersection(box, piece.box)) is not None
         ]
+        if isinstance(stored, DecodedTensor):
+            _decode(piece, shares, stored, reader)
+            continue
         together = []
         for box, array, shared in shares:
             part = piece.part(_within(shared, piece.box))
@@ -128,6 +135,29 @@ def _deal_out(
         read = buffer[:, :: runs.step].reshape([block.layout.shape[axis] for axis in block.order])
         values = read.transpose(np.argsort(block.order))
         for box, array in parts:
+            shared = intersection(box, block.box)
+            if shared is not None:
+                array[_slices(shared, box)] = values[_slices(shared, block.box)]
+
+
+def _decode(
+    piece: Piece, shares: Sequence[tuple[Box, Array, Box]], stored: DecodedTensor, reader: TensorReader
+) -> None:
+    """Decode the rows of a piece block by block, and copy the parts of each block to the arrays that hold them."""
+    width = stored.shape[-1]
+    for block in piece.split(BLOCK_BYTES // stored.dtype.itemsize):
+        steps = [stride * (size - 1) for size, stride in zip(block.layout.shape, block.layout.strides, strict=True)]
+        first = block.layout.offset + sum(min(step, 0) for step in steps)
+        last = block.layout.offset + sum(max(step, 0) for step in steps)
+        start, stop = first // width, last // width + 1
+        decoded = np.ascontiguousarray(stored.rows(reader, start, stop), stored.dtype).reshape(-1)
+        values = np.lib.stride_tricks.as_strided(
+            decoded[block.layout.offset - start * width :],
+            block.layout.shape,
+            [stride * decoded.itemsize for stride in block.layout.strides],
+            writeable=False,
+        )
+        for box, array, _ in shares:
             shared = intersection(box, block.box)
             if shared is not None:
                 array[_slices(shared, box)] = values[_slices(shared, block.box)]

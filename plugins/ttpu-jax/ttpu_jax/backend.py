@@ -17,9 +17,12 @@ import numpy as np
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
-from ttpu_core.errors import CheckpointError
-from ttpu_core.mapping import pad_mapping
+from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
+from ttpu_core.mapping import FlaxMapping, pad_mapping
 from ttpu_core.quantization import quantize_architecture
+from ttpu_core.quantization.mapping import StoredMapping, formats_of, stored_mapping
+from ttpu_core.quantization.quantize import EMBEDDING
+from ttpu_core.quantization.schemes import QuantizedCheckpoint, open_quantized
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.plan import Plan
 from ttpu_core.sharding.serving import ServedShapes, ServingLimits
@@ -74,8 +77,15 @@ class JaxBackend:
         began = time.perf_counter()
         initialize()
         check_supported(architecture.spec)
-        architecture = replace(architecture, mapping=architecture.mapping.suited_to(checkpoint.tensors))
+        quantized = open_quantized(checkpoint)
+        names = checkpoint.tensors if quantized is None else quantized.shapes
+        architecture = replace(architecture, mapping=architecture.mapping.suited_to(names))
+        if quantized is not None:
+            _refuse_both(checkpoint, quantized, options)
+            spec = formats_of(architecture.spec, architecture.mapping, quantized)
+            architecture = replace(architecture, spec=spec)
         architecture = quantize_architecture(architecture, options.quantization)
+        _refuse_embedding(architecture.spec)
         held = model_dtype(options.dtype, checkpoint)
         placement = placement_for(
             architecture.spec,
@@ -98,8 +108,11 @@ class JaxBackend:
         runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
         progress = options.progress
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))
-        mapping = pad_mapping(architecture.mapping, paddings)
         groupings = groupings_for(architecture.spec, placement)
+        mapping: FlaxMapping | StoredMapping = pad_mapping(architecture.mapping, paddings)
+        if quantized is not None:
+            fitted = {path: one for path, (one,) in groupings.items()}
+            mapping = stored_mapping(architecture.spec, spec, architecture.mapping, paddings, fitted, quantized)
         params = load_parameters(
             checkpoint, mapping, spec.parameters, placement, held, on_load, groupings=groupings
         )
@@ -351,6 +364,22 @@ if TYPE_CHECKING:
     from ttpu_serve.runner import ServingBackend
 
     _SERVES: type[ServingBackend] = JaxBackend
+
+
+def _refuse_both(checkpoint: Checkpoint, quantized: QuantizedCheckpoint, options: JaxLoadOptions) -> None:
+    if options.quantization is not None:
+        raise RequestError(
+            f"quantization={str(options.quantization)!r} was asked for, but {checkpoint.source} is quantized already "
+            f"({quantized.scheme}): leave it out, or take the original weights."
+        )
+
+
+def _refuse_embedding(spec: ArchitectureSpec) -> None:
+    if EMBEDDING in dict(spec.kernel_formats):
+        raise UnsupportedError(
+            "a quantized embedding table was asked for, but the JAX backend reads rows of dense tables alone: leave "
+            "embeddings out."
+        )
 
 
 def _attention_by_kind(

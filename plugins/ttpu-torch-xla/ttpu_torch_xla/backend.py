@@ -13,7 +13,7 @@ from typing import Any
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint, dtype_name
 from ttpu_torch_xla.handle import Handle, run_on_all_devices
-from ttpu_torch_xla.load import stock_model, tokenizer_of
+from ttpu_torch_xla.load import refuse_quantized, stock_model, tokenizer_of
 from ttpu_torch_xla.load_options import TorchXlaLoadOptions
 from ttpu_torch_xla.moving import move
 from ttpu_torch_xla.patches.choice import patches_for
@@ -48,6 +48,7 @@ class TorchXlaBackend:
         if options.do_quant or options.quantization is not None:
             asked = options.quantization or options.quantization_config or QuantizationConfig()
             quantization_config = QuantizationConfig.read(asked)
+        refuse_quantized(checkpoint)
         began = time.perf_counter()
         size = float(checkpoint.total_bytes)
         tell = options.progress or (lambda *_: None)

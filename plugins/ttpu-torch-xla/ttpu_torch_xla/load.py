@@ -8,8 +8,22 @@ import torch
 
 from ttpu_core.checkpoint import DTYPES, Checkpoint
 from ttpu_core.errors import CheckpointError, UnsupportedError
+from ttpu_core.quantization.schemes import quantization_of
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES}
+
+
+def refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint of quantized weights.
+
+    Raises:
+        UnsupportedError: its config has a quantization.
+    """
+    if quantization_of(checkpoint.config) is not None:
+        raise UnsupportedError(
+            f"{checkpoint.source} holds quantized weights, but this backend reads dense ones and quantizes them "
+            "itself: use the JAX backend, or the original weights with quantization='w8a16'."
+        )
 
 
 def stock_model(checkpoint: Checkpoint, dtype: str, attention: str, *, quiet: bool = False) -> Any:

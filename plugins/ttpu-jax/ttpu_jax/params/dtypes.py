@@ -18,6 +18,7 @@ _STORED: dict[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }  # no integers: integer weights are quantized, and are useless without their scales
+_QUANTIZED: dict[str, Any] = {"I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn}
 _MODEL: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -33,6 +34,11 @@ def stored_dtype(name: str, tensor: str) -> np.dtype[Any]:
             "checkpoint that is not quantized."
         )
     return np.dtype(_STORED[name])
+
+
+def values_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of quantized values that are stored as they are used."""
+    return np.dtype(_QUANTIZED[name])
 
 
 def model_dtype(name: Any, checkpoint: Checkpoint | None = None) -> np.dtype[Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,21 @@ import numpy as np
 from jax.sharding import Sharding
 
 from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.checkpoint.decoded import DecodedTensor
 from ttpu_core.checkpoint.header import TensorReader
 from ttpu_core.checkpoint.slices import StoredTensor, read_boxes
 from ttpu_core.mapping import Expression, FlaxMapping
 from ttpu_core.mapping.padding import Box
+from ttpu_core.quantization.mapping import StoredMapping
 from ttpu_core.spec import Parameter
-from ttpu_jax.params.dtypes import stored_dtype
+from ttpu_core.spec.kernel_format import PartName
+from ttpu_jax.ops.kernels import kernel_from_parts
+from ttpu_jax.params.dtypes import stored_dtype, values_dtype
 from ttpu_jax.params.placement import Placement
-from ttpu_jax.params.quantized import Groupings, held_parameters, rounded
+from ttpu_jax.params.quantized import Groupings, held_parameters, held_parts, rounded
 
 Progress = Callable[[int, int], None]
+Tensors = Mapping[str, StoredTensor | DecodedTensor]
 ALIGNMENT = 64  # XLA:CPU takes over a host buffer without a copy if it is aligned to this many bytes
 
 THREADS = min(8, 2 * (os.cpu_count() or 1))
@@ -39,7 +44,7 @@ HOST_BYTES = 2**30
 
 def load_parameters(
     checkpoint: Checkpoint,
-    mapping: FlaxMapping,
+    mapping: FlaxMapping | StoredMapping,
     parameters: Mapping[str, Parameter],
     placement: Placement,
     dtype: np.dtype[Any],
@@ -53,7 +58,8 @@ def load_parameters(
 
     Args:
         checkpoint: the checkpoint.
-        mapping: the mapping for the table's shapes; with padding, the result of `ttpu_core.mapping.pad_mapping`.
+        mapping: the mapping for the table's shapes; with padding, the result of `ttpu_core.mapping.pad_mapping`. For a
+            quantized checkpoint, the result of `ttpu_core.quantization.mapping.stored_mapping`.
         parameters: the parameter table.
         placement: the devices.
         dtype: dtype of the parameters, except for those that have their own.
@@ -65,7 +71,11 @@ def load_parameters(
         CheckpointError: a file is missing, truncated or malformed.
         MappingError: tensors and parameters do not match.
     """
-    tensors = stored_tensors(checkpoint, mapping)
+    tensors: Tensors
+    if isinstance(mapping, StoredMapping):
+        tensors, mapping = _quantized_tensors(mapping), mapping.mapping
+    else:
+        tensors = stored_tensors(checkpoint, mapping)
     total = sum(p.size * _dtype(p, dtype).itemsize for p in held_parameters(parameters, placement).values())
     done, placed = 0, {}
     with TensorReader() as own:
@@ -89,6 +99,14 @@ def stored_tensors(checkpoint: Checkpoint, mapping: FlaxMapping) -> dict[str, St
     names = mapping.resolve({name: info.shape for name, info in infos.items()}, str(checkpoint.source))
     return {
         name: StoredTensor(infos[actual], stored_dtype(infos[actual].dtype, name)) for name, actual in names.items()
+    }
+
+
+def _quantized_tensors(stored: StoredMapping) -> Tensors:
+    dense = {name: StoredTensor(info, stored_dtype(info.dtype, name)) for name, info in stored.dense.items()}
+    return dense | {
+        name: one if isinstance(one, DecodedTensor) else StoredTensor(one, values_dtype(one.dtype))
+        for name, one in stored.sources.items()
     }
 
 
@@ -118,18 +136,36 @@ def _jobs(
     parameters: Mapping[str, Parameter],
     placement: Placement,
     dtype: np.dtype[Any],
-    tensors: Mapping[str, StoredTensor],
+    tensors: Tensors,
     reader: TensorReader,
     groupings: Groupings,
 ) -> Iterator[Job]:
+    read_from = dict(mapping.rules)
     for path, parameter in parameters.items():
+        if f"{path}.values" in read_from:
+            parts = held_parts(parameter, placement)
+            rules = {f"{path}.{name}": part for name, part in parts.items()}
+            of_parts = {name: job for name, _, job in _jobs(mapping, rules, placement, dtype, tensors, reader, {})}
+            nbytes = sum(part.size * _dtype(part, dtype).itemsize for part in parts.values())
+            yield path, nbytes, partial(_load_parts, path, parameter, of_parts)
+            continue
         kind, sharding = _dtype(parameter, dtype), placement.parameter(path, parameter)
         boxes = device_boxes(sharding, parameter.shape)
         nbytes = sum(_elements(box) for box in boxes) * kind.itemsize
-        load = partial(_load, mapping[path], parameter.shape, kind, sharding, boxes, tensors, reader)
+        padding = 1 if path.endswith(".kernel.scale") else 0
+        load = partial(_load, mapping[path], parameter.shape, kind, sharding, boxes, tensors, reader, padding)
         if parameter.format is not None:
             load = partial(_load_rounded, load, path, parameter, placement, groupings[path])
         yield path, nbytes, load
+
+
+def _load_parts(path: str, parameter: Parameter, jobs: Mapping[str, Callable[[], jax.Array]]) -> Any:
+    """Read the parts of a quantized kernel."""
+    assert parameter.format is not None
+    parts: dict[PartName, jax.Array] = {}
+    for name, job in jobs.items():
+        parts[cast(PartName, name.removeprefix(f"{path}."))] = job()
+    return kernel_from_parts(parameter.format, parts)
 
 
 def _load_rounded(load: Callable[[], jax.Array], *how: Any) -> Any:
@@ -143,12 +179,13 @@ def _load(
     dtype: np.dtype[Any],
     sharding: Sharding,
     boxes: Mapping[Box, list[jax.Device]],
-    tensors: Mapping[str, StoredTensor],
+    tensors: Tensors,
     reader: TensorReader,
+    padding: int = 0,
 ) -> jax.Array:
     """Read one parameter from the files to this process's devices."""
     parts = {box: aligned_empty(tuple(stop - start for start, stop in box), dtype) for box in boxes}
-    read_boxes(rule, parts, tensors, reader)
+    read_boxes(rule, parts, tensors, reader, padding)
     shards = [jax.device_put(parts[box], device) for box, devices in boxes.items() for device in devices]
     array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
     return array.block_until_ready()  # the host's memory is free only after the transfer

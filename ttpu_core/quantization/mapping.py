@@ -1,0 +1,316 @@
+"""Maps the weights of a quantized checkpoint to the parts of quantized kernels, padded and regrouped as a mesh needs
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ttpu_core.checkpoint.decoded import DecodedTensor, raw_rows
+from ttpu_core.checkpoint.header import TensorInfo, TensorReader
+from ttpu_core.errors import MappingError, UnsupportedError
+from ttpu_core.mapping import Expression, FlaxMapping, Padded, Stack, Tensor
+from ttpu_core.mapping.padding import Padding, merged_runs
+from ttpu_core.quantization.grouping import Grouping
+from ttpu_core.quantization.schemes import QuantizedCheckpoint, QuantizedTensor
+from ttpu_core.quantization.schemes.tensor import Source
+from ttpu_core.spec import ArchitectureSpec, axes
+from ttpu_core.spec.kernel_format import KernelFormat, PartName, parts_of
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class StoredMapping:
+    """How the arrays on devices come from a quantized checkpoint.
+
+    Attributes:
+        mapping: rules for `ttpu_core.spec.kernel_format.stored_parameters`.
+        sources: the tensors of the rules by name, without those of dense parameters.
+        dense: the rules' names of dense tensors → the checkpoint's.
+    """
+
+    mapping: FlaxMapping
+    sources: Mapping[str, Source]
+    dense: Mapping[str, TensorInfo]
+
+
+def formats_of(spec: ArchitectureSpec, mapping: FlaxMapping, held: QuantizedCheckpoint) -> ArchitectureSpec:
+    """The architecture with the format of each kernel as the checkpoint stores it.
+
+    Args:
+        spec: the architecture.
+        mapping: its rules, suited to the checkpoint (`FlaxMapping.suited_to`).
+        held: the checkpoint.
+
+    Raises:
+        MappingError: tensors are missing, unknown or have other shapes.
+        UnsupportedError: weights that are held in one kernel differ in what it cannot hold.
+    """
+    names = mapping.resolve(held.shapes, held.source)
+    formats = []
+    for path, rule in mapping.rules:
+        found = [held.weights.get(names[leaf.name]) for leaf in rule.leaves()]
+        weights = [one for one in found if one is not None]
+        if not weights:
+            continue
+        if len(weights) < len(found):
+            dense = next(names[leaf.name] for leaf, one in zip(rule.leaves(), found, strict=True) if one is None)
+            raise _mixed(path, held, f"{weights[0].name!r} is quantized and {dense!r} is not")
+        formats.append((path, _common(path, weights, held)))
+    return replace(spec, kernel_formats=tuple(formats))
+
+
+def stored_mapping(
+    spec: ArchitectureSpec,
+    padded: ArchitectureSpec,
+    mapping: FlaxMapping,
+    paddings: Mapping[str, Padding],
+    groupings: Mapping[str, Grouping],
+    held: QuantizedCheckpoint,
+) -> StoredMapping:
+    """The rules by which parameters are read from a quantized checkpoint.
+
+    Args:
+        spec: the architecture with the checkpoint's formats (`formats_of`).
+        padded: the architecture for the mesh.
+        mapping: the rules of the architecture before padding.
+        paddings: Flax path → padding.
+        groupings: Flax path → how the groups fit the mesh (`ttpu_core.quantization.grouping.fit_formats`).
+        held: the checkpoint.
+
+    Raises:
+        MappingError: a rule's views cannot be followed by scales.
+    """
+    names = mapping.resolve(held.shapes, held.source)
+    formats = dict(padded.kernel_formats)
+    rules: list[tuple[str, Expression]] = []
+    sources: dict[str, Source] = {}
+    dense: dict[str, TensorInfo] = {}
+    for path, rule in mapping.rules:
+        padding = paddings.get(path)
+        if path not in formats:
+            rules.append((path, rule if padding is None else Padded(rule, padding)))
+            dense |= {leaf.name: held.dense[names[leaf.name]] for leaf in rule.leaves()}
+            continue
+        weights = {leaf.name: held.weights[names[leaf.name]] for leaf in rule.leaves()}
+        one = _Kernel(path, rule, weights, groupings[path], padding)
+        parameter = padded.parameters[path]
+        lead = sum(axis in (axes.LAYERS, axes.EXPERT) for axis in parameter.axes)
+        for part, _ in parts_of(parameter):
+            rules.append((f"{path}.{part}", one.rule(part, lead)))
+        sources |= one.sources
+    return StoredMapping(FlaxMapping(tuple(rules)), sources, dense)
+
+
+def _common(path: str, weights: list[QuantizedTensor], held: QuantizedCheckpoint) -> KernelFormat:
+    """The format that holds all weights of a kernel exactly."""
+    first = weights[0].format
+    dtype, scale, symmetric, size = first.dtype, first.scale_dtype, first.symmetric, first.group_size
+    for weight in weights[1:]:
+        form = weight.format
+        if form.dtype != dtype:
+            if {form.dtype, dtype} != {"int4", "int8"}:
+                both = f"{weights[0].name!r} is stored in {dtype} and {weight.name!r} in {form.dtype}"
+                raise _mixed(path, held, both)
+            dtype = "int8"
+        if form.activation != first.activation:
+            raise _mixed(path, held, f"the inputs of {weights[0].name!r} and {weight.name!r} are quantized differently")
+        scale = scale if form.scale_dtype == scale else "float32"
+        symmetric = symmetric and form.symmetric
+        sizes = [one for one in (size, form.group_size) if one is not None]
+        size = gcd(*sizes) if sizes else None
+    order = any(weight.order is not None for weight in weights)
+    return KernelFormat(dtype, size, symmetric, scale, order, first.activation)
+
+
+def _mixed(path: str, held: QuantizedCheckpoint, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{held.source} is to be read into one kernel {path!r}, but {found}: take a checkpoint that quantizes them "
+        "alike, or the original weights."
+    )
+
+
+@dataclass
+class _Kernel:
+    """The rules of one kernel's parts. Names of tensors are those of the dense rule with the part behind "::"."""
+
+    path: str
+    dense_rule: Expression
+    weights: Mapping[str, QuantizedTensor]
+    grouping: Grouping
+    padding: Padding | None
+
+    def __post_init__(self) -> None:
+        self.sources: dict[str, Source] = {}
+
+    def rule(self, part: PartName, lead: int) -> Expression:
+        """The rule of one part; `lead` is the number of leading dimensions of layers and experts."""
+        if part == "values":
+            for leaf in self.dense_rule.leaves():
+                self.sources[leaf.name] = self.weights[leaf.name].parts["values"]
+            return self.dense_rule if self.padding is None else Padded(self.dense_rule, self.padding)
+        if part in ("scale", "zero_point"):
+            return self._of_groups(part)
+        return self._of_inputs(part, self.dense_rule, lead)
+
+    def _of_groups(self, part: PartName) -> Expression:
+        grouping = self.grouping
+        groups = None if grouping.fitted is None else grouping.inputs // grouping.fitted
+
+        def leaf_rule(leaf: Tensor) -> Tensor:
+            weight = self.weights[leaf.name]
+            name = f"{leaf.name}::{part}"
+            columns = groups or 1
+            self.sources[name] = _regrouped(weight, part, columns, grouping.fitted)
+            changed = _with_inputs(leaf, name, weight.shape[-1], columns)
+            return changed if groups is not None else changed.reshape(*changed.result_shape[:-1])
+
+        rule = _mapped(self.dense_rule, leaf_rule)
+        padding = self.padding
+        if padding is None:
+            return rule
+        moved = padding.original[-1] != padding.shape[-1]
+        if groups is None:
+            return rule if moved else Padded(rule, _last(padding, None))
+        if not moved:
+            return Padded(rule, _last(padding, groups))
+        runs = merged_runs((source, 1) for source in grouping.sources)
+        before = (*padding.original[:-1], groups)
+        after = (*padding.shape[:-1], len(grouping.sources))
+        return Padded(rule, Padding(before, after, before, len(before) - 1, runs))
+
+    def _of_inputs(self, part: PartName, rule: Expression, lead: int) -> Expression:
+        """The rule of a part that all outputs share: one for each index of the leading dimensions."""
+        if lead:
+            if not isinstance(rule, Stack) or rule.axis != 0:
+                raise _cannot_follow(self.path)
+            return Stack(tuple(self._of_inputs(part, one, lead - 1) for one in rule.parts))
+        leaves = [leaf.name for leaf in rule.leaves()]
+        found = [self.weights[name] for name in leaves]
+        name = f"{leaves[0]}::{part}"
+        if part == "input_scale":
+            self.sources[name] = _largest(name, [weight.parts["input_scale"] for weight in found])
+            return Tensor(name, (1,)).reshape()
+        orders = [weight.order for weight in found]
+        for other, weight in zip(orders[1:], found[1:], strict=True):
+            if not _same_order(orders[0], other):
+                raise UnsupportedError(
+                    f"{found[0].name!r} and {weight.name!r} are read into one kernel {self.path!r}, but their inputs "
+                    "are stored in different orders (activation order): take a checkpoint that was quantized without "
+                    "desc_act, or with one order for them."
+                )
+        inputs = found[0].shape[-1]
+        known = orders[0] if orders[0] is not None else np.arange(inputs, dtype=np.int32)
+
+        def rows(reader: TensorReader, start: int, stop: int) -> Array:
+            return known[None]
+
+        self.sources[name] = DecodedTensor(name, (inputs,), np.dtype(np.int32), rows)
+        return Tensor(name, (inputs,))
+
+
+def _same_order(one: Array | None, other: Array | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return bool(np.array_equal(one, other))
+
+
+def _mapped(rule: Expression, change: Any) -> Expression:
+    """The rule with every leaf changed. Leaves keep their last dimension for inputs."""
+    if isinstance(rule, Tensor):
+        changed: Tensor = change(rule)
+        return changed
+    if isinstance(rule, Padded):
+        raise AssertionError("rules are changed before they are padded")
+    parts = tuple(_mapped(part, change) for part in rule.parts)
+    return replace(rule, parts=parts)
+
+
+def _with_inputs(leaf: Tensor, name: str, inputs: int, columns: int) -> Tensor:
+    """The same views of a tensor that has `columns` columns for the inputs of this one.
+
+    Raises:
+        MappingError: the views split, move or cut the inputs.
+    """
+    result = Tensor(name, (*leaf.shape[:-1], columns))
+    shape = leaf.shape
+    for operation, argument in leaf.views:
+        last = len(shape) - 1
+        if operation == "reshape":
+            if argument[-1] != inputs:
+                raise _cannot_follow(leaf.name)
+            result, shape = result.reshape(*argument[:-1], columns), argument
+        elif operation == "transpose":
+            if argument[-1] != last:
+                raise _cannot_follow(leaf.name)
+            result, shape = result.transpose(*argument), tuple(shape[axis] for axis in argument)
+        else:
+            parts = tuple(part if isinstance(part, int) else slice(*part) for part in argument)
+            if len(parts) > last and parts[last] != slice(None):
+                raise _cannot_follow(leaf.name)
+            result = result[parts[:last]] if parts[:last] else result
+            kept = [
+                len(range(size)[part])
+                for part, size in zip(parts, shape, strict=False)
+                if isinstance(part, slice)
+            ]
+            shape = (*kept, *shape[len(parts) :])
+    return result
+
+
+def _cannot_follow(name: str) -> MappingError:
+    return MappingError(
+        f"the mapping moves or cuts the inputs of {name!r}, which the scales of a quantized checkpoint cannot follow: "
+        "take the original weights, or correct `ttpu_flax_mapping` so that inputs stay the last dimension."
+    )
+
+
+def _regrouped(weight: QuantizedTensor, part: PartName, columns: int, fitted: int | None) -> Source:
+    """Scales or zero points [*lead, out, columns] of smaller groups."""
+    source = weight.parts.get(part)
+    shape = (*weight.shape[:-1], columns)
+    if source is None:  # a symmetric weight in one kernel with others
+
+        def zeros(reader: TensorReader, start: int, stop: int) -> Array:
+            return np.zeros((stop - start, columns), np.int8)
+
+        return DecodedTensor(f"{weight.name}::{part}", shape, np.dtype(np.int8), zeros)
+    assert isinstance(source, DecodedTensor)
+    stored = source.shape[-1]
+    if stored == columns:
+        return source
+    width = weight.scale_width or weight.group_size
+    places = np.arange(columns) * (fitted or 0) // (width or 1)
+    decode = source.rows
+
+    def rows(reader: TensorReader, start: int, stop: int) -> Array:
+        return decode(reader, start, stop)[:, places]
+
+    return DecodedTensor(source.name, shape, source.dtype, rows)
+
+
+def _largest(name: str, scales: list[Source]) -> DecodedTensor:
+    """The largest of the static scales of the weights that share an input."""
+
+    def rows(reader: TensorReader, start: int, stop: int) -> Array:
+        found: Iterator[Array] = (
+            one.rows(reader, 0, 1) if isinstance(one, DecodedTensor) else raw_rows(reader, one, 0, 1) for one in scales
+        )
+        return np.max(np.stack([np.asarray(one, np.float32).reshape(1, 1) for one in found]), axis=0)
+
+    return DecodedTensor(name, (1,), np.dtype(np.float32), rows)
+
+
+def _last(padding: Padding, size: int | None) -> Padding:
+    """A padding that leaves the last dimension as it is, for another size of that dimension, or without it."""
+    end = () if size is None else (size,)
+    original, shape, view = ((*one[:-1], *end) for one in (padding.original, padding.shape, padding.view))
+    return Padding(original, shape, view, padding.axis, padding.runs)
+
+
