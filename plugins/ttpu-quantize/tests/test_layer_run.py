@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tiny import CONFIG
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.config import ModelConfig
+from ttpu_core.errors import UnsupportedError
 from ttpu_core.registry import default_registry
 from ttpu_core.spec.parameters import LAYERS
 from ttpu_jax.load_options import JaxLoadOptions
@@ -64,11 +66,12 @@ class Case:
             path: (self.random.standard_normal(parameter.shape) * 0.3).astype(np.float32) + (parameter.init == "ones")
             for path, parameter in self.spec.parameters.items()
         }
-        self.tokens = self.random.integers(0, 64, (5, 12)).astype(np.int32)
+        self.tokens = self.random.integers(0, 64, (8, 12)).astype(np.int32)
 
-    def run(self) -> LayerRun:
+    def run(self, mesh: str | None = None) -> LayerRun:
         backend = default_registry().backend("jax")
-        run = backend.layer_run(self.architecture, self.params, self.tokens, JaxLoadOptions(), "float32")
+        options = JaxLoadOptions(parallelism_strategy=mesh)
+        run = backend.layer_run(self.architecture, self.params, self.tokens, options, "float32")
         assert isinstance(run, LayerRun)
         return run
 
@@ -102,8 +105,9 @@ def test_statistics_are_those_of_the_inputs(case: Case) -> None:
     found = run.observe(0, layer, kernels)
     first = "attention.qkv.kernel"
     stream = np.concatenate([np.asarray(each) for each in run.streams]).reshape(-1, 16)
-    normed = stream / np.sqrt((stream**2).mean(-1, keepdims=True) + 1e-6)
-    inputs = normed * (layer["input_norm.scale"] + case.spec.layers[0].norm.offset)
+    norm = case.spec.layers[0].norm
+    normed = stream / np.sqrt((stream**2).mean(-1, keepdims=True) + norm.eps)
+    inputs = normed * (layer["input_norm.scale"] + norm.offset)
     np.testing.assert_allclose(found[first].products, inputs.T @ inputs, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(found[first].magnitude, np.abs(inputs).sum(0), rtol=1e-3)
     np.testing.assert_allclose(found[first].largest, np.abs(inputs).max(0), rtol=1e-3)
@@ -133,3 +137,27 @@ def test_folds_leave_a_layer_as_it_was(case: Case) -> None:
     folded.advance(0, changed)
     for one, other in zip(plain.streams, folded.streams, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("case", "axis"), [("llama", "tensor"), ("qwen2_moe", "expert")], indirect=["case"])
+def test_statistics_are_the_same_on_a_mesh(case: Case, axis: str) -> None:
+    mesh = f"data={jax.device_count() // 2},{axis}=2"
+    layer = case.layer(0)
+    kernels = [path for path in layer if path.endswith(".kernel")]
+    whole, sharded = case.run(), case.run(mesh)
+    expected, found = whole.observe(0, layer, kernels), sharded.observe(0, layer, kernels)
+    for path in kernels:
+        for name in ("tokens", "products", "magnitude"):
+            one, other = getattr(found[path], name), getattr(expected[path], name)
+            np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3, err_msg=f"{path} {name}")
+        if ".experts." not in path:
+            np.testing.assert_allclose(found[path].largest, expected[path].largest, rtol=1e-4)
+    whole.advance(0, layer)
+    sharded.advance(0, layer)
+    one, other = (np.concatenate([np.asarray(stream) for stream in run.streams]) for run in (whole, sharded))
+    np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_a_mesh_that_shards_each_expert_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="the statistics of an expert need all of its inputs"):
+        Case("qwen2_moe").run(f"data={jax.device_count() // 2},tensor=2")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ttpu_core.checkpoint import open_checkpoint
 from ttpu_core.cli.main import app
-from ttpu_core.loading import describe_checkpoint
+from ttpu_core.loading import LoadOptions, describe_checkpoint, open_model
 from ttpu_core.quantization.config import QuantizationConfig
 from ttpu_core.quantization.rounding import dequantize, round_kernel
 from ttpu_quantize.linears import select
@@ -99,8 +99,8 @@ def test_an_interrupted_run_is_finished_as_if_it_had_not_been(
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("scheme", ["w4a16-g32", "w4a16-g16-asym", "w8a8", "fp8"])
-def test_transformers_computes_what_the_written_weights_stand_for(
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w4a16-g16-asym", "w8a16", "fp8"])
+def test_transformers_and_ttpu_compute_what_the_written_weights_stand_for(
     checkpoint: Path, tmp_path: Path, scheme: str
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -122,6 +122,8 @@ def test_transformers_computes_what_the_written_weights_stand_for(
         expected = AutoModelForCausalLM.from_pretrained(dense)(tokens).logits
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=dequantized)(tokens).logits
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    ours = open_model(tmp_path / "out", LoadOptions(), backend="jax")(tokens.numpy()).logits
+    assert np.abs(np.asarray(ours) - expected.numpy()).max() <= 1e-4 * expected.abs().max()
 
 
 def test_a_group_that_does_not_divide_becomes_finer_and_says_so(checkpoint: Path, tmp_path: Path) -> None:

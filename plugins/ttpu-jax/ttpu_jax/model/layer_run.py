@@ -56,7 +56,10 @@ class LayerRun:
         table = {path: parameter for path, parameter in spec.parameters.items() if path.startswith("embed.")}
         arrays = self._placed({path: params[path] for path in table}, table)
         embedding = custom_embedding if spec.embedding.custom else Embedding
-        rows = ROWS if placement.mesh is None else -(-ROWS // placement.mesh.size) * placement.mesh.size
+        devices = 1 if placement.mesh is None else placement.mesh.size
+        # Where a batch cannot be divided, each device would count all of it, so some texts are taken twice instead.
+        tokens = np.resize(tokens, (-(-len(tokens) // devices) * devices, tokens.shape[1]))
+        rows = -(-ROWS // devices) * devices
         texts = [tokens[start : start + rows] for start in range(0, len(tokens), rows)]
 
         @jax.jit
