@@ -25,6 +25,7 @@ class Blocks:
         inputs: inputs of a block of the kernel: whole groups, or a part of the only one.
         span: inputs of one product: whole groups, or a part of one.
         group: inputs that share a scale.
+        digits: whether activations are multiplied as int8 digits.
     """
 
     rows: int
@@ -32,6 +33,7 @@ class Blocks:
     inputs: int
     span: int
     group: int
+    digits: bool = False
 
     @property
     def groups(self) -> int:
@@ -45,7 +47,13 @@ class Blocks:
 
 
 def blocks_for(
-    kind: str, rows: int, out: int, inputs: int, group: int | None, dtype: np.dtype[Any] | type
+    kind: str,
+    rows: int,
+    out: int,
+    inputs: int,
+    group: int | None,
+    dtype: np.dtype[Any] | type,
+    activations: np.dtype[Any] | type = jnp.bfloat16,
 ) -> Blocks:
     """The blocks for activations [rows, inputs] and a kernel [out, inputs] on one device.
 
@@ -56,6 +64,7 @@ def blocks_for(
         inputs: of the kernel.
         group: inputs that share a scale; None for all of them.
         dtype: of the values.
+        activations: their dtype.
 
     Raises:
         NotImplementedError: no block of inputs consists of whole groups and whole registers.
@@ -71,7 +80,9 @@ def blocks_for(
     block_in = _block_of_inputs(table["inputs"], inputs, group, span)
     fit = int(table["values_bytes"] * 8 / bits_of(dtype)) // block_in // LANES * LANES
     share = -(-out // table["least_steps"] // LANES) * LANES
-    return Blocks(block_rows, min(out, max(LANES, min(fit, share, table["out"]))), block_in, span, group)
+    whole = jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(activations) == jnp.bfloat16
+    digits = whole and block_rows * masks <= table["digit_rows"]
+    return Blocks(block_rows, min(out, max(LANES, min(fit, share, table["out"]))), block_in, span, group, digits)
 
 
 def bits_of(dtype: np.dtype[Any] | type) -> int:

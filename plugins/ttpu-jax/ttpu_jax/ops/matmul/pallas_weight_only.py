@@ -3,7 +3,11 @@ the dequantized kernel to HBM and read it again; here blocks of values become bf
 
 Groups are scaled after their products, where a few rows of partial sums are less work than the kernel's weights. So
 that each product fills the multiplier, one takes the inputs of several groups (a span): its rows are the activations
-once per group, with zeros outside the group."""
+once per group, with zeros outside the group.
+
+To make bfloat16 of 4-bit values takes longer than to read them. So where rows are few, integers are multiplied as
+integers: the activations of a row are written in steps of 2**-14 of the largest of them (of a block of inputs), as two
+int8 digits, which have rows of their own in the product."""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ def weight_only_product(
     inputs = x.shape[-1]
     rows = x.reshape(-1, inputs)
     values = kernel.values.reshape(-1, inputs)
-    blocks = blocks_for(kind, len(rows), len(values), inputs, kernel.format.group_size, kernel.dtype)
+    blocks = blocks_for(kind, len(rows), len(values), inputs, kernel.format.group_size, kernel.dtype, x.dtype)
     group = kernel.format.group_size
     scale = _by_group(kernel.scale, inputs, group)
     zero = None if kernel.zero_point is None else _by_group(kernel.zero_point, inputs, group)
@@ -67,24 +71,25 @@ def _product(
 ) -> jax.Array:
     """x [rows, in], values [out, in], scale and zero [groups, out]: [rows, out]."""
     (rows, inputs), out = x.shape, len(values)
-    group, span = blocks.group, blocks.span
-    steps, spans = inputs // blocks.inputs, blocks.inputs // span
-    x = jnp.pad(x, ((0, -rows % blocks.rows), (0, 0))).reshape(-1, blocks.rows, inputs)
+    steps = inputs // blocks.inputs
+    x = jnp.pad(x, ((0, -rows % blocks.rows), (0, 0)))
+    row_blocks = len(x) // blocks.rows
     of_scale = pl.BlockSpec((blocks.groups, blocks.out), lambda r, n, k: (k, n))
-    operands = [_spread(x, span, group), values, _readable(scale, blocks)]
+    operands = [x, values, _readable(scale, blocks)]
     specs = [
-        pl.BlockSpec((None, spans, blocks.masks * blocks.rows, span), lambda r, n, k: (r, k, 0, 0)),
+        pl.BlockSpec((blocks.rows, blocks.inputs), lambda r, n, k: (r, k)),
         pl.BlockSpec((blocks.out, blocks.inputs), lambda r, n, k: (n, k)),
         of_scale,
     ]
     if zero is not None:
-        sums = x.astype(jnp.float32).reshape(len(x), blocks.rows, steps, blocks.groups, -1).sum(-1).swapaxes(1, 2)
+        by_group = x.astype(jnp.float32).reshape(row_blocks, blocks.rows, steps, blocks.groups, -1)
+        sums = by_group.sum(-1).swapaxes(1, 2)
         operands += [_readable(zero.astype(jnp.bfloat16), blocks), sums]  # int8 is exact in bfloat16
         specs += [of_scale, pl.BlockSpec((None, None, blocks.rows, blocks.groups), lambda r, n, k: (r, k, 0, 0))]
     call = pl.pallas_call(
         partial(_multiply, blocks=blocks, steps=steps),
-        out_shape=jax.ShapeDtypeStruct((len(x) * blocks.rows, out), out_dtype),
-        grid=(len(x), pl.cdiv(out, blocks.out), steps),
+        out_shape=jax.ShapeDtypeStruct((len(x), out), out_dtype),
+        grid=(row_blocks, pl.cdiv(out, blocks.out), steps),
         in_specs=specs,
         out_specs=pl.BlockSpec((blocks.rows, blocks.out), lambda r, n, k: (r, n)),
         scratch_shapes=[pltpu.VMEM((blocks.rows, blocks.out), jnp.float32)],
@@ -100,17 +105,6 @@ def _product(
     return call(*operands)[:rows]
 
 
-def _spread(x: jax.Array, span: int, group: int) -> jax.Array:
-    """x [blocks, rows, in] → [blocks, spans, masks * rows, span]: once per group of a span, zero outside it."""
-    blocks, rows, inputs = x.shape
-    x = x.reshape(blocks, rows, inputs // span, 1, span).transpose(0, 2, 3, 1, 4)
-    masks = -(-span // group)
-    if masks > 1:
-        mine = jnp.arange(span) // group == jnp.arange(masks)[:, None]
-        x = jnp.where(mine[:, None], x, 0)
-    return x.reshape(blocks, inputs // span, masks * rows, span)
-
-
 def _readable(part: jax.Array, blocks: Blocks) -> jax.Array:
     """Scales or zero points in a dtype of which the kernel can read a block."""
     whole = part.dtype == jnp.float32 or blocks.groups % (2 * SUBLANES) == 0 or blocks.groups == len(part)
@@ -118,25 +112,26 @@ def _readable(part: jax.Array, blocks: Blocks) -> jax.Array:
 
 
 def _multiply(x: Any, values: Any, scale: Any, *rest: Any, blocks: Blocks, steps: int) -> None:
-    """One block of the kernel. x [spans, masks * rows, span], values [out, in], scale [groups, out]; for zero points
-    also zero [groups, out] and the sums of x's groups [rows, groups]."""
+    """One block of the kernel. x [rows, in], values [out, in], scale [groups, out]; for zero points also zero [groups,
+    out] and the sums of x's groups [rows, groups]."""
     (*zeros, out, total), step = rest, pl.program_id(2)
-    compute = x.dtype
-    precision = jax.lax.Precision.HIGHEST if compute == jnp.float32 else None
     scales = scale[...].astype(jnp.float32)
     one_scale = blocks.groups == 1 and blocks.group > blocks.span
+    digits = _Digits(x) if blocks.digits else None
     more = jnp.zeros(total.shape, jnp.float32)
-    for index in range(x.shape[0]):
-        weights = values[:, index * blocks.span : (index + 1) * blocks.span].astype(compute)
-        partial_sums = jax.lax.dot_general(
-            x[index], weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
-        )
-        for mask in range(blocks.masks):
-            sums = partial_sums[mask * blocks.rows : (mask + 1) * blocks.rows]
-            row = (index * blocks.span + mask * min(blocks.group, blocks.span)) // blocks.group
+    for start in range(0, blocks.inputs, blocks.span):
+        columns = slice(start, start + blocks.span)
+        if digits is not None:
+            partial_sums = digits.product(columns, values[:, columns], blocks)
+        else:
+            partial_sums = _floats_product(x[:, columns], values[:, columns], blocks)
+        for mask, sums in enumerate(partial_sums):
+            row = (start + mask * blocks.group) // blocks.group
             more += sums if one_scale else sums * scales[row : row + 1]
     if one_scale:
         more = more * scales
+    if digits is not None:
+        more = more * digits.step
     if zeros:
         zero, sums = zeros
         more -= jax.lax.dot_general(
@@ -161,3 +156,44 @@ def _multiply(x: Any, values: Any, scale: Any, *rest: Any, blocks: Blocks, steps
     @pl.when(step == steps - 1)
     def _() -> None:
         out[...] = total[...].astype(out.dtype)
+
+
+def _floats_product(x: jax.Array, values: jax.Array, blocks: Blocks) -> list[jax.Array]:
+    """Sums of each group of a span: float32 [rows, out]. x [rows, span], values [out, span]."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    if blocks.masks > 1:
+        x = _masked([x.astype(jnp.float32)], blocks).astype(x.dtype)
+    sums = jax.lax.dot_general(
+        x, values.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
+    )
+    return [sums[mask * blocks.rows : (mask + 1) * blocks.rows] for mask in range(blocks.masks)]
+
+
+class _Digits:
+    """Activations x [rows, in] ≈ step * (128 * high + low), with the digits in int8."""
+
+    def __init__(self, x: Any) -> None:
+        wide = x[...].astype(jnp.float32)
+        largest = jnp.abs(wide).max(1, keepdims=True)
+        self.step = jnp.where(largest == 0, 1.0, largest / (127 * 128))  # NaN remains
+        whole = jnp.floor(wide / self.step + 0.5).astype(jnp.int32)
+        self.high = (whole + 64) >> 7
+        self.low = whole - (self.high << 7)
+
+    def product(self, columns: slice, values: jax.Array, blocks: Blocks) -> list[jax.Array]:
+        """`_floats_product` in steps, of columns of x."""
+        x = _masked([self.high[:, columns], self.low[:, columns]], blocks).astype(jnp.int8)
+        sums = jax.lax.dot_general(
+            x, values.astype(jnp.int8), (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+        )
+        count = blocks.rows
+        pairs = range(0, 2 * blocks.masks * count, 2 * count)
+        return [(128 * sums[at : at + count] + sums[at + count : at + 2 * count]).astype(jnp.float32) for at in pairs]
+
+
+def _masked(parts: list[jax.Array], blocks: Blocks) -> jax.Array:
+    """[masks * parts * rows, span]: each part [rows, span] once per group of the span, zero outside it."""
+    if blocks.masks == 1:
+        return jnp.concatenate(parts)
+    group = jax.lax.broadcasted_iota(jnp.int32, parts[0].shape, 1) // blocks.group
+    return jnp.concatenate([jnp.where(group == mask, part, 0) for mask in range(blocks.masks) for part in parts])
