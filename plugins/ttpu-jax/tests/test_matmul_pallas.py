@@ -57,3 +57,6 @@ def test_blocks_are_whole_groups_and_divide_the_inputs() -> None:
     assert blocks_for("TPU v5 lite", 8, 40, 96, 32, np.int8) == Blocks(8, 40, 96, 96, 32, digits=True)
     with pytest.raises(NotImplementedError, match="not whole registers"):
         blocks_for("TPU v5 lite", 8, 40, 100 * 24, 24, np.int8)
+    with pytest.raises(NotImplementedError, match="cannot read float4 on a TPU v5 lite"):
+        blocks_for("TPU v5 lite", 8, 40, 128, 32, jnp.float4_e2m1fn)
+    assert blocks_for("TPU7x", 8, 40, 128, 32, jnp.float4_e2m1fn).digits is False

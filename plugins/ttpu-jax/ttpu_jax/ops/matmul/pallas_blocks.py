@@ -67,9 +67,12 @@ def blocks_for(
         activations: their dtype.
 
     Raises:
-        NotImplementedError: no block of inputs consists of whole groups and whole registers.
+        NotImplementedError: no block of inputs consists of whole groups and whole registers, or the chip's kernels
+            cannot read the dtype.
     """
     table = block_table(kind)
+    if jnp.dtype(dtype) == jnp.float4_e2m1fn and not table["float4"]:
+        raise NotImplementedError(f"the kernel cannot read float4 on a {kind}")
     group = inputs if group is None else group
     span = _span(table["span"], inputs, group)
     if span > LANES and rows * (span // group) > table["span_rows"]:
@@ -92,9 +95,8 @@ def bits_of(dtype: np.dtype[Any] | type) -> int:
 
 
 def block_table(kind: str) -> Mapping[str, Any]:
-    """The sizes for a `jax.Device.device_kind`, or those for an unknown one."""
-    table: Mapping[str, Any] = _data().get(kind) or _data()["default"]
-    return table
+    """The sizes for a `jax.Device.device_kind`."""
+    return {**_data()["default"], **_data().get(kind, {})}
 
 
 def _span(largest: int, inputs: int, group: int) -> int:
