@@ -54,6 +54,19 @@ def decode(request: pytest.FixtureRequest) -> ProgramReport:
     return compile_report(architecture(), "v5e:2x4", batch=BATCH, context=CONTEXT, layers=request.param)
 
 
+@pytest.mark.tpu_compile
+def test_quantized_weights_are_read_by_the_kernel_in_a_quarter_of_the_bytes() -> None:
+    pytest.importorskip("libtpu")
+    dense, quantized = (
+        compile_report(architecture(), "v5e:1x1", batch=BATCH, context=256, quantization=quantization)
+        for quantization in (None, {"bits": 4, "group_size": 128, "lm_head": True})
+    )
+    table = VOCAB * HIDDEN * BF16
+    kernels, packed = (one.argument_bytes - one.cache_bytes - table for one in (dense, quantized))
+    assert packed <= 0.29 * kernels
+    assert [one.count for one in quantized.unmodelled if one.name == "weight_only_product"] == [4 * LAYERS + 1]
+
+
 @pytest.fixture(scope="module")
 def prefill() -> ProgramReport:
     pytest.importorskip("libtpu")

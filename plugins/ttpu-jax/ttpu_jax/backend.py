@@ -19,7 +19,7 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_core.mapping import FlaxMapping, pad_mapping
-from ttpu_core.quantization import quantize_architecture
+from ttpu_core.quantization import QuantizationConfig, quantize_architecture
 from ttpu_core.quantization.mapping import StoredMapping, formats_of, stored_mapping
 from ttpu_core.quantization.quantize import EMBEDDING
 from ttpu_core.quantization.schemes import QuantizedCheckpoint, open_quantized
@@ -105,7 +105,11 @@ class JaxBackend:
             options.attention_config,
             placement.axes_of(axes.SEQUENCE),
         )
-        runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
+        asked = options.quantization
+        pallas = "auto" if asked is None else QuantizationConfig.read(asked).use_pallas
+        runtime = Runtime(
+            placement, attention.name, different_ropes(spec.layers), attention.options, use_pallas=pallas
+        )
         progress = options.progress
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))
         groupings = groupings_for(architecture.spec, placement)

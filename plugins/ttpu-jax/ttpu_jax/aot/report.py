@@ -12,10 +12,10 @@ from math import prod
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import RequestError
+from ttpu_core.quantization import QuantizationConfig, quantize_architecture
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_core.spec.arithmetic import expert_shares, product_flops
@@ -26,6 +26,7 @@ from ttpu_jax.aot.topology import TpuTopology, make_mesh, tpu_topology
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
+from ttpu_jax.ops.matmul.pallas_blocks import bits_of
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.placement import Placement
 
@@ -109,6 +110,7 @@ def compile_report(
     layers: Layers = "unrolled",
     attn_implementation: str = "auto",
     attention_config: Mapping[str, Any] | None = None,
+    quantization: Any = None,
 ) -> ProgramReport:
     """Compile one program of a model for a TPU slice and report the compiler's results.
 
@@ -129,6 +131,7 @@ def compile_report(
         layers: "unrolled" compiles each layer with its own cache array; "scan" compiles one layer and loops.
         attn_implementation: as in from_pretrained().
         attention_config: as in from_pretrained().
+        quantization: of the weights, as in from_pretrained().
 
     Raises:
         UnsupportedError: no such slice or mesh; or the model cannot be sharded this way, does not fit, or is not
@@ -141,7 +144,8 @@ def compile_report(
             f"a {task} program for a batch of {batch} with {context} slots was asked for, but both must be at least 1: "
             "raise them."
         )
-    spec = architecture.spec
+    config = None if quantization is None else QuantizationConfig.read(quantization)
+    spec = quantize_architecture(architecture, config).spec
     check_supported(spec)
     kind = model_dtype(dtype)
     topology = tpu_topology(topology_name)
@@ -151,7 +155,8 @@ def compile_report(
     attention = attention_choice(
         spec, attn_implementation, placement.platform, attention_config, placement.axes_of(axes.SEQUENCE)
     )
-    runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
+    pallas = "auto" if config is None else config.use_pallas
+    runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options, use_pallas=pallas)
     stacked, tokens = layers == "scan", 1 if task == "decode" else context
     if task == "train":
         step = train_step(spec, runtime, kind, batch=batch, tokens=context, stacked=stacked)
@@ -229,7 +234,7 @@ def _expert_shares(spec: ArchitectureSpec, path: str, rows: int) -> tuple[float,
 def _device_bytes(arrays: Any) -> int:
     """Bytes of abstract arrays on one device, without the padding of tiles."""
     leaves = jax.tree.leaves(arrays)
-    return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+    return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * bits_of(leaf.dtype) // 8 for leaf in leaves)
 
 
 def _collective_totals(program: CompiledProgram) -> tuple[CollectiveTotal, ...]:

@@ -65,6 +65,10 @@ def compile_report(
     attn_implementation: Annotated[
         str, typer.Option(metavar="NAME", help="auto, eager, xla_flash_attention, splash_attention, or module:name.")
     ] = "auto",
+    quantization: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="Of the weights: w8a16, w8a8, w4a16-g128, w4a16-g128-asym, fp8, mxfp4."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compile a model for TPUs that are not there: memory, collectives and predicted time of a step.
@@ -106,6 +110,7 @@ def compile_report(
                         mesh=axes,
                         layers=layers.value,
                         attn_implementation=attn_implementation,
+                        quantization=quantization,
                     )
                 )
     if as_json:

@@ -91,6 +91,8 @@ def blocks_for(
 def bits_of(dtype: np.dtype[Any] | type) -> int:
     """Bits of one value."""
     kept = jnp.dtype(dtype)
+    if kept.kind == "b":
+        return 8
     return int(jnp.iinfo(kept).bits if jnp.issubdtype(kept, jnp.integer) else jnp.finfo(kept).bits)
 
 
