@@ -39,6 +39,8 @@ UV  := -m uv pip install --quiet
 export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
+# The tests start hundreds of Python processes: each would compile torch and jax anew where the shell forbids bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 # One thread per test worker for torch, and no test may reach a model hub. Tests compile much and run it for milliseconds,
 # so XLA:CPU is told to optimise little; `make demo` and the commands run what users run.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
