@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ttpu_core.calibration import InputStatistics
     from ttpu_core.checkpoint import Checkpoint
     from ttpu_core.generation.events import StreamEvent, Timings
-    from ttpu_core.sharding.plan import Plan
     from ttpu_core.sharding.serving import ServedShapes, ServingLimits
     from ttpu_core.sharding.strategy import Strategy
     from ttpu_core.sharding.verification import Verification
@@ -179,10 +178,10 @@ class Verifies(Protocol):
     """A backend that compiles the programs of a plan for TPUs that need not be there."""
 
     def verify_plan(
-        self, architecture: Architecture, plan: Plan, *, progress: Callable[[str], None] | None = None
+        self, architecture: Architecture, plan: Any, *, progress: Callable[[str], None] | None = None
     ) -> tuple[Verification, ...]:
-        """Compile each program of a plan and return the compiler's figures; `progress` is called with each program's
-        name."""
+        """Compile each program of a plan (`ttpu_plan.plan.Plan`) and return the compiler's figures; `progress` is
+        called with each program's name."""
         ...
 
 

@@ -4,22 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from os import PathLike
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from ttpu_core.loading import Purpose
     from ttpu_core.processes import Contract
     from ttpu_core.sharding.hardware import Topology
     from ttpu_core.sharding.parallelism import Parallelism
-    from ttpu_core.sharding.plan import Plan
     from ttpu_core.sharding.strategy import Strategy
-    from ttpu_core.sharding.workload import Quantization
     from ttpu_core.spec import ArchitectureSpec
 
 
+Quantization = Literal["int8", "int4", "fp8"]
+"""Quantizations of weights that plans know."""
+
+
 class Planner(Protocol):
-    """The service "planner": chooses a mesh for parallelism_strategy="auto", and reads the files of plans."""
+    """The service "planner": chooses a mesh for parallelism_strategy="auto", and reads plans."""
 
     def fastest_mesh(
         self,
@@ -49,11 +50,31 @@ class Planner(Protocol):
         """
         ...
 
-    def load_plan(self, path: str | PathLike[str]) -> Plan:
-        """Read a file that `ttpu plan --save` wrote.
+    def plan_for(
+        self,
+        plan: Any,
+        spec: ArchitectureSpec,
+        *,
+        dtype: str,
+        quantization: Quantization | None,
+        purpose: Purpose,
+        backend: str,
+    ) -> Parallelism:
+        """Return the mesh of a plan that suits the model and its weights; to serve, of one replica. Warns if the plan
+        was made for smaller weights, or has other replicas.
+
+        Args:
+            plan: a `ttpu_plan.plan.Plan`, or the file that `ttpu plan --save` wrote.
+            spec: the model.
+            dtype: dtype of the weights; a name that no plan has ("auto") is not compared.
+            quantization: quantization of the weights.
+            purpose: what the model is opened for.
+            backend: name of the backend for error messages.
 
         Raises:
-            PlanError: the file is missing, or is no plan that this version reads.
+            RequestError: `plan` is something else.
+            PlanError: the plan is damaged, or was made for another model or for weights of another kind.
+            UnsupportedError: an engine is to be opened, but the plan shards along axes that engines do not.
         """
         ...
 

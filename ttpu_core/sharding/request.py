@@ -20,13 +20,15 @@ def the_one_given(rules: Any, **arguments: Any) -> tuple[str, Any] | None:
         arguments: the arguments that say how the model is sharded, by name.
 
     Raises:
-        RequestError: more than one is given, or rules alone.
+        RequestError: more than one is given, rules alone, or rules with a plan.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     if len(given) > 1:
         raise RequestError(
             f"{' and '.join(given)} were given, but each of them says how the model is sharded: pass one of them."
         )
+    if rules and "plan" in given:
+        raise RequestError("plan and sharding_rules were given, but a plan has its own rules: pass one of them.")
     if rules and not given:
         raise RequestError(
             f"sharding_rules for {', '.join(map(str, rules))} were given, but nothing says that the model is sharded: "

@@ -3,14 +3,7 @@ A backend gives the sizes (`ttpu_core.backend.Plans`), because page layouts and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-REPLICAS = "data"
-"""The mesh axis along which a plan to serve has replicas: servers that know nothing of each other."""
-
-ENGINE_AXES = ("expert", "tensor")
-"""The mesh axes that one engine shards a model along."""
 
 PAGE_SIZE = 128
 """Tokens of a page on a TPU, unless an engine is told otherwise."""
@@ -58,8 +51,3 @@ class ServedShapes:
     mixed: StepSize
     cache_bytes: int
     state_bytes: int
-
-
-def replica_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
-    """The mesh of one replica of a plan to serve."""
-    return {axis: size for axis, size in mesh.items() if axis != REPLICAS and size > 1}

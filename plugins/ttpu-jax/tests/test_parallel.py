@@ -112,7 +112,7 @@ def test_a_plan_for_smaller_weights_warns(spec: Any) -> None:
 
 @pytest.mark.parametrize("plan", [3, {"mesh": {}}])
 def test_what_is_no_plan_is_refused(spec: Any, plan: Any) -> None:
-    with pytest.raises(RequestError, match=r"plan is the .* but a ttpu_core.sharding.plan.Plan or the path of a file"):
+    with pytest.raises(RequestError, match=r"plan is the .* but a ttpu_plan.plan.Plan or the path of a file"):
         placement_for(spec, plan=plan)
 
 

@@ -14,14 +14,14 @@ from ttpu_core.config import ModelConfig
 from ttpu_core.errors import MissingDependencyError, PlanError, UnsupportedError
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.hardware import parse_topology
-from ttpu_core.sharding.plan import Plan
 from ttpu_core.sharding.strategy import Strategy
-from ttpu_core.sharding.workload import Workload
 from ttpu_jax.aot import topology as topology_module
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.runner import verify
 from ttpu_jax.runner.ahead import ProgramFigures
+from ttpu_plan.plan import Plan
 from ttpu_plan.planner import Request, best_plan, plans
+from ttpu_plan.workload import Workload
 
 SMALL = {
     "model_type": "llama",

@@ -24,7 +24,6 @@ from ttpu_core.quantization.mapping import StoredMapping, formats_of, stored_map
 from ttpu_core.quantization.quantize import EMBEDDING
 from ttpu_core.quantization.schemes import QuantizedCheckpoint, open_quantized
 from ttpu_core.registry import default_registry
-from ttpu_core.sharding.plan import Plan
 from ttpu_core.sharding.serving import ServedShapes, ServingLimits
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.sharding.verification import Verification
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from ttpu_jax.runner.compilation_cache import CacheCounts
     from ttpu_jax.runner.runner import Runner
     from ttpu_jax.train.step import Loss, TrainStep
+    from ttpu_plan.plan import Plan
     from ttpu_serve.api.engine_config import EngineConfig
     from ttpu_serve.runner import AdapterWeights
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from ttpu_core.given_plan import plan_for
 from ttpu_core.loading import Purpose
 from ttpu_core.registry import default_registry
 from ttpu_core.services import Planner
@@ -58,10 +57,9 @@ def placement_for(
         plan=plan,
     )
     if plan is not None:
-        read = plan_for(
-            plan, spec, dtype=dtype, quantization=None, rules=sharding_rules, purpose=purpose, backend="JAX"
-        )
-        return local_placement(read.parallelism)
+        planner: Planner = default_registry().service("planner")
+        followed = planner.plan_for(plan, spec, dtype=dtype, quantization=None, purpose=purpose, backend="JAX")
+        return local_placement(followed)
     strategy = strategy_with(sharding_rules)
     argument, asked = given or ("parallelism_strategy", None)
     if isinstance(asked, str) and asked.strip().lower() == AUTO:

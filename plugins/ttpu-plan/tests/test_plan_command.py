@@ -17,10 +17,10 @@ from ttpu_core import registry as registry_module
 from ttpu_core.cli.main import app
 from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_core.sharding.hardware import parse_topology
-from ttpu_core.sharding.plan import Plan
 from ttpu_core.sharding.serving import ServedShapes
 from ttpu_core.sharding.verification import Verification
 from ttpu_plan.picture import COLOURS, check_picture_file, html_picture, save_picture
+from ttpu_plan.plan import Plan
 from ttpu_plan.plan_file import load_plan
 from ttpu_plan.planner import plans
 

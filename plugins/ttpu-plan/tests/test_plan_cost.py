@@ -6,9 +6,10 @@ import pytest
 from test_plan_memory import LLAMA, published
 
 from ttpu_core.sharding.hardware import CHIPS, Topology, parse_topology
-from ttpu_core.sharding.links import HOP_SECONDS, LINE, collective_seconds, links_of, slice_axes
-from ttpu_core.sharding.workload import Workload
+from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds, slice_axes
 from ttpu_plan.cost import HBM_SHARE, MXU_SHARE, estimate_time
+from ttpu_plan.links import LINE, links_of
+from ttpu_plan.workload import Workload
 
 DECODE = Workload("decode", 32, 2048)
 PREFILL = Workload("prefill", 1, 2048)

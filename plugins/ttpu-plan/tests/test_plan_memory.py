@@ -12,14 +12,14 @@ import pytest
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.registry import default_registry
-from ttpu_core.sharding.estimate import MemoryEstimate
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.serving import ServingLimits, StepSize
-from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec
+from ttpu_plan.estimate import MemoryEstimate
 from ttpu_plan.memory import estimate_memory
 from ttpu_plan.served import planning_backend, served_workloads, shapes_for
 from ttpu_plan.shards import shard_model, tiled_bytes
+from ttpu_plan.workload import Workload
 
 PEAKS: dict[str, Any] = json.loads((Path(__file__).parent / "plan_peaks.json").read_text())
 NEAR_LIMIT = 0.8  # of a device's memory: the compiler saves where memory is short, and spends where it is not
@@ -84,7 +84,7 @@ def test_what_the_compiler_refused_is_predicted_not_to_fit(row: dict[str, Any]) 
 
 
 def test_where_memory_is_short_it_is_not_underestimated_by_more_than_the_headroom() -> None:
-    from ttpu_core.sharding.plan import HEADROOM
+    from ttpu_plan.plan import HEADROOM
 
     near = [row for row in PEAKS["published"] if row["peak_bytes"] > NEAR_LIMIT * hbm(row)]
     assert len(near) >= 3

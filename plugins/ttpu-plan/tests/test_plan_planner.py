@@ -12,9 +12,9 @@ from test_plan_memory import LLAMA, published
 from ttpu_core.errors import MissingDependencyError, PlanError, RequestError, UnsupportedError
 from ttpu_core.registry import Registry
 from ttpu_core.sharding.hardware import CHIPS, parse_topology
-from ttpu_core.sharding.plan import HEADROOM, Plan
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import MESH_AXES
+from ttpu_plan.plan import HEADROOM, Plan
 from ttpu_plan.plan_file import load_plan, plan_json, read_plan, save_plan
 from ttpu_plan.planner import (
     Request,

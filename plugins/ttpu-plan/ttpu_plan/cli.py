@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ttpu_core.architecture import Architecture
-    from ttpu_core.sharding.plan import Plan
     from ttpu_core.sharding.verification import Verification
+    from ttpu_plan.plan import Plan
     from ttpu_plan.planner import NoFit, Request
 
 GIB = 2**30

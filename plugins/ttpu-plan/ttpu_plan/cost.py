@@ -13,13 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ttpu_core.sharding.estimate import TimeEstimate
 from ttpu_core.sharding.hardware import Topology
-from ttpu_core.sharding.links import Links, links_of
-from ttpu_core.sharding.serving import replica_mesh
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import ADAMW
-from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, axes
 from ttpu_core.spec.arithmetic import (
     BITS,
@@ -29,8 +25,12 @@ from ttpu_core.spec.arithmetic import (
     kv_elements,
     product_flops,
 )
+from ttpu_plan.estimate import TimeEstimate
+from ttpu_plan.links import Links, links_of
 from ttpu_plan.memory import layer_cache_shapes, local_tokens, weight_bytes
+from ttpu_plan.plan import replica_mesh
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, shard_model, tiled_bytes
+from ttpu_plan.workload import Workload
 
 MXU_SHARE = 0.8
 """Of peak that large products reach in the compiler's own schedules: 70 to 90 % (v5e, v5p, v6e)."""

@@ -9,16 +9,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from ttpu_core.sharding.estimate import MemoryEstimate
 from ttpu_core.sharding.hardware import Chip
-from ttpu_core.sharding.serving import ServedShapes, replica_mesh
+from ttpu_core.sharding.serving import ServedShapes
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import ADAMW
-from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MoESpec, axes
 from ttpu_core.spec.arithmetic import BITS, QUANTIZED_BITS
 from ttpu_core.spec.parameters import norm_names
+from ttpu_plan.estimate import MemoryEstimate
+from ttpu_plan.plan import replica_mesh
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, Shape, shard_model, tiled_bytes
+from ttpu_plan.workload import Workload
 
 CACHE_AXES = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)
 STATE = ADAMW

@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 
 from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_core.files import check_target, write_whole
-from ttpu_core.sharding.estimate import MemoryEstimate
 from ttpu_core.sharding.hardware import GIB
-from ttpu_core.sharding.plan import Plan
+from ttpu_plan.estimate import MemoryEstimate
+from ttpu_plan.plan import Plan
 
 NamedPlans = Sequence[tuple[str, Plan]]
 

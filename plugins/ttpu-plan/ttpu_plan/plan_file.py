@@ -11,12 +11,12 @@ from typing import Any
 
 from ttpu_core.errors import PlanError, TTPUError
 from ttpu_core.files import check_target, write_whole
-from ttpu_core.sharding.estimate import MemoryEstimate, TimeEstimate
 from ttpu_core.sharding.parallelism import strategy_with
-from ttpu_core.sharding.plan import Plan, ProgramEstimate
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import MESH_AXES, Strategy
-from ttpu_core.sharding.workload import Workload
+from ttpu_plan.estimate import MemoryEstimate, TimeEstimate
+from ttpu_plan.plan import Plan, ProgramEstimate
+from ttpu_plan.workload import Workload
 
 VERSION = 2
 

@@ -10,17 +10,17 @@ from math import prod
 from typing import Literal, get_args
 
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.services import Quantization
 from ttpu_core.sharding.hardware import CHIPS, Chip, Topology, slice_sizes
 from ttpu_core.sharding.links import slice_axes
-from ttpu_core.sharding.plan import HEADROOM, Plan, ProgramEstimate, fingerprint_of
-from ttpu_core.sharding.serving import ENGINE_AXES, REPLICAS, replica_mesh
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
-from ttpu_core.sharding.workload import Quantization, Workload
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec
 from ttpu_plan.cost import estimate_time
 from ttpu_plan.memory import estimate_memory
+from ttpu_plan.plan import ENGINE_AXES, HEADROOM, REPLICAS, Plan, ProgramEstimate, fingerprint_of, replica_mesh
 from ttpu_plan.served import limits_for, planning_backend, served_workloads, shapes_for
 from ttpu_plan.shards import admissible, shard_model
+from ttpu_plan.workload import Workload
 
 Purpose = Literal["inference", "generation", "training"]
 Mesh = dict[str, int]

@@ -8,11 +8,13 @@ from functools import lru_cache
 from ttpu_core.backend import Plans
 from ttpu_core.errors import MissingDependencyError, TTPUError
 from ttpu_core.registry import BACKENDS, Registry, default_registry
-from ttpu_core.sharding.serving import REPLICAS, ServedShapes, ServingLimits
+from ttpu_core.services import Quantization
+from ttpu_core.sharding.serving import ServedShapes, ServingLimits
 from ttpu_core.sharding.strategy import Strategy
-from ttpu_core.sharding.workload import Quantization, Workload
 from ttpu_core.spec import ArchitectureSpec
+from ttpu_plan.plan import REPLICAS
 from ttpu_plan.shards import ModelShards
+from ttpu_plan.workload import Workload
 
 
 def planning_backend() -> Plans:

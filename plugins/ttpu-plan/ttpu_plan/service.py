@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from os import PathLike
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.loading import Purpose
+from ttpu_core.services import Quantization
 from ttpu_core.sharding.hardware import Topology
 from ttpu_core.sharding.parallelism import Parallelism
-from ttpu_core.sharding.plan import Plan
 from ttpu_core.sharding.strategy import Strategy
-from ttpu_core.sharding.workload import Quantization
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_plan import planner
-from ttpu_plan.plan_file import load_plan
+from ttpu_plan.given_plan import plan_for
 from ttpu_plan.planner import Request, plans, why_nothing_fits
 
 PURPOSES: dict[Purpose, planner.Purpose] = {"generate": "generation", "serve": "inference", "train": "training"}
@@ -67,13 +65,7 @@ class PlannerService:
             raise UnsupportedError(str(why_nothing_fits(spec, topology, request, usable)))
         return usable[0].parallelism
 
-    def load_plan(self, path: str | PathLike[str]) -> Plan:
-        """Read a file that `ttpu plan --save` wrote.
-
-        Raises:
-            PlanError: the file is missing, or is no plan that this version reads.
-        """
-        return load_plan(path)
+    plan_for = staticmethod(plan_for)
 
 
 PLANNER = PlannerService()

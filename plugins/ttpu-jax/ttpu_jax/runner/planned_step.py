@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import PlanError
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.serving import ServingLimits
 from ttpu_core.sharding.strategy import Strategy
-from ttpu_core.sharding.workload import Workload
 from ttpu_jax.aot.compile import compile_lowered
 from ttpu_jax.aot.topology import tpu_topology
 from ttpu_jax.runner.ahead import ProgramFigures, abstract_runner, lower, name_of
 from ttpu_jax.runner.memory import pages_per_group
 from ttpu_jax.runner.planned import step_size
+
+if TYPE_CHECKING:
+    from ttpu_plan.workload import Workload
 
 
 def compile_planned_step(

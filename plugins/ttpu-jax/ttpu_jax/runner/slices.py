@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.given_plan import plan_for
+from ttpu_core.registry import default_registry
+from ttpu_core.services import Planner
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, resolve_parallelism
 from ttpu_core.sharding.request import the_one_given
@@ -81,10 +82,10 @@ def _parallelism(
     """As loading the checkpoint there would resolve it, but that nothing said means all devices."""
     the_one_given(None, parallelism_strategy=asked, plan=plan)
     if plan is not None:
-        read = plan_for(
-            plan, architecture.spec, dtype=dtype, quantization=None, rules=None, purpose="serve", backend="JAX"
+        planner: Planner = default_registry().service("planner")
+        return planner.plan_for(
+            plan, architecture.spec, dtype=dtype, quantization=None, purpose="serve", backend="JAX"
         )
-        return read.parallelism
     if asked is None:
         return Parallelism((("tensor", len(devices)),))
     if asked.strip().lower() == AUTO:

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -20,14 +20,16 @@ import ttpu_jax
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.files import write_whole
-from ttpu_core.sharding.plan import Plan, ProgramEstimate
 from ttpu_core.sharding.request import topology_of
 from ttpu_core.sharding.verification import Verification
-from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec, MixerSpec
 from ttpu_jax.aot.report import compile_report
 from ttpu_jax.aot.topology import tpu_topology
 from ttpu_jax.runner.planned_step import compile_planned_step
+
+if TYPE_CHECKING:
+    from ttpu_plan.plan import Plan, ProgramEstimate
+    from ttpu_plan.workload import Workload
 
 CACHE_VARIABLE = "XDG_CACHE_HOME"
 FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ttpu_core.errors import RequestError
 from ttpu_core.quantization import QuantizationConfig as CoreConfig
-from ttpu_core.sharding.workload import Quantization
+from ttpu_core.services import Quantization
 
 
 @dataclass(frozen=True, init=False)

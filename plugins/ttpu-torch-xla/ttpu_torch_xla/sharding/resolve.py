@@ -7,16 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ttpu_core.checkpoint import DTYPES
 from ttpu_core.errors import RequestError, UnsupportedError
-from ttpu_core.given_plan import plan_for
 from ttpu_core.loading import Purpose
 from ttpu_core.registry import default_registry
-from ttpu_core.services import Planner
+from ttpu_core.services import Planner, Quantization
 from ttpu_core.sharding.hardware import chip_named
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
 from ttpu_core.sharding.request import STAND_IN, refuse_idle_axes, the_one_given, topology_of
 from ttpu_core.sharding.strategy import MeshAxes, Strategy
-from ttpu_core.sharding.workload import DTYPES, Quantization
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_torch_xla.launching import CPU_DEVICES as SIMULATED_BY
 from ttpu_torch_xla.runtime import TorchRuntime
@@ -72,15 +71,10 @@ def resolve(
     devices = runtime.num_devices()
     held = str(dtype).removeprefix("torch.")
     if plan is not None:
-        found = plan_for(
-            plan,
-            spec,
-            dtype=held,
-            quantization=quantization,
-            rules=sharding_rules,
-            purpose=purpose,
-            backend="torch_xla",
-        ).parallelism
+        planner: Planner = default_registry().service("planner")
+        found = planner.plan_for(
+            plan, spec, dtype=held, quantization=quantization, purpose=purpose, backend="torch_xla"
+        )
     elif isinstance(asked, Parallelism):
         found = replace(asked, strategy=strategy_with(sharding_rules, asked.strategy))
     elif isinstance(asked, str) and asked.strip().lower() == AUTO:

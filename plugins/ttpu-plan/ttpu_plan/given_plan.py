@@ -1,55 +1,47 @@
-"""Checks a plan that a caller gave in place of a parallelism strategy: a `Plan`, or a file, which the planner reads."""
+"""Checks a plan that a caller gave in place of a parallelism strategy: a `Plan`, or the file of one."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ttpu_core.checkpoint import DTYPES
 from ttpu_core.errors import PlanError, RequestError, UnsupportedError
-from ttpu_core.registry import default_registry
-from ttpu_core.sharding.plan import Plan
-from ttpu_core.sharding.serving import ENGINE_AXES
-from ttpu_core.sharding.workload import DTYPES
+from ttpu_core.loading import Purpose
+from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.arithmetic import BITS
-
-if TYPE_CHECKING:
-    from ttpu_core.loading import Purpose
+from ttpu_plan.plan import ENGINE_AXES, Plan
+from ttpu_plan.plan_file import load_plan
 
 
 def plan_for(
-    plan: Any,
-    spec: ArchitectureSpec,
-    *,
-    dtype: str,
-    quantization: str | None,
-    rules: Any,
-    purpose: Purpose,
-    backend: str,
-) -> Plan:
-    """A plan that suits the model and its weights; to serve, one replica's part of it. Warns if the plan was made for
-    smaller weights, or has other replicas.
+    plan: Any, spec: ArchitectureSpec, *, dtype: str, quantization: str | None, purpose: Purpose, backend: str
+) -> Parallelism:
+    """Return the mesh of a plan that suits the model and its weights; to serve, of one replica. Warns if the plan was
+    made for smaller weights, or has other replicas.
 
     Args:
         plan: a `Plan`, or the file that `ttpu plan --save` wrote.
         spec: the model.
         dtype: dtype of the weights; a name that no plan has ("auto") is not compared.
         quantization: quantization of the weights: "int8", "int4" or None.
-        rules: the caller's sharding rules, which contradict a plan.
         purpose: what the model is opened for.
         backend: name of the backend for error messages.
 
     Raises:
-        RequestError: `plan` is something else, or rules are given.
+        RequestError: `plan` is something else.
         PlanError: the plan is damaged, or was made for another model or for weights of another kind.
-        MissingDependencyError: it is a file, but the planner, which reads it, is not installed.
         UnsupportedError: an engine is to be opened, but the plan shards along axes that engines do not.
     """
-    if rules:
-        raise RequestError("plan and sharding_rules were given, but a plan has its own rules: pass one of them.")
-    read = _read(plan)
+    read = load_plan(plan) if isinstance(plan, str | PathLike) else plan
+    if not isinstance(read, Plan):
+        raise RequestError(
+            f"plan is the {type(plan).__name__} {str(plan)[:60]!r}, but a ttpu_plan.plan.Plan or the path of a file "
+            "that `ttpu plan --save` wrote is needed: pass one of those."
+        )
     if purpose == "serve":
         read = _replica(read)
     read.check(spec)
@@ -68,7 +60,7 @@ def plan_for(
                 stacklevel=4,
             )
             break
-    return read
+    return read.parallelism
 
 
 def _replica(plan: Plan) -> Plan:
@@ -86,14 +78,3 @@ def _replica(plan: Plan) -> Plan:
             stacklevel=5,
         )
     return replace(plan, mesh=plan.replica.mesh, dcn=plan.replica.dcn)
-
-
-def _read(plan: Any) -> Plan:
-    is_file = isinstance(plan, str | PathLike)
-    read = default_registry().service("planner").load_plan(plan) if is_file else plan
-    if not isinstance(read, Plan):
-        raise RequestError(
-            f"plan is the {type(plan).__name__} {str(plan)[:60]!r}, but a ttpu_core.sharding.plan.Plan or the path of "
-            "a file that `ttpu plan --save` wrote is needed: pass one of those."
-        )
-    return read

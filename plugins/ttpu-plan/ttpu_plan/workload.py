@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from ttpu_core.checkpoint import DTYPES
 from ttpu_core.errors import RequestError
+from ttpu_core.services import Quantization
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec.arithmetic import BITS
 
 Task = Literal["decode", "prefill", "mixed", "train"]
 Layers = Literal["unrolled", "scan"]
-Quantization = Literal["int8", "int4", "fp8"]
-
-DTYPES = ("float32", "bfloat16", "float16")
-"""The dtypes in which a model may compute."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from ttpu_core.errors import PlanError
-from ttpu_core.sharding.estimate import MemoryEstimate, TimeEstimate
 from ttpu_core.sharding.hardware import Topology, parse_topology
 from ttpu_core.sharding.parallelism import Parallelism
-from ttpu_core.sharding.serving import REPLICAS, replica_mesh
 from ttpu_core.sharding.strategy import Strategy
-from ttpu_core.sharding.workload import Workload
 from ttpu_core.spec import ArchitectureSpec
+from ttpu_plan.estimate import MemoryEstimate, TimeEstimate
+from ttpu_plan.workload import Workload
+
+REPLICAS = "data"
+"""The mesh axis along which a plan to serve has replicas: servers that know nothing of each other."""
+
+ENGINE_AXES = ("expert", "tensor")
+"""The mesh axes that one engine shards a model along."""
 
 HEADROOM = 0.95
 """The share of a device's memory that a plan may use by prediction. Near the limit the compiler uses at most 4 %
@@ -155,10 +160,13 @@ class Plan:
             )
 
 
+def replica_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The mesh of one replica of a plan to serve."""
+    return {axis: size for axis, size in mesh.items() if axis != REPLICAS and size > 1}
+
+
 def fingerprint_of(spec: ArchitectureSpec) -> str:
     """A hash of the names and shapes of a model's parameters, in sixteen characters."""
     text = repr([(path, parameter.shape) for path, parameter in spec.parameters.items()])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-
-__all__ = ["HEADROOM", "Plan", "ProgramEstimate", "fingerprint_of"]

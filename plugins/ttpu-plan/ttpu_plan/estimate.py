@@ -1,4 +1,4 @@
-"""Predicted memory and time of a plan's program on each device. A planner computes these values."""
+"""Predicted memory and time of a plan's program on each device. """
 
 from __future__ import annotations
 
