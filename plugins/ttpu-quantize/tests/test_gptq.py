@@ -9,6 +9,8 @@ import pytest
 
 from ttpu_core.quantization.config import QuantizationConfig
 from ttpu_core.quantization.rounding import dequantize, round_kernel
+from ttpu_core.spec.kernel_format import PartName
+from ttpu_quantize.clipping import round_clipped
 from ttpu_quantize.gptq import GPTQ, Order
 from ttpu_quantize.scaling import squared_error
 
@@ -40,9 +42,22 @@ def test_uncorrelated_inputs_are_rounded_to_nearest() -> None:
     form = QuantizationConfig.parse("w4a16-g16").kernel_format
     weights = random.standard_normal((8, INPUTS)).astype(np.float32)
     for products in (np.diag(random.uniform(1, 2, INPUTS)).astype(np.float32), np.zeros((INPUTS, INPUTS), np.float32)):
-        found, nearest = GPTQ().round(weights, products, form), round_kernel(weights, form)
+        found, nearest = GPTQ(clip=False).round(weights, products, form), round_kernel(weights, form)
         np.testing.assert_array_equal(found["values"], nearest["values"])
         np.testing.assert_array_equal(found["scale"], nearest["scale"])
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g16", "w4a16-asym"])
+def test_scales_that_may_clip_have_less_error(scheme: str) -> None:
+    random = np.random.default_rng(3)
+    form = QuantizationConfig.parse(scheme).kernel_format
+    weights = random.standard_normal((16, INPUTS)).astype(np.float32)
+    importance = random.lognormal(0, 2, INPUTS).astype(np.float32)
+
+    def error(parts: dict[PartName, np.ndarray]) -> float:
+        return float((importance * (dequantize(parts, form) - weights) ** 2).sum())
+
+    assert error(round_clipped(weights, importance, form)) < 0.95 * error(round_kernel(weights, form))
 
 
 def test_inputs_that_are_always_zero_do_no_harm() -> None:

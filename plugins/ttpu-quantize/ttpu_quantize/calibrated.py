@@ -21,10 +21,11 @@ from ttpu_core.quantization.rounding import dequantize, round_kernel
 from ttpu_core.spec.kernel_format import KernelFormat, PartName
 from ttpu_core.spec.parameters import LAYERS
 from ttpu_quantize import compressed_tensors as layout
+from ttpu_quantize.clipping import round_clipped
 from ttpu_quantize.folding import apply, folds, scaled
 from ttpu_quantize.gptq import GPTQ
 from ttpu_quantize.linears import Linear, Selection
-from ttpu_quantize.scaling import Scaling, squared_error
+from ttpu_quantize.scaling import AWQ, Scaling, squared_error
 from ttpu_quantize.tensors import read_tensor, read_weights
 
 if TYPE_CHECKING:
@@ -164,7 +165,12 @@ class Calibration:
         if isinstance(self.method, GPTQ):
             none = np.zeros((weights.shape[1],) * 2, np.float32)
             return self.method.round(weights, none if moments is None else moments, form)
-        return round_kernel(weights, form)
+        parts = round_kernel(weights, form)
+        if moments is None or not isinstance(self.method, AWQ):
+            return parts
+        clipped = round_clipped(weights, np.diagonal(moments), form)
+        errors = [squared_error(dequantize(each, form) - weights, moments) for each in (parts, clipped)]
+        return clipped if errors[1] < errors[0] else parts
 
     def _scale(
         self,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ttpu_core.quantization.rounding import MANTISSA, round_float, round_kernel
-from ttpu_core.spec.kernel_format import LARGEST, KernelFormat, PartName
+from ttpu_core.quantization.rounding import MANTISSA, round_kernel
+from ttpu_core.spec.kernel_format import KernelFormat, PartName
+from ttpu_quantize.clipping import best_scales, nearest
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -27,10 +28,13 @@ class GPTQ:
         order: in which order inputs are rounded. "none": as they come. "static": the largest second moment first,
             with the scales of neighbouring inputs. "group": the same, and inputs rounded one after another share a
             scale, so that the kernel has an input order.
+        clip: choose scales that may clip the largest weights, see `ttpu_quantize.clipping`; False for those that hold
+            them.
     """
 
     damping: float = 0.01
     order: Order = "static"
+    clip: bool = True
 
     def round(self, weights: Array, moments: Array, form: KernelFormat) -> dict[PartName, Array]:
         """Round a matrix.
@@ -58,31 +62,28 @@ class GPTQ:
         hessian[np.diag_indices(inputs)] += self.damping * hessian.diagonal().mean()
         upper = _inverse_factor(hessian[np.ix_(order, order)])
         permuted = weights[:, order].astype(np.float32)
+        importance = (1.0 / np.diagonal(upper) ** 2).astype(np.float32)  # of an error that others are corrected for
         size = form.group_size or inputs
-        if self.order == "static":
-            fixed = round_kernel(weights, plain)
-            group_of = order // size
-        else:
-            fixed = None
-            group_of = np.arange(inputs) // size
         scales = np.ones((len(weights), inputs // size), np.float32)
         zeros = np.zeros_like(scales)
-        if fixed is not None:
-            scales[:] = fixed["scale"].reshape(scales.shape)
-            if not form.symmetric:
-                zeros[:] = fixed["zero_point"].reshape(scales.shape)
+        group_of = np.arange(inputs) // size
+        if self.order == "static":
+            in_place = np.empty_like(importance)
+            in_place[order] = importance
+            scales, zeros = self._scales(weights.reshape(len(weights), -1, size), in_place.reshape(-1, size), plain)
+            group_of = order // size
         values = np.empty_like(permuted)
         block = BLOCK if size >= inputs else size * max(1, BLOCK // size)
         for start in range(0, inputs, block):
             stop = min(start + block, inputs)
             errors = np.empty((len(weights), stop - start), np.float32)
             for column in range(start, stop):
-                if fixed is None and column % size == 0:
-                    own = round_kernel(permuted[:, column : column + size], replace(plain, group_size=None))
-                    scales[:, column // size] = own["scale"]
-                    zeros[:, column // size] = own.get("zero_point", np.zeros(len(weights)))
+                if self.order != "static" and column % size == 0:
+                    own = slice(column, column + size)
+                    found = self._scales(permuted[:, None, own], importance[None, own], plain)
+                    scales[:, [column // size]], zeros[:, [column // size]] = found
                 scale, zero = scales[:, group_of[column]], zeros[:, group_of[column]]
-                values[:, column] = _nearest(permuted[:, column] / scale, zero, form)
+                values[:, column] = nearest(permuted[:, column] / scale, zero, form)
                 difference = permuted[:, column] - (values[:, column] - zero) * scale
                 error = difference / np.float32(upper[column, column])
                 errors[:, column - start] = error
@@ -91,6 +92,14 @@ class GPTQ:
             permuted[:, stop:] -= errors @ upper[start:stop, stop:].astype(np.float32)
         return _parts(values, scales, zeros, order, form)
 
+    def _scales(self, weights: Array, importance: Array, form: KernelFormat) -> tuple[Array, Array]:
+        """Scales and zero points [out, groups] for weights [out, groups, size]; importance: [groups, size]."""
+        if self.clip:
+            return best_scales(weights, importance, form)
+        parts = round_kernel(weights, replace(form, group_size=None))
+        scale = parts["scale"]
+        return scale, parts.get("zero_point", np.zeros_like(scale)).astype(np.float32)
+
 
 def _inverse_factor(hessian: Array) -> Array:
     """The upper factor U of the inverse, inverse = Uᵀ U, by two Cholesky factorizations."""
@@ -98,15 +107,6 @@ def _inverse_factor(hessian: Array) -> Array:
     inverse_lower = np.linalg.solve(lower, np.eye(len(hessian)))
     inverse = inverse_lower.T @ inverse_lower
     return np.ascontiguousarray(np.linalg.cholesky(inverse).T)
-
-
-def _nearest(quotients: Array, zero: Array, form: KernelFormat) -> Array:
-    """The nearest value of the format to each quotient of weight and scale, float32."""
-    largest = LARGEST[form.dtype]
-    if form.dtype in MANTISSA:
-        return round_float(np.clip(quotients, -largest, largest), form.dtype)
-    low = -largest if form.symmetric else -largest - 1
-    return np.clip(np.round(quotients) + zero, low, largest).astype(np.float32)
 
 
 def _parts(values: Array, scales: Array, zeros: Array, order: Array, form: KernelFormat) -> dict[PartName, Array]:

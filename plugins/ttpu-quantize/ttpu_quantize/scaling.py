@@ -45,7 +45,8 @@ class Scaling(Protocol):
 @dataclass(frozen=True)
 class AWQ:
     """Activation-aware scaling (arXiv 2306.00978): scales are the mean magnitudes of the inputs to the power that makes
-    the error of the products, over the calibration text, least. The power 0 is rounding to nearest."""
+    the error of the products, over the calibration text, least. The power 0 is rounding to nearest. Where that makes
+    the error less, the scales of the format clip the largest weights."""
 
     def scales(
         self,
