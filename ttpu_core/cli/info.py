@@ -27,6 +27,9 @@ def info(
         typer.Argument(metavar="CHECKPOINT", help="A checkpoint's directory, a config.json, or a Hub id org/name."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    quantization: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="As if it were quantized while loading, to w4a16-g128.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="The backend whose kernels are named.")] = None,
     patch_pack: Annotated[
         list[str] | None,
@@ -41,17 +44,20 @@ def info(
 
       ttpu info ./llama
       ttpu info ./llama/config.json
+      ttpu info ./llama --quantization w4a16-g128
       ttpu info ./llama --json | jq .parameters.total
     """
     from ttpu_core.registry import default_registry
 
     config, opened = _open(checkpoint)
     architecture = default_registry().architecture(config, patch_pack)
+    architecture, quantized, names = _quantized(opened, config, architecture, quantization)
     facts = {
         "checkpoint": checkpoint,
         "model_type": config.model_type,
         **_model_facts(architecture.spec),
-        "files": _file_facts(opened, architecture) if opened else None,
+        "quantization": quantized,
+        "files": _file_facts(opened, architecture, names) if opened else None,
         "plugin": architecture.family,
         "patch_packs": list(architecture.patch_packs),
         "kernels": _kernels(architecture, backend),
@@ -130,16 +136,51 @@ def _weight_bytes(spec: ArchitectureSpec, dtype: str) -> int:
     return -(-total // 8)
 
 
-def _file_facts(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, Any]:
-    """What lies on disk.
+def _quantized(
+    checkpoint: Checkpoint | None, config: ModelConfig, architecture: Architecture, asked: str | None
+) -> tuple[Architecture, dict[str, Any] | None, dict[str, tuple[int, ...]] | None]:
+    """The architecture with formats of kernels, the facts of its quantization, and the tensors of the dense checkpoint
+    that a quantized one stands for."""
+    from dataclasses import replace
+
+    from ttpu_core.errors import TTPUError
+    from ttpu_core.quantization import QuantizationConfig, choices, quantize_spec
+    from ttpu_core.quantization.mapping import formats_of
+    from ttpu_core.quantization.report import report_of
+    from ttpu_core.quantization.schemes import open_quantized, quantization_of
+
+    dtype = "bfloat16" if checkpoint is None else checkpoint.dtype
+    if asked is not None:
+        wanted = QuantizationConfig.parse(asked)
+        spec = quantize_spec(architecture.spec, wanted, architecture.mapping)
+        report = report_of(spec, "while loading", dtype, choices(architecture.spec, wanted, architecture.mapping))
+        return replace(architecture, spec=spec), report.to_dict(), None
+    try:
+        written = quantization_of(config)
+        held = None if checkpoint is None else open_quantized(checkpoint)
+    except TTPUError as error:
+        return architecture, {"unreadable": str(error)}, None
+    if written is None:
+        return architecture, None, None
+    if held is None:
+        return architecture, {"scheme": written["quant_method"]}, None
+    mapping = architecture.mapping.suited_to(held.shapes)
+    spec = formats_of(architecture.spec, mapping, held)
+    return replace(architecture, spec=spec), report_of(spec, held.scheme, dtype).to_dict(), held.shapes
+
+
+def _file_facts(
+    checkpoint: Checkpoint, architecture: Architecture, dense: dict[str, tuple[int, ...]] | None = None
+) -> dict[str, Any]:
+    """What lies on disk; `dense` are the tensors that a quantized checkpoint stands for.
 
     Raises:
         CheckpointError: a file is missing, truncated or malformed.
         MappingError: the tensors are not those of the architecture.
     """
     tensors = checkpoint.tensors
-    mapping = architecture.mapping.suited_to(tensors)
-    mapping.resolve({name: tensor.shape for name, tensor in tensors.items()}, checkpoint.source)
+    shapes = dense or {name: tensor.shape for name, tensor in tensors.items()}
+    architecture.mapping.suited_to(shapes).resolve(shapes, checkpoint.source)
     return {
         "path": str(checkpoint.path),
         "weight_files": len(checkpoint.weight_files),
@@ -177,6 +218,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("architecture", facts["architecture"]),
         ("parameters", [_parameter_words(parameters)]),
         ("memory", [f"{memory} (weights only, without quantization scales, KV cache and activations)"]),
+        ("quantization", _quantization_lines(facts["quantization"])),
         ("KV cache", [_cache_words(cache)]),
         ("context", [f"{context:,} tokens"]),
         ("files", [_file_words(facts["files"])]),
@@ -194,6 +236,16 @@ def _parameter_words(parameters: dict[str, Any]) -> str:
     head = f", head {parameters['head']:,}" if parameters["head"] else ""
     active = f" ({parameters['active']:,} for each token)" if parameters["active"] != parameters["total"] else ""
     return f"{parameters['total']:,}{active}: embedding {parameters['embedding']:,}, each layer {per_layer}{head}"
+
+
+def _quantization_lines(facts: dict[str, Any] | None) -> list[str]:
+    if facts is None:
+        return ["none"]
+    if "formats" not in facts:
+        return [facts.get("unreadable") or f"{facts['scheme']}, as the config says; the weights are not here"]
+    from ttpu_core.quantization.report import QuantizationReport
+
+    return str(QuantizationReport(**facts)).splitlines()
 
 
 def _cache_words(cache: dict[str, Any]) -> str:

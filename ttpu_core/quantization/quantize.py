@@ -52,7 +52,7 @@ def choices(
     unused = set(config.skip)
     found = []
     for path, parameter in spec.parameters.items():
-        if not _is_matrix(path):
+        if not is_matrix(path):
             continue
         names = (path.removesuffix(".kernel"), *_tensor_names(path, mapping))
         skipped = [pattern for pattern in config.skip if any(is_named(name, pattern) for name in names)]
@@ -118,7 +118,8 @@ def without_layer(path: str) -> str:
     return f"{LAYERS}*.{rest}"
 
 
-def _is_matrix(path: str) -> bool:
+def is_matrix(path: str) -> bool:
+    """Whether a parameter is a kernel or the embedding table."""
     return path.endswith(".kernel") or path == EMBEDDING
 
 

@@ -98,6 +98,8 @@ def test_the_head_and_expert_kernels_follow_the_configuration(tmp_path: Path) ->
     quantized = {name for name, kernel in model.params.items() if isinstance(kernel, QuantizedKernel)}
     assert quantized == {"layers.1.mlp.gate_up.kernel", "layers.1.mlp.down.kernel", "head.kernel"}
     assert np.isfinite(logits(model)).all()
+    assert model.quantization.formats == {"int8, one scale per channel": 3}
+    assert "not quantized, skipped by 'self_attn': layers.*.attention.qkv.kernel" in str(model.quantization)
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ model on this process's devices."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -19,9 +20,10 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_core.mapping import FlaxMapping, pad_mapping
-from ttpu_core.quantization import QuantizationConfig, quantize_architecture
+from ttpu_core.quantization import QuantizationConfig, choices, quantize_architecture
 from ttpu_core.quantization.mapping import StoredMapping, formats_of, stored_mapping
 from ttpu_core.quantization.quantize import EMBEDDING
+from ttpu_core.quantization.report import report_of
 from ttpu_core.quantization.schemes import QuantizedCheckpoint, open_quantized
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.serving import ServedShapes, ServingLimits
@@ -58,6 +60,9 @@ if TYPE_CHECKING:
     from ttpu_serve.runner import AdapterWeights
 
 
+logger = logging.getLogger(__name__)
+
+
 class JaxBackend:
     """Runs models with JAX on TPU, CPU or GPU."""
 
@@ -80,11 +85,17 @@ class JaxBackend:
         quantized = open_quantized(checkpoint)
         names = checkpoint.tensors if quantized is None else quantized.shapes
         architecture = replace(architecture, mapping=architecture.mapping.suited_to(names))
+        report = None
         if quantized is not None:
             _refuse_both(checkpoint, quantized, options)
             spec = formats_of(architecture.spec, architecture.mapping, quantized)
             architecture = replace(architecture, spec=spec)
-        architecture = quantize_architecture(architecture, options.quantization)
+            report = report_of(spec, quantized.scheme, model_dtype(options.dtype, checkpoint).name)
+        elif options.quantization is not None:
+            asked = QuantizationConfig.read(options.quantization)
+            found = choices(architecture.spec, asked, architecture.mapping)
+            architecture = quantize_architecture(architecture, asked)
+            report = report_of(architecture.spec, "while loading", model_dtype(options.dtype, checkpoint).name, found)
         _refuse_embedding(architecture.spec)
         held = model_dtype(options.dtype, checkpoint)
         placement = placement_for(
@@ -128,6 +139,9 @@ class JaxBackend:
         tokenizer = load_tokenizer(checkpoint)
         seconds = time.perf_counter() - began
         model = JaxCausalLM(architecture, checkpoint, programs, params, held, tokenizer, seconds, paddings)
+        model.quantization = report
+        if report is not None:
+            logger.info("%s", report)
         if options.enable_paged_attention:
             engines = default_registry().service("engine")
             model.engine = engines.build(model, options.engine_config or engines.config({}), progress)

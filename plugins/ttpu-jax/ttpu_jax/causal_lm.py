@@ -15,6 +15,7 @@ from ttpu_core.errors import RequestError
 from ttpu_core.generation.events import StreamEvent, Timings
 from ttpu_core.generation.options import GenerationOptions, options_from
 from ttpu_core.mapping import pad_mapping
+from ttpu_core.quantization.report import QuantizationReport
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.generation import by_engine, loop
@@ -66,6 +67,8 @@ class JaxCausalLM:
         self.paddings: Paddings = paddings or {}
         self.engine: EngineCore | None = None
         """The serving engine that `generate` and `stream` use, where paged attention is enabled."""
+        self.quantization: QuantizationReport | None = None
+        """What is quantized, how, and what is not and why; None for a model that is not quantized."""
         self._checkpoint = checkpoint
 
     @property
