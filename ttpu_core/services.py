@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from ttpu_core.loading import Purpose
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ttpu_core.spec import ArchitectureSpec
 
 
-Quantization = Literal["int8", "int4", "fp8"]
+Quantization = str
 """Quantizations of weights that plans know."""
 
 

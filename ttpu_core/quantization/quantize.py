@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ttpu_core.errors import RequestError
@@ -98,6 +99,18 @@ def quantize_architecture(architecture: Architecture, asked: Any) -> Architectur
         return architecture
     config = QuantizationConfig.read(asked)
     return replace(architecture, spec=quantize_spec(architecture.spec, config, architecture.mapping))
+
+
+@lru_cache(maxsize=64)
+def planned_spec(spec: ArchitectureSpec, text: str | None) -> ArchitectureSpec:
+    """The architecture quantized by a shorthand, for plans; unchanged without one, or if it has formats already.
+
+    Raises:
+        RequestError: no shorthand, or as for `quantize_spec`.
+    """
+    if text is None or spec.kernel_formats:
+        return spec
+    return quantize_spec(spec, QuantizationConfig.parse(text))
 
 
 def described(found: tuple[Choice, ...]) -> Iterator[str]:

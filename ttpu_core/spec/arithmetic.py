@@ -19,12 +19,6 @@ BITS: Mapping[str, int] = MappingProxyType(
 )
 """Bits per element by dtype name, as numpy and ml_dtypes spell it."""
 
-QUANTIZED_BITS: Mapping[str, float] = MappingProxyType(
-    {"int8": BITS["int8"], "fp8": BITS["float8_e4m3fn"], "int4": BITS["int4"] + BITS["bfloat16"] / 128}
-)
-"""Bits per quantized weight, scales included. One scale per output channel is negligible; int4 has a bfloat16 scale
-for every 128 weights."""
-
 
 def product_flops(elements: float, tokens: float) -> float:
     """FLOPs of multiplying `tokens` vectors by a kernel of `elements` elements: one multiplication and one addition

@@ -106,6 +106,7 @@ class JaxBackend:
             plan=options.plan,
             sharding_rules=options.sharding_rules,
             dtype=held.name,
+            quantization=None if options.quantization is None else str(QuantizationConfig.read(options.quantization)),
             purpose="serve" if options.enable_paged_attention else options.purpose,
         )
         spec, paddings = pad_for(architecture.spec, placement)

@@ -29,6 +29,7 @@ def placement_for(
     plan: Any = None,
     sharding_rules: Rules | None = None,
     dtype: str = "bfloat16",
+    quantization: str | None = None,
     purpose: Purpose = "generate",
 ) -> Placement:
     """Return the placement that a caller asks for; one device if the caller asks for nothing.
@@ -40,11 +41,12 @@ def placement_for(
         plan: a `Plan`, or the file that `ttpu plan --save` wrote.
         sharding_rules: logical axis → mesh axes, in place of the usual ones.
         dtype: what weights are held in.
+        quantization: a shorthand of what they are quantized to while they are loaded.
         purpose: what the model is opened for.
 
     Raises:
         RequestError: more than one of them, or rules alone.
-        PlanError: the plan is damaged, or was made for another model or for quantized weights.
+        PlanError: the plan is damaged, or was made for another model or for weights of another format.
         UnsupportedError: a mesh that these devices cannot form, or an axis that shards nothing of this model.
 
     Warns of a plan that was made for smaller weights.
@@ -58,7 +60,9 @@ def placement_for(
     )
     if plan is not None:
         planner: Planner = default_registry().service("planner")
-        followed = planner.plan_for(plan, spec, dtype=dtype, quantization=None, purpose=purpose, backend="JAX")
+        followed = planner.plan_for(
+            plan, spec, dtype=dtype, quantization=quantization, purpose=purpose, backend="JAX"
+        )
         return local_placement(followed)
     strategy = strategy_with(sharding_rules)
     argument, asked = given or ("parallelism_strategy", None)

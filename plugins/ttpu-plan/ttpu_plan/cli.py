@@ -43,14 +43,6 @@ class PurposeChoice(StrEnum):
     training = "training"
 
 
-class QuantizationChoice(StrEnum):
-    """The quantization of the layers' weights."""
-
-    int8 = "int8"
-    int4 = "int4"
-    fp8 = "fp8"
-
-
 def plan(
     checkpoint: Annotated[
         str,
@@ -69,7 +61,10 @@ def plan(
         typer.Option(metavar="N", help="Rows of a step, over all replicas. Without it 32, or one a device to train."),
     ] = None,
     context: Annotated[int, typer.Option(metavar="N", help="Cache slots of each row, or tokens to train on.")] = 2048,
-    quantization: Annotated[QuantizationChoice | None, typer.Option(help="Of the layers' weights, to serve.")] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="Of the layers' weights, to serve: w8a16, w4a16-g128, fp8, mxfp4."),
+    ] = None,
     best: Annotated[int, typer.Option(min=1, metavar="N", help="How many plans are shown for a topology.")] = 5,
     verify: Annotated[
         bool,
@@ -113,14 +108,13 @@ def plan(
     from ttpu_plan.plan_file import check_plan_file, save_plan
     from ttpu_plan.planner import Request
 
-    quantized: Any = quantization.value if quantization else None
-    if verify and quantized:
-        raise _cannot_verify(quantized)
+    if verify and quantization:
+        raise _cannot_verify(quantization)
     if picture is not None:
         check_picture_file(picture)
     if save is not None:
         check_plan_file(save)
-    request = Request(task.value, batch, context, quantization=quantized)
+    request = Request(task.value, batch, context, quantization=quantization)
     architecture = default_registry().architecture(_config(checkpoint), patch_pack or None)
     shown, nothing, without = _plans(architecture, topology, request, max(best, candidates) if verify else best)
     fitting = [one for one in shown if one.fits]

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from ttpu_core.quantization.quantize import planned_spec
 from ttpu_core.sharding.hardware import Topology
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import ADAMW
@@ -56,6 +57,7 @@ def estimate_time(
     Raises:
         UnsupportedError: a parameter that the mesh cannot divide.
     """
+    spec = planned_spec(spec, workload.quantization)
     model = shard_model(spec, replica_mesh(mesh) if workload.step else mesh, strategy)
     program = _Program(model, topology, workload, links_of(mesh, topology, dcn))
     parts = [(kind.count, program.layer(kind)) for kind in model.layers]

@@ -10,9 +10,11 @@ from typing import Any
 from ttpu_core.checkpoint import DTYPES
 from ttpu_core.errors import PlanError, RequestError, UnsupportedError
 from ttpu_core.loading import Purpose
+from ttpu_core.quantization.config import QuantizationConfig
 from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.arithmetic import BITS
+from ttpu_core.spec.kernel_format import KernelFormat
 from ttpu_plan.plan import ENGINE_AXES, Plan
 from ttpu_plan.plan_file import load_plan
 
@@ -27,7 +29,7 @@ def plan_for(
         plan: a `Plan`, or the file that `ttpu plan --save` wrote.
         spec: the model.
         dtype: dtype of the weights; a name that no plan has ("auto") is not compared.
-        quantization: quantization of the weights: "int8", "int4" or None.
+        quantization: a shorthand of the quantization of the weights, such as int8 or w4a16-g128, or None.
         purpose: what the model is opened for.
         backend: name of the backend for error messages.
 
@@ -47,7 +49,7 @@ def plan_for(
     read.check(spec)
     for program in read.programs:
         workload = program.workload
-        if workload.quantization != quantization:
+        if _format(workload.quantization) != _format(quantization):
             option = f"with --quantization {quantization}" if quantization else "without --quantization"
             raise PlanError(
                 f"the plan is for {workload.quantization or workload.dtype} weights, but the {backend} backend loads "
@@ -78,3 +80,7 @@ def _replica(plan: Plan) -> Plan:
             stacklevel=5,
         )
     return replace(plan, mesh=plan.replica.mesh, dcn=plan.replica.dcn)
+
+
+def _format(quantization: str | None) -> KernelFormat | None:
+    return None if quantization is None else QuantizationConfig.parse(quantization).kernel_format

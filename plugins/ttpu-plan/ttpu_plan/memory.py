@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
+from ttpu_core.quantization.quantize import planned_spec
 from ttpu_core.sharding.hardware import Chip
 from ttpu_core.sharding.serving import ServedShapes
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MoESpec, axes
-from ttpu_core.spec.arithmetic import BITS, QUANTIZED_BITS
+from ttpu_core.spec.arithmetic import BITS
 from ttpu_core.spec.parameters import norm_names
 from ttpu_plan.estimate import MemoryEstimate
 from ttpu_plan.plan import replica_mesh
@@ -58,6 +59,7 @@ def estimate_memory(
     Raises:
         UnsupportedError: a parameter that the mesh cannot divide.
     """
+    spec = planned_spec(spec, workload.quantization)
     if shapes is not None:
         return _serving(shard_model(spec, replica_mesh(mesh), strategy), workload, shapes)
     model = shard_model(spec, mesh, strategy)
@@ -74,17 +76,14 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of the parameters on one device, padded to tiles; `bits` are those of each element, by default
     the workload's."""
-    return sum(
-        tiled_bytes(one.gathered if gathered else one.local, bits or _bits(one, workload)) for one in shards
-    )
-
-
-def _bits(one: ParameterShard, workload: Workload) -> float:
-    if one.parameter.dtype is not None:
-        return BITS[one.parameter.dtype]
-    if workload.quantization and one.is_matrix and one.path != "head.kernel":
-        return QUANTIZED_BITS[workload.quantization]
-    return BITS[workload.dtype]
+    total = 0
+    for one in shards:
+        if one.parts and bits is None:
+            total += weight_bytes(one.parts, workload, gathered=gathered)
+        else:
+            each = bits or BITS[one.parameter.dtype or workload.dtype]
+            total += tiled_bytes(one.gathered if gathered else one.local, each)
+    return total
 
 
 def _inference(model: ModelShards, workload: Workload, chip: Chip | None) -> MemoryEstimate:

@@ -204,8 +204,8 @@ def why_nothing_fits(
         if plan := _fitting(spec, topology, replace(request, context=context)):
             remedies.append(Remedy(f"a context of {context} instead of {request.context} would fit", plan))
             break
-    names: tuple[Quantization, ...] = ("int8", "int4")
-    for name in names if request.purpose != "training" and request.quantization is None else ():
+    dense = request.quantization is None and not spec.kernel_formats
+    for name in ("int8", "int4") if request.purpose != "training" and dense else ():
         if plan := _fitting(spec, topology, replace(request, quantization=name)):
             remedies.append(Remedy(f"{name} weights would fit", plan))
             break

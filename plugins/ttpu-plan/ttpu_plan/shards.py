@@ -9,9 +9,11 @@ from functools import lru_cache
 from math import prod
 
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.quantization.grouping import fit_formats
 from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import ArchitectureSpec, LayerSpec, Parameter, axes
+from ttpu_core.spec.kernel_format import parts_of
 
 Shape = tuple[int, ...]
 MeshItems = tuple[tuple[str, int], ...]
@@ -27,6 +29,7 @@ class ParameterShard:
     local: Shape  # what a device holds
     gathered: Shape  # what it multiplies with: whole along the mesh axes that shard its tokens too
     mesh_axes: tuple[tuple[str, ...], ...]  # which shard each dimension at rest
+    parts: tuple[ParameterShard, ...] = ()  # the arrays of a quantized kernel
 
     @property
     def is_matrix(self) -> bool:
@@ -148,15 +151,18 @@ def _shard_model(spec: ArchitectureSpec, mesh: MeshItems, strategy: Strategy) ->
     sizes, rules = dict(mesh), dict(strategy.rules)
     # Padding depends on these axes alone, so that few different padded models are made.
     padding = {a for axis in _PADDED for a in rules.get(axis, ())}
-    padded, _ = pad_architecture(spec, {axis: size for axis, size in mesh if axis in padding}, strategy)
+    padded, paddings = pad_architecture(spec, {axis: size for axis, size in mesh if axis in padding}, strategy)
+    padded, _ = fit_formats(padded, spec, paddings, sizes, strategy)
     of_tokens = {a for axis in (axes.BATCH, axes.SEQUENCE) for a in rules.get(axis, ())}
 
     def shards(named: Mapping[str, Parameter]) -> Iterator[ParameterShard]:
         for path, parameter in named.items():
+            of_kernel = {} if parameter.format is None else dict(parts_of(parameter))
+            parts = tuple(shards({f"{path}.{name}": part for name, part in of_kernel.items()}))
             mesh_axes = strategy.mesh_axes(parameter.axes, parameter.shape, sizes, path)
             kept = tuple(tuple(a for a in by if a not in of_tokens) for by in mesh_axes)
             local, gathered = (_local_shape(by, parameter.shape, sizes) for by in (mesh_axes, kept))
-            yield ParameterShard(path, parameter, local, gathered, mesh_axes)
+            yield ParameterShard(path, parameter, local, gathered, mesh_axes, parts)
 
     ends, kinds = _kinds(padded)
     return ModelShards(

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from ttpu_core.checkpoint import DTYPES
 from ttpu_core.errors import RequestError
+from ttpu_core.quantization.config import QuantizationConfig
 from ttpu_core.services import Quantization
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.training_state import ADAMW
@@ -29,7 +30,7 @@ class Workload:
         dtype: dtype of weights, activations and cache; a training step also keeps float32 weights and moments.
         layers: "unrolled" compiles each layer; otherwise a loop over stacked parameters compiles one.
         remat: a training step recomputes each layer's activations for its gradient instead of keeping them.
-        quantization: quantization of the layers' matrices, for decode and prefill.
+        quantization: a shorthand of how the layers' kernels are quantized, for decode and prefill.
         step: sizes of an engine's step; None for contiguous caches and for training.
 
     Raises:
@@ -50,13 +51,14 @@ class Workload:
             ("task", self.task, get_args(Task)),
             ("dtype", self.dtype, DTYPES),
             ("layers", self.layers, get_args(Layers)),
-            ("quantization", self.quantization, (None, *get_args(Quantization))),
         ):
             if word not in allowed:
                 raise RequestError(
                     f"{name} {word!r} was asked for, but only {', '.join(map(str, allowed))} are known: write one of "
                     "them."
                 )
+        if self.quantization is not None:
+            QuantizationConfig.parse(self.quantization)
         for name, size in (("batch", self.batch), ("context", self.context)):
             if size < 1:
                 raise RequestError(f"{name} {size} was asked for, but it must be at least 1: raise it.")
