@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 Quantization = str
-"""Quantizations of weights that plans know."""
+"""A shorthand of `ttpu_core.quantization.QuantizationConfig`, such as int8 or w4a16-g128."""
 
 
 class Planner(Protocol):

@@ -163,9 +163,9 @@ def test_quantized_weights_shrink_the_layers_and_not_the_ends() -> None:
     ends = 2 * 2 * spec.vocab_size * spec.hidden_size
     plain = estimate_memory(spec, {}, DECODE).weights - ends
     int8 = estimate_memory(spec, {}, replace(DECODE, quantization="int8")).weights - ends
-    int4 = estimate_memory(spec, {}, replace(DECODE, quantization="int4")).weights - ends
+    int4 = estimate_memory(spec, {}, replace(DECODE, quantization="w4a16-g128")).weights - ends
     assert int8 == pytest.approx(plain / 2, rel=0.01)
-    assert int4 == pytest.approx(plain / 4 * (1 + 4 / 128), rel=0.01)  # and a 16-bit scale for every 128
+    assert int4 == pytest.approx(plain / 4 * (1 + 8 / 128), rel=0.01)  # and a float32 scale for every 128
 
 
 def test_training_holds_three_float32_copies_and_keeps_less_with_remat() -> None:
