@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib import import_module, metadata, util
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+AUTO_PALLAS: bool | Literal["auto"] = "auto"
 
 
 class JaxBackend:
@@ -85,7 +86,7 @@ class JaxBackend:
         quantized = open_quantized(checkpoint)
         names = checkpoint.tensors if quantized is None else quantized.shapes
         architecture = replace(architecture, mapping=architecture.mapping.suited_to(names))
-        report = None
+        report, use_pallas = None, AUTO_PALLAS
         if quantized is not None:
             _refuse_both(checkpoint, quantized, options)
             spec = formats_of(architecture.spec, architecture.mapping, quantized)
@@ -93,6 +94,12 @@ class JaxBackend:
             report = report_of(spec, quantized.scheme, model_dtype(options.dtype, checkpoint).name)
         elif options.quantization is not None:
             asked = QuantizationConfig.read(options.quantization)
+            use_pallas = asked.use_pallas
+            if asked.kv_cache is not None and not options.enable_paged_attention and options.purpose != "serve":
+                raise RequestError(
+                    f"kv_cache={asked.kv_cache!r} was asked for, but only a serving engine quantizes keys and values: "
+                    "use LLM or `ttpu serve`, or leave it out."
+                )
             found = choices(architecture.spec, asked, architecture.mapping)
             architecture = quantize_architecture(architecture, asked)
             report = report_of(architecture.spec, "while loading", model_dtype(options.dtype, checkpoint).name, found)
@@ -117,10 +124,8 @@ class JaxBackend:
             options.attention_config,
             placement.axes_of(axes.SEQUENCE),
         )
-        asked = options.quantization
-        pallas = "auto" if asked is None else QuantizationConfig.read(asked).use_pallas
         runtime = Runtime(
-            placement, attention.name, different_ropes(spec.layers), attention.options, use_pallas=pallas
+            placement, attention.name, different_ropes(spec.layers), attention.options, use_pallas=use_pallas
         )
         progress = options.progress
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))

@@ -10,6 +10,7 @@ from typing import Any
 
 from ttpu_core.errors import RequestError
 from ttpu_core.loading import LoadOptions, open_model, refuse_unknown
+from ttpu_core.quantization import QuantizationConfig
 from ttpu_serve.api.build_engine import build_engine, serving_backend
 from ttpu_serve.api.engine_config import NAMES, EngineConfig
 from ttpu_serve.execution.engine_core import EngineCore
@@ -47,6 +48,7 @@ def open_engine(
         RequestError: a setting is invalid, or options of loading are given with a loaded model.
     """
     load = load or LoadOptions()
+    config = with_quantized_cache(config, load)
     with _reported(progress) as report:
         if isinstance(model, str | Path):
             loader = serving_backend(backend)
@@ -56,6 +58,14 @@ def open_engine(
             _refuse_loading(load, backend)
             loaded = model
         return build_engine(loaded, config, report, name=served_name)
+
+
+def with_quantized_cache(config: EngineConfig | None, load: LoadOptions) -> EngineConfig | None:
+    """The settings with the cache's dtype of `load.quantization`, unless they name one themselves."""
+    kept = None if load.quantization is None else QuantizationConfig.read(load.quantization).kv_cache
+    if kept is None or (config is not None and config.kv_cache_dtype != "auto"):
+        return config
+    return replace(config or EngineConfig(), kv_cache_dtype=kept)
 
 
 def read_options(model: Any, given: Mapping[str, Any], backend: str | None = None) -> tuple[LoadOptions, EngineConfig]:
