@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ttpu_core.quantization.rounding import round_kernel
-from ttpu_core.spec import axes
-from ttpu_core.spec.kernel_format import ActivationFormat, KernelFormat
+from ttpu_core.spec import Parameter, axes
+from ttpu_core.spec.kernel_format import ActivationFormat, KernelFormat, parts_of
+from ttpu_jax.aot.compile import compile_for
+from ttpu_jax.aot.topology import make_mesh, tpu_topology
 from ttpu_jax.ops.grouped import grouped_linear
 from ttpu_jax.ops.kernels import (
     LowRankKernel,
@@ -203,6 +206,29 @@ def test_experts_multiply_by_quantized_kernels(form: KernelFormat, platform: str
         own = jax.tree.map(lambda part, expert=expert: part[expert], kernels)
         exact, bound = reference(x[rows], own)
         assert (np.abs(np.asarray(out[rows], np.float64) - exact.reshape(-1, 16)) <= bound.reshape(-1, 16)).all()
+
+
+def test_a_tpu_multiplies_small_groups_of_experts_that_end_within_the_lanes() -> None:
+    kernels, x = kernel_of(random(2, 8, 160), MXFP4), random(6, 160, seed=1)
+    out = grouped_linear(x, kernels, jnp.asarray([0, 6], jnp.int32), "tpu-interpreted")
+    exact, bound = reference(x, jax.tree.map(lambda part: part[1], kernels))
+    assert (np.abs(np.asarray(out, np.float64) - exact) <= bound).all()
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("form", [KernelFormat("int4", 128, symmetric=False), MXFP4], ids=name)
+def test_experts_are_not_written_out_dequantized_on_a_tpu(form: KernelFormat) -> None:
+    topology = tpu_topology("v5e:1x1")
+    whole = NamedSharding(make_mesh(topology, {"data": 1}), PartitionSpec())
+
+    def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    table = Parameter((16, 2, 128, 1024), (axes.EXPERT, None, axes.MLP, None), format=form)
+    kernels = kernel_from_parts(form, {key: abstract(part.shape, part.dtype) for key, part in parts_of(table)})
+    rows, sizes = abstract((32, 1024), jnp.bfloat16), abstract((16,), jnp.int32)
+    program = compile_for(topology, partial(grouped_linear, platform="tpu"), rows, kernels, sizes)
+    assert program.temp_bytes < 16 * 2 * 128 * 1024 // 4
 
 
 def test_the_gradient_of_experts_is_that_of_their_dequantized_kernels() -> None:

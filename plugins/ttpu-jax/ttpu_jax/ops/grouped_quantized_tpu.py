@@ -115,14 +115,16 @@ def _visit(
         total[...] = jnp.zeros_like(total)
 
     width = x.shape[1]
-    aligned = LANES if LANES % size == 0 and width % LANES == 0 else width
-    span = size if size % LANES == 0 and size < width else aligned
+    span = width
+    if size < width and (size % LANES == 0 or LANES % size == 0):
+        span = max(size, LANES)
     for at in range(0, width, span):
-        rows = x[:, at : at + span]
-        weights = _converted(values[:, at : at + span], x.dtype, coded)
-        for first in range(at, at + span, size):
+        end = min(at + span, width)
+        rows = x[:, at:end]
+        weights = _converted(values[:, at:end], x.dtype, coded)
+        for first in range(at, end, size):
             mine = rows
-            if size < span:  # slices of fewer features than there are lanes are not aligned
+            if size < end - at:  # slices of fewer features than there are lanes are not aligned
                 feature = at + jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1)
                 mine = jnp.where((feature >= first) & (feature < first + size), rows, jnp.zeros_like(rows))
             sums = jax.lax.dot_general(mine, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
