@@ -55,7 +55,7 @@ from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.placement import local_placement
 
 OUTPUT = Path(__file__).parent / "checkpoints" / "pydoc-llama"
-EVALUATED = 8  # rows in one evaluation
+EVALUATED = 2  # rows in one evaluation
 EMBEDDING_RATE = 0.15  # learning rate of the embedding, as a share of the kernels' rate
 CARD = Path(__file__).parent / "pydoc_model_card.md"
 
