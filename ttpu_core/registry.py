@@ -4,16 +4,13 @@ or claims a taken name is shown with its reason and never stops the others."""
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 import os
-import re
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -21,41 +18,26 @@ from ttpu_core import defaults, distributions, hookspecs
 from ttpu_core.architecture import Architecture, describe
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError
+from ttpu_core.plugin_records import (
+    ARCHITECTURES,
+    BACKENDS,
+    COMMANDS,
+    DEFAULT_BACKENDS,
+    DENY_VARIABLE,
+    GROUPS,
+    LAUNCHES,
+    PACKS_VARIABLE,
+    PATCH_PACKS,
+    SERVICES,
+    PluginRecord,
+    installed_entry_points,
+    names_in,
+    scan,
+    sentence,
+)
 
 if TYPE_CHECKING:
     from ttpu_core.backend import Backend, Launches
-
-ARCHITECTURES = "ttpu.architectures"
-BACKENDS = "ttpu.backends"
-PATCH_PACKS = "ttpu.patch_packs"
-COMMANDS = "ttpu.commands"
-SERVICES = "ttpu.services"
-LAUNCHES = "ttpu.launches"
-DEFAULT_BACKENDS = "ttpu.default_backends"
-GROUPS = (ARCHITECTURES, BACKENDS, PATCH_PACKS, COMMANDS, SERVICES, LAUNCHES, DEFAULT_BACKENDS)
-
-ALLOW_VARIABLE = "TTPU_PLUGINS"
-DENY_VARIABLE = "TTPU_DISABLE_PLUGINS"
-PACKS_VARIABLE = "TTPU_PATCH_PACKS"
-
-State = Literal["available", "loaded", "disabled", "conflict", "incompatible", "broken"]
-
-@dataclass(frozen=True)
-class PluginRecord:
-    """One entry point: what it claims, which distribution brings it, and whether it can be used."""
-
-    group: str
-    name: str
-    value: str
-    distribution: str
-    version: str
-    state: State = "available"
-    reason: str = ""
-
-    @property
-    def usable(self) -> bool:
-        """Whether asking for this name will try to import it."""
-        return self.state in ("available", "loaded")
 
 
 class Registry:
@@ -63,16 +45,9 @@ class Registry:
 
     def __init__(self, entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
         """Scan `entry_points`, or all installed distributions."""
-        found = _installed_entry_points() if entry_points is None else entry_points
-        self._entry_points: dict[tuple[str, str, str], metadata.EntryPoint] = {}
-        self._records: dict[tuple[str, str, str], PluginRecord] = {}
-        for entry_point in found:
-            record = _record(entry_point)
-            key = (record.group, record.name, record.distribution)
-            self._entry_points[key] = entry_point
-            self._records[key] = record
-        self._apply_environment()
-        self._mark_conflicts()
+        found = list(scan(installed_entry_points() if entry_points is None else entry_points))
+        self._entry_points = {record.key: point for point, record in found}
+        self._records = {record.key: record for _, record in found}
 
     def plugins(self, group: str | None = None, *, check: bool = False) -> tuple[PluginRecord, ...]:
         """Every plugin that was found, or those of one group, sorted by group, distribution and name; `check` imports
@@ -101,7 +76,7 @@ class Registry:
             PluginError: no usable plugin for `config.model_type`, or no such pack.
             ConfigError, MappingError: see `ttpu_core.architecture.describe`.
         """
-        asked = _names(os.environ.get(PACKS_VARIABLE, "")) if patch_packs is None else patch_packs
+        asked = names_in(os.environ.get(PACKS_VARIABLE, "")) if patch_packs is None else patch_packs
         names = list(dict.fromkeys(reversed(asked)))[::-1]  # a pack that is named twice is applied where it is last
         family = self._find(ARCHITECTURES, config.model_type, "model type")
         packs = [self._find(PATCH_PACKS, name, "patch pack") for name in names]
@@ -201,57 +176,32 @@ class Registry:
 
     def _load(self, record: PluginRecord) -> Any:
         """Import an entry point, noting what came of it."""
-        key = (record.group, record.name, record.distribution)
         try:
-            loaded = self._entry_points[key].load()
+            loaded = self._entry_points[record.key].load()
         except (Exception, SystemExit) as error:  # a plugin may fail in any way, and must not take the others along
             reason = f"importing {record.value!r} failed with {type(error).__name__}: {error}"
-            self._records[key] = replace(record, state="broken", reason=_sentence(reason))
+            self._records[record.key] = replace(record, state="broken", reason=sentence(reason))
             raise PluginError(
-                f"{record.name!r} needs the plugin {record.distribution} {record.version}, but {_sentence(reason)} "
+                f"{record.name!r} needs the plugin {record.distribution} {record.version}, but {sentence(reason)} "
                 f"Reinstall or update {record.distribution}, or exclude it with {DENY_VARIABLE}={record.distribution}."
             ) from error
         if record.group in (ARCHITECTURES, PATCH_PACKS):
             self._register(_new_manager(), record, loaded)
-        self._records[key] = replace(record, state="loaded", reason="")
+        self._records[record.key] = replace(record, state="loaded", reason="")
         return loaded
 
     def _register(self, manager: pluggy.PluginManager, record: PluginRecord, plugin: Any) -> None:
         """Register hooks, refusing ones that this core does not know or that ask for other arguments."""
-        key = (record.group, record.name, record.distribution)
         try:
             manager.register(plugin, f"{record.distribution}:{record.name}")
             manager.check_pending()
         except (pluggy.PluginValidationError, ValueError) as error:  # ValueError: registered under another name already
             reason = f"its hooks do not fit ttpu-core {metadata.version('ttpu-core')}: {error}"
-            self._records[key] = replace(record, state="incompatible", reason=_sentence(reason))
+            self._records[record.key] = replace(record, state="incompatible", reason=sentence(reason))
             raise PluginError(
                 f"the plugin {record.distribution} {record.version} for {record.name!r} cannot be used: "
-                f"{_sentence(reason)} Update {record.distribution} or ttpu-core."
+                f"{sentence(reason)} Update {record.distribution} or ttpu-core."
             ) from error
-
-    def _apply_environment(self) -> None:
-        allowed, denied = _names(os.environ.get(ALLOW_VARIABLE, "")), _names(os.environ.get(DENY_VARIABLE, ""))
-        for key, record in self._records.items():
-            if _matches(record, denied):
-                self._records[key] = replace(record, state="disabled", reason=f"excluded by {DENY_VARIABLE}.")
-            elif allowed and not _matches(record, allowed):
-                self._records[key] = replace(record, state="disabled", reason=f"not among those in {ALLOW_VARIABLE}.")
-
-    def _mark_conflicts(self) -> None:
-        claims: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
-        for key, record in self._records.items():
-            if record.usable:
-                claims[record.group, record.name].append(key)
-        for (_, name), keys in claims.items():
-            if len(keys) > 1:
-                owners = " and ".join(sorted(key[2] for key in keys))
-                reason = (
-                    f"{name!r} is claimed by {owners}; choose one by excluding the other, for example "
-                    f"{DENY_VARIABLE}={keys[-1][2]}, or uninstall it."
-                )
-                for key in keys:
-                    self._records[key] = replace(self._records[key], state="conflict", reason=reason)
 
 
 @lru_cache(maxsize=1)
@@ -282,46 +232,6 @@ def _new_manager() -> pluggy.PluginManager:
     return manager
 
 
-def _installed_entry_points() -> list[metadata.EntryPoint]:
-    """Entry points of our groups, each distribution once (an editable install may be found twice on sys.path)."""
-    points = metadata.entry_points()
-    return [point for group in GROUPS for point in points.select(group=group)]
-
-
-def _record(entry_point: metadata.EntryPoint) -> PluginRecord:
-    distribution = entry_point.dist
-    about: Any = distribution.metadata if distribution else {}
-    name, version = about.get("Name") or "unknown", about.get("Version") or "unknown"
-    record = PluginRecord(entry_point.group, entry_point.name, entry_point.value, _canonical(name), version)
-    try:
-        needed = _unmet_core_requirement(distribution)
-    except ValueError as error:
-        reason = f"its requirement on ttpu-core cannot be read ({_sentence(str(error))[:-1]}); reinstall or update it."
-        return replace(record, state="incompatible", reason=reason)
-    if needed:
-        core = metadata.version("ttpu-core")
-        reason = f"it was built for {needed}, but ttpu-core {core} is installed; update one of them."
-        return replace(record, state="incompatible", reason=reason)
-    return record
-
-
-def _unmet_core_requirement(distribution: metadata.Distribution | None) -> str:
-    """The distribution's requirement on ttpu-core, where the installed core does not meet it.
-
-    Raises:
-        ValueError: the requirement is malformed.
-    """
-    for text in (distribution.requires if distribution else None) or ():
-        if re.match(r"ttpu[-_.]+core(?![-_.\w])", text, re.IGNORECASE):
-            from packaging.requirements import Requirement
-
-            requirement = Requirement(text)
-            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            if applies and not requirement.specifier.contains(metadata.version("ttpu-core"), prereleases=True):
-                return str(requirement)
-    return ""
-
-
 def _advice(group: str, name: str) -> str:
     if group == ARCHITECTURES:
         distribution = distributions.family_of(name)
@@ -335,24 +245,3 @@ def _backend_advice(name: str, known: Sequence[str]) -> str:
     if name in distributions.BACKENDS:
         return f"`pip install {distributions.BACKENDS[name]}` brings it."
     return "use one of those." if known else f"`pip install {distributions.A_BACKEND}` brings one."
-
-
-def _matches(record: PluginRecord, patterns: Iterable[str]) -> bool:
-    """Whether a pattern names the record's distribution or its entry point."""
-    return any(
-        fnmatch.fnmatchcase(record.distribution, _canonical(pattern)) or fnmatch.fnmatchcase(record.name, pattern)
-        for pattern in patterns
-    )
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _sentence(text: str) -> str:
-    flat = " ".join(text.split())
-    return flat if flat.endswith(".") else f"{flat}."

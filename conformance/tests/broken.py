@@ -11,7 +11,8 @@ from typing import Any
 
 from ttpu_conformance.case import Case, cases_of
 from ttpu_conformance.declaration import Declaration, parse_declaration
-from ttpu_core.registry import ARCHITECTURES, Registry
+from ttpu_core.plugin_records import ARCHITECTURES
+from ttpu_core.registry import Registry
 
 IMPORTS = """
 from dataclasses import replace

@@ -24,7 +24,8 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint, open_checkpoint
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import PluginError
-from ttpu_core.registry import ARCHITECTURES, PATCH_PACKS, PluginRecord, Registry, default_registry
+from ttpu_core.plugin_records import ARCHITECTURES, PATCH_PACKS, PluginRecord
+from ttpu_core.registry import Registry, default_registry
 
 ROWS = 4
 """Sequences of a test batch."""

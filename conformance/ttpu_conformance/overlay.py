@@ -9,7 +9,8 @@ from typing import Any
 from ttpu_conformance.case import Case
 from ttpu_core.architecture import Architecture
 from ttpu_core.hookspecs import hookimpl
-from ttpu_core.registry import PATCH_PACKS, Registry
+from ttpu_core.plugin_records import PATCH_PACKS
+from ttpu_core.registry import Registry
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MixerSpec
 
 NAME = "conformance-hypothesis"

@@ -83,7 +83,8 @@ class AddedCommand(TyperCommand):
 
 
 def _added() -> dict[str, AddedCommand]:
-    from ttpu_core.registry import COMMANDS, default_registry
+    from ttpu_core.plugin_records import COMMANDS
+    from ttpu_core.registry import default_registry
 
     commands: dict[str, AddedCommand] = {}
     for record in default_registry().plugins(COMMANDS):

@@ -13,7 +13,8 @@ from ttpu_core.cli.console import print_facts, print_json
 from ttpu_core.cli.list_plugins import KINDS, missing_plugins
 
 if TYPE_CHECKING:
-    from ttpu_core.registry import PluginRecord, Registry
+    from ttpu_core.plugin_records import PluginRecord
+    from ttpu_core.registry import Registry
 
 VERSIONS_OF_INTEREST = ("jax", "jaxlib", "flax", "libtpu", "transformers", "tokenizers", "torch", "torch-xla")
 
@@ -41,7 +42,8 @@ def _examine() -> dict[str, Any]:
     import platform
     import sys
 
-    from ttpu_core.registry import ARCHITECTURES, BACKENDS, default_registry
+    from ttpu_core.plugin_records import ARCHITECTURES, BACKENDS
+    from ttpu_core.registry import default_registry
 
     registry = default_registry()
     backends = {}

@@ -14,7 +14,8 @@ from ttpu_core import distributions
 from ttpu_core.cli.console import note, print_json, stdout_console
 
 if TYPE_CHECKING:
-    from ttpu_core.registry import PluginRecord, Registry
+    from ttpu_core.plugin_records import PluginRecord
+    from ttpu_core.registry import Registry
 
 KINDS = {
     "ttpu.architectures": "family",

@@ -2,44 +2,19 @@
 kind."""
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+from ttpu_core.config.json_object import describe, parse_json_object
+from ttpu_core.config.kinds import KINDS, instance_of, integers, numbers, positive_integer, positive_number
 from ttpu_core.errors import ConfigError
 
 T = TypeVar("T")
 D = TypeVar("D")
 
 _REQUIRED: Any = object()
-_LARGEST_REPR = 60  # characters of a refused value that an error message shows
-
-
-def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """Parse UTF-8 `raw` as one JSON object. A key that is written twice is refused, because Python would silently
-    drop the first one.
-
-    Raises:
-        ValueError: the bytes are not one JSON object. Its message completes the sentence "the file ...".
-    """
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
-    except _DuplicateKey:
-        raise
-    except RecursionError:
-        raise ValueError("is nested too deeply to be read") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 text (byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        raise ValueError(f"is not valid JSON ({where}: {error.msg})") from None
-    except ValueError:  # an integer with thousands of digits
-        raise ValueError("is not valid JSON (a number has too many digits)") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"holds {_describe(value)} where a JSON object is needed")
-    return value
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -67,7 +42,7 @@ class ModelConfig:
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError(
-                f"{source} was asked for as a model config, but it is {_describe(mapping)} where a mapping from keys "
+                f"{source} was asked for as a model config, but it is {describe(mapping)} where a mapping from keys "
                 "to values is needed: pass what config.json holds."
             )
         try:
@@ -145,7 +120,7 @@ class ModelConfig:
     def positive_int(self, key: str, default: D) -> int | D: ...
     def positive_int(self, key: str, default: Any = _REQUIRED) -> Any:
         """An integer above zero."""
-        return self._typed(key, "a positive integer", _positive, default)
+        return self._typed(key, "a positive integer", positive_integer, default)
 
     @overload
     def number(self, key: str) -> float: ...
@@ -161,7 +136,7 @@ class ModelConfig:
     def positive_number(self, key: str, default: D) -> float | D: ...
     def positive_number(self, key: str, default: Any = _REQUIRED) -> Any:
         """A finite number above zero, as a float."""
-        return self._typed(key, "a number above zero", _positive_number, default)
+        return self._typed(key, "a number above zero", positive_number, default)
 
     @overload
     def flag(self, key: str) -> bool: ...
@@ -193,7 +168,7 @@ class ModelConfig:
     def int_list(self, key: str, default: D) -> tuple[int, ...] | D: ...
     def int_list(self, key: str, default: Any = _REQUIRED) -> Any:
         """A list of integers, as a tuple."""
-        return self._typed(key, "a list of integers", _integers, default)
+        return self._typed(key, "a list of integers", integers, default)
 
     @overload
     def number_list(self, key: str) -> tuple[float, ...]: ...
@@ -201,7 +176,7 @@ class ModelConfig:
     def number_list(self, key: str, default: D) -> tuple[float, ...] | D: ...
     def number_list(self, key: str, default: Any = _REQUIRED) -> Any:
         """A list of finite numbers, as a tuple of floats."""
-        return self._typed(key, "a list of numbers", _numbers, default)
+        return self._typed(key, "a list of numbers", numbers, default)
 
     def section(self, key: str) -> "ModelConfig | None":
         """The object under `key` (text_config, rope_parameters), or None if it is absent or null."""
@@ -273,26 +248,14 @@ class ModelConfig:
 
     def _refused(self, key: str, value: Any, wanted: str) -> ConfigError:
         of = f" of model_type {self._family!r}" if self._family else ""
-        found = f"sets {self._prefix + key!r} to {_describe(value)}"
+        plain = value.to_dict() if isinstance(value, ModelConfig) else value
+        found = f"sets {self._prefix + key!r} to {describe(plain)}"
         if key not in self._values:
             found = f"has no {self._prefix + key!r}"
         return ConfigError(
             f"{self._source}{of} {found}, but {wanted} is needed there: write one into the file, "
             "or take the config.json that the checkpoint was published with."
         )
-
-
-class _DuplicateKey(ValueError):
-    pass
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _DuplicateKey(f"writes the key {_short(twice)} twice in one object")
-    return values
 
 
 def _freeze_mapping(
@@ -311,7 +274,7 @@ def _freeze_mapping(
         if isinstance(value, Mapping):
             return _freeze_mapping(value, source, family, path + ".", read)
         raise ConfigError(
-            f"{source} sets {path!r} to {_describe(value)}, but a config holds only null, booleans, numbers, "
+            f"{source} sets {path!r} to {describe(value)}, but a config holds only null, booleans, numbers, "
             "strings, lists and objects: pass the value as config.json would write it."
         )
 
@@ -340,61 +303,4 @@ def _unread(value: Any) -> Iterator[str]:
                 yield value._prefix + key
 
 
-def _integer(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else _no()
-
-
-def _positive(value: Any) -> int:
-    return value if _integer(value) > 0 else _no()
-
-
-def _finite(value: Any) -> float:
-    real = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if real and math.isfinite(value) else _no()
-
-
-def _positive_number(value: Any) -> float:
-    return _finite(value) if _finite(value) > 0 else _no()
-
-
-def _integers(value: Any) -> tuple[int, ...]:
-    return tuple(map(_integer, _instance(tuple)(value)))
-
-
-def _numbers(value: Any) -> tuple[float, ...]:
-    return tuple(map(_finite, _instance(tuple)(value)))
-
-
-def _instance(kind: type[T]) -> Callable[[Any], T]:
-    return lambda value: value if isinstance(value, kind) else _no()
-
-
-def _no() -> Any:
-    raise ValueError
-
-
-_KINDS: dict[type | None, tuple[str, Callable[[Any], Any]]] = {
-    None: ("a value", lambda value: value),
-    int: ("an integer", _integer),
-    float: ("a finite number", _finite),
-    bool: ("true or false", _instance(bool)),
-    str: ("a string", _instance(str)),
-    tuple: ("a list", _instance(tuple)),
-    ModelConfig: ("an object", _instance(ModelConfig)),
-}
-
-
-def _describe(value: Any) -> str:
-    """The value as config.json writes it, with its kind, for example: the string "4096", the number 0, null."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    kinds = ((str, "string"), (int | float, "number"), (list | tuple, "list"), (dict | ModelConfig, "object"))
-    kind = next((noun for types, noun in kinds if isinstance(value, types)), None)
-    if kind is None:
-        return f"a {type(value).__module__}.{type(value).__qualname__}"
-    return f"the {kind} {_short(value)}"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=ModelConfig.to_dict)
-    return text if len(text) <= _LARGEST_REPR else text[: _LARGEST_REPR - 3] + "..."
+_KINDS = {**KINDS, ModelConfig: ("an object", instance_of(ModelConfig))}

@@ -2,10 +2,10 @@
 embeddings."""
 
 from ttpu_core.spec.architecture_spec import ArchitectureSpec, LayerGroup
+from ttpu_core.spec.attention import AlibiSpec, AttentionSpec, OutputGate, QueryTemperature
+from ttpu_core.spec.feed_forward import ActivationSpec, MLPSpec, MoESpec, RouterSpec
+from ttpu_core.spec.norm import NormSpec
 from ttpu_core.spec.parts import (
-    ActivationSpec,
-    AlibiSpec,
-    AttentionSpec,
     BlockSpec,
     CustomSpec,
     EmbeddingSpec,
@@ -13,14 +13,8 @@ from ttpu_core.spec.parts import (
     KernelChoice,
     LayerSpec,
     MixerSpec,
-    MLPSpec,
-    MoESpec,
-    NormSpec,
-    OutputGate,
     Parameter,
     Placement,
-    QueryTemperature,
-    RouterSpec,
     StateSpec,
     TorchPatch,
 )

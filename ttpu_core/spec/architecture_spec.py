@@ -10,19 +10,12 @@ from operator import attrgetter
 from typing import Any
 
 from ttpu_core.spec.arithmetic import kept_elements
+from ttpu_core.spec.attention import AttentionSpec
+from ttpu_core.spec.feed_forward import MoESpec
 from ttpu_core.spec.kernel_format import KernelFormat
+from ttpu_core.spec.norm import NormSpec
 from ttpu_core.spec.parameters import LAYERS, model_parameters
-from ttpu_core.spec.parts import (
-    AttentionSpec,
-    EmbeddingSpec,
-    HeadSpec,
-    KernelChoice,
-    LayerSpec,
-    MoESpec,
-    NormSpec,
-    Parameter,
-    TorchPatch,
-)
+from ttpu_core.spec.parts import EmbeddingSpec, HeadSpec, KernelChoice, LayerSpec, Parameter, TorchPatch
 
 
 @dataclass(frozen=True)

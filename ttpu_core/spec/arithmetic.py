@@ -8,7 +8,9 @@ from math import prod
 from types import MappingProxyType
 
 from ttpu_core.spec import axes
-from ttpu_core.spec.parts import AttentionSpec, MixerSpec, MLPSpec, MoESpec
+from ttpu_core.spec.attention import AttentionSpec
+from ttpu_core.spec.feed_forward import MLPSpec, MoESpec
+from ttpu_core.spec.parts import MixerSpec
 
 BITS: Mapping[str, int] = MappingProxyType(
     {"bool": 8, "complex64": 64, "complex128": 128, "bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}

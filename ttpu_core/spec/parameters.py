@@ -15,17 +15,10 @@ from typing import TYPE_CHECKING
 
 from ttpu_core.errors import PluginError
 from ttpu_core.spec import axes
-from ttpu_core.spec.parts import (
-    ActivationSpec,
-    AttentionSpec,
-    CustomSpec,
-    LayerSpec,
-    MixerSpec,
-    MLPSpec,
-    MoESpec,
-    NormSpec,
-    Parameter,
-)
+from ttpu_core.spec.attention import AttentionSpec
+from ttpu_core.spec.feed_forward import ActivationSpec, MLPSpec, MoESpec
+from ttpu_core.spec.norm import NormSpec
+from ttpu_core.spec.parts import CustomSpec, LayerSpec, MixerSpec, Parameter
 
 if TYPE_CHECKING:
     from ttpu_core.spec.architecture_spec import ArchitectureSpec

@@ -20,7 +20,8 @@ from ttpu_conformance.rope_json import old_style
 from ttpu_core.config import ModelConfig
 from ttpu_core.config.key_audit import keys_ignored
 from ttpu_core.errors import ConfigError, TTPUError
-from ttpu_core.registry import BACKENDS, default_registry
+from ttpu_core.plugin_records import BACKENDS
+from ttpu_core.registry import default_registry
 from ttpu_core.spec.axes import PARAMETER_AXES
 
 FRAMEWORKS = ("torch", "torch_xla", "jax", "jaxlib", "flax", "transformers")

@@ -61,7 +61,8 @@ def new_plugin(
 
 def _already_claimed(model_types: Container[str]) -> Iterator[str]:
     """A sentence for each model type that an installed plugin describes already."""
-    from ttpu_core.registry import ARCHITECTURES, DENY_VARIABLE, default_registry
+    from ttpu_core.plugin_records import ARCHITECTURES, DENY_VARIABLE
+    from ttpu_core.registry import default_registry
 
     for record in default_registry().plugins(ARCHITECTURES):
         if record.name in model_types and record.usable:

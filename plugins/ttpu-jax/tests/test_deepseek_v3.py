@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from ttpu_core.registry import ARCHITECTURES, Registry
+from ttpu_core.plugin_records import ARCHITECTURES
+from ttpu_core.registry import Registry
 
 pytest.importorskip("torch")
 pytest.importorskip("ttpu_conformance")

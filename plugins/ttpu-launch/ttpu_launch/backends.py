@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from ttpu_core.backend import Launches
 from ttpu_core.errors import LaunchError
-from ttpu_core.registry import BACKENDS, default_registry
+from ttpu_core.plugin_records import BACKENDS
+from ttpu_core.registry import default_registry
 
 
 class LaunchedBackend:

@@ -7,7 +7,8 @@ from functools import lru_cache
 
 from ttpu_core.backend import Plans
 from ttpu_core.errors import MissingDependencyError, TTPUError
-from ttpu_core.registry import BACKENDS, Registry, default_registry
+from ttpu_core.plugin_records import BACKENDS
+from ttpu_core.registry import Registry, default_registry
 from ttpu_core.services import Quantization
 from ttpu_core.sharding.serving import ServedShapes, ServingLimits
 from ttpu_core.sharding.strategy import Strategy

@@ -17,7 +17,7 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import open_checkpoint
 from ttpu_core.cli.main import main
 from ttpu_core.errors import CheckpointError, UnsupportedError
-from ttpu_core.registry import ARCHITECTURES
+from ttpu_core.plugin_records import ARCHITECTURES
 from ttpu_core.spec import AttentionSpec
 from ttpu_torch_xla.inspector.inspect import Observed, build, inspect_model
 from ttpu_torch_xla.inspector.observe import Finding, observe

@@ -15,7 +15,7 @@ from ttpu_conformance.declaration import BASE, Declaration, declaration_for
 from ttpu_conformance.errors import NoReference
 from ttpu_conformance.tiny import random_model, written_config
 from ttpu_core import ModelConfig, default_registry
-from ttpu_core.registry import ARCHITECTURES
+from ttpu_core.plugin_records import ARCHITECTURES
 from ttpu_torch_xla.patches.choice import patches_for
 from ttpu_torch_xla.patches.patch import Patch, applied
 from ttpu_torch_xla.runtime import TorchRuntime, current
