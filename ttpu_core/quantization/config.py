@@ -104,8 +104,11 @@ class QuantizationConfig:
         kv_cache: CacheDtype | None = None,
         **autoxla: Unpack[AutoXLAArguments],
     ) -> None:
-        """See the class for the arguments. AutoXLA's names are taken too: n_bits, block_size (-1 for one scale per
-        output channel), per_channel, quantize_lm_head, quantize_embeddings, exclude_layers.
+        """Args:
+            bits, group_size, symmetric, quantize_activation, dtype: see the class.
+            use_pallas, skip, lm_head, embeddings, kv_cache: see the class.
+            autoxla: AutoXLA's names: n_bits, block_size (-1 for one scale per output channel), per_channel,
+                quantize_lm_head, quantize_embeddings, exclude_layers.
 
         Raises:
             RequestError: an unknown value, or two that contradict each other.

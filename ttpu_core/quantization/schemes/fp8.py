@@ -55,6 +55,13 @@ def fp8_weight(
 ) -> QuantizedTensor:
     """A weight in float8_e4m3fn with its scales, which become scales per row and group of inputs.
 
+    Args:
+        name: of the weight in a dense checkpoint, ending in ".weight".
+        info: the stored values, [*lead, out, in].
+        block: outputs and inputs that share a scale; None for one per tensor or per output channel.
+        tensors: every tensor of the checkpoint by name.
+        activation: how the input of the product is quantized.
+
     Raises:
         CheckpointError: the scales are missing or have a wrong shape.
     """

@@ -130,8 +130,18 @@ def _visit(
 
 
 def visits_of(sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, ...]:
-    """Group and block of rows of every visit, the first row of each group and the row after its last, and the number
-    of visits. A block is visited by the groups in it one after the other, so that it stays on the chip meanwhile."""
+    """The visits of a kernel that goes through blocks of rows. The groups in a block visit it one after the other, so
+    that it stays on the chip meanwhile.
+
+    Args:
+        sizes: int32 [groups], the rows of each group.
+        rows: number of rows in all.
+        block: rows of a block.
+
+    Returns:
+        The group and the block of each visit, int32 [visits]; the first row of each group and the row after its last,
+        int32 [groups]; the number of visits, a scalar.
+    """
     groups = jnp.arange(len(sizes))
     before = groups[:, None] >= groups  # a sum over these is a cumulative sum, in one small program
     ends = jnp.where(before, sizes, 0).sum(1)
@@ -160,7 +170,8 @@ def _padded(rows: int, columns: int) -> int:
 
 
 def pad_rows(x: jax.Array, groups: int) -> tuple[jax.Array, int]:
-    """x with rows up to a multiple of the block that is returned: 256 rows where groups are large, else up to 128."""
+    """Pad the rows of x [rows, in] with zeros to a multiple of a block: of 256 rows where groups are large, else of up
+    to 128. Returns [padded rows, in] and the block."""
     rows = len(x)
     block = 256 if rows >= 256 * groups else min(128, -(-rows // 16) * 16)
     return jnp.pad(x, ((0, -rows % block), (0, 0))), block

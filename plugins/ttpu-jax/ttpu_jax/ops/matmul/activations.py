@@ -34,7 +34,16 @@ def quantize_activations(
 
 
 def rounded_activations(x: jax.Array, form: ActivationFormat, input_scale: jax.Array | None = None) -> jax.Array:
-    """What the quantized activations stand for, float32 in x's shape; the gradient of rounding is the identity."""
+    """Round activations to what their quantized values stand for. The gradient of rounding is the identity.
+
+    Args:
+        x: [..., in].
+        form: the dtype of the values, and where the scale comes from.
+        input_scale: [...], the static scale, which broadcasts against [..., 1].
+
+    Returns:
+        float32 [..., in].
+    """
     values, scale = quantize_activations(x, form, input_scale)
     wide = x.astype(jnp.float32)
     return wide + jax.lax.stop_gradient(values.astype(jnp.float32) * scale - wide)

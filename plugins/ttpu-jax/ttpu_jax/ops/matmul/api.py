@@ -44,7 +44,7 @@ def quantized_matmul(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def quantized_product(x: jax.Array, kernel: QuantizedKernel, bias: jax.Array | None, how: Product) -> jax.Array:
-    """`quantized_matmul`, computed as `how` says."""
+    """`quantized_matmul` of x [..., in] and bias [*out], computed as `how` says. The result is [..., *out]."""
     if how.devices is not None:
         rows = prod(x.shape[:-1])
         if pallas.why_not_pallas(kernel.format, kernel.shape, rows, how.devices) is None:
