@@ -10,7 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("compressed_tensors")
 import torch
+import transformers
 from quantized_files import awq, compressed_tensors, fine_grained_fp8, gptq
 from safetensors.torch import load_file, save_file
 from tiny import llama_checkpoint
@@ -19,8 +23,7 @@ from ttpu import AutoModelForTPU
 from ttpu_core.errors import CheckpointError, MappingError, RequestError, TTPUError, UnsupportedError
 from ttpu_jax.ops.kernels import QuantizedKernel
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("compressed_tensors")
+pytestmark = pytest.mark.torch
 
 IDS = np.random.default_rng(1).integers(0, 250, (2, 9))
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}

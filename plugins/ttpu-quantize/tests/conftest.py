@@ -1,4 +1,4 @@
-"""Four virtual devices, so that calibration is tested on a mesh; set before JAX is imported."""
+"""Eight virtual devices, so that calibration is tested on a mesh; set before JAX is imported."""
 
 import os
 
@@ -6,4 +6,4 @@ from devices import DEVICE_COUNT, xla_flags
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if DEVICE_COUNT not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = xla_flags(4)
+    os.environ["XLA_FLAGS"] = xla_flags(8)

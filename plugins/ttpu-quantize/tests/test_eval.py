@@ -70,6 +70,7 @@ def test_figures_are_those_of_the_definition(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_table_and_json_and_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     name = str(llama_checkpoint(tmp_path / "one"))
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
