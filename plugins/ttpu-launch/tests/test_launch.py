@@ -485,6 +485,7 @@ def test_launching_loads_no_framework() -> None:
     assert loaded_after(f"from ttpu_launch import {rooms}", HEAVY) == []
 
 
+@pytest.mark.torch
 def test_asking_what_a_backend_needs_loads_no_framework() -> None:
     asked = "from ttpu_launch.backends import LaunchedBackend\nfor name in ('jax', 'torch_xla'): LaunchedBackend(name)"
     assert loaded_after(asked, HEAVY) == []

@@ -11,6 +11,9 @@ from ttpu_core.cli.main import app
 from ttpu_core.errors import LaunchError
 from ttpu_launch.backends import LaunchedBackend
 
+# The variables are declared by the backend, which is installed where torch is.
+pytestmark = pytest.mark.torch
+
 
 def launched(*arguments: str, status: int = 0, **variables: str) -> str:
     """What a launch writes, with these variables and no others of torch_xla."""

@@ -1,7 +1,6 @@
 """Plans: which meshes are considered, in which order they come, what is said when nothing fits, and plan files."""
 
 import json
-import time
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -25,7 +24,6 @@ from ttpu_plan.planner import (
     why_nothing_fits,
     why_nothing_serves,
 )
-from ttpu_plan.served import planning_backend
 
 MIXTRAL = "ttpu_mistral/configs/mixtral-8x7b.json"
 TRAINING, GENERATION = Request("training"), Request("generation")
@@ -201,15 +199,14 @@ def test_an_unknown_purpose_is_refused() -> None:
         Request("chatting")  # type: ignore[arg-type]
 
 
-def test_an_8b_model_on_8_to_256_chips_is_planned_in_two_seconds() -> None:
-    spec = published(LLAMA)
-    planning_backend()  # whose import is not planning
-    began = time.process_time()
-    for request in (Request(batch=256), GENERATION, replace(TRAINING, batch=256)):
-        for name in ("v5e:2x4", "v5e:4x4", "v5e:8x8", "v5e:16x16", "v5p:4x4x4", "v5p:4x8x8"):
-            plans(spec, parse_topology(name), request)
-        smallest_slices(spec, request)
-    assert time.process_time() - began < 2
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5e:4x4", "v5e:8x8", "v5e:16x16", "v5p:4x4x4", "v5p:4x8x8"])
+def test_an_8b_model_on_8_to_256_chips_has_few_meshes(name: str) -> None:
+    """A plan takes 1 to 3 ms (benchmarks/planning.py): the number of meshes bounds the time of `ttpu plan`."""
+    counts = [
+        sum(1 for _ in meshes(published(LLAMA), parse_topology(name), request))
+        for request in (Request(batch=256), GENERATION, replace(TRAINING, batch=256))
+    ]
+    assert all(0 < count <= most for count, most in zip(counts, (8, 8, 128), strict=True)), counts
 
 
 def test_a_saved_plan_is_read_back_as_it_was(plan: Plan, tmp_path: Path) -> None:
