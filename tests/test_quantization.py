@@ -15,6 +15,7 @@ from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.quantization import QuantizationConfig, choices, quantize_spec
 from ttpu_core.quantization.grouping import fit_formats
 from ttpu_core.quantization.quantize import described
+from ttpu_core.quantization.report import QuantizationReport, report_of
 from ttpu_core.quantization.rounding import dequantize, round_kernel
 from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.spec import ArchitectureSpec
@@ -141,9 +142,24 @@ def test_kernels_are_skipped_by_our_names_and_by_the_checkpoints() -> None:
         quantize_spec(spec_of(LLAMA | {"tie_word_embeddings": True}), QuantizationConfig(lm_head=True))
 
 
-def test_a_group_size_that_does_not_divide_is_refused_with_the_kernels_name() -> None:
-    with pytest.raises(RequestError, match=r"layers.0.mlp.down.kernel has 96 inputs: .* skip 'layers.0.mlp.down'"):
-        quantize_spec(spec_of(LLAMA), QuantizationConfig(4, 64, skip="attention"))
+def test_a_group_size_that_does_not_divide_becomes_finer_and_says_so() -> None:
+    spec, config = spec_of(LLAMA), QuantizationConfig(4, 64, skip="attention")
+    sizes = {path: form.group_size for path, form in quantize_spec(spec, config).kernel_formats}
+    kernels = {"gate_up": 64, "down": 32}
+    assert sizes == {f"layers.{layer}.mlp.{name}.kernel": size for layer in (0, 1) for name, size in kernels.items()}
+    report = report_of(quantize_spec(spec, config), "while loading", "bfloat16", choices(spec, config))
+    line = "groups of 32, because 64 does not divide 96 inputs: layers.*.mlp.down.kernel"
+    assert line in str(report).splitlines()
+    assert QuantizationReport(**report.to_dict()).finer_lines == [line]
+
+
+def test_a_group_size_without_a_part_that_divides_is_refused_with_the_kernels_name() -> None:
+    spec = spec_of(LLAMA | {"intermediate_size": 100})
+    words = r"layers.0.mlp.down has 100 inputs, and .* that divides them is 4, .* skip 'layers.0.mlp.down'"
+    with pytest.raises(RequestError, match=words):
+        quantize_spec(spec, QuantizationConfig(4, 32, skip="attention"))
+    with pytest.raises(RequestError, match=r"groups have 32 inputs, but layers\.0\.mlp\.down has 100"):
+        quantize_spec(spec, QuantizationConfig(dtype="mxfp4"))
 
 
 # groups on a mesh

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from ttpu_core.errors import RequestError
@@ -19,12 +20,15 @@ if TYPE_CHECKING:
     from ttpu_core.mapping import FlaxMapping
 
 EMBEDDING, HEAD = "embed.embedding", "head.kernel"
+SMALLEST_GROUP = 8
+"""The fewest inputs of a group that was made finer so that it divides a kernel's inputs."""
 _INPUT_AXES = (axes.EMBED, axes.KV_HEADS, axes.Q_HEADS, axes.LATENT)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision about one matrix: its format, or None and the reason why it stays as it is."""
+    """The decision about one matrix: its format, or None and the reason why it stays as it is. Groups that are finer
+    than those asked for have a reason too."""
 
     path: str
     format: KernelFormat | None
@@ -42,15 +46,15 @@ def choices(
         mapping: the checkpoint's rules, by whose tensor names `config.skip` may name kernels too.
 
     Raises:
-        RequestError: a group size does not divide a kernel's inputs, an entry of `skip` names no kernel, or the head is
-            asked for but shares the embedding table.
+        RequestError: no group size suits a kernel's inputs (see `fitting`), an entry of `skip` names no kernel, or the
+            head is asked for but shares the embedding table.
     """
     if config.lm_head and spec.head.tied and not config.embeddings:
         raise RequestError(
             "the output head was to be quantized, but this model's head shares the embedding table: pass "
             "embeddings=True, which quantizes the table for both."
         )
-    unused = set(config.skip)
+    unused, wanted = set(config.skip), config.kernel_format
     found = []
     for path, parameter in spec.parameters.items():
         if not is_matrix(path):
@@ -59,7 +63,11 @@ def choices(
         skipped = [pattern for pattern in config.skip if any(is_named(name, pattern) for name in names)]
         unused.difference_update(skipped)
         reason = f"skipped by {skipped[0]!r}" if skipped else _reason(path, parameter, spec, config)
-        found.append(Choice(path, None, reason) if reason else Choice(path, _fitting(path, parameter, config)))
+        if reason:
+            found.append(Choice(path, None, reason))
+        else:
+            own = fitting(wanted, parameter.shape[-1], path.removesuffix(".kernel"))
+            found.append(Choice(path, own, why_finer(own, wanted, parameter.shape[-1])))
     if unused:
         some = [one.path.removesuffix(".kernel") for one in found if one.path.startswith(LAYERS)][:3]
         raise RequestError(
@@ -113,14 +121,51 @@ def planned_spec(spec: ArchitectureSpec, text: str | None) -> ArchitectureSpec:
     return quantize_spec(spec, QuantizationConfig.parse(text))
 
 
+def fitting(form: KernelFormat, inputs: int, name: str) -> KernelFormat:
+    """The format with groups that divide a kernel's inputs: of the size asked for, or else of the largest divisor of
+    that size which divides the inputs, such as 16 instead of 32 for 496 inputs. Powers of two stay powers of
+    two.
+
+    Raises:
+        RequestError: it is less than `SMALLEST_GROUP`, or the format has groups of one size only.
+    """
+    if form.group_size is None or inputs % form.group_size == 0:
+        return form
+    size = gcd(form.group_size, inputs)
+    if form.dtype == "float4_e2m1fn":
+        raise RequestError(
+            f"mxfp4 was asked for, whose groups have {form.group_size} inputs, but {name} has {inputs}: take another "
+            f"format, or skip {name!r}."
+        )
+    if size < SMALLEST_GROUP:
+        raise RequestError(
+            f"groups of {form.group_size} inputs were asked for, but {name} has {inputs} inputs, and the largest part "
+            f"of a group that divides them is {size}, where {SMALLEST_GROUP} is the least: use a divisor of {inputs}, "
+            f"one scale per output channel, or skip {name!r}."
+        )
+    return replace(form, group_size=size)
+
+
+def why_finer(own: KernelFormat, wanted: KernelFormat, inputs: int) -> str:
+    """The size of a kernel's groups and why it is not the one asked for; empty if it is."""
+    if own.group_size == wanted.group_size:
+        return ""
+    return f"groups of {own.group_size}, because {wanted.group_size} does not divide {inputs} inputs"
+
+
 def described(found: tuple[Choice, ...]) -> Iterator[str]:
     """One line per reason why matrices stay as they are: the reason and the paths, without numbers of layers."""
+    for reason, paths in by_reason(one for one in found if one.format is None).items():
+        yield f"{reason}: {', '.join(paths)}"
+
+
+def by_reason(found: Iterable[Choice]) -> dict[str, tuple[str, ...]]:
+    """Reason → paths, without numbers of layers, of the matrices that have a reason."""
     reasons: dict[str, dict[str, None]] = {}
     for one in found:
-        if one.format is None:
+        if one.reason:
             reasons.setdefault(one.reason, {})[without_layer(one.path)] = None
-    for reason, paths in reasons.items():
-        yield f"{reason}: {', '.join(paths)}"
+    return {reason: tuple(paths) for reason, paths in reasons.items()}
 
 
 def without_layer(path: str) -> str:
@@ -158,17 +203,6 @@ def _reason(path: str, parameter: Parameter, spec: ArchitectureSpec, config: Qua
     if parameter.axes[-1] in _INPUT_AXES and None not in parameter.axes:
         return None
     return "a small kernel of a recurrent or custom mixer"
-
-
-def _fitting(path: str, parameter: Parameter, config: QuantizationConfig) -> KernelFormat:
-    form = config.kernel_format
-    inputs = parameter.shape[-1]
-    if form.group_size is not None and inputs % form.group_size:
-        raise RequestError(
-            f"groups of {form.group_size} inputs were asked for, but {path} has {inputs} inputs: use a divisor of "
-            f"that, one scale per output channel, or skip {path.removesuffix('.kernel')!r}."
-        )
-    return form
 
 
 def _tensor_names(path: str, mapping: FlaxMapping | None) -> Iterator[str]:

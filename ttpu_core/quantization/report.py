@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ttpu_core.quantization.quantize import Choice, is_matrix, without_layer
+from ttpu_core.quantization.quantize import Choice, by_reason, is_matrix
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.arithmetic import BITS
 from ttpu_core.spec.kernel_format import KernelFormat, stored_parameters
@@ -23,6 +23,7 @@ class QuantizationReport:
         weight_bytes: bytes of all weights, as a device without padding holds them.
         dense_bytes: the same without quantization.
         kept: reason → matrices that stay as they are, with * for numbers of layers.
+        finer: reason → kernels whose groups are finer than those asked for.
     """
 
     scheme: str
@@ -30,12 +31,18 @@ class QuantizationReport:
     weight_bytes: int
     dense_bytes: int
     kept: Mapping[str, tuple[str, ...]]
+    finer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         formats = "; ".join(f"{words} ({count} kernels)" for words, count in self.formats.items())
         share = f"{self.weight_bytes / 2**20:,.1f} MiB, {self.weight_bytes / self.dense_bytes:.0%} of the dense weights"
         kept = [f"not quantized, {reason}: {', '.join(paths)}" for reason, paths in self.kept.items()]
-        return "\n".join([f"{self.scheme}: {formats}; {share}", *kept])
+        return "\n".join([f"{self.scheme}: {formats}; {share}", *self.finer_lines, *kept])
+
+    @property
+    def finer_lines(self) -> list[str]:
+        """A line per reason why groups are finer than those asked for."""
+        return [f"{reason}: {', '.join(paths)}" for reason, paths in self.finer.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -45,6 +52,7 @@ class QuantizationReport:
             "weight_bytes": self.weight_bytes,
             "dense_bytes": self.dense_bytes,
             "kept": {reason: list(paths) for reason, paths in self.kept.items()},
+            "finer": {reason: list(paths) for reason, paths in self.finer.items()},
         }
 
 
@@ -57,7 +65,7 @@ def report_of(
         spec: the architecture.
         scheme: see `QuantizationReport`.
         dtype: of the parameters that are not quantized.
-        found: why matrices stay as they are; None for a checkpoint that stores them so.
+        found: the decisions about its matrices; None for a checkpoint that stores them so.
     """
     formats = Counter(format_words(form) for _, form in spec.kernel_formats)
     quantized = dict(spec.kernel_formats)
@@ -67,16 +75,13 @@ def report_of(
             for path in spec.parameters
             if is_matrix(path) and path not in quantized
         )
-    kept: dict[str, dict[str, None]] = {}
-    for one in found:
-        if one.format is None:
-            kept.setdefault(one.reason, {})[without_layer(one.path)] = None
     return QuantizationReport(
         scheme,
         dict(formats),
         stored_bytes(spec, dtype),
         sum(one.size * BITS[one.dtype or dtype] for one in spec.parameters.values()) // 8,
-        {reason: tuple(paths) for reason, paths in kept.items()},
+        by_reason(one for one in found if one.format is None),
+        by_reason(one for one in found if one.format is not None),
     )
 
 

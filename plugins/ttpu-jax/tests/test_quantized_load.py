@@ -92,13 +92,16 @@ def test_a_padded_model_on_a_mesh_is_the_model_of_one_device(text: str, mesh: st
     assert output.values.sharding.spec == output.scale.sharding.spec or text == "w8a8"
 
 
-def test_the_head_and_expert_kernels_follow_the_configuration(tmp_path: Path) -> None:
+def test_the_head_and_expert_kernels_follow_the_configuration(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = llama_checkpoint(tmp_path / "llama")
-    model = load(path, {"bits": 8, "lm_head": True, "skip": ["layers.0", "self_attn"]})
+    model = load(path, {"bits": 8, "group_size": 32, "lm_head": True, "skip": ["layers.0", "self_attn"]})
     quantized = {name for name, kernel in model.params.items() if isinstance(kernel, QuantizedKernel)}
     assert quantized == {"layers.1.mlp.gate_up.kernel", "layers.1.mlp.down.kernel", "head.kernel"}
     assert np.isfinite(logits(model)).all()
-    assert model.quantization.formats == {"int8, one scale per channel": 3}
+    assert model.quantization.formats == {"int8, groups of 32": 2, "int8, groups of 16": 1}
+    assert "in groups of 16, because 32 does not divide 48 inputs: layers.*.mlp.down.kernel" in caplog.text
     assert "not quantized, skipped by 'self_attn': layers.*.attention.qkv.kernel" in str(model.quantization)
 
 

@@ -148,6 +148,8 @@ class JaxBackend:
         model.quantization = report
         if report is not None:
             logger.info("%s", report)
+            if report.finer:
+                logger.warning("the weights are quantized in %s", "; ".join(report.finer_lines))
         if options.enable_paged_attention:
             engines = default_registry().service("engine")
             model.engine = engines.build(model, options.engine_config or engines.config({}), progress)

@@ -6,19 +6,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import gcd
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import RequestError
 from ttpu_core.mapping import Expression, FlaxMapping, Stack, Tensor
 from ttpu_core.quantization.config import QuantizationConfig
-from ttpu_core.quantization.quantize import choices, described, without_layer
+from ttpu_core.quantization.quantize import choices, described, fitting, why_finer, without_layer
 from ttpu_core.spec import Parameter, axes
 from ttpu_core.spec.kernel_format import KernelFormat
 from ttpu_core.spec.parameters import LAYERS
-
-SMALLEST_GROUP = 8
 
 
 @dataclass(frozen=True)
@@ -73,12 +70,9 @@ class Selection:
 def select(architecture: Architecture, checkpoint: Checkpoint, config: QuantizationConfig) -> Selection:
     """Choose the matrices of a checkpoint.
 
-    A group size that does not divide the inputs of a matrix is replaced by the largest power-of-two part of it that
-    does, such as 16 instead of 32 for 496 inputs; with less than `SMALLEST_GROUP`, a matrix has one scale per output
-    channel.
-
     Raises:
-        RequestError: nothing can be quantized, or an entry of `skip` names nothing.
+        RequestError: nothing can be quantized, no group size suits a matrix's inputs, or an entry of `skip` names
+            nothing.
     """
     mapping = architecture.mapping.suited_to(checkpoint.tensors)
     resolved = mapping.canonical(checkpoint.tensors)
@@ -106,10 +100,8 @@ def select(architecture: Architecture, checkpoint: Checkpoint, config: Quantizat
         if name in refused.get("", {}):
             continue
         outputs, inputs = shapes[name]
-        own = fitting(form, inputs)
-        if own != form:
-            size = f"groups of {own.group_size}" if own.group_size else "one scale per output channel"
-            reason = f"{size}, because {form.group_size} does not divide {inputs} inputs"
+        own = fitting(form, inputs, places[0].path.removesuffix(".kernel"))
+        if reason := why_finer(own, form, inputs):
             finer.setdefault(reason, {})[without_layer(places[0].path)] = None
         linear = Linear(name, resolved[name], (outputs, inputs), own, tuple(places))
         linears.setdefault(_layer(places[0].path), []).append(linear)
@@ -120,14 +112,6 @@ def select(architecture: Architecture, checkpoint: Checkpoint, config: Quantizat
             + "; ".join(notes)
         )
     return Selection({layer: tuple(group) for layer, group in linears.items()}, tuple(notes))
-
-
-def fitting(form: KernelFormat, inputs: int) -> KernelFormat:
-    """The format with groups that divide the inputs."""
-    if form.group_size is None or inputs % form.group_size == 0:
-        return form
-    size = gcd(form.group_size, inputs)
-    return replace(form, group_size=size if size >= SMALLEST_GROUP else None)
 
 
 def _per_channel(config: QuantizationConfig) -> QuantizationConfig:
