@@ -123,6 +123,13 @@ def test_experts_are_read_too(mixture: Path, tmp_path: Path) -> None:
     assert_equal(logits(model), reference(expected))
 
 
+def test_experts_with_an_input_order_may_be_cut_along_their_inner_dimension(mixture: Path, tmp_path: Path) -> None:
+    quantized, expected = SCHEMES["int4 activation order"](mixture, tmp_path)
+    model = load(quantized, mesh="expert=2,tensor=4")
+    assert model.params["layers.0.moe.experts.down.kernel"].values.sharding.shard_shape((4, 32, 48)) == (2, 32, 12)
+    assert_equal(logits(model), reference(expected))
+
+
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [("int4 groups asymmetric", "tensor=8"), ("fine-grained fp8", "fsdp=2,tensor=4"), ("gptq", "tensor=8")],

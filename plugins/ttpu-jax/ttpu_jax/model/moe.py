@@ -3,7 +3,9 @@ computes the contribution of its own experts, or of its shard of their inner dim
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ttpu_core.spec import MoESpec, axes
 from ttpu_jax.model.modules import MLP, RESIDUAL, Linear, Norm, Parameters, Runtime, value_of
-from ttpu_jax.ops.kernels import map_arrays
+from ttpu_jax.ops.kernels import QuantizedKernel, map_arrays
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.moe import ExpertKernels, choose_experts, run_experts
 
@@ -70,11 +72,16 @@ class Experts(nnx.Module):
         mesh, platform = self.runtime.placement.mesh, self.runtime.placement.platform
 
         def run(
-            x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: ExpertKernels, first: jax.Array | int = 0
+            x: jax.Array,
+            chosen: jax.Array,
+            weights: jax.Array,
+            kernels: ExpertKernels,
+            first: jax.Array | int = 0,
+            inner_axes: tuple[str, ...] = (),
         ) -> jax.Array:
             hidden, count = x.shape[-1], chosen.shape[-1]
             rows = x.reshape(-1, hidden), chosen.reshape(-1, count), weights.reshape(-1, count)
-            return run_experts(*rows, kernels, self.spec, platform, first).reshape(x.shape)
+            return run_experts(*rows, kernels, self.spec, platform, first, inner_axes).reshape(x.shape)
 
         if mesh is None:
             return run(x, chosen, weights, kernels).astype(x.dtype)
@@ -85,7 +92,7 @@ class Experts(nnx.Module):
             if kernels.down_bias is not None and inner:  # of the devices that share an expert, one adds its bias
                 at_start = jax.lax.axis_index(inner) == 0
                 kernels = kernels._replace(down_bias=jnp.where(at_start, kernels.down_bias, 0))
-            return run(x, chosen, weights, kernels, first)[None]
+            return run(x, chosen, weights, kernels, first, inner)[None]
 
         tokens = PartitionSpec(batch or None, sequence or None, None)
         up_bias = (experts or None, *((None,) if self.spec.gated else ()), inner or None)
@@ -94,6 +101,10 @@ class Experts(nnx.Module):
             None if kernel is None else map_arrays(kernel, by, lambda _, by: PartitionSpec(*by))
             for kernel, by in zip(kernels, dimensions, strict=True)
         )
+        down: Any = in_specs.down
+        if isinstance(down, QuantizedKernel) and down.input_order is not None:
+            by_columns = replace(down, input_order=PartitionSpec(experts or None, inner or None))
+            in_specs = in_specs._replace(down=by_columns)
         # Partial sums leave the manual region apart and are added outside: the gradient of that sum is a copy, where
         # that of a psum inside would be a second one.
         parts = jax.shard_map(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from ttpu_core.spec import MoESpec, RouterSpec
 from ttpu_jax.ops.activation import activate, gated_activation
 from ttpu_jax.ops.grouped import grouped_linear
-from ttpu_jax.ops.kernels import Kernel
+from ttpu_jax.ops.kernels import Kernel, QuantizedKernel
 
 
 class ExpertKernels(NamedTuple):
@@ -116,6 +117,7 @@ def run_experts(
     spec: MoESpec,
     platform: str,
     first: jax.Array | int = 0,
+    inner_axes: tuple[str, ...] = (),
 ) -> jax.Array:
     """The weighted sum of each token's experts' outputs, over the experts that `kernels` holds.
 
@@ -127,6 +129,8 @@ def run_experts(
         spec: the mixture.
         platform: platform of the devices, see `grouped_linear`.
         first: scalar, the index of the first expert in `kernels`.
+        inner_axes: mesh axes that shard the experts' inner dimension, inside a shard_map. An input order of `down` is
+            sharded with it, and numbers the features of all shards.
 
     Returns:
         float32 [tokens, hidden]. If the experts are sharded, the shards' results must be added.
@@ -158,7 +162,13 @@ def run_experts(
         # Equal to weighting the output, but for fewer features and before the rounding to x's dtype.
         inner = inner * weight
         down_bias = None if down_bias is None else down_bias * weight
-    out = _linear(inner.astype(x.dtype), kernels.down, None, expert, sizes, platform)
+    inner, down = inner.astype(x.dtype), kernels.down
+    if inner_axes and isinstance(down, QuantizedKernel) and down.input_order is not None:
+        # The features that meet this shard's columns may have been computed by another.
+        features = jax.lax.all_gather(inner, inner_axes, axis=-1, tiled=True)
+        inner = jnp.take_along_axis(features, down.input_order.at[expert].get(mode="clip"), axis=-1)
+        down = replace(down, input_order=None)
+    out = _linear(inner, down, None, expert, sizes, platform)
     return _combine(out if down_bias is None else out + down_bias, sorting, count)
 
 
