@@ -45,6 +45,9 @@ export PYTHONDONTWRITEBYTECODE :=
 # so XLA:CPU is told to optimise little; `make demo` and the commands run what users run.
 # Tests read no Python frames in lowered programs, so that none are written there.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 JAX_TRACEBACK_IN_LOCATIONS_LIMIT=0
+# Of families' variants beside the base, and of types that wrap another's text model, `make test` runs the quick checks,
+# which leaves out half of conformance's time; `make conformance` runs all.
+export TTPU_CONFORMANCE_LEVEL ?= standard
 COMPILE_FAST := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
     --xla_cpu_parallel_codegen_split_count=1
 # Another third off. A newer XLA has no such flag, and one that it does not know ends the process.
@@ -52,7 +55,7 @@ COMPILE_FASTER := $(COMPILE_FAST) --xla_cpu_use_fusion_emitters=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint newest bench dist clean
+.PHONY: help demo test conformance lint newest bench dist clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +65,9 @@ demo: $(VENV)/.installed  ## Generate text from the checkpoint in this repositor
 
 test: $(VENV_TEST)/.installed  ## Run every test with the pinned versions (PYTEST_ARGS="-k rope" for some)
 	$(TEST_ENV) XLA_FLAGS="$(XLA_FLAGS) $(COMPILE_FASTER)" $(VENV_TEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+conformance: $(VENV_TEST)/.installed  ## Run every conformance check of every variant of the families
+	$(MAKE) --no-print-directory test TTPU_CONFORMANCE_LEVEL=full PYTEST_ARGS="$(wildcard plugins/*/tests/test_*_conformance.py) $(PYTEST_ARGS)"
 
 lint: $(VENV_TEST)/.installed  ## Check style (ruff), types (mypy), docstrings, and who imports whom (import-linter)
 	$(VENV_TEST)/bin/ruff check --output-format concise .

@@ -15,6 +15,7 @@ from ttpu_conformance import parametrize_with_checks
 from ttpu_conformance.check import check
 from ttpu_conformance.errors import CheckFailure, DeclarationError, NoReference, NotApplicable, NotProven
 from ttpu_conformance.measure import Measured
+from ttpu_conformance.pytest_door import LEVEL_VARIABLE
 from ttpu_conformance.report import Report
 from ttpu_conformance.runner import Result, run_one
 from ttpu_conformance.selection import Item, all_checks, checks_for
@@ -404,3 +405,35 @@ def test_a_run_that_is_not_over_has_not_passed() -> None:
     assert not cut_off.passed and cut_off.to_json()["missing"] == ["qwen3"]
     assert cut_off.badge() == {**over.badge(), "message": "1 passed, 1 not run", "color": "red"}
     assert Report.joined([cut_off.to_json()]).missing == ("qwen3",)
+
+
+def checks_of(model_type: str, **chosen: Any) -> set[str]:
+    """The ids `variant-check` that a test of this type would have."""
+    mark = parametrize_with_checks(model_type, **chosen).mark
+    return {parameter.id.removeprefix(f"{model_type}-") for parameter in mark.args[1]}
+
+
+def test_the_standard_level_proves_a_base_wholly_and_logits_of_every_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LEVEL_VARIABLE, raising=False)
+    full = checks_of("gemma2")
+    assert full == checks_of("gemma2", level="full")
+    monkeypatch.setenv(LEVEL_VARIABLE, "standard")
+    standard = checks_of("gemma2")
+    assert standard < full
+    assert {one for one in full if one.startswith("base-")} <= standard
+    assert {"everything-float32_logits", "everything-checkpoint_round_trip", "everything-logical_axes"} <= standard
+    left_out = {one.partition("-")[2] for one in full - standard}
+    assert {"gradients", "greedy_tokens", "cached_decode", "sharded_fsdp"} <= left_out
+    assert not {"float32_logits", "config_keys_are_read"} & left_out
+
+
+def test_the_standard_level_leaves_a_wrapped_text_models_proofs_to_its_own_type() -> None:
+    wrapper, text = (checks_of(name, level="standard") for name in ("gemma3", "gemma3_text"))
+    assert {"base-gradients", "base-served_tokens", "base-cached_decode"} <= text - wrapper
+    assert {"base-float32_logits", "base-checkpoint_round_trip", "base-greedy_tokens"} <= wrapper
+
+
+def test_a_level_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LEVEL_VARIABLE, "thorough")
+    with pytest.raises(RequestError, match="'thorough', but the levels are quick, standard, full"):
+        checks_of("llama")

@@ -149,6 +149,11 @@ class Case:
         return self.variant.name == BASE
 
     @property
+    def wraps_text_model(self) -> bool:
+        """Whether the type's config nests the text model's, which another model type has by itself."""
+        return "text_config" in self.declaration.base
+
+    @property
     def record(self) -> PluginRecord:
         """The plugin's entry point."""
         return plugin_record(self.registry, self.model_type)

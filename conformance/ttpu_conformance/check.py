@@ -14,8 +14,12 @@ LEVELS: tuple[Level, ...] = ("contract", "numerics", "sharded", "compile", "devi
 EVERYWHERE: tuple[Level, ...] = ("contract", "numerics", "sharded", "compile")
 """Levels that need no device beside the CPU."""
 
-Depth = Literal["quick", "full"]
+Depth = Literal["quick", "standard", "full"]
 Scope = Literal["type", "variant", "heavy"]
+
+WRAPPER_CHECKS = ("greedy_tokens",)
+"""What the standard selection proves of the base of a type that wraps another one's text model, beside the checks that
+belong to the quick selection for every case: it is loaded, named and generated from as a whole."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Check:
 
     `scope`: "type" checks run for the base variant, "variant" checks for every one, "heavy" checks for the base and for
     variants that the declaration calls heavy. `quick` says for which cases it belongs to the quick selection: "all",
-    "base" or "no"."""
+    "base" or "no". The standard selection has every check of the base, and of other cases what the quick one has. The
+    base of a type that wraps another one's text model is such a case: the other type's checks prove that model."""
 
     id: str
     level: Level
@@ -52,7 +57,11 @@ class Check:
             return False
         if self.scope == "heavy" and not (case.is_base or case.variant.name in case.declaration.heavy):
             return False
-        return depth == "full" or self.quick == "all" or (self.quick == "base" and case.is_base)
+        if depth == "full" or self.quick == "all":
+            return True
+        if depth == "standard":
+            return case.is_base and (not case.wraps_text_model or self.id in WRAPPER_CHECKS)
+        return self.quick == "base" and case.is_base
 
 
 _CHECKS: dict[str, Check] = {}

@@ -34,6 +34,7 @@ class LevelChoice(StrEnum):
     """How much is checked."""
 
     quick = "quick"
+    standard = "standard"
     full = "full"
 
 
@@ -45,7 +46,11 @@ def conformance(
         bool, typer.Option("--all", help="Every model type that an installed plugin describes.")
     ] = False,
     level: Annotated[
-        LevelChoice, typer.Option(help="Seconds per type, or everything that runs on any machine.")
+        LevelChoice,
+        typer.Option(
+            help="Seconds per type (quick), all checks of each type's base variant and the quick ones of the others "
+            "(standard), or everything that runs on any machine (full)."
+        ),
     ] = LevelChoice.full,
     device: Annotated[DeviceChoice, typer.Option(help="Where numbers are computed.")] = DeviceChoice.cpu,
     require_tpu: Annotated[

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from ttpu_conformance.case import Case, Options, cases_of
 from ttpu_conformance.check import Depth, Level
@@ -15,7 +16,10 @@ from ttpu_conformance.errors import CheckFailure
 from ttpu_conformance.runner import outcome
 from ttpu_conformance.selection import Item, checks_for, levels_on
 from ttpu_conformance.session import prepare
+from ttpu_core.errors import RequestError
 from ttpu_core.registry import Registry
+
+LEVEL_VARIABLE = "TTPU_CONFORMANCE_LEVEL"
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def release() -> None:
 
 def parametrize_with_checks(
     *model_types: str,
-    level: Depth = "full",
+    level: Depth | None = None,
     levels: Iterable[Level] | None = None,
     device: Device = "cpu",
     only: Iterable[str] = (),
@@ -83,7 +87,9 @@ def parametrize_with_checks(
 
     Args:
         model_types: Hugging Face model types that installed plugins describe.
-        level: "quick" for the selection that takes seconds per type, or "full".
+        level: "quick" for the selection that takes seconds per type; "standard" for all checks of each type's base
+            variant and the quick ones of its other variants; or "full". None reads the environment variable
+            TTPU_CONFORMANCE_LEVEL; without it everything is checked.
         levels: which levels of checks; None is contract, numerics and sharded, which run on any machine, and on a TPU
             device too.
         device: where numbers are computed; "tpu" skips with the reason where there is none.
@@ -102,6 +108,7 @@ def parametrize_with_checks(
     """
     import pytest
 
+    level = level or _level_of_environment()
     options = Options(device, tuple(patch_packs), attn_implementation, backend)
     prepare(options)
     wanted = levels_on(device) if levels is None else tuple(levels)
@@ -111,3 +118,20 @@ def parametrize_with_checks(
         for item in checks_for(cases, level, levels=wanted, only=only):
             parameters.append(pytest.param(item.case, PytestCheck(item), id=item.id))
     return pytest.mark.parametrize(("case", "check"), parameters)
+
+
+def _level_of_environment() -> Depth:
+    """Return the level that TTPU_CONFORMANCE_LEVEL names, "full" where it is not set.
+
+    Raises:
+        RequestError: it names no level.
+    """
+    named = os.environ.get(LEVEL_VARIABLE, "full")
+    for level in get_args(Depth):
+        if level == named:
+            found: Depth = level
+            return found
+    raise RequestError(
+        f"{LEVEL_VARIABLE} is {named!r}, but the levels are {', '.join(get_args(Depth))}: set it to one of them, or "
+        "unset it to check everything."
+    )

@@ -3,6 +3,7 @@ checkpoint tensor name."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,9 @@ from ttpu_jax.params.padding import project_gradients
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """What JAX reports when it has compiled a program."""
+
+_tracing, _traces = jax.make_user_context(default_value=0), itertools.count(1)
+"""JAX keeps what it traced by the value of this context: under a new one it traces a program, and its layers, anew."""
 
 
 @dataclass(frozen=True)
@@ -200,12 +204,12 @@ class JaxModel:
 
     def decode_program(self, rows: int, slots: int) -> str:
         """The text of the decode program before the compiler sees it, traced anew with a decoder that is made anew."""
-        jax.clear_caches()
         programs = self.model.programs
         step = inference_step(
             self.spec, programs.runtime, programs.cache_dtype, batch=rows, tokens=1, context=slots, stacked=False
         )
-        return str(jax.jit(step.function, donate_argnums=step.donated).lower(*step.arguments).as_text())
+        with _tracing(next(_traces)):
+            return str(jax.jit(step.function, donate_argnums=step.donated).lower(*step.arguments).as_text())
 
     @cached_property
     def _step(self) -> Any:
