@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ttpu_core.calibration import InputStatistics
     from ttpu_core.checkpoint import Checkpoint
     from ttpu_core.generation.events import StreamEvent, Timings
+    from ttpu_core.sharding.parallelism import Parallelism
     from ttpu_core.sharding.serving import ServedShapes, ServingLimits
     from ttpu_core.sharding.strategy import Strategy
     from ttpu_core.sharding.verification import Verification
@@ -145,13 +146,22 @@ class Plans(Protocol):
     """A backend that says what a planned program runs on a TPU, and what its engine compiles there."""
 
     def planned_kernels(
-        self, architecture: Architecture, *, served: bool = False, shards_sequence: bool = False
+        self,
+        architecture: Architecture,
+        *,
+        served: bool = False,
+        shards_sequence: bool = False,
+        parallelism: Parallelism | None = None,
+        rows: tuple[int, ...] = (),
     ) -> Mapping[str, str]:
         """Operation → implementation and why, on a TPU, for `ttpu plan`.
 
         Args:
+            architecture: the model, with the formats of its quantized kernels.
             served: in an engine's steps, else in those of `generate` and of training.
             shards_sequence: the sequence is sharded.
+            parallelism: the mesh, and what its axes shard; None for one device.
+            rows: tokens of the programs; () for those of a usual decode step and prompt.
         """
         ...
 
@@ -242,6 +252,7 @@ class CompilesAhead(Protocol):
         parallelism_strategy: str | None = None,
         plan: Any = None,
         attn_implementation: str = "auto",
+        quantization: Any = None,
         progress: Callable[[str, float, float], None] | None = None,
     ) -> Any:
         """Compile an engine's programs for a slice that need not be there, and keep them.
@@ -253,6 +264,7 @@ class CompilesAhead(Protocol):
             parallelism_strategy: how the model is sharded; None shards every layer over all devices.
             plan: a plan, or its file, in place of a strategy.
             attn_implementation: as for loading.
+            quantization: of the weights, as for loading.
             progress: called as progress("compile", programs done, programs in all).
 
         Returns:

@@ -21,11 +21,14 @@ from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_core.mapping import FlaxMapping, pad_mapping
 from ttpu_core.quantization import QuantizationConfig, choices, quantize_architecture
+from ttpu_core.quantization.grouping import fit_formats
 from ttpu_core.quantization.mapping import StoredMapping, formats_of, stored_mapping
 from ttpu_core.quantization.quantize import EMBEDDING
 from ttpu_core.quantization.report import report_of
 from ttpu_core.quantization.schemes import QuantizedCheckpoint, open_quantized
 from ttpu_core.registry import default_registry
+from ttpu_core.sharding.padding import pad_architecture
+from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_core.sharding.serving import ServedShapes, ServingLimits
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.sharding.verification import Verification
@@ -41,6 +44,7 @@ from ttpu_jax.model.layer_run import LayerRun, check_layer_run
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
+from ttpu_jax.ops.matmul.choice import ROWS, product_choices
 from ttpu_jax.parallel import placement_for
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.load import load_parameters
@@ -290,24 +294,11 @@ class JaxBackend:
         parallelism_strategy: str | None = None,
         plan: Any = None,
         attn_implementation: str = "auto",
+        quantization: Any = None,
         progress: ProgressCallback | None = None,
     ) -> Ahead:
-        """Compile an engine's programs for a slice that need not be there; see `ttpu_jax.runner.slices`.
-
-        Args:
-            topology: the slice, as in v5e:2x4.
-            config: the engine's settings.
-            dtype: what weights are held in.
-            parallelism_strategy: how the model is sharded; None shards every layer over all devices.
-            plan: a plan, or its file, in place of a strategy.
-            attn_implementation: as for loading.
-            progress: called as progress("compile", programs done, programs in all).
-
-        Raises:
-            UnsupportedError: no such slice or mesh, or a program does not fit.
-            RequestError: settings that contradict the model or each other.
-            MissingDependencyError: libtpu is not installed.
-        """
+        """Compile an engine's programs for a slice that need not be there: see `ttpu_core.backend.CompilesAhead` and
+        `ttpu_jax.runner.slices`."""
         from ttpu_jax.runner.slices import compile_slice
 
         return compile_slice(
@@ -318,6 +309,7 @@ class JaxBackend:
             parallelism_strategy=parallelism_strategy,
             plan=plan,
             attn_implementation=attn_implementation,
+            quantization=quantization,
             progress=progress,
         )
 
@@ -330,9 +322,23 @@ class JaxBackend:
         return verify_plan(architecture, plan, progress=progress)
 
     def planned_kernels(
-        self, architecture: Architecture, *, served: bool = False, shards_sequence: bool = False
+        self,
+        architecture: Architecture,
+        *,
+        served: bool = False,
+        shards_sequence: bool = False,
+        parallelism: Parallelism | None = None,
+        rows: tuple[int, ...] = (),
     ) -> Mapping[str, str]:
-        """Return the attention implementation of each kind of layer on a TPU, and why; see `ttpu_core.backend.Plans`.
+        """Return the attention implementation of each kind of layer on a TPU and that of the products with quantized
+        kernels, and why; see `ttpu_core.backend.Plans`.
+
+        Args:
+            architecture: the model.
+            served: in an engine's steps, else in those of `generate` and of training.
+            shards_sequence: the sequence is sharded.
+            parallelism: the mesh, and what its axes shard; None for one device.
+            rows: tokens of the programs; () for those of a usual decode step and prompt.
         """
         if served:
             from ttpu_jax.runner.planned import served_kernels
@@ -340,7 +346,12 @@ class JaxBackend:
             kinds = served_kernels(architecture.spec)
         else:
             kinds = _attention_by_kind(architecture, "tpu", (axes.SEQUENCE,) if shards_sequence else ())
-        return {f"attention ({kind})": words for kind, words in kinds.items()}
+        spec = architecture.spec
+        if parallelism is not None:
+            padded, paddings = pad_architecture(spec, dict(parallelism.mesh), parallelism.strategy)
+            spec, _ = fit_formats(padded, spec, paddings, dict(parallelism.mesh), parallelism.strategy)
+        products = product_choices(spec, "tpu", parallelism=parallelism, rows=rows or ROWS)
+        return {**{f"attention ({kind})": words for kind, words in kinds.items()}, **products}
 
     def served_shapes(
         self, spec: ArchitectureSpec, mesh: Mapping[str, int], strategy: Strategy, limits: ServingLimits, dtype: str
@@ -365,10 +376,14 @@ class JaxBackend:
         """Return the implementation of each operation on this machine, and why; on a machine without TPUs, also the one
         on a TPU."""
         initialize()
-        here, on_tpu = (_attention_by_kind(architecture, platform) for platform in (jax.default_backend(), "tpu"))
+        here, on_tpu = (
+            {f"attention ({kind})": words for kind, words in _attention_by_kind(architecture, platform).items()}
+            | product_choices(architecture.spec, platform)
+            for platform in (jax.default_backend(), "tpu")
+        )
         table = {
-            f"attention ({kind})": words if words == on_tpu[kind] else f"{words}. On a TPU: {on_tpu[kind]}"
-            for kind, words in here.items()
+            operation: words if words == on_tpu[operation] else f"{words}. On a TPU: {on_tpu[operation]}"
+            for operation, words in here.items()
         }
         return {**table, "norm, rope, MLP": "XLA: fused by the compiler"}
 

@@ -150,6 +150,7 @@ def test_the_request_is_part_of_what_is_printed_as_json(config: Path) -> None:
     serving = as_json(config, "--quantization", "int8")
     assert (serving["request"]["topology"], serving["request"]["batch"]) == (None, 32)
     assert serving["request"]["quantization"] == "int8"
+    assert "XLA multiplies by scales per channel" in serving["kernels"]["products (int8, one scale per channel)"]
     assert as_json(config, "--task", "training")["request"]["batch"] is None  # one a device of each slice
     assert (serving["nothing_fits"], serving["without"]) == (None, [])
 

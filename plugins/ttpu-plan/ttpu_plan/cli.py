@@ -207,16 +207,29 @@ def _verified(architecture: Architecture, wanted: Sequence[Plan]) -> Verified:
 
 def _kernels(architecture: Architecture, shown: Sequence[Plan]) -> dict[str, str]:
     """Operation → what the first plan runs it by on a TPU, and why; {} where no backend that knows is installed."""
+    from dataclasses import replace
+
     from ttpu_core.backend import Plans
+    from ttpu_core.quantization.quantize import planned_spec
     from ttpu_core.registry import default_registry
     from ttpu_plan.served import capable_backend
 
     backend = capable_backend(default_registry(), Plans)
     if not isinstance(backend, Plans):
         return {}
-    shards_sequence = bool(shown) and dict(shown[0].mesh).get("sequence", 1) > 1
-    served = bool(shown) and shown[0].is_served
-    return dict(backend.planned_kernels(architecture, served=served, shards_sequence=shards_sequence))
+    if not shown:
+        return dict(backend.planned_kernels(architecture))
+    plan, workloads = shown[0], [program.workload for program in shown[0].programs]
+    spec = planned_spec(architecture.spec, workloads[0].quantization)
+    return dict(
+        backend.planned_kernels(
+            replace(architecture, spec=spec),
+            served=plan.is_served,
+            shards_sequence=dict(plan.mesh).get("sequence", 1) > 1,
+            parallelism=plan.replica,
+            rows=tuple(dict.fromkeys(one.tokens * (1 if one.step else one.batch) for one in workloads)),
+        )
+    )
 
 
 def _refused(one: Plan, verified: Verified) -> bool:

@@ -170,6 +170,29 @@ class TestRefusals:
             compile_ahead(small(), "v5e:1x1", EngineConfig(max_model_len=8193))
 
 
+@pytest.mark.tpu_compile
+def test_the_quantization_of_a_slice_is_that_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("libtpu")
+    from ttpu_jax.runner import slices
+
+    class Compiled(Exception):
+        pass
+
+    def compiled(architecture: Architecture, *arguments: Any, **options: Any) -> None:
+        found = ahead.abstract_runner(
+            architecture, ahead.tpu_topology("v5e:1x1"), EngineConfig(), "bfloat16", None,
+            use_pallas=options["use_pallas"],
+        )  # fmt: skip
+        assert found.runtime.use_pallas is False
+        assert found.params["layers.0.mlp.down.kernel"].values.dtype == "int4"
+        raise Compiled
+
+    monkeypatch.setattr(slices, "compile_ahead", compiled)
+    asked = {"bits": 4, "group_size": 128, "use_pallas": False}
+    with pytest.raises(Compiled):
+        slices.compile_slice(small(), "v5e:1x1", EngineConfig(), dtype="bfloat16", quantization=asked)
+
+
 def test_an_engine_finds_every_program_that_was_compiled_ahead_for_its_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,8 +101,8 @@ class Experts(nnx.Module):
             None if kernel is None else map_arrays(kernel, by, lambda _, by: PartitionSpec(*by))
             for kernel, by in zip(kernels, dimensions, strict=True)
         )
-        down: Any = in_specs.down
-        if isinstance(down, QuantizedKernel) and down.input_order is not None:
+        if isinstance(kernels.down, QuantizedKernel) and kernels.down.input_order is not None:
+            down: Any = in_specs.down
             by_columns = replace(down, input_order=PartitionSpec(experts or None, inner or None))
             in_specs = in_specs._replace(down=by_columns)
         # Partial sums leave the manual region apart and are added outside: the gradient of that sum is a copy, where

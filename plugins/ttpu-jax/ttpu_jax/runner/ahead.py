@@ -22,6 +22,7 @@ from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.paged import GroupSpec, group_page_bytes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
+from ttpu_jax.ops.matmul.devices import UsePallas
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.initialize import abstract_parameters
 from ttpu_jax.params.padding import pad_for
@@ -160,6 +161,7 @@ def compile_ahead(
     mesh: Mapping[str, int] | None = None,
     strategy: Strategy = DEFAULT_STRATEGY,
     attn_implementation: str = "auto",
+    use_pallas: UsePallas = "auto",
     only: Callable[[Program], bool] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     store: bool = False,
@@ -169,6 +171,7 @@ def compile_ahead(
 
     Args:
         mesh: mesh axis → devices along it; None shards every layer over all devices (`tensor`).
+        use_pallas: of the products with quantized kernels, see `ttpu_core.quantization.QuantizationConfig`.
         only: which programs; None is all.
         progress: called with the name of what was compiled, how many are done, and how many there are.
         store: keep executables for a machine that has such a slice, and do not compile what was kept before.
@@ -181,7 +184,7 @@ def compile_ahead(
         MissingDependencyError: libtpu is not installed.
     """
     topology = tpu_topology(topology_name)
-    runner = abstract_runner(architecture, topology, config, dtype, mesh, strategy, attn_implementation)
+    runner = abstract_runner(architecture, topology, config, dtype, mesh, strategy, attn_implementation, use_pallas)
     placement = runner.runtime.placement
     kept = ExecutableCache(placement.devices) if store else None
     if progress is not None:
@@ -243,6 +246,7 @@ def abstract_runner(
     mesh: Mapping[str, int] | None,
     strategy: Strategy = DEFAULT_STRATEGY,
     attn_implementation: str = "auto",
+    use_pallas: UsePallas = "auto",
 ) -> EnginePrograms:
     """Make a runner for the devices of a slice, whose weights are only shapes.
 
@@ -254,6 +258,7 @@ def abstract_runner(
         mesh: mesh axis → devices along it; None shards every layer over all devices (`tensor`).
         strategy: the mesh axes that shard each logical axis.
         attn_implementation: as for loading.
+        use_pallas: of the products with quantized kernels.
 
     Raises:
         UnsupportedError: the engine cannot serve the model or the mesh, or the settings ask for adapters or a draft
@@ -272,7 +277,7 @@ def abstract_runner(
     spec, _ = pad_for(architecture.spec, placement)
     sequence_axes = placement.axes_of(axes.SEQUENCE)
     attention = attention_choice(spec, attn_implementation, placement.platform, None, sequence_axes)
-    runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
+    runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options, use_pallas=use_pallas)
     settings = filled(config, spec, placement.platform)
     params = abstract_parameters(spec.parameters, placement, kind)
     runner = runner_for(spec, runtime, params, settings, kind)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ttpu_core.architecture import Architecture
-from ttpu_core.errors import UnsupportedError
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.quantization import QuantizationConfig, quantize_architecture
 from ttpu_core.registry import default_registry
 from ttpu_core.services import Planner
 from ttpu_core.sharding.hardware import parse_topology
@@ -32,6 +33,7 @@ def compile_slice(
     parallelism_strategy: str | None = None,
     plan: Any = None,
     attn_implementation: str = "auto",
+    quantization: Any = None,
     progress: Callable[[str, float, float], None] | None = None,
 ) -> Ahead:
     """Compile an engine's programs for a slice, and store them.
@@ -44,6 +46,7 @@ def compile_slice(
         parallelism_strategy: how the model is sharded; None shards every layer over all devices.
         plan: a plan, or its file, in place of a strategy.
         attn_implementation: as for loading.
+        quantization: of the weights, as for loading.
         progress: called as progress("compile", programs done, all programs).
 
     Raises:
@@ -58,7 +61,14 @@ def compile_slice(
             "a slice that one machine holds, as in v5e:2x4."
         )
     devices = tpu_topology(topology).devices  # says what to install, or that there is no such slice, before all else
-    parallelism = _parallelism(architecture, devices, parallelism_strategy, plan, dtype)
+    asked = None if quantization is None else QuantizationConfig.read(quantization)
+    if asked is not None and architecture.spec.kernel_formats:
+        raise RequestError(
+            f"quantization={str(asked)!r} was asked for, but the checkpoint is quantized already: leave it out, or "
+            "take the original weights."
+        )
+    architecture = quantize_architecture(architecture, asked)
+    parallelism = _parallelism(architecture, devices, parallelism_strategy, plan, dtype, asked)
     on_compile = None if progress is None else (lambda _, done, total: progress("compile", done, total))
     found = compile_ahead(
         architecture,
@@ -68,6 +78,7 @@ def compile_slice(
         mesh=dict(parallelism.mesh) or None,
         strategy=parallelism.strategy,
         attn_implementation=attn_implementation,
+        use_pallas="auto" if asked is None else asked.use_pallas,
         progress=on_compile,
         store=True,
     )
@@ -77,14 +88,20 @@ def compile_slice(
 
 
 def _parallelism(
-    architecture: Architecture, devices: Sequence[Any], asked: str | None, plan: Any, dtype: str
+    architecture: Architecture,
+    devices: Sequence[Any],
+    asked: str | None,
+    plan: Any,
+    dtype: str,
+    quantization: QuantizationConfig | None,
 ) -> Parallelism:
     """As loading the checkpoint there would resolve it, but that nothing said means all devices."""
     the_one_given(None, parallelism_strategy=asked, plan=plan)
     if plan is not None:
         planner: Planner = default_registry().service("planner")
+        text = None if quantization is None else str(quantization)
         return planner.plan_for(
-            plan, architecture.spec, dtype=dtype, quantization=None, purpose="serve", backend="JAX"
+            plan, architecture.spec, dtype=dtype, quantization=text, purpose="serve", backend="JAX"
         )
     if asked is None:
         return Parallelism((("tensor", len(devices)),))

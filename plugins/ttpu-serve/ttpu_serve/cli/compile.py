@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,11 +16,11 @@ from ttpu_core.cli import options
 from ttpu_core.cli.console import LoadProgress, counted, in_bytes, print_json, stdout_console
 from ttpu_core.cli.option_groups import with_option_groups
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.quantization import quantize_architecture
 from ttpu_serve.cli.engine_options import EngineOptions, words
 
 if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
+    from ttpu_core.config import ModelConfig
     from ttpu_serve.ahead import AheadSlice
     from ttpu_serve.execution.engine_core import EngineCore
 
@@ -117,7 +118,6 @@ def _ahead(backend: CompilesAhead, name: str, topology: str, arguments: Mapping[
 
     load, config = read_options(name, arguments)
     architecture, dtype = _described(name, load.patch_packs, load.dtype)
-    architecture = quantize_architecture(architecture, load.quantization)
     with LoadProgress(quiet=quiet) as progress:
         found: AheadSlice = backend.compile_ahead(
             architecture,
@@ -127,6 +127,7 @@ def _ahead(backend: CompilesAhead, name: str, topology: str, arguments: Mapping[
             parallelism_strategy=load.parallelism_strategy,
             plan=load.plan,
             attn_implementation=load.attn_implementation or "auto",
+            quantization=load.quantization,
             progress=progress,
         )
     return found
@@ -134,15 +135,22 @@ def _ahead(backend: CompilesAhead, name: str, topology: str, arguments: Mapping[
 
 def _described(name: str, patch_packs: Sequence[str] | None, dtype: str) -> tuple[Architecture, str]:
     """Return the architecture and the dtype with which the checkpoint would be loaded. A config.json alone does not
-    show whether the checkpoint has an untied head."""
+    show whether the checkpoint has an untied head, nor which of its tensors are quantized.
+
+    Raises:
+        UnsupportedError: the weights are quantized and not here.
+    """
     from ttpu_core.checkpoint import Checkpoint, open_checkpoint, open_config
     from ttpu_core.errors import CheckpointError
     from ttpu_core.loading import describe_checkpoint
+    from ttpu_core.quantization.mapping import formats_of
+    from ttpu_core.quantization.schemes import open_quantized
     from ttpu_core.registry import default_registry
 
     path, registry = Path(name).expanduser(), default_registry()
     if path.exists() and not _has_weights(path):
         config = open_config(name)
+        _refuse_absent(config, name)
         written = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         return registry.architecture(config, patch_packs), written if dtype == "auto" else dtype
     checkpoint: Checkpoint = open_checkpoint(name)
@@ -150,8 +158,25 @@ def _described(name: str, patch_packs: Sequence[str] | None, dtype: str) -> tupl
         checkpoint, architecture = describe_checkpoint(checkpoint, patch_packs)
         stored = checkpoint.dtype
     except CheckpointError:  # some of its files are still to come
+        _refuse_absent(checkpoint.config, name)
         architecture, stored = registry.architecture(checkpoint.config, patch_packs), "bfloat16"
+    else:
+        if (quantized := open_quantized(checkpoint)) is not None:
+            mapping = architecture.mapping.suited_to(quantized.shapes)
+            spec = formats_of(architecture.spec, mapping, quantized)
+            architecture = replace(architecture, spec=spec, mapping=mapping)
     return architecture, stored if dtype == "auto" else dtype
+
+
+def _refuse_absent(config: ModelConfig, name: str) -> None:
+    """Refuse a quantized checkpoint whose weights are not here: its config.json names schemes, not tensors."""
+    from ttpu_core.quantization.schemes import quantization_of
+
+    if quantization_of(config) is not None:
+        raise UnsupportedError(
+            f"programs for {name} were to be compiled, whose config.json says that its weights are quantized, but they "
+            "are not all here: put its safetensors files beside it."
+        )
 
 
 def _has_weights(path: Path) -> bool:

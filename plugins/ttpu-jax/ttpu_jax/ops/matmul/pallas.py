@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from ttpu_core.spec.kernel_format import KernelFormat
 from ttpu_jax.ops.kernels import QuantizedKernel, map_arrays
 from ttpu_jax.ops.matmul.activations import quantize_activations
-from ttpu_jax.ops.matmul.devices import Devices
+from ttpu_jax.ops.matmul.devices import Devices, UsePallas
 from ttpu_jax.ops.matmul.pallas_blocks import LANES, block_table, blocks_for
 
 
@@ -38,15 +38,31 @@ def why_not_pallas(form: KernelFormat, shape: tuple[int, ...], rows: int, device
         return f"groups of {form.group_size} inputs lie on two devices"
     rows = -(-rows // prod(devices.shards(axes) for axes in devices.row_axes))
     channels = prod(size // count for size, count in zip(out, ways[:-1], strict=True))
+    return why_not_on_device(form, channels, inputs // ways[-1], rows, devices.kind, devices.use_pallas)
+
+
+def why_not_on_device(
+    form: KernelFormat, channels: int, inputs: int, rows: int, kind: str, use_pallas: UsePallas = "auto"
+) -> str | None:
+    """`why_not_pallas` of one TPU's share of a product.
+
+    Args:
+        form: of the kernel.
+        channels: outputs of the device's share of the kernel.
+        inputs: of the device's share.
+        rows: of the activations there.
+        kind: `jax.Device.device_kind`.
+        use_pallas: True or "auto".
+    """
     try:
-        blocks_for(devices.kind, rows, channels, inputs // ways[-1], form.group_size, jnp.dtype(form.dtype))
+        blocks_for(kind, rows, channels, inputs, form.group_size, jnp.dtype(form.dtype))
     except NotImplementedError as error:
         return str(error)
-    if devices.use_pallas is True:
+    if use_pallas is True:
         return None
     if form.group_size is None:
         return "XLA multiplies by scales per channel after its own product, without writing weights out"
-    limits = block_table(devices.kind)["rows"]
+    limits = block_table(kind)["rows"]
     if form.activation is not None:
         most, what = limits["activations"], "integers"
     else:
