@@ -28,6 +28,9 @@ PACKAGES      := ttpu.py ttpu_core $(foreach part,$(PARTS),plugins/ttpu-$(part)/
                  conformance/ttpu_conformance \
                  $(foreach family,$(FAMILIES),plugins/ttpu-$(family)/ttpu_$(family)) \
                  examples/ttpu-olmo/ttpu_olmo examples/ttpu-pack-attention/ttpu_pack_attention
+# Tests of wheels, documents and outside projects, and the server's tests with their clients (openai, schemathesis), say
+# nothing about a newer jax: the test lane runs them.
+NEWEST_IGNORED := test_server_* test_install.py test_packaging.py test_docs.py test_demo_checkpoint.py test_third_party*.py
 NEWEST_TESTS   = tests $(filter-out plugins/ttpu-torch-xla/tests,$(wildcard plugins/*/tests))
 
 PIP := -m pip install --quiet --disable-pip-version-check
@@ -75,7 +78,6 @@ lint: $(VENV_TEST)/.installed  ## Check style (ruff), types (mypy), docstrings, 
 	$(VENV_TEST)/bin/lint-imports
 	$(VENV_TEST)/bin/python scripts/check_docstrings.py $(PACKAGES)
 
-# The server's tests need clients (openai, schemathesis) that say nothing about the newest jax.
 newest:  ## Run the quick tests with the newest jax on a newer Python, if this machine has one
 	@newer=$$(scripts/find-newer-python $(PYTHON)) || exit 1; \
 	if [ -z "$$newer" ]; then \
@@ -89,7 +91,7 @@ test-newest: $(VENV_NEWEST)/.installed
 	@$(VENV_NEWEST)/bin/python -c 'import jax, platform; print("Python", platform.python_version(), "jax", jax.__version__)'
 	$(TEST_ENV) XLA_FLAGS="$(XLA_FLAGS) $(COMPILE_FAST)" $(VENV_NEWEST)/bin/python -m pytest \
 	    -n $(PYTEST_WORKERS) --dist worksteal \
-	    -m "not torch and not tpu_compile and not slow" --ignore-glob='*/test_server_*' $(PYTEST_ARGS) $(NEWEST_TESTS)
+	    -m "not torch and not tpu_compile and not slow" $(NEWEST_IGNORED:%=--ignore-glob='*/%') $(PYTEST_ARGS) $(NEWEST_TESTS)
 
 bench: $(VENV_TEST)/.installed  ## Run every script in benchmarks/
 	@set -e; for script in benchmarks/*.py; do \
