@@ -226,19 +226,8 @@ class JaxBackend:
         options: JaxLoadOptions,
         dtype: str,
     ) -> LayerRun:
-        """The layers of a model over some texts, one at a time; see `ttpu_jax.model.layer_run`.
-
-        Args:
-            architecture: the model.
-            params: path → float array, the parameters outside of layers.
-            tokens: int32 [texts, seq], without padding.
-            options: where the model runs.
-            dtype: of weights and activations.
-
-        Raises:
-            UnsupportedError: this backend cannot run the model, or not layer by layer on this mesh.
-            RequestError: options that contradict each other or the devices.
-        """
+        """The layers of a model over some texts, one at a time: see `ttpu_core.backend.Calibrates` and
+        `ttpu_jax.model.layer_run`."""
         initialize()
         spec = architecture.spec
         check_supported(spec)
