@@ -15,7 +15,7 @@ from ttpu_core.checkpoint.header import TensorInfo, TensorReader
 from ttpu_core.errors import MappingError, UnsupportedError
 from ttpu_core.mapping import Expression, FlaxMapping, Padded, Stack, Tensor
 from ttpu_core.mapping.padding import Padding, merged_runs
-from ttpu_core.quantization.grouping import Grouping
+from ttpu_core.quantization.grouping import Grouping, places_of
 from ttpu_core.quantization.reading import largest_scale, regrouped
 from ttpu_core.quantization.schemes import QuantizedCheckpoint, QuantizedTensor
 from ttpu_core.quantization.schemes.tensor import Source
@@ -155,10 +155,19 @@ class _Kernel:
         if part == "values":
             for leaf in self.dense_rule.leaves():
                 self.sources[leaf.name] = self.weights[leaf.name].parts["values"]
-            return self.dense_rule if self.padding is None else Padded(self.dense_rule, self.padding)
+            return self.dense_rule if self.padding is None else Padded(self.dense_rule, self._of_columns(self.padding))
         if part in ("scale", "zero_point"):
             return self._of_groups(part)
         return self._of_inputs(part, self.dense_rule, lead)
+
+    def _of_columns(self, padding: Padding) -> Padding:
+        """The padding of the values, whose columns keep their order if the kernel has an input order: those of zeros
+        come last."""
+        if padding.original[-1] == padding.shape[-1] or all(weight.order is None for weight in self.weights.values()):
+            return padding
+        inputs, added = padding.original[-1], padding.shape[-1] - padding.original[-1]
+        original, axis = padding.original, len(padding.original) - 1
+        return Padding(original, padding.shape, original, axis, ((0, inputs), (-1, added)))
 
     def _of_groups(self, part: PartName) -> Expression:
         grouping = self.grouping
@@ -208,12 +217,16 @@ class _Kernel:
                 )
         inputs = found[0].shape[-1]
         known = orders[0] if orders[0] is not None else np.arange(inputs, dtype=np.int32)
+        if self.padding is not None and self.padding.original[-1] != self.padding.shape[-1]:
+            places = places_of(self.padding, inputs, self.padding.shape[-1])
+            moved = np.flatnonzero(places >= 0)[np.argsort(places[places >= 0])]
+            known = np.concatenate([moved[known], np.flatnonzero(places < 0)]).astype(np.int32)
 
         def rows(reader: TensorReader, start: int, stop: int) -> Array:
             return known[None]
 
-        self.sources[name] = DecodedTensor(name, (inputs,), np.dtype(np.int32), rows)
-        return Tensor(name, (inputs,))
+        self.sources[name] = DecodedTensor(name, known.shape, np.dtype(np.int32), rows)
+        return Tensor(name, known.shape)
 
 
 def _same_order(one: Array | None, other: Array | None) -> bool:

@@ -88,7 +88,11 @@ def test_experts_with_an_input_order_may_be_cut_along_their_inner_dimension(mixt
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("int4 groups asymmetric", "tensor=8"), ("fine-grained fp8", "fsdp=2,tensor=4"), ("gptq", "tensor=8")],
+    [
+        ("int4 groups asymmetric", "tensor=8"),
+        ("fine-grained fp8", "fsdp=2,tensor=4"),
+        ("gptq asymmetric, activation order", "tensor=8"),
+    ],
 )
 def test_a_mesh_gives_what_one_device_gives(name: str, mesh: str, dense: Path, tmp_path: Path) -> None:
     """On 8 devices the heads are padded and groups are split."""
