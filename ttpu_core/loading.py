@@ -159,6 +159,25 @@ def describe_checkpoint(
     return checkpoint, architecture
 
 
+def planned_architecture(name: str, patch_packs: Sequence[str] | None = None) -> Architecture:
+    """The architecture of a checkpoint or of a config.json alone, beside which no weights have to lie, with the formats
+    of weights that are quantized already.
+
+    Raises:
+        CheckpointError, ConfigError, MappingError, PluginError: what cannot be described, and why.
+        UnsupportedError: the weights are quantized in a scheme that is not read.
+    """
+    from ttpu_core.checkpoint import open_checkpoint, open_config
+    from ttpu_core.quantization.stored import stored_architecture
+    from ttpu_core.registry import default_registry
+
+    path = Path(name).expanduser()
+    alone = path.exists() and not (path.is_dir() and any(path.glob("*.safetensors")))
+    checkpoint = None if alone else open_checkpoint(name)
+    config = open_config(name) if checkpoint is None else checkpoint.config
+    return stored_architecture(default_registry().architecture(config, patch_packs), config, checkpoint)
+
+
 def open_model(
     source: str | Path | Checkpoint,
     options: LoadOptions,

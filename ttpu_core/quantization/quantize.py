@@ -62,7 +62,7 @@ def choices(
         names = (path.removesuffix(".kernel"), *_tensor_names(path, mapping))
         skipped = [pattern for pattern in config.skip if any(is_named(name, pattern) for name in names)]
         unused.difference_update(skipped)
-        reason = f"skipped by {skipped[0]!r}" if skipped else _reason(path, parameter, spec, config)
+        reason = f"skipped by {skipped[0]!r}" if skipped else why_dense(path, parameter, spec, config)
         if reason:
             found.append(Choice(path, None, reason))
         else:
@@ -101,11 +101,16 @@ def quantize_architecture(architecture: Architecture, asked: Any) -> Architectur
         asked: what `QuantizationConfig.read` reads, or None.
 
     Raises:
-        RequestError: as for `quantize_spec`.
+        RequestError: the weights are quantized already, or as for `quantize_spec`.
     """
     if asked is None:
         return architecture
     config = QuantizationConfig.read(asked)
+    if architecture.spec.kernel_formats:
+        raise RequestError(
+            f"quantization={str(config)!r} was asked for, but the weights of this {architecture.spec.model_type} are "
+            "quantized already: leave it out, or take the original weights."
+        )
     return replace(architecture, spec=quantize_spec(architecture.spec, config, architecture.mapping))
 
 
@@ -181,8 +186,8 @@ def is_matrix(path: str) -> bool:
     return path.endswith(".kernel") or path == EMBEDDING
 
 
-def _reason(path: str, parameter: Parameter, spec: ArchitectureSpec, config: QuantizationConfig) -> str | None:
-    """Why a matrix stays as it is, None if it is quantized."""
+def why_dense(path: str, parameter: Parameter, spec: ArchitectureSpec, config: QuantizationConfig) -> str | None:
+    """Why a matrix stays as it is, whatever the configuration skips; None if it is quantized."""
     if path == EMBEDDING:
         return None if config.embeddings else "the embedding table, read by row (embeddings=True quantizes it)"
     if path == HEAD:

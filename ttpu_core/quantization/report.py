@@ -67,7 +67,7 @@ def report_of(
         dtype: of the parameters that are not quantized.
         found: the decisions about its matrices; None for a checkpoint that stores them so.
     """
-    formats = Counter(format_words(form) for _, form in spec.kernel_formats)
+    formats = stored_formats(spec)
     quantized = dict(spec.kernel_formats)
     if found is None:
         found = tuple(
@@ -77,12 +77,17 @@ def report_of(
         )
     return QuantizationReport(
         scheme,
-        dict(formats),
+        formats,
         stored_bytes(spec, dtype),
         sum(one.size * BITS[one.dtype or dtype] for one in spec.parameters.values()) // 8,
         by_reason(one for one in found if one.format is None),
         by_reason(one for one in found if one.format is not None),
     )
+
+
+def stored_formats(spec: ArchitectureSpec) -> dict[str, int]:
+    """Format in words → number of kernels."""
+    return dict(Counter(format_words(form) for _, form in spec.kernel_formats))
 
 
 def stored_bytes(spec: ArchitectureSpec, dtype: str) -> int:

@@ -12,6 +12,7 @@ import pytest
 from ttpu_core.architecture import Architecture
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import MissingDependencyError, PlanError, UnsupportedError
+from ttpu_core.quantization import quantize_architecture
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.strategy import Strategy
@@ -59,7 +60,7 @@ class Compiler:
         self.refuses = ""
 
     def __call__(self, architecture: Architecture, topology: str, **options: Any) -> Any:
-        self._note({"topology": topology, **options})
+        self._note({"topology": topology, "formats": architecture.spec.kernel_formats, **options})
         one = type("One", (), {"op": "all-reduce", "count": 5, "result_bytes": 640})()
         report = {"task": options["task"], "peak_bytes": 2**20, "predicted_seconds": 0.5, "compile_seconds": 2.0}
         return type("Report", (), {**report, "collectives": (one,)})()
@@ -67,7 +68,8 @@ class Compiler:
     def step(
         self, architecture: Architecture, topology: str, mesh: dict[str, int], strategy: Strategy, workload: Workload
     ) -> ProgramFigures:
-        asked = {"batch": workload.batch, "context": workload.context, "step": workload.step}
+        asked: dict[str, Any] = {"batch": workload.batch, "context": workload.context, "step": workload.step}
+        asked["formats"] = architecture.spec.kernel_formats
         self._note({"topology": topology, "mesh": mesh, "strategy": strategy, **asked})
         return ProgramFigures(2**20, 0, 0, 0, 0.5, 2.0, (("all-reduce", 5, 640),), 1, 0)
 
@@ -108,6 +110,25 @@ def test_of_replicas_one_is_compiled_for_devices_as_many_as_it_has(
     verify.verify_plan(architecture, two)
     assert (compiler.asked[0]["topology"], compiler.asked[0]["mesh"]) == ("v5e:2x2", {"tensor": 4})
     assert compiler.asked[0]["batch"] == 4
+
+
+@pytest.mark.parametrize("purpose", ["inference", "generation"])
+def test_a_quantized_plan_is_compiled_with_quantized_kernels(
+    architecture: Architecture, compiler: Compiler, purpose: Any, cache: Path
+) -> None:
+    asked = "w4a16-g128"
+    dense, quantized = (
+        best_plan(architecture.spec, parse_topology("v5e:2x2"), Request(purpose, 8, 512, quantization=one))
+        for one in (None, asked)
+    )
+    stored = quantize_architecture(architecture, asked)
+    its_own = best_plan(stored.spec, parse_topology("v5e:2x2"), Request(purpose, 8, 512))
+    assert [one.memory for one in its_own.programs] == [one.memory for one in quantized.programs]
+    for model, plan in ((architecture, dense), (architecture, quantized), (stored, its_own)):
+        assert not any(one.cached for one in verify.verify_plan(model, plan))
+    formats = [dict(one["formats"]) for one in compiler.asked]
+    assert formats == [{}] * 2 + [dict(stored.spec.kernel_formats)] * 4
+    assert {one.group_size for one in formats[-1].values()} == {128}
 
 
 def test_what_was_compiled_is_not_compiled_again(
@@ -196,9 +217,6 @@ def test_what_cannot_be_proven_is_refused(
     other = default_registry().architecture(ModelConfig.from_dict({**SMALL, "vocab_size": 2048}))
     with pytest.raises(PlanError, match="a plan serves one model"):
         verify.verify_plan(other, plan)
-    quantized = best_plan(architecture.spec, parse_topology("v5e:2x2"), Request(quantization="int8"))
-    with pytest.raises(UnsupportedError, match="leave the quantization or --verify out"):
-        verify.verify_plan(architecture, quantized)
     monkeypatch.setattr(topology_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r'pip install "ttpu-jax\[tpu\]"'):
         verify.verify_plan(architecture, plan)
@@ -206,19 +224,21 @@ def test_what_cannot_be_proven_is_refused(
 
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize(
-    ("name", "purpose"),
+    ("name", "purpose", "quantization"),
     [
-        ("v5e:2x2", "inference"),
-        ("v5e:2x2", "generation"),
-        ("2*v5e:2x2", "generation"),
-        pytest.param("2*v5e:2x2", "training", marks=pytest.mark.slow),
+        ("v5e:2x2", "inference", None),
+        ("v5e:2x2", "inference", "w4a16-g128"),
+        ("v5e:2x2", "generation", None),
+        ("2*v5e:2x2", "generation", None),
+        pytest.param("2*v5e:2x2", "training", None, marks=pytest.mark.slow),
     ],
 )
 def test_the_compiler_agrees_with_a_plan_of_a_small_model(
-    architecture: Architecture, name: str, purpose: Any, cache: Path
+    architecture: Architecture, name: str, purpose: Any, quantization: str | None, cache: Path
 ) -> None:
     pytest.importorskip("libtpu")
-    plan = best_plan(architecture.spec, parse_topology(name), Request(purpose, batch=8, context=512))
+    request = Request(purpose, batch=8, context=512, quantization=quantization)
+    plan = best_plan(architecture.spec, parse_topology(name), request)
     found = JaxBackend().verify_plan(architecture, plan)
     for program, one in zip(plan.programs, found, strict=True):
         assert one.peak_bytes is not None

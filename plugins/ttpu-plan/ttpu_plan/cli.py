@@ -98,24 +98,20 @@ def plan(
       ttpu plan ./llama/config.json
       ttpu plan ./llama --topology v5e:2x4 --batch 64 --save plan.json
       ttpu plan ./llama --topology v5p:4x4x4 --task training --verify --picture memory.html
-
-    \f
-    Raises:
-        UnsupportedError: --verify was given with --quantization.
     """
-    from ttpu_core.registry import default_registry
+    from ttpu_core.loading import planned_architecture
+    from ttpu_core.quantization import quantize_architecture
     from ttpu_plan.picture import check_picture_file, save_picture
     from ttpu_plan.plan_file import check_plan_file, save_plan
     from ttpu_plan.planner import Request
 
-    if verify and quantization:
-        raise _cannot_verify(quantization)
     if picture is not None:
         check_picture_file(picture)
     if save is not None:
         check_plan_file(save)
     request = Request(task.value, batch, context, quantization=quantization)
-    architecture = default_registry().architecture(_config(checkpoint), patch_pack or None)
+    architecture = planned_architecture(checkpoint, patch_pack or None)
+    quantize_architecture(architecture, quantization)  # says what is wrong before all else
     shown, nothing, without = _plans(architecture, topology, request, max(best, candidates) if verify else best)
     fitting = [one for one in shown if one.fits]
     verified = _verified(architecture, fitting if topology is None else fitting[:candidates]) if verify else {}
@@ -138,22 +134,6 @@ def plan(
     if reason is not None:
         note(f"nothing fits: {reason}")
         raise typer.Exit(NOTHING_FITS)
-
-
-def _cannot_verify(quantized: str) -> Exception:
-    from ttpu_core.errors import UnsupportedError
-
-    return UnsupportedError(
-        f"--verify was asked for with --quantization {quantized}, but only programs of unquantized weights can be "
-        "compiled yet: leave one of the two out."
-    )
-
-
-def _config(name: str) -> Any:
-    """The config alone where `name` is a local path, so that no weights have to lie beside it."""
-    from ttpu_core.checkpoint import open_checkpoint, open_config
-
-    return open_config(name) if Path(name).expanduser().exists() else open_checkpoint(name).config
 
 
 def _plans(
@@ -281,6 +261,7 @@ def _as_json(
     without: Sequence[str],
     verified: Verified,
 ) -> dict[str, Any]:
+    from ttpu_core.quantization.report import stored_formats
     from ttpu_core.sharding.hardware import parse_topology
     from ttpu_plan.plan_file import plan_json
 
@@ -296,6 +277,7 @@ def _as_json(
         "checkpoint": checkpoint,
         "model_type": architecture.spec.model_type,
         "num_parameters": architecture.spec.num_parameters,
+        "kernel_formats": dict(stored_formats(architecture.spec)),
         "purpose": request.purpose,
         "request": {
             "task": request.purpose,
@@ -338,6 +320,8 @@ def _print(
     from rich import box
     from rich.table import Table
 
+    from ttpu_core.quantization.report import stored_formats
+
     console = stdout_console()
     if shown:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=_title(checkpoint, request), title_justify="left")
@@ -360,7 +344,8 @@ def _print(
         kernels.append(f"patch packs: {', '.join(architecture.patch_packs)}")
     if kernels:
         console.print("\n".join(kernels), end="\n\n")
-    words = f"{spec.model_type}, {spec.num_parameters:,} parameters in {request.quantization or request.dtype}. {NOTE}"
+    stored = "; ".join(stored_formats(spec)) or request.dtype
+    words = f"{spec.model_type}, {spec.num_parameters:,} parameters in {request.quantization or stored}. {NOTE}"
     console.print(f"{words} {VERIFIED_NOTE}" if verified else words)
 
 

@@ -46,7 +46,8 @@ def plan_for(
         )
     if purpose == "serve":
         read = _replica(read)
-    read.check(spec)
+    # A dense checkpoint that is quantized while it is loaded has a plan of the dense model, with a quantization.
+    read.check(spec if quantization is None else replace(spec, kernel_formats=()))
     for program in read.programs:
         workload = program.workload
         if _format(workload.quantization) != _format(quantization):

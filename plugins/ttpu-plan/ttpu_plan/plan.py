@@ -166,7 +166,10 @@ def replica_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def fingerprint_of(spec: ArchitectureSpec) -> str:
-    """A hash of the names and shapes of a model's parameters, in sixteen characters."""
+    """A hash of the names and shapes of a model's parameters, and of the dtypes of quantized ones, in sixteen
+    characters."""
     text = repr([(path, parameter.shape) for path, parameter in spec.parameters.items()])
+    if spec.kernel_formats:
+        text += repr([(path, form.dtype) for path, form in spec.kernel_formats])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -121,7 +121,13 @@ def plans(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING
 
     Raises:
         UnsupportedError: no mesh divides the model at all.
+        RequestError: quantized weights were to be trained.
     """
+    if request.purpose == "training" and spec.kernel_formats:
+        raise RequestError(
+            f"training a {spec.model_type} whose weights are quantized was asked for, but the weights that a training "
+            "step updates are float32: take the original weights."
+        )
     fingerprint = fingerprint_of(spec)
     found = [_plan(spec, fingerprint, topology, mesh, request) for mesh in meshes(spec, topology, request)]
     if not found:

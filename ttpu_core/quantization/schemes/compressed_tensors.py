@@ -53,7 +53,7 @@ def read_compressed_tensors(
         CheckpointError: a part is missing or has a wrong shape, or a group index is out of range.
         UnsupportedError: a format that is not read.
     """
-    groups = _groups(source, config)
+    groups = config_groups(source, config)
     ignored = tuple(config.get("ignore") or ())
     weights: dict[str, QuantizedTensor] = {}
     used = {name for name in tensors if name.endswith(CACHE)}
@@ -62,7 +62,7 @@ def read_compressed_tensors(
             module, _, part = name.rpartition(".")
             if part != "weight_packed" and not (part == "weight" and info.dtype in ("I8", "F8_E4M3")):
                 continue
-            group = _group_of(module, groups, ignored)
+            group = group_of(module, groups, ignored)
             if group is None:
                 raise CheckpointError(
                     f"{name!r} is stored as {info.dtype}, but no config group of quantization_config has it as a "
@@ -74,7 +74,12 @@ def read_compressed_tensors(
     return QuantizedCheckpoint(source, "compressed-tensors", weights, dense)
 
 
-def _groups(source: str, config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def config_groups(source: str, config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The config groups that have weights, each with its format.
+
+    Raises:
+        UnsupportedError: a format that is not read.
+    """
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         raise UnsupportedError(
@@ -101,7 +106,7 @@ def _groups(source: str, config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return groups
 
 
-def _group_of(module: str, groups: list[Mapping[str, Any]], ignored: tuple[str, ...]) -> Mapping[str, Any] | None:
+def group_of(module: str, groups: list[Mapping[str, Any]], ignored: tuple[str, ...]) -> Mapping[str, Any] | None:
     """The config group that has the module as a target. Names and patterns come before classes."""
     if any(_matches(module, pattern) for pattern in ignored):
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +12,6 @@ import typer
 from ttpu_core.cli.console import counted, in_bytes, print_json, stderr_console, stdout_console
 
 if TYPE_CHECKING:
-    from ttpu_core.config import ModelConfig
     from ttpu_jax.aot.report import ProgramReport
 
 NOTE = (
@@ -82,12 +80,12 @@ def compile_report(
       ttpu compile-report ./llama --topology v5e:2x4 --topology v6e:2x4 --task decode --batch 64
       ttpu compile-report ./llama --topology v5e:4x4 --mesh data=2,tensor=8 --json
     """
-    from ttpu_core.registry import default_registry
+    from ttpu_core.loading import planned_architecture
     from ttpu_core.sharding.parallelism import parse_mesh
     from ttpu_jax.aot.report import compile_report as report
 
     axes = parse_mesh(mesh) if mesh else None
-    architecture = default_registry().architecture(_config(checkpoint))
+    architecture = planned_architecture(checkpoint)
     wanted: list[tuple[Any, int, int]] = []
     if task in (TaskChoice.decode, TaskChoice.both):
         wanted.append(("decode", batch, context))
@@ -117,13 +115,6 @@ def compile_report(
         print_json({"checkpoint": checkpoint, "note": NOTE, "programs": [_as_json(one) for one in reports]})
     else:
         _print(checkpoint, reports)
-
-
-def _config(name: str) -> ModelConfig:
-    """The config alone where `name` is a local path, so that no weights have to lie beside it."""
-    from ttpu_core.checkpoint import open_checkpoint, open_config
-
-    return open_config(name) if Path(name).expanduser().exists() else open_checkpoint(name).config
 
 
 def _as_json(report: ProgramReport) -> dict[str, Any]:

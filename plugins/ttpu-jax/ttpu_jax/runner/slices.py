@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ttpu_core.architecture import Architecture
-from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.errors import UnsupportedError
 from ttpu_core.quantization import QuantizationConfig, quantize_architecture
 from ttpu_core.registry import default_registry
 from ttpu_core.services import Planner
@@ -62,11 +62,6 @@ def compile_slice(
         )
     devices = tpu_topology(topology).devices  # says what to install, or that there is no such slice, before all else
     asked = None if quantization is None else QuantizationConfig.read(quantization)
-    if asked is not None and architecture.spec.kernel_formats:
-        raise RequestError(
-            f"quantization={str(asked)!r} was asked for, but the checkpoint is quantized already: leave it out, or "
-            "take the original weights."
-        )
     architecture = quantize_architecture(architecture, asked)
     parallelism = _parallelism(architecture, devices, parallelism_strategy, plan, dtype, asked)
     on_compile = None if progress is None else (lambda _, done, total: progress("compile", done, total))

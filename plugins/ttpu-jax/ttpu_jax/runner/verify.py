@@ -20,6 +20,7 @@ import ttpu_jax
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.files import write_whole
+from ttpu_core.quantization import quantize_architecture
 from ttpu_core.sharding.request import topology_of
 from ttpu_core.sharding.verification import Verification
 from ttpu_core.spec import ArchitectureSpec, MixerSpec
@@ -60,11 +61,8 @@ def _verify(
     architecture: Architecture, plan: Plan, program: ProgramEstimate, progress: Callable[[str], None] | None
 ) -> Verification:
     workload = program.workload
-    if workload.quantization is not None:
-        raise UnsupportedError(
-            f"verifying a plan in {workload.quantization} was asked for, but this backend compiles programs of float "
-            "weights: leave the quantization or --verify out."
-        )
+    if not architecture.spec.kernel_formats:
+        architecture = quantize_architecture(architecture, workload.quantization)
     remembered = cache_file(architecture, plan, program)
     if (found := _read(remembered)) is not None:
         return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -143,8 +142,7 @@ def _described(name: str, patch_packs: Sequence[str] | None, dtype: str) -> tupl
     from ttpu_core.checkpoint import Checkpoint, open_checkpoint, open_config
     from ttpu_core.errors import CheckpointError
     from ttpu_core.loading import describe_checkpoint
-    from ttpu_core.quantization.mapping import formats_of
-    from ttpu_core.quantization.schemes import open_quantized
+    from ttpu_core.quantization.stored import stored_architecture
     from ttpu_core.registry import default_registry
 
     path, registry = Path(name).expanduser(), default_registry()
@@ -161,10 +159,7 @@ def _described(name: str, patch_packs: Sequence[str] | None, dtype: str) -> tupl
         _refuse_absent(checkpoint.config, name)
         architecture, stored = registry.architecture(checkpoint.config, patch_packs), "bfloat16"
     else:
-        if (quantized := open_quantized(checkpoint)) is not None:
-            mapping = architecture.mapping.suited_to(quantized.shapes)
-            spec = formats_of(architecture.spec, mapping, quantized)
-            architecture = replace(architecture, spec=spec, mapping=mapping)
+        architecture = stored_architecture(architecture, checkpoint.config, checkpoint)
     return architecture, stored if dtype == "auto" else dtype
 
 
