@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import llama_checkpoint
 from typer.testing import CliRunner
 
+from ttpu_core import ModelConfig, default_registry
 from ttpu_core.checkpoint import open_checkpoint
 from ttpu_core.cli.main import app
 from ttpu_core.loading import LoadOptions, describe_checkpoint, open_model
@@ -133,6 +134,46 @@ def test_a_group_that_does_not_divide_becomes_finer_and_says_so(checkpoint: Path
     assert [group["weights"]["group_size"] for group in groups.values()] == [16, 32]
     assert groups["group_0"]["targets"] == [r"re:model\.layers\.\d+\.mlp\.down_proj$"]
     assert groups["group_1"]["targets"] == ["Linear"]
+
+
+def test_experts_in_one_tensor_are_quantized_as_those_in_many(tmp_path: Path) -> None:
+    config = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "dtype": "float32",
+    }
+    mapping = default_registry().architecture(ModelConfig.from_dict(config)).mapping
+    random = np.random.default_rng(0)
+    weights = {name: random.standard_normal(shape).astype(np.float32) for name, shape in mapping.tensors.items()}
+    experts = "model.layers.0.mlp.experts"
+    whole = {name: array for name, array in weights.items() if not name.startswith(experts)}
+    gates, ups, downs = (
+        np.stack([weights[f"{experts}.{index}.{name}.weight"] for index in range(3)])
+        for name in ("gate_proj", "up_proj", "down_proj")
+    )
+    whole |= {f"{experts}.gate_up_proj": np.concatenate([gates, ups], axis=1), f"{experts}.down_proj": downs}
+    found = []
+    for name, tensors in {"many": weights, "one": whole}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        result = invoke(tmp_path / name, "--scheme", "w4a16-g16-asym", "--out", tmp_path / f"{name}-w4")
+        assert result.exit_code == 0, result.output
+        found.append(tensors_in(tmp_path / f"{name}-w4"))
+    assert f"{experts}.2.up_proj.weight_packed" in found[0]
+    assert found[0].keys() == found[1].keys()
+    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+    configs = [json.loads((tmp_path / f"{name}-w4" / "config.json").read_text()) for name in ("many", "one")]
+    assert configs[0] == configs[1]
 
 
 def test_requests_that_cannot_be_met_are_refused(checkpoint: Path, text: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ttpu_core.quantization.rounding import round_kernel
 from ttpu_core.spec.parameters import LAYERS
 from ttpu_quantize import compressed_tensors as layout
 from ttpu_quantize.calibrated import Calibration, LayerErrors
+from ttpu_quantize.experts import with_single_experts
 from ttpu_quantize.linears import Linear, Selection, select
 from ttpu_quantize.output import Output, small_files
 from ttpu_quantize.tensors import read_tensor, read_weights
@@ -75,6 +76,7 @@ def make_checkpoint(
     """
     check_original(checkpoint)
     layout.check_scheme(config)
+    checkpoint = with_single_experts(checkpoint, architecture)
     selection = select(architecture, checkpoint, config)
     if calibration is not None:
         selection = calibration.formatted(selection)
