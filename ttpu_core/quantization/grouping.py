@@ -61,7 +61,7 @@ def fit_formats(
         strategy: the mesh axes that shard each logical axis.
 
     Raises:
-        UnsupportedError: no groups of two or more inputs fit, or a kernel with an input order of its own is padded.
+        UnsupportedError: no groups of two or more inputs fit.
     """
     plain = replace(padded, kernel_formats=())
     formats: dict[str, KernelFormat] = {}
@@ -82,14 +82,11 @@ def _grouping(
 ) -> Grouping:
     size = form.group_size
     moved = padded != inputs
-    if moved and form.input_order:
-        raise UnsupportedError(
-            f"{path} was to be padded from {inputs} to {padded} inputs for this mesh, but its weights are stored in an "
-            "input order of their own (activation order): use a mesh whose devices divide the heads and the MLP."
-        )
     if size is None:
         return Grouping(inputs, None, None)
-    places = _places(padding, inputs, padded) if moved and padding is not None else None
+    places = places_of(padding, inputs, padded) if moved and padding is not None else None
+    if form.input_order and moved:  # columns are added behind the stored ones, and the order says where they belong
+        places = None
     fitted = gcd(size, local)
     while fitted > 1 and not (local % fitted == 0 and size % fitted == 0 and _fits(places, fitted)):
         fitted -= 1
@@ -99,12 +96,13 @@ def _grouping(
             f"groups with less than 2 inputs: use fewer devices on the axes that shard its {padded} inputs."
         )
     if places is None:
-        return Grouping(inputs, size, fitted, tuple(range(inputs // fitted)))
+        added = (-1,) * ((padded - inputs) // fitted)
+        return Grouping(inputs, size, fitted, (*range(inputs // fitted), *added))
     firsts = places[::fitted]
     return Grouping(inputs, size, fitted, tuple(int(first) // fitted if first >= 0 else -1 for first in firsts))
 
 
-def _places(padding: Padding, inputs: int, padded: int) -> np.ndarray:
+def places_of(padding: Padding, inputs: int, padded: int) -> np.ndarray:
     """For each input of the padded kernel, its number in the original, or -1 for padding: int [padded]."""
     import numpy as np
 

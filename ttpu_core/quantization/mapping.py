@@ -3,19 +3,20 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttpu_core.checkpoint.decoded import DecodedTensor, raw_rows
+from ttpu_core.checkpoint.decoded import DecodedTensor
 from ttpu_core.checkpoint.header import TensorInfo, TensorReader
 from ttpu_core.errors import MappingError, UnsupportedError
 from ttpu_core.mapping import Expression, FlaxMapping, Padded, Stack, Tensor
 from ttpu_core.mapping.padding import Padding, merged_runs
-from ttpu_core.quantization.grouping import Grouping
+from ttpu_core.quantization.grouping import Grouping, places_of
+from ttpu_core.quantization.reading import largest_scale, regrouped
 from ttpu_core.quantization.schemes import QuantizedCheckpoint, QuantizedTensor
 from ttpu_core.quantization.schemes.tensor import Source
 from ttpu_core.spec import ArchitectureSpec, axes
@@ -161,10 +162,19 @@ class _Kernel:
         if part == "values":
             for leaf in self.dense_rule.leaves():
                 self.sources[leaf.name] = self.weights[leaf.name].parts["values"]
-            return self.dense_rule if self.padding is None else Padded(self.dense_rule, self.padding)
+            return self.dense_rule if self.padding is None else Padded(self.dense_rule, self._of_columns(self.padding))
         if part in ("scale", "zero_point"):
             return self._of_groups(part)
         return self._of_inputs(part, self.dense_rule, lead)
+
+    def _of_columns(self, padding: Padding) -> Padding:
+        """The padding of the values, whose columns keep their order if the kernel has an input order: those of zeros
+        come last."""
+        if padding.original[-1] == padding.shape[-1] or all(weight.order is None for weight in self.weights.values()):
+            return padding
+        inputs, added = padding.original[-1], padding.shape[-1] - padding.original[-1]
+        original, axis = padding.original, len(padding.original) - 1
+        return Padding(original, padding.shape, original, axis, ((0, inputs), (-1, added)))
 
     def _of_groups(self, part: PartName) -> Expression:
         grouping = self.grouping
@@ -174,7 +184,7 @@ class _Kernel:
             weight = self.weights[leaf.name]
             name = f"{leaf.name}::{part}"
             columns = groups or 1
-            self.sources[name] = _regrouped(weight, part, columns, grouping.fitted)
+            self.sources[name] = regrouped(weight, part, columns, grouping.fitted)
             changed = _with_inputs(leaf, name, weight.shape[-1], columns)
             return changed if groups is not None else changed.reshape(*changed.result_shape[:-1])
 
@@ -202,7 +212,7 @@ class _Kernel:
         found = [self.weights[name] for name in leaves]
         name = f"{leaves[0]}::{part}"
         if part == "input_scale":
-            self.sources[name] = _largest(name, [weight.parts["input_scale"] for weight in found])
+            self.sources[name] = largest_scale(name, [weight.parts["input_scale"] for weight in found])
             return Tensor(name, (1,)).reshape()
         orders = [weight.order for weight in found]
         for other, weight in zip(orders[1:], found[1:], strict=True):
@@ -214,12 +224,16 @@ class _Kernel:
                 )
         inputs = found[0].shape[-1]
         known = orders[0] if orders[0] is not None else np.arange(inputs, dtype=np.int32)
+        if self.padding is not None and self.padding.original[-1] != self.padding.shape[-1]:
+            places = places_of(self.padding, inputs, self.padding.shape[-1])
+            moved = np.flatnonzero(places >= 0)[np.argsort(places[places >= 0])]
+            known = np.concatenate([moved[known], np.flatnonzero(places < 0)]).astype(np.int32)
 
         def rows(reader: TensorReader, start: int, stop: int) -> Array:
             return known[None]
 
-        self.sources[name] = DecodedTensor(name, (inputs,), np.dtype(np.int32), rows)
-        return Tensor(name, (inputs,))
+        self.sources[name] = DecodedTensor(name, known.shape, np.dtype(np.int32), rows)
+        return Tensor(name, known.shape)
 
 
 def _same_order(one: Array | None, other: Array | None) -> bool:
@@ -276,42 +290,6 @@ def _cannot_follow(name: str) -> MappingError:
         f"the mapping moves or cuts the inputs of {name!r}, which the scales of a quantized checkpoint cannot follow: "
         "take the original weights, or correct `ttpu_flax_mapping` so that inputs stay the last dimension."
     )
-
-
-def _regrouped(weight: QuantizedTensor, part: PartName, columns: int, fitted: int | None) -> Source:
-    """Scales or zero points [*lead, out, columns] of smaller groups."""
-    source = weight.parts.get(part)
-    shape = (*weight.shape[:-1], columns)
-    if source is None:  # a symmetric weight in one kernel with others
-
-        def zeros(reader: TensorReader, start: int, stop: int) -> Array:
-            return np.zeros((stop - start, columns), np.int8)
-
-        return DecodedTensor(f"{weight.name}::{part}", shape, np.dtype(np.int8), zeros)
-    assert isinstance(source, DecodedTensor)
-    stored = source.shape[-1]
-    if stored == columns:
-        return source
-    width = weight.scale_width or weight.group_size
-    places = np.arange(columns) * (fitted or 0) // (width or 1)
-    decode = source.rows
-
-    def rows(reader: TensorReader, start: int, stop: int) -> Array:
-        return decode(reader, start, stop)[:, places]
-
-    return DecodedTensor(source.name, shape, source.dtype, rows)
-
-
-def _largest(name: str, scales: list[Source]) -> DecodedTensor:
-    """The largest of the static scales of the weights that share an input."""
-
-    def rows(reader: TensorReader, start: int, stop: int) -> Array:
-        found: Iterator[Array] = (
-            one.rows(reader, 0, 1) if isinstance(one, DecodedTensor) else raw_rows(reader, one, 0, 1) for one in scales
-        )
-        return np.max(np.stack([np.asarray(one, np.float32).reshape(1, 1) for one in found]), axis=0)
-
-    return DecodedTensor(name, (1,), np.dtype(np.float32), rows)
 
 
 def _last(padding: Padding, size: int | None) -> Padding:

@@ -17,6 +17,9 @@ State = dict[str, torch.Tensor]
 Quantize = Callable[[str, torch.Tensor], tuple[State, torch.Tensor]]
 """module, weight → its tensors in the file by their last name, and the weight that they stand for."""
 
+Made = Callable[[Path, Path], tuple[Path, Path]]
+"""dense checkpoint, folder → the quantized folder and the dense one of the same numbers."""
+
 SKIPPED = ("lm_head", "embed_tokens", "norm", "mlp.gate.weight", "block_sparse_moe.gate")
 
 
@@ -175,3 +178,48 @@ def fine_grained_fp8(dense: Path, folder: Path, block: int = 32) -> tuple[Path, 
 
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
     return write(dense, folder, config, quantize)
+
+
+def shuffled(inputs: int) -> np.ndarray:
+    return np.random.default_rng(inputs).permutation(np.arange(inputs) // 16)
+
+
+# the schemes of the tests
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+
+SCHEMES: dict[str, Made] = {
+    "int8 per channel": lambda dense, folder: compressed_tensors(
+        dense, folder, {"num_bits": 8, "type": "int", "strategy": "channel"}, "int-quantized"
+    ),
+    "int8 packed": lambda dense, folder: compressed_tensors(
+        dense, folder, {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}, "pack-quantized"
+    ),
+    "int4 groups": lambda dense, folder: compressed_tensors(dense, folder, INT4, "pack-quantized"),
+    "int4 groups asymmetric": lambda dense, folder: compressed_tensors(
+        dense, folder, INT4 | {"symmetric": False}, "pack-quantized"
+    ),
+    "int4 activation order": lambda dense, folder: compressed_tensors(
+        dense, folder, INT4 | {"actorder": "group"}, "pack-quantized", order=shuffled
+    ),
+    "fp8 per channel": lambda dense, folder: compressed_tensors(
+        dense, folder, {"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized"
+    ),
+    "fp8 per tensor": lambda dense, folder: compressed_tensors(
+        dense, folder, {"num_bits": 8, "type": "float", "strategy": "tensor"}, "float-quantized"
+    ),
+    "fp8 blocks": lambda dense, folder: compressed_tensors(
+        dense, folder, {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 16]},
+        "float-quantized",
+    ),
+    "gptq": lambda dense, folder: gptq(dense, folder, symmetric=True, version="gptq", desc_act=False),
+    "gptq asymmetric, activation order": lambda dense, folder: gptq(
+        dense, folder, symmetric=False, version="gptq", desc_act=True
+    ),
+    "gptq v2, 8 bits": lambda dense, folder: gptq(
+        dense, folder, bits=8, symmetric=False, version="gptq_v2", desc_act=False
+    ),
+    "awq": lambda dense, folder: awq(dense, folder),
+    "fine-grained fp8": lambda dense, folder: fine_grained_fp8(dense, folder),
+}  # fmt: skip

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("compressed_tensors")
 import torch
 import transformers
-from quantized_files import awq, compressed_tensors, fine_grained_fp8, gptq
+from quantized_files import SCHEMES, TOKENS, compressed_tensors
 from safetensors.torch import load_file, save_file
 from tiny import llama_checkpoint
 
@@ -29,50 +29,6 @@ from ttpu_jax.ops.kernels import QuantizedKernel
 pytestmark = pytest.mark.torch
 
 IDS = np.random.default_rng(1).integers(0, 250, (2, 9))
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
-TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
-Made = Callable[[Path, Path], tuple[Path, Path]]
-
-SCHEMES: dict[str, Made] = {
-    "int8 per channel": lambda dense, folder: compressed_tensors(
-        dense, folder, {"num_bits": 8, "type": "int", "strategy": "channel"}, "int-quantized"
-    ),
-    "int8 packed": lambda dense, folder: compressed_tensors(
-        dense, folder, {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}, "pack-quantized"
-    ),
-    "int4 groups": lambda dense, folder: compressed_tensors(dense, folder, INT4, "pack-quantized"),
-    "int4 groups asymmetric": lambda dense, folder: compressed_tensors(
-        dense, folder, INT4 | {"symmetric": False}, "pack-quantized"
-    ),
-    "int4 activation order": lambda dense, folder: compressed_tensors(
-        dense, folder, INT4 | {"actorder": "group"}, "pack-quantized", order=shuffled
-    ),
-    "fp8 per channel": lambda dense, folder: compressed_tensors(
-        dense, folder, {"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized"
-    ),
-    "fp8 per tensor": lambda dense, folder: compressed_tensors(
-        dense, folder, {"num_bits": 8, "type": "float", "strategy": "tensor"}, "float-quantized"
-    ),
-    "fp8 blocks": lambda dense, folder: compressed_tensors(
-        dense, folder, {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 16]},
-        "float-quantized",
-    ),
-    "gptq": lambda dense, folder: gptq(dense, folder, symmetric=True, version="gptq", desc_act=False),
-    "gptq asymmetric, activation order": lambda dense, folder: gptq(
-        dense, folder, symmetric=False, version="gptq", desc_act=True
-    ),
-    "gptq v2, 8 bits": lambda dense, folder: gptq(
-        dense, folder, bits=8, symmetric=False, version="gptq_v2", desc_act=False
-    ),
-    "awq": lambda dense, folder: awq(dense, folder),
-    "fine-grained fp8": lambda dense, folder: fine_grained_fp8(dense, folder),
-}  # fmt: skip
-
-
-def shuffled(inputs: int) -> np.ndarray:
-    return np.random.default_rng(inputs).permutation(np.arange(inputs) // 16)
-
-
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return llama_checkpoint(tmp_path_factory.mktemp("dense") / "llama", vocab_size=250, tie_word_embeddings=False)
@@ -140,7 +96,11 @@ def test_experts_with_an_input_order_may_be_cut_along_their_inner_dimension(mixt
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("int4 groups asymmetric", "tensor=8"), ("fine-grained fp8", "fsdp=2,tensor=4"), ("gptq", "tensor=8")],
+    [
+        ("int4 groups asymmetric", "tensor=8"),
+        ("fine-grained fp8", "fsdp=2,tensor=4"),
+        ("gptq asymmetric, activation order", "tensor=8"),
+    ],
 )
 def test_a_mesh_gives_what_one_device_gives(name: str, mesh: str, dense: Path, tmp_path: Path) -> None:
     """On 8 devices the heads are padded and groups are split."""

@@ -3,6 +3,7 @@ explain, in every formulation; and their gradients are the dequantized kernel's.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,7 @@ from ttpu_jax.ops.kernels import (
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.matmul import quantized_matmul, xla
 from ttpu_jax.ops.matmul.dense import Product
+from ttpu_jax.ops.matmul.devices import Devices
 from ttpu_jax.ops.matmul.reference import reference
 from ttpu_jax.params.placement import local_placement
 
@@ -185,6 +187,24 @@ def test_eight_devices_multiply_within_the_bound(cut: tuple[str | None, ...]) ->
     assert all(part.addressable_shards[0].data.size * 8 == part.size for part in placed.parts.values())
     exact, bound = reference(x, kernel)
     assert (np.abs(np.asarray(jax.jit(partial(linear, flatten=False))(x, placed), np.float64) - exact) <= bound).all()
+
+
+BY_CHANNEL = [form for form in ROWS if form.activation is not None and form.group_size is None]
+
+
+@pytest.mark.parametrize("form", BY_CHANNEL, ids=name)
+def test_devices_that_share_the_inputs_scale_their_sums_before_they_exchange_them(form: KernelFormat) -> None:
+    placement = local_placement("data=2,tensor=4")
+    cut = None, None, axes.MLP
+    kernel, x, bias = kernel_of(random(8, 3, 128), form), random(2, 4, 128, seed=1), random(8, 3, seed=2)
+    placed = map_arrays(kernel, cut, lambda a, ax: jax.device_put(a, placement.sharding(ax, a.shape, "a kernel")))
+    devices = Devices("tpu", placement.mesh, ((), (), ("tensor",)), (("data",), ()))
+    run = jax.jit(partial(linear, flatten=False, platform="tpu", devices=devices))
+    exact, bound = reference(x, kernel, bias)
+    assert (np.abs(np.asarray(run(x, placed, bias), np.float64) - exact) <= bound).all()
+    text = run.lower(x.astype(ml_dtypes.bfloat16), placed, bias).as_text()
+    exchanged = re.findall(r"all_reduce.*?-> tensor<[\dx]+x(\w+)>", text, re.DOTALL)
+    assert exchanged == ["bf16"]
 
 
 EXPERTS = [

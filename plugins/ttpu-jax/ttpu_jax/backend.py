@@ -25,7 +25,7 @@ from ttpu_core.quantization.grouping import fit_formats
 from ttpu_core.quantization.mapping import StoredMapping, formats_of, stored_mapping
 from ttpu_core.quantization.quantize import EMBEDDING
 from ttpu_core.quantization.report import report_of
-from ttpu_core.quantization.schemes import QuantizedCheckpoint, open_quantized
+from ttpu_core.quantization.schemes import open_quantized, refuse_again
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.sharding.parallelism import Parallelism
@@ -92,7 +92,8 @@ class JaxBackend:
         architecture = replace(architecture, mapping=architecture.mapping.suited_to(names))
         report, use_pallas = None, AUTO_PALLAS
         if quantized is not None:
-            _refuse_both(checkpoint, quantized, options)
+            if options.quantization is not None:
+                raise refuse_again(checkpoint.source, quantized.scheme, options.quantization)
             spec = formats_of(architecture.spec, architecture.mapping, quantized)
             architecture = replace(architecture, spec=spec)
             report = report_of(spec, quantized.scheme, model_dtype(options.dtype, checkpoint).name)
@@ -226,19 +227,8 @@ class JaxBackend:
         options: JaxLoadOptions,
         dtype: str,
     ) -> LayerRun:
-        """The layers of a model over some texts, one at a time; see `ttpu_jax.model.layer_run`.
-
-        Args:
-            architecture: the model.
-            params: path → float array, the parameters outside of layers.
-            tokens: int32 [texts, seq], without padding.
-            options: where the model runs.
-            dtype: of weights and activations.
-
-        Raises:
-            UnsupportedError: this backend cannot run the model, or not layer by layer on this mesh.
-            RequestError: options that contradict each other or the devices.
-        """
+        """The layers of a model over some texts, one at a time: see `ttpu_core.backend.Calibrates` and
+        `ttpu_jax.model.layer_run`."""
         initialize()
         spec = architecture.spec
         check_supported(spec)
@@ -405,14 +395,6 @@ if TYPE_CHECKING:
     from ttpu_serve.runner import ServingBackend
 
     _SERVES: type[ServingBackend] = JaxBackend
-
-
-def _refuse_both(checkpoint: Checkpoint, quantized: QuantizedCheckpoint, options: JaxLoadOptions) -> None:
-    if options.quantization is not None:
-        raise RequestError(
-            f"quantization={str(options.quantization)!r} was asked for, but {checkpoint.source} is quantized already "
-            f"({quantized.scheme}): leave it out, or take the original weights."
-        )
 
 
 def _refuse_embedding(spec: ArchitectureSpec) -> None:

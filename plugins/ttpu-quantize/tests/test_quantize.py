@@ -22,6 +22,7 @@ from ttpu_core.quantization.rounding import dequantize, round_kernel
 from ttpu_quantize.linears import select
 from ttpu_quantize.making import make_checkpoint
 
+SHIPPED = Path(__file__).parents[3] / "examples" / "checkpoints" / "pydoc-llama"
 TEXT = "Layer by layer, the model runs over a text, and each layer sees what the quantized ones before it return. " * 12
 
 
@@ -35,6 +36,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "text.txt"
     file.write_text(TEXT)
     return file
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped checkpoint in w4a16-g32."""
+    folder = tmp_path_factory.mktemp("shipped") / "w4a16-g32"
+    result = invoke(SHIPPED, "--scheme", "w4a16-g32", "--out", folder)
+    assert result.exit_code == 0, result.output
+    return folder
 
 
 def invoke(*arguments: object) -> Any:
@@ -125,6 +135,33 @@ def test_transformers_and_ttpu_compute_what_the_written_weights_stand_for(
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
     ours = open_model(tmp_path / "out", LoadOptions(), backend="jax")(tokens.numpy()).logits
     assert np.abs(np.asarray(ours) - expected.numpy()).max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.torch
+def test_transformers_gives_the_logits_that_ttpu_gives_for_the_shipped_checkpoint(shipped: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("compressed_tensors", exc_type=ImportError)
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.arange(3, 35).reshape(2, 16) * 7
+    with torch.no_grad():  # weights are decompressed to float32 here, but to the scales' bfloat16 by dequantize=True
+        expected = AutoModelForCausalLM.from_pretrained(shipped, dtype=torch.float32)(tokens).logits.numpy()
+    ours = open_model(shipped, LoadOptions(dtype="float32"), backend="jax")(tokens.numpy()).logits
+    assert np.abs(np.asarray(ours) - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_info_describes_a_quantized_checkpoint(shipped: Path) -> None:
+    result = CliRunner().invoke(app, ["info", str(shipped), "--json"])
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["quantization"]["scheme"] == "compressed-tensors"
+    assert facts["quantization"]["formats"] == {"int4, groups of 32": 18, "int4, groups of 16": 6}
+    assert facts["quantization"]["kept"] == {"stored so in the checkpoint": ["embed.embedding"]}
+    assert facts["files"]["bytes"] == sum(array.nbytes for array in tensors_in(shipped).values())
+    assert facts["parameters"]["total"] == 2_699_712
+    assert "Pallas (8 rows)" in facts["kernels"]["operations"]["products (int4, groups of 32)"]
+    lines = CliRunner().invoke(app, ["info", str(shipped)]).stdout
+    assert "compressed-tensors: int4, groups of 32 (18 kernels); int4, groups of 16 (6 kernels)" in lines
 
 
 def test_a_group_that_does_not_divide_becomes_finer_and_says_so(checkpoint: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from ttpu_quantize.clipping import round_clipped
 from ttpu_quantize.folding import apply, folds, scaled
 from ttpu_quantize.gptq import GPTQ
 from ttpu_quantize.linears import Linear, Selection
-from ttpu_quantize.scaling import AWQ, Scaling, squared_error
+from ttpu_quantize.scaling import AWQ, ObservedLayer, Scaling, squared_error
 from ttpu_quantize.tensors import read_tensor, read_weights
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Calibration:
         statistics = dict(self._run.observe(layer, arrays, sorted(forms)))
         before = {name: (_moments(linear, statistics, prefix), originals[name]) for name, linear in linears.items()}
         if not isinstance(self.method, GPTQ):
-            self._scale(layer, arrays, statistics, forms)
+            self._scale(layer, ObservedLayer(arrays, statistics, forms))
         changed = self._scattered(paths, arrays)
         stored = {actual: name for name, actual in self._stored.items()}
         tensors: dict[str, Array] = {}
@@ -172,24 +172,18 @@ class Calibration:
         errors = [squared_error(dequantize(each, form) - weights, moments) for each in (parts, clipped)]
         return clipped if errors[1] < errors[0] else parts
 
-    def _scale(
-        self,
-        layer: int,
-        arrays: dict[str, Array],
-        statistics: dict[str, InputStatistics],
-        forms: Mapping[str, KernelFormat],
-    ) -> None:
+    def _scale(self, layer: int, observed: ObservedLayer) -> None:
         """Apply the scales of every fold of a layer, to its arrays and to the statistics."""
         assert not isinstance(self.method, GPTQ)
         spec = self._architecture.spec
-        for fold in folds(spec.layers[layer], arrays, is_source=layer in spec.kv_sources):
-            found = self.method.scales(fold, arrays, statistics, forms)
+        for fold in folds(spec.layers[layer], observed.arrays, is_source=layer in spec.kv_sources):
+            found = self.method.scales(fold, observed)
             if found is None:
                 continue
-            applied = apply(fold, found, arrays, self._checkpoint.dtype)
+            applied = apply(fold, found, observed.arrays, self._checkpoint.dtype)
             for path in fold.consumers:
-                if path in statistics:
-                    statistics[path] = scaled(statistics[path], applied)
+                if path in observed.statistics:
+                    observed.statistics[path] = scaled(observed.statistics[path], applied)
 
     def _paths(self, layer: int) -> dict[str, str]:
         """Path within the layer → path in the model."""

@@ -21,24 +21,30 @@ GRID = 20
 """Exponents that AWQ tries: 0, 1/GRID, ... below 1."""
 
 
+@dataclass(frozen=True)
+class ObservedLayer:
+    """A layer, and what was observed of its products. Applying a fold changes arrays and statistics.
+
+    Attributes:
+        arrays: path → float32 array.
+        statistics: path → statistics of the inputs.
+        forms: path → format of the kernels that are quantized.
+    """
+
+    arrays: dict[str, Array]
+    statistics: dict[str, InputStatistics]
+    forms: Mapping[str, KernelFormat]
+
+    def consumers(self, fold: Fold) -> list[str]:
+        """The quantized kernels that read the fold's inputs and were observed."""
+        return [path for path in fold.consumers if path in self.forms and path in self.statistics]
+
+
 class Scaling(Protocol):
     """Finds the scales of a fold."""
 
-    def scales(
-        self,
-        fold: Fold,
-        arrays: Mapping[str, Array],
-        statistics: Mapping[str, InputStatistics],
-        forms: Mapping[str, KernelFormat],
-    ) -> Array | None:
-        """Scales [in], or [experts, in], or None to leave the fold alone.
-
-        Args:
-            fold: where they would be applied.
-            arrays: path → float32 array.
-            statistics: path → statistics of the inputs.
-            forms: path → format of the kernels that are quantized.
-        """
+    def scales(self, fold: Fold, layer: ObservedLayer) -> Array | None:
+        """Scales [in], or [experts, in], of the fold in the layer, or None to leave it alone."""
         ...
 
 
@@ -48,24 +54,18 @@ class AWQ:
     the error of the products, over the calibration text, least. The power 0 is rounding to nearest. Where that makes
     the error less, the scales of the format clip the largest weights."""
 
-    def scales(
-        self,
-        fold: Fold,
-        arrays: Mapping[str, Array],
-        statistics: Mapping[str, InputStatistics],
-        forms: Mapping[str, KernelFormat],
-    ) -> Array | None:
+    def scales(self, fold: Fold, layer: ObservedLayer) -> Array | None:
         """See `Scaling`."""
-        seen = [path for path in fold.consumers if path in forms and path in statistics]
+        seen = layer.consumers(fold)
         if not seen:
             return None
-        magnitude = _together([_mean(statistics[path]) for path in seen], fold)
-        best: tuple[float, Array | None] = (sum(_error(arrays[p], statistics[p], forms[p], None) for p in seen), None)
+        magnitude = _together([_mean(layer.statistics[path]) for path in seen], fold)
+        best: tuple[float, Array | None] = (sum(_error(layer, path, None) for path in seen), None)
         for step in range(1, GRID):
             scales = np.maximum(magnitude, 1e-8) ** np.float32(step / GRID)
             scales = scales / np.sqrt(scales.max(-1, keepdims=True) * scales.min(-1, keepdims=True))
             scales = symmetric(fold, scales.astype(np.float32))
-            error = sum(_error(arrays[path], statistics[path], forms[path], scales) for path in seen)
+            error = sum(_error(layer, path, scales) for path in seen)
             if error < best[0]:
                 best = error, scales
         return best[1]
@@ -82,19 +82,14 @@ class SmoothQuant:
 
     strength: float = 0.5
 
-    def scales(
-        self,
-        fold: Fold,
-        arrays: Mapping[str, Array],
-        statistics: Mapping[str, InputStatistics],
-        forms: Mapping[str, KernelFormat],
-    ) -> Array | None:
+    def scales(self, fold: Fold, layer: ObservedLayer) -> Array | None:
         """See `Scaling`."""
-        seen = [path for path in fold.consumers if path in forms and path in statistics]
+        seen = layer.consumers(fold)
         if not seen or fold.kind != "norm":
             return None
-        inputs = np.max([statistics[path].largest.reshape(-1, arrays[path].shape[-1]).max(0) for path in seen], axis=0)
-        weights = np.max([np.abs(arrays[path]).reshape(-1, arrays[path].shape[-1]).max(0) for path in seen], axis=0)
+        features = layer.arrays[seen[0]].shape[-1]
+        inputs = np.max([layer.statistics[path].largest.reshape(-1, features).max(0) for path in seen], axis=0)
+        weights = np.max([np.abs(layer.arrays[path]).reshape(-1, features).max(0) for path in seen], axis=0)
         found = np.maximum(inputs, 1e-5) ** self.strength / np.maximum(weights, 1e-5) ** (1 - self.strength)
         return np.maximum(found, 1e-5).astype(np.float32)
 
@@ -116,9 +111,9 @@ def _mean(statistics: InputStatistics) -> Array:
     return np.asarray(statistics.magnitude / np.maximum(statistics.tokens, 1)[..., None], np.float32)
 
 
-def _error(kernel: Array, statistics: InputStatistics, form: KernelFormat, scales: Array | None) -> float:
-    """The squared error of the products with a rounded kernel [*out, in], or [experts, *out, in]."""
-    products = statistics.products
+def _error(layer: ObservedLayer, path: str, scales: Array | None) -> float:
+    """The squared error of the products with a kernel [*out, in], or [experts, *out, in], that is rounded."""
+    kernel, products, form = layer.arrays[path], layer.statistics[path].products, layer.forms[path]
     if products.ndim == 2:
         kernel, products = kernel[None], products[None]
         scales = None if scales is None else scales[None]

@@ -619,7 +619,7 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> Non
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (QuantizationConfig(block_size=48), "down_proj|has 64 inputs"),
+        (QuantizationConfig(block_size=36), "q_proj has 64 inputs, .* divides them is 4, where 8 is the least"),
         (QuantizationConfig(exclude_layers=("q_prj",)), "no linear layer of this model is called that"),
         (QuantizationConfig(exclude_layers=("*",)), "exclude fewer"),
     ],

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from quantized_files import fine_grained_fp8, gptq
+from tiny import llama_checkpoint
 from torch.utils._pytree import tree_leaves
 from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
 
@@ -410,13 +412,24 @@ def test_every_tensor_of_a_batch_is_put_on_the_device() -> None:
 
 
 @pytest.fixture(scope="module")
-def cases() -> dict[str, Any]:
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Quantized checkpoints by scheme, each a folder with the dense one of the same numbers."""
+    folder = tmp_path_factory.mktemp("quantized")
+    dense = llama_checkpoint(folder / "dense", num_hidden_layers=1, num_key_value_heads=4)
+    gptq(dense, folder / "gptq", symmetric=False, version="gptq", desc_act=True)
+    fine_grained_fp8(dense, folder / "fp8")
+    return {"gptq": folder / "gptq", "fp8": folder / "fp8"}
+
+
+@pytest.fixture(scope="module")
+def cases(quantized: dict[str, Path]) -> dict[str, Any]:
     """What the script says of each case: all in one process, whose devices are simulated."""
     environment = os.environ | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(DEVICES), "JAX_PLATFORMS": "cpu"}
     script = Path(__file__).with_name("xla_spmd_cases.py")
     finished = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=900, env=environment, check=False
-    )
+        [sys.executable, str(script), *map(str, quantized.values())],
+        capture_output=True, text=True, timeout=900, env=environment, check=False,
+    )  # fmt: skip
     assert finished.returncode == 0, finished.stderr[-4000:]
     said: dict[str, Any] = json.loads(finished.stdout.rpartition("\n")[2])
     return said
@@ -497,3 +510,17 @@ def test_a_wrapped_model_takes_a_state_of_the_stock_model(cases: dict[str, Any])
 @pytest.mark.slow
 def test_simulated_slices_are_equal_parts_of_the_devices_in_their_order(cases: dict[str, Any]) -> None:
     assert cases["slices"] == [[0, 1, 4, 5], [2, 3, 6, 7]]  # fsdp is two slices of two devices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "packed"), [("gptq", True), ("fp8", False)])
+def test_quantized_checkpoints_are_cut_with_their_scales(
+    scheme: str, packed: bool, cases: dict[str, Any], quantized: dict[str, Path]
+) -> None:
+    """Groups of 16 of 48 inputs become groups of 4, so that each of four devices has whole ones."""
+    found = cases["quantized"][str(quantized[scheme])]
+    assert found["logits"] < 1e-5
+    assert found["blocks"] == 4
+    assert "[4,1,2]" in found["sharding"]["weight_q"]
+    assert all("[4,2]" in found["sharding"][name] for name in ("scale", "zero_point") if name in found["sharding"])
+    assert ("input_order" in found["sharding"]) == packed

@@ -8,10 +8,11 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from xla_tiny import tiny
 
 from ttpu import AutoModelForTPU
@@ -171,6 +172,22 @@ def loaded(model: Any) -> dict[str, Any]:
     return results
 
 
+def quantized(folder: Path) -> dict[str, Any]:
+    """A quantized checkpoint, and beside it the dense one of the same numbers: how far apart their logits are, and how
+    each part of a kernel is cut."""
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder / "expected").eval()(ids).logits
+        model = AutoModelForTPU.from_pretrained(folder / "quantized", backend="torch_xla", mesh="fsdp=2,tensor=4")
+        found = model(ids.to(model.device), use_cache=False).logits.cpu()
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+    return {
+        "logits": _error(found, expected),
+        "blocks": layer.block_size,
+        "sharding": {name: current().sharding_of(one) for name, one in layer.named_buffers()},
+    }
+
+
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected.detach()).abs().max() / expected.detach().abs().max())
 
@@ -191,6 +208,7 @@ def main() -> None:
         with tiny(model_type) as other:
             results[model_type] = Case(other.model).run("3d")
     results["loaded"] = loaded(dense)
+    results["quantized"] = {folder: quantized(Path(folder)) for folder in sys.argv[1:]}
     results["slices"] = runtime.mesh({"data": 2, "fsdp": 4}, {"fsdp": 2}).get_logical_mesh().tolist()
     json.dump(results, sys.stdout)
 

@@ -7,13 +7,17 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import metadata, util
 from typing import Any
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint, dtype_name
+from ttpu_core.quantization.mapping import formats_of
+from ttpu_core.quantization.report import report_of
+from ttpu_core.quantization.schemes import open_quantized, refuse_again
 from ttpu_torch_xla.handle import Handle, run_on_all_devices
-from ttpu_torch_xla.load import refuse_quantized, stock_model, tokenizer_of
+from ttpu_torch_xla.load import stock_model, tokenizer_of
 from ttpu_torch_xla.load_options import TorchXlaLoadOptions
 from ttpu_torch_xla.moving import move
 from ttpu_torch_xla.patches.choice import patches_for
@@ -40,6 +44,8 @@ class TorchXlaBackend:
         from ttpu_torch_xla.attention.choice import attention_for
         from ttpu_torch_xla.checkpointing import checkpoint_layers
         from ttpu_torch_xla.quantization import QuantizationConfig, quantize
+        from ttpu_torch_xla.quantization.choice import kept_layers
+        from ttpu_torch_xla.quantization.stored import StoredLayers
         from ttpu_torch_xla.scanning import refuse_scan, scan_layers
         from ttpu_torch_xla.sharding.fsdp import has_fsdp_axis, refuse_without_axis, wrap
         from ttpu_torch_xla.sharding.resolve import resolve
@@ -48,7 +54,6 @@ class TorchXlaBackend:
         if options.do_quant or options.quantization is not None:
             asked = options.quantization or options.quantization_config or QuantizationConfig()
             quantization_config = QuantizationConfig.read(asked)
-        refuse_quantized(checkpoint)
         began = time.perf_counter()
         size = float(checkpoint.total_bytes)
         tell = options.progress or (lambda *_: None)
@@ -56,8 +61,16 @@ class TorchXlaBackend:
         runtime = current()
         held = dtype_name(options.dtype, checkpoint, "; for int8 and int4 pass do_quant=True and a quantization_config")
         # transformers would fill what is missing with random numbers, and leave out what it does not know.
-        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-        architecture.mapping.suited_to(shapes).resolve(shapes, checkpoint.source)
+        quantized = open_quantized(checkpoint)
+        if quantized is not None and quantization_config is not None:
+            raise refuse_again(checkpoint.source, quantized.scheme, quantization_config)
+        dense = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+        shapes = dense if quantized is None else quantized.shapes
+        mapping = architecture.mapping.suited_to(shapes)
+        names = mapping.resolve(shapes, checkpoint.source)
+        if quantized is not None:
+            spec = formats_of(architecture.spec, mapping, quantized)
+            architecture = replace(architecture, spec=spec, mapping=mapping)
         # Also where it is not followed: what is misspelt here would fail with auto_shard=True.
         asked_for = resolve(
             architecture.spec,
@@ -88,11 +101,17 @@ class TorchXlaBackend:
         steps.enter_context(applied(chosen))
         try:
             quiet = options.progress is not None
-            model = stock_model(checkpoint, held, transformers_name(attention), quiet=quiet).eval()
+            stored = None if quantized is None else StoredLayers(quantized, architecture, parallelism)
+            swap = None if stored is None else (lambda model: stored.swap(model))
+            model = stock_model(checkpoint, held, transformers_name(attention), quiet=quiet, swap=swap).eval()
             handle = Handle(architecture, runtime, chosen, attention, settings, parallelism)
             handle.tokenizer = tokenizer_of(checkpoint)
-            if quantization_config is not None:
-                handle.quantization = quantize(model, quantization_config)
+            if stored is not None:
+                stored.fill(model)
+                handle.quantization = report_of(architecture.spec, stored.held.scheme, held)
+            elif quantization_config is not None:
+                keep = kept_layers(model, architecture.spec, mapping, names)
+                handle.quantization = quantize(model, quantization_config, keep)
             if parallelism is None:
                 move(model, lambda _, tensor: runtime.put(tensor))
             else:

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ttpu_core.checkpoint import DTYPES, Checkpoint
 from ttpu_core.errors import CheckpointError, UnsupportedError
-from ttpu_core.quantization.schemes import quantization_of
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES}
 
 
-def refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint of quantized weights.
-
-    Raises:
-        UnsupportedError: its config has a quantization.
-    """
-    if quantization_of(checkpoint.config) is not None:
-        raise UnsupportedError(
-            f"{checkpoint.source} holds quantized weights, but this backend reads dense ones and quantizes them "
-            "itself: use the JAX backend, or the original weights with quantization='w8a16'."
-        )
-
-
-def stock_model(checkpoint: Checkpoint, dtype: str, attention: str, *, quiet: bool = False) -> Any:
+def stock_model(
+    checkpoint: Checkpoint,
+    dtype: str,
+    attention: str,
+    *,
+    quiet: bool = False,
+    swap: Callable[[Any], None] | None = None,
+) -> Any:
     """Load the model with transformers on the host.
 
     Args:
         dtype: its name, see `ttpu_core.checkpoint.dtype_name`.
         attention: what transformers knows it by.
         quiet: without transformers' own progress bar.
+        swap: replaces the layers whose weights the checkpoint stores quantized, in the model on the meta device. They
+            are left without values.
 
     Raises:
         UnsupportedError: transformers has no causal language model of this type, or cannot build it here.
@@ -45,7 +41,10 @@ def stock_model(checkpoint: Checkpoint, dtype: str, attention: str, *, quiet: bo
     if hide:
         bars.disable_progress_bar()
     try:
-        return kind.from_pretrained(str(checkpoint.path), dtype=TORCH_DTYPES[dtype], attn_implementation=attention)
+        settings = {} if swap is None else _swapping(kind, checkpoint, swap)
+        return kind.from_pretrained(
+            str(checkpoint.path), dtype=TORCH_DTYPES[dtype], attn_implementation=attention, **settings
+        )
     except ImportError as error:
         raise UnsupportedError(
             f"{checkpoint.source} was to be loaded as {kind.__name__}, but transformers {transformers.__version__} "
@@ -61,6 +60,14 @@ def stock_model(checkpoint: Checkpoint, dtype: str, attention: str, *, quiet: bo
     finally:
         if hide:
             bars.enable_progress_bar()
+
+
+def _swapping(kind: Any, checkpoint: Checkpoint, swap: Callable[[Any], None]) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that replace layers before weights are loaded."""
+    from ttpu_torch_xla.quantization.quantizer import Swapped, without_quantization
+
+    config = without_quantization(kind.config_class.from_pretrained(str(checkpoint.path)))
+    return {"config": config, "quantization_config": Swapped(swap)}
 
 
 def model_class(transformers: Any, checkpoint: Checkpoint) -> Any:

@@ -13,10 +13,10 @@ from ttpu_core.quantization.schemes.compressed_tensors import read_compressed_te
 from ttpu_core.quantization.schemes.fp8 import read_fp8
 from ttpu_core.quantization.schemes.gptq import read_gptq
 from ttpu_core.quantization.schemes.mxfp4 import read_mxfp4
-from ttpu_core.quantization.schemes.refused import refuse
+from ttpu_core.quantization.schemes.refused import refuse, refuse_again
 from ttpu_core.quantization.schemes.tensor import QuantizedCheckpoint, QuantizedTensor
 
-__all__ = ["QuantizedCheckpoint", "QuantizedTensor", "open_quantized", "quantization_of"]
+__all__ = ["QuantizedCheckpoint", "QuantizedTensor", "open_quantized", "quantization_of", "refuse_again"]
 
 Read = Callable[[str, Mapping[str, Any], Mapping[str, TensorInfo]], QuantizedCheckpoint]
 SCHEMES: Mapping[str, Read] = {

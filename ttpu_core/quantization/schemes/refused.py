@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ttpu_core.errors import UnsupportedError
+from ttpu_core.errors import RequestError, UnsupportedError
 
 ELSEWHERE = {
     "bitsandbytes": "its weights are stored for CUDA kernels",
@@ -32,4 +32,12 @@ def refuse(source: str, method: str) -> UnsupportedError:
     return UnsupportedError(
         f"{source} is quantized by {method!r}, but {READ} are read ({reason}): take one of those, or the original "
         "weights with quantization='w4a16-g128' (or another format), which quantizes them while they are loaded."
+    )
+
+
+def refuse_again(source: str, scheme: str, asked: object) -> RequestError:
+    """The error for quantizing a checkpoint that is quantized in this scheme."""
+    return RequestError(
+        f"quantization={str(asked)!r} was asked for, but {source} is quantized already ({scheme}): leave it out, or "
+        "take the original weights."
     )

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from ttpu_jax.ops.grouped_tpu import LANES, SUBLANES, block_of, pad_rows, visits_of
+from ttpu_jax.ops.grouped_tpu import LANES, SUBLANES, block_of, visit_groups
 from ttpu_jax.ops.kernels import QuantizedKernel
 
 _BLOCK_WEIGHTS = 1 << 20
@@ -44,43 +43,26 @@ def product(
     scale, zero = (_by_scale(part, count, outer) for part in (kernels.scale, kernels.zero_point))
     assert scale is not None
     grouped, size = scale.shape[1] > 1, inner // scale.shape[1]
-    padded, block_rows = pad_rows(x, count)
     block_in = block_of(inner, 2048, whole=True)
     if grouped and (block_in % size or block_in // size % SUBLANES):
         block_in = inner  # a block holds whole groups, and scales of whole tiles or all
     block_out = block_of(outer, _BLOCK_WEIGHTS // block_in)
-    group, tile, starts, ends, visits = visits_of(sizes, len(padded), block_rows)
-    steps = inner // block_in
+    of_values = pl.BlockSpec((None, block_out, block_in), lambda n, visit, k, group, *_: (group[visit], n, k))
     of_scale = pl.BlockSpec(
         (None, block_in // size if grouped else 1, block_out),
         lambda n, visit, k, group, *_: (group[visit], k if grouped else 0, n),
     )
-    call = pl.pallas_call(
-        partial(_visit, block_rows=block_rows, steps=steps, size=size, coded=coded),
-        out_shape=jax.ShapeDtypeStruct((len(padded), outer), jnp.float32 if wide else x.dtype),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(pl.cdiv(outer, block_out), visits, steps),
-            in_specs=[
-                pl.BlockSpec((block_rows, block_in), lambda n, visit, k, group, tile, *_: (tile[visit], k)),
-                pl.BlockSpec((None, block_out, block_in), lambda n, visit, k, group, *_: (group[visit], n, k)),
-                of_scale,
-                *(() if zero is None else (of_scale,)),
-            ],
-            out_specs=pl.BlockSpec((block_rows, block_out), lambda n, visit, k, group, tile, *_: (tile[visit], n)),
-            scratch_shapes=[pltpu.VMEM((block_rows, block_out), jnp.float32)],
-        ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * rows * inner * outer,
-            bytes_accessed=x.nbytes + rows * outer * x.dtype.itemsize + _stored_bytes(values) + scale.nbytes,
-            transcendentals=0,
-        ),
-        interpret=interpret,
+    return visit_groups(
+        partial(_add, size=size, coded=coded),
+        x,
+        sizes,
+        [(values, of_values), (scale, of_scale), *(() if zero is None else ((zero, of_scale),))],
+        jax.ShapeDtypeStruct((rows, outer), jnp.float32 if wide else x.dtype),
+        (block_in, block_out),
+        kernel_bytes=_stored_bytes(values) + scale.nbytes,
         name="grouped_quantized_product",
+        interpret=interpret,
     )
-    arguments = (padded, values, scale) if zero is None else (padded, values, scale, zero)
-    return call(group, tile, starts, ends, *arguments)[:rows]
 
 
 def _by_scale(part: jax.Array | None, count: int, outer: int) -> jax.Array | None:
@@ -92,28 +74,9 @@ def _stored_bytes(values: jax.Array) -> int:
     return values.size // 2 if values.dtype == jnp.int4 else values.size
 
 
-def _visit(
-    group_of: jax.Array,
-    tile_of: jax.Array,
-    starts: jax.Array,
-    ends: jax.Array,
-    x: jax.Array,
-    values: jax.Array,
-    scale: jax.Array,
-    *rest: Any,
-    block_rows: int,
-    steps: int,
-    size: int,
-    coded: bool,
-) -> None:
-    """One block of rows by one block of its group's kernel; the blocks along [in] come one after the other."""
-    *of_zero, out, total = rest
-    visit, step = pl.program_id(1), pl.program_id(2)
-
-    @pl.when(step == 0)
-    def _() -> None:
-        total[...] = jnp.zeros_like(total)
-
+def _add(x: Any, values: Any, scale: Any, *rest: Any, size: int, coded: bool) -> None:
+    """Add the product of a block of rows with a block of its group's kernel to the sums, the last of `rest`."""
+    *of_zero, total = rest
     width = x.shape[1]
     span = width
     if size < width and (size % LANES == 0 or LANES % size == 0):
@@ -133,13 +96,6 @@ def _visit(
                 ones = mine.astype(jnp.float32).sum(1, keepdims=True)
                 sums = sums - ones * zero[row : row + 1, :]
             total[...] += sums * scale[row : row + 1, :]
-
-    @pl.when(step == steps - 1)
-    def _() -> None:
-        group = group_of[visit]
-        row = tile_of[visit] * block_rows + jax.lax.broadcasted_iota(jnp.int32, total.shape, 0)
-        mine = (row >= starts[group]) & (row < ends[group])
-        out[...] = jnp.where(mine, total[...], out[...].astype(jnp.float32)).astype(out.dtype)
 
 
 def _converted(values: jax.Array, dtype: jnp.dtype, coded: bool) -> jax.Array:

@@ -7,7 +7,9 @@ comparisons of small tables give it in a few."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,25 +38,73 @@ def product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract: int
         kernels, contract = kernels.swapaxes(1, 2), 1 - contract
     kernels = kernels.reshape(len(kernels), -1, kernels.shape[-1])
     rows, inner, outer = len(x), x.shape[1], kernels.shape[2 - contract]
-    padded, block_rows = pad_rows(x, len(sizes))
     block_in = block_of(inner, 2048, whole=True)
     block_out = block_of(outer, _BLOCK_BYTES // (block_in * kernels.dtype.itemsize))
-    group, tile, starts, ends, count = visits_of(sizes, len(padded), block_rows)
-    steps = inner // block_in
-    kernel_block = (None, block_out, block_in) if contract == 1 else (None, block_in, block_out)
 
     def kernel_index(n: int, visit: int, k: int, group: jax.Array, *_: jax.Array) -> tuple[jax.Array, int, int]:
         return (group[visit], n, k) if contract == 1 else (group[visit], k, n)
 
+    def add(x: jax.Array, kernel: jax.Array, total: Any) -> None:
+        total[...] += jax.lax.dot_general(
+            x[...], kernel[...], (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32
+        )
+
+    kernel_block = (None, block_out, block_in) if contract == 1 else (None, block_in, block_out)
+    return visit_groups(
+        add,
+        x,
+        sizes,
+        [(kernels, pl.BlockSpec(kernel_block, kernel_index))],
+        jax.ShapeDtypeStruct((rows, outer), x.dtype),
+        (block_in, block_out),
+        kernel_bytes=kernels.nbytes,
+        name="grouped_product",
+        interpret=interpret,
+    )
+
+
+def visit_groups(
+    add: Callable[..., None],
+    x: jax.Array,
+    sizes: jax.Array,
+    operands: Sequence[tuple[jax.Array, pl.BlockSpec]],
+    out: jax.ShapeDtypeStruct,
+    blocks: tuple[int, int],
+    *,
+    kernel_bytes: int,
+    name: str,
+    interpret: bool,
+) -> jax.Array:
+    """Run a kernel for each block of rows with each group that has rows in it, block by block of outputs and of inputs.
+
+    Args:
+        add: called in the kernel with a block of rows, a block of each operand, and the float32 sums that it adds to.
+        x: [rows, in].
+        sizes: [groups], the number of rows of each group.
+        operands: arrays with a leading axis of groups, and their blocks, whose index is a function of (block of
+            outputs, visit, block of inputs, group of each visit, ...).
+        out: [rows, out] and the dtype of the result.
+        blocks: inputs and outputs of a block.
+        kernel_bytes: that are read if every group has rows.
+        name: of the kernel.
+        interpret: run the kernel in the interpreter.
+
+    Returns:
+        As `out`. Rows after the last group are uninitialised.
+    """
+    (rows, inner), (block_in, block_out), outer = x.shape, blocks, out.shape[1]
+    padded, block_rows = pad_rows(x, len(sizes))
+    group, tile, starts, ends, count = visits_of(sizes, len(padded), block_rows)
+    steps = inner // block_in
     call = pl.pallas_call(
-        partial(_visit, contract=contract, block_rows=block_rows, steps=steps),
-        out_shape=jax.ShapeDtypeStruct((len(padded), outer), x.dtype),
+        partial(_visit, add=add, block_rows=block_rows, steps=steps),
+        out_shape=jax.ShapeDtypeStruct((len(padded), outer), out.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(pl.cdiv(outer, block_out), count, steps),
             in_specs=[
                 pl.BlockSpec((block_rows, block_in), lambda n, visit, k, group, tile, *_: (tile[visit], k)),
-                pl.BlockSpec(kernel_block, kernel_index),
+                *(block for _, block in operands),
             ],
             out_specs=pl.BlockSpec((block_rows, block_out), lambda n, visit, k, group, tile, *_: (tile[visit], n)),
             scratch_shapes=[pltpu.VMEM((block_rows, block_out), jnp.float32)],
@@ -62,13 +112,13 @@ def product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract: int
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * inner * outer,
-            bytes_accessed=x.nbytes + rows * outer * x.dtype.itemsize + kernels.nbytes,
+            bytes_accessed=x.nbytes + rows * outer * x.dtype.itemsize + kernel_bytes,
             transcendentals=0,
         ),
         interpret=interpret,
-        name="grouped_product",
+        name=name,
     )
-    return call(group, tile, starts, ends, padded, kernels)[:rows]
+    return call(group, tile, starts, ends, padded, *(array for array, _ in operands))[:rows]
 
 
 def kernel_gradient(
@@ -101,25 +151,20 @@ def _visit(
     tile_of: jax.Array,
     starts: jax.Array,
     ends: jax.Array,
-    x: jax.Array,
-    kernel: jax.Array,
-    out: jax.Array,
-    total: jax.Array,
-    *,
-    contract: int,
+    *blocks: Any,
+    add: Callable[..., None],
     block_rows: int,
     steps: int,
 ) -> None:
     """One block of rows by one block of its group's kernel; the blocks along [in] come one after the other."""
+    *operands, out, total = blocks
     visit, step = pl.program_id(1), pl.program_id(2)
 
     @pl.when(step == 0)
     def _() -> None:
         total[...] = jnp.zeros_like(total)
 
-    total[...] += jax.lax.dot_general(
-        x[...], kernel[...], (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    add(*operands, total)
 
     @pl.when(step == steps - 1)
     def _() -> None:

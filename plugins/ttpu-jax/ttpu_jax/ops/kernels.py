@@ -67,22 +67,11 @@ def kernel_from_parts(form: KernelFormat, parts: Mapping[PartName, Any]) -> Quan
     return QuantizedKernel(**{str(name): array for name, array in parts.items()}, format=form)
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LowRankKernel:
-    """A kernel with room for several LoRA adapters.
-
-    base: the kernel that they change, [*out, in].
-    a: [adapters, rank, in]; adapter 1 is the first of them.
-    b: [*out, adapters, rank].
-    adapters: int32 [tokens], the adapter of each token, 0 for none; None outside an engine's step, where the base is
-        used alone (`with_adapters` sets it).
-    """
+class KernelOver:
+    """A kernel that adds something to another one, its base [*out, in], whose shape and dtype it has."""
 
     base: Any
-    a: jax.Array
-    b: jax.Array
-    adapters: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,6 +82,23 @@ class LowRankKernel:
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the base kernel."""
         return np.dtype(self.base.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LowRankKernel(KernelOver):
+    """A kernel with room for several LoRA adapters.
+
+    base: the kernel that they change, [*out, in].
+    a: [adapters, rank, in]; adapter 1 is the first of them.
+    b: [*out, adapters, rank].
+    adapters: int32 [tokens], the adapter of each token, 0 for none; None outside an engine's step, where the base is
+        used alone (`with_adapters` sets it).
+    """
+
+    a: jax.Array
+    b: jax.Array
+    adapters: jax.Array | None = None
 
 
 Kernel = jax.Array | QuantizedKernel | LowRankKernel

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ttpu_jax.ops import grouped, kernels, linear
 
@@ -27,25 +26,14 @@ class Gauge(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ObservedKernel:
+class ObservedKernel(kernels.KernelOver):
     """A dense kernel and its gauge.
 
     base: [*out, in], or [experts, *out, in].
     gauge: of the inputs, with a leading axis for experts.
     """
 
-    base: Any
     gauge: Gauge
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the kernel."""
-        return tuple(self.base.shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the kernel."""
-        return np.dtype(self.base.dtype)
 
 
 def empty_gauge(inputs: int, experts: int | None = None) -> Gauge:

@@ -8,28 +8,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ttpu_core.quantization.quantize import fitting
+from ttpu_core.quantization.report import format_words
+from ttpu_core.spec.kernel_format import KernelFormat, PartName
 from ttpu_torch_xla.quantization.config import QuantizationConfig
 from ttpu_torch_xla.quantization.ops import quantized_linear
 from ttpu_torch_xla.quantization.pack import (
     QuantizedWeight,
-    check_shape,
+    check_pairs,
     dequantize_weight,
+    laid_out,
     quantize_weight,
     quantized_shapes,
 )
+
+STORED = {"int8": torch.int8, "int4": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
+"""The torch dtype of unpacked weights by the dtype of a format: those formats that this layer holds."""
+
+
+def format_for(in_features: int, config: QuantizationConfig, name: str = "a linear layer") -> KernelFormat:
+    """The format of a layer that is quantized as the configuration says, with groups that divide its inputs.
+
+    Raises:
+        RequestError: there are none, or pairs of 4-bit weights do not divide them.
+    """
+    form = fitting(config.kernel_format, in_features, name)
+    check_pairs(form, in_features, config.packed, name)
+    return form
 
 
 class QuantizedLinear(nn.Module):
     """y = x · wᵀ + bias with quantized weights, for inference and for training the layers before and beside it.
 
-    Its state is the buffers `weight_q`, `scale`, `zero_point` (only when asymmetric) and `bias` (only where the layer
-    had one); `QuantizedWeight` says their shapes. Casting the module leaves scales in float32. `weight` is computed
-    from them when it is read, for code that looks at it.
+    Its state is the buffers `weight_q`, `scale`, and, where the format has them, `zero_point`, `input_order` (int32
+    [in], the input of each column of the weights), `input_step` (float32 [], the static step of the inputs) and `bias`;
+    `QuantizedWeight` says the shapes of the first three. Casting the module leaves weights and scales as they are.
+    `weight` is computed from them when it is read, for code that looks at it.
+
+    Attributes:
+        format: of the weights.
+        packed: two weights of 4 bits share a byte.
     """
 
     weight_q: Tensor
     scale: Tensor
     zero_point: Tensor | None
+    input_order: Tensor | None
+    input_step: Tensor | None
     bias: Tensor | None
 
     def __init__(
@@ -37,7 +62,7 @@ class QuantizedLinear(nn.Module):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        config: QuantizationConfig | None = None,
+        config: QuantizationConfig | KernelFormat | None = None,
         *,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -48,29 +73,37 @@ class QuantizedLinear(nn.Module):
             in_features: number of inputs.
             out_features: number of outputs.
             bias: the layer has a bias.
-            config: how to quantize; None is `QuantizationConfig()`.
+            config: how to quantize, or the format of weights that are quantized already, of which two of 4 bits share a
+                byte wherever blocks have an even number of inputs; None is `QuantizationConfig()`.
             device: of the buffers.
             dtype: of the bias and the computed `weight`; None is torch's default dtype.
 
         Raises:
-            RequestError: the configuration's blocks, or pairs of 4-bit weights, do not divide the inputs.
+            RequestError: no blocks suit the inputs, or pairs of 4-bit weights do not divide them.
         """
         super().__init__()
-        self.config = config or QuantizationConfig()
         self.in_features, self.out_features = in_features, out_features
         self.dtype = dtype or torch.get_default_dtype()
-        packed, block_size = self.config.packed, self.config.block_size
-        check_shape(in_features, self.config.bits, block_size, packed)
-        of_weights, of_scales = quantized_shapes(in_features, out_features, block_size, packed)
-        zero = 0x88 if packed else 0  # the byte of two zeros
-        self.register_buffer(
-            "weight_q", torch.full(of_weights, zero, dtype=torch.uint8 if packed else torch.int8, device=device)
-        )
+        if isinstance(config, KernelFormat):
+            self.format = config
+            self.packed = config.dtype == "int4" and (config.group_size or in_features) % 2 == 0
+        else:
+            settings = config or QuantizationConfig()
+            self.format, self.packed = format_for(in_features, settings), settings.packed
+        of_weights, of_scales = quantized_shapes(in_features, out_features, self.block_size, self.packed)
+        stored = torch.uint8 if self.packed else STORED[self.format.dtype]
+        weights = torch.zeros(of_weights, dtype=stored, device=device)
+        self.register_buffer("weight_q", weights.fill_(0x88) if self.packed else weights)  # the byte of two zeros
         self.register_buffer("scale", torch.ones(of_scales, device=device, dtype=torch.float32))
         self.register_buffer(
             "zero_point",
-            None if self.config.symmetric else torch.zeros(of_scales, dtype=torch.int8, device=device),
+            None if self.format.symmetric else torch.zeros(of_scales, dtype=torch.int8, device=device),
         )
+        order = torch.arange(in_features, dtype=torch.int32, device=device) if self.format.input_order else None
+        self.register_buffer("input_order", order)
+        activation = self.format.activation
+        static = activation is not None and activation.static
+        self.register_buffer("input_step", torch.ones((), device=device, dtype=torch.float32) if static else None)
         self.register_buffer("bias", torch.zeros(out_features, device=device, dtype=self.dtype) if bias else None)
 
     @classmethod
@@ -78,7 +111,7 @@ class QuantizedLinear(nn.Module):
         """Quantize a layer's weights. For a layer on the meta device, the result is there too.
 
         Raises:
-            RequestError: the configuration's blocks, or pairs of 4-bit weights, do not divide the inputs.
+            RequestError: no blocks suit the inputs, or pairs of 4-bit weights do not divide them.
         """
         weight = linear.weight
         result = cls(
@@ -91,52 +124,92 @@ class QuantizedLinear(nn.Module):
         )
         result.train(linear.training)
         if weight.device.type != "meta":
-            quantized = quantize_weight(weight, config.bits, config.block_size, config.symmetric, config.packed)
+            quantized = quantize_weight(weight, config.bits, result.block_size, config.symmetric, result.packed)
             result.weight_q, result.scale, result.zero_point = quantized
         if linear.bias is not None:
             result.bias = linear.bias.detach().clone()
         return result
 
+    @property
+    def block_size(self) -> int:
+        """Inputs that share a scale, -1 for all."""
+        return -1 if self.format.group_size is None else self.format.group_size
+
+    def fill(self, parts: Mapping[PartName, Any], input_step: float | None = None) -> None:
+        """Take weights that are quantized already.
+
+        Args:
+            parts: numpy arrays as `ttpu_core.quantization.reading.read_parts` gives them, for this layer's format.
+            input_step: the static step of the inputs.
+        """
+        values = torch.from_numpy(parts["values"])
+        if values.dtype == torch.uint8:
+            values = values.view(torch.float8_e4m3fn)
+        self.weight_q = laid_out(values, self.block_size, self.packed)
+        self.scale = torch.tensor(parts["scale"]).t().contiguous()  # a copy: one scale may stand for all
+        if "zero_point" in parts:
+            self.zero_point = torch.tensor(parts["zero_point"]).t().contiguous()
+        if self.format.input_order:
+            order = parts.get("input_order")
+            self.input_order = torch.arange(self.in_features).int() if order is None else torch.tensor(order)
+        if input_step is not None:
+            self.input_step = torch.tensor(input_step)
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] → [..., out_features], in x's dtype."""
+        if self.input_order is not None:
+            x = x.index_select(-1, self.input_order)
+        activation = self.format.activation
         result: Tensor = quantized_linear(
-            x, self.weight_q, self.scale, self.zero_point, self.bias, self.config.quantize_activation
+            x,
+            self.weight_q,
+            self.scale,
+            self.zero_point,
+            self.bias,
+            activation is not None,
+            self.input_step,
+            activation is not None and activation.dtype != "int8",
         )
         return result
 
     @property
     def weight(self) -> Tensor:
         """[out_features, in_features] as the products see it, in the dtype that the layer had."""
-        return dequantize_weight(QuantizedWeight(self.weight_q, self.scale, self.zero_point)).to(self.dtype)
+        stored = dequantize_weight(QuantizedWeight(self.weight_q, self.scale, self.zero_point)).to(self.dtype)
+        if self.input_order is None:
+            return stored
+        return torch.empty_like(stored).index_copy_(1, self.input_order.long(), stored)
 
     @property
     def dimensions(self) -> Mapping[str, tuple[str | None, ...]]:
         """Buffer → what each of its dimensions runs along: "in" (whole blocks, or bytes of two inputs), "out", or None.
         Sharding the weight's inputs or outputs shards these."""
-        blockwise = self.config.block_size != -1
+        blockwise = self.block_size != -1
         of_scales = ("in", "out") if blockwise else ("out",)
         found: dict[str, tuple[str | None, ...]] = {
             "weight_q": ("in", None, "out") if blockwise else ("out", "in"),
             "scale": of_scales,
             "zero_point": of_scales,
+            "input_order": (None,),
+            "input_step": (),
             "bias": ("out",),
         }
         return {name: dims for name, dims in found.items() if getattr(self, name) is not None}
 
     def extra_repr(self) -> str:
-        config = self.config
-        blocks = "" if config.block_size == -1 else f", block_size={config.block_size}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"{config.name}{blocks}{'' if config.symmetric else ', asymmetric'}"
+            f"{format_words(self.format)}"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Moves and casts as a module does, but for the dtype of the scales: in bfloat16 they would add an error of up
-        to 0.4 % to every weight."""
-        exact = self.scale
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=exact.device)).dtype
+        """Moves and casts as a module does, but for the dtypes of weights and scales: scales in bfloat16 would add an
+        error of up to 0.4 % to every weight."""
+        exact = {name: self._buffers[name] for name in ("weight_q", "scale", "input_step")}
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.scale.device)).dtype
         super()._apply(fn, recurse)
-        if self.scale.dtype != torch.float32:
-            self.scale = exact.to(self.scale.device)
+        for name, before in exact.items():
+            after = self._buffers[name]
+            if before is not None and after is not None and after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
         return self

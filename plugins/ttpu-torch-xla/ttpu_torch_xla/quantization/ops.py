@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ttpu_core.spec.kernel_format import LARGEST
 from ttpu_torch_xla.quantization.pack import QuantizedWeight, half_run, nibbles
 from ttpu_torch_xla.runtime import current, is_device
 
@@ -20,6 +21,8 @@ def quantized_linear(
     zero_point: Tensor | None = None,
     bias: Tensor | None = None,
     quantize_activation: bool = False,
+    input_step: Tensor | None = None,
+    float_activation: bool = False,
 ) -> Tensor:
     """y = x · wᵀ + bias with w = scale · (q - zero_point).
 
@@ -28,7 +31,8 @@ def quantized_linear(
     p = round(x / t) (arXiv 2208.07339, section 2.1), y = s · t · (Σ p q - z Σ p), of int8 by int8 summed in int32.
 
     With scales for blocks, weights are dequantized to x's dtype within the product, also where p takes x's place: int8
-    sums would be needed for each block and row, which costs a TPU more than multiplying int8 fast gains.
+    sums would be needed for each block and row, which costs a TPU more than multiplying int8 fast gains. Numbers of 8
+    bits with a point, weights or tokens, are converted to x's dtype, which is exact, and multiplied so.
 
     Sums are float32 or int32, and one rounding to x's dtype comes last.
 
@@ -36,15 +40,18 @@ def quantized_linear(
         x: [..., in], float32, bfloat16 or float16.
         weight_q, scale, zero_point: a `QuantizedWeight`.
         bias: [out], or None.
-        quantize_activation: round each token to int8.
+        quantize_activation: round x to 8 bits, with a step for each token.
+        input_step: float32 [], the step of all tokens in place of their own; what is beyond its range becomes the
+            largest number.
+        float_activation: round to float8_e4m3fn and not to int8.
 
     Returns:
         [..., out] in x's dtype. Its gradient reaches x, and bias; rounding tokens counts as the identity
         (straight-through, arXiv 1308.3432).
     """
-    given, token_step = quantize_tokens(x) if quantize_activation else (x, None)
+    given, step = quantize_tokens(x, input_step, float_activation) if quantize_activation else (x, None)
     blockwise = weight_q.ndim == 3
-    if blockwise:
+    if blockwise or float_activation or weight_q.dtype == torch.float8_e4m3fn:
         given = given.to(x.dtype)
     matrices = _matrices(QuantizedWeight(weight_q, scale, zero_point), given.dtype)
     contracted = (0, 1) if blockwise else (1,)
@@ -53,8 +60,8 @@ def quantized_linear(
         if zero_point is not None:
             y = y - _sum(given) * zero_point.to(torch.float32)
         y = y * scale
-    if token_step is not None:
-        y = y * token_step
+    if step is not None:
+        y = y * step
     if bias is not None:
         y = y + bias
     return y.to(x.dtype)
@@ -79,12 +86,24 @@ def quantized_linear_gradient(
     return result.to(gradient.dtype)
 
 
-def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., in] → int8 [..., in] from -127 to 127 and float32 [..., 1], the step of each token."""
-    x = x.to(torch.float32)
-    largest = x.abs().amax(-1, keepdim=True)
-    step = torch.where(largest > 0, largest / 127, 1.0)
-    return (x / step).round().clamp(-127, 127).to(torch.int8), step
+def quantize_tokens(x: Tensor, step: Tensor | None = None, floats: bool = False) -> tuple[Tensor, Tensor]:
+    """x [..., in] ≈ step · values. Returns int8 from -127 to 127, or float8_e4m3fn, in the shape of x, and the step:
+    the given one, or float32 [..., 1], which makes the largest feature of each token the largest number."""
+    x, largest = x.to(torch.float32), LARGEST["float8_e4m3fn" if floats else "int8"]
+    if step is None:
+        top = x.abs().amax(-1, keepdim=True)
+        step = torch.where(top > 0, top / largest, 1.0)
+    values = (x / step).clamp(-largest, largest)
+    return _to_float8(values) if floats else values.round().to(torch.int8), step
+
+
+def _to_float8(x: Tensor) -> Tensor:
+    """float32 within the range, to its nearest float8_e4m3fn, the even one of two. XLA of torch_xla 2.9 converts by way
+    of another dtype, and so rounds twice: 5.2507 to 5 and not to 5.5."""
+    distance = torch.full_like(x, 2.0**-9)  # of neighbouring numbers, those below 2^-5
+    for exponent in range(-5, 9):
+        distance = torch.where(x.abs() >= 2.0**exponent, 2.0 ** (exponent - 3), distance)
+    return ((x / distance).round() * distance).to(torch.float8_e4m3fn)
 
 
 def _matrices(weight: QuantizedWeight, dtype: torch.dtype) -> list[Tensor]:
@@ -152,6 +171,8 @@ def _(
     zero_point: Tensor | None = None,
     bias: Tensor | None = None,
     quantize_activation: bool = False,
+    input_step: Tensor | None = None,
+    float_activation: bool = False,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], scale.shape[-1]))
 
@@ -164,7 +185,7 @@ def _(gradient: Tensor, weight_q: Tensor, scale: Tensor, zero_point: Tensor | No
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, weight_q, scale, zero_point, bias, _ = inputs
+    _, weight_q, scale, zero_point, bias, *_ = inputs
     ctx.save_for_backward(weight_q, scale, zero_point)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
@@ -175,7 +196,7 @@ def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     of_bias = None
     if any(ctx.needs_input_grad[4:5]):  # torch leaves out trailing arguments that have their defaults
         of_bias = gradient.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    return of_x, None, None, None, of_bias, None
+    return of_x, None, None, None, of_bias, None, None, None
 
 
 quantized_linear.register_autograd(_gradient, setup_context=_keep)

@@ -8,19 +8,22 @@ from typing import NamedTuple
 import torch
 
 from ttpu_core.errors import RequestError
+from ttpu_core.spec.kernel_format import KernelFormat
 
 LANES = 128
 """Numbers that lie side by side in a TPU's vector register: halves of this length unpack without a shuffle."""
 
 
 class QuantizedWeight(NamedTuple):
-    """A matrix w[out, in] ≈ scale · (q - zero_point), with q in [-128, 127] or [-8, 7] (arXiv 1712.05877, section 2.1).
+    """A matrix w[out, in] ≈ scale · (q - zero_point), with q in [-128, 127] or [-8, 7] (arXiv 1712.05877, section 2.1),
+    or a float8_e4m3fn, without zero points.
 
     One scale per output channel (block_size -1):
-        weight_q: int8 [out, in], or two to a byte uint8 [out, in / 2].
+        weight_q: int8 or float8_e4m3fn [out, in], or two to a byte uint8 [out, in / 2].
         scale: float32 [out]; zero_point: int8 [out], or None for symmetric.
     One scale per block of inputs and output channel:
-        weight_q: int8 [in / block_size, block_size, out], or uint8 [in / block_size, block_size / 2, out].
+        weight_q: int8 or float8_e4m3fn [in / block_size, block_size, out], or uint8
+            [in / block_size, block_size / 2, out].
         scale: float32 [in / block_size, out]; zero_point: int8 [in / block_size, out], or None.
 
     Blocks are a dimension of their own, inputs before outputs, because XLA dequantizes that within the product for a
@@ -47,9 +50,10 @@ def quantize_weight(
         packed: two weights of 4 bits to a byte.
 
     Raises:
-        RequestError: blocks, or pairs of 4-bit weights, do not divide the inputs.
+        ValueError: blocks do not divide the inputs.
     """
-    check_shape(weight.shape[1], bits, block_size, packed)
+    if block_size != -1 and weight.shape[1] % block_size:
+        raise ValueError(f"blocks of {block_size} do not divide {weight.shape[1]} inputs")
     w = weight.detach().to(torch.float32)
     along = 1
     if block_size != -1:
@@ -91,30 +95,25 @@ def quantized_shapes(
     return (blocks, block_size // per_byte, out_features), (blocks, out_features)
 
 
-def check_shape(in_features: int, bits: int, block_size: int, packed: bool, name: str = "a linear layer") -> None:
-    """Check that the inputs of a layer can be divided into blocks, and into pairs of 4-bit weights.
-
-    Args:
-        in_features: number of inputs.
-        bits: 4 or 8.
-        block_size: inputs that share a scale; -1 for all.
-        packed: two weights of 4 bits to a byte.
-        name: of the layer, for the message.
+def check_pairs(form: KernelFormat, in_features: int, packed: bool, name: str) -> None:
+    """Check that the inputs of a layer can be divided into pairs of 4-bit weights.
 
     Raises:
         RequestError: they cannot.
     """
-    if block_size != -1 and in_features % block_size:
+    size = form.group_size or in_features
+    if form.dtype == "int4" and packed and size % 2:
         raise RequestError(
-            f"block_size={block_size} was asked for, but {name} has {in_features} inputs: pass a divisor of that, -1, "
-            "or name the layer in exclude_layers."
+            f"4 bits were asked for, two weights to a byte, but {name} has {in_features} inputs in blocks of {size}: "
+            "pass pack_4bit=False, or name the layer in exclude_layers."
         )
-    if bits == 4 and packed and (in_features if block_size == -1 else block_size) % 2:
-        raise RequestError(
-            f"4 bits were asked for, two weights to a byte, but {name} has {in_features} inputs in blocks of "
-            f"{in_features if block_size == -1 else block_size}: pass pack_4bit=False, or name the layer in "
-            "exclude_layers."
-        )
+
+
+def laid_out(values: torch.Tensor, block_size: int, packed: bool) -> torch.Tensor:
+    """Numbers [out, in] in the layout of `QuantizedWeight.weight_q`."""
+    if block_size != -1:
+        values = values.t().unflatten(0, (-1, block_size))
+    return pack(values, half_of(values)).contiguous() if packed else values.contiguous()
 
 
 def half_run(in_features: int) -> int:

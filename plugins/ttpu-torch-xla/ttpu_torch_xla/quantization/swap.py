@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.quantization.quantize import why_finer
 from ttpu_torch_xla.quantization.config import QuantizationConfig
-from ttpu_torch_xla.quantization.linear import QuantizedLinear
-from ttpu_torch_xla.quantization.pack import check_shape
+from ttpu_torch_xla.quantization.linear import QuantizedLinear, format_for
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Last parts of the names of layers that pick experts: rounding them sends tokens elsewhere, and they are small."""
@@ -32,6 +33,7 @@ class Report:
         kept: layers and matrices that were not, and why.
         bytes_before: of all parameters and buffers, shared ones once.
         bytes_after: the same.
+        finer: layers whose blocks are finer than those asked for, and why.
     """
 
     config: QuantizationConfig
@@ -39,31 +41,39 @@ class Report:
     kept: Mapping[str, str]
     bytes_before: int
     bytes_after: int
+    finer: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.kept.items():
-            reasons.setdefault(reason, []).append(name)
         lines = [
             f"{len(self.quantized)} linear layers held as {self.config.name}: {self.bytes_before / 1e6:.1f} MB before, "
             f"{self.bytes_after / 1e6:.1f} MB now"
         ]
-        for reason, names in reasons.items():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            lines.append(f"not quantized, {reason}: {', '.join(names[:3])}{more}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.finer_lines, *(f"not quantized, {line}" for line in _lines(self.kept))])
+
+    @property
+    def finer_lines(self) -> list[str]:
+        """A line per reason why blocks are finer than those asked for."""
+        return list(_lines(self.finer))
 
 
-def quantize(model: Any, config: QuantizationConfig | Mapping[str, Any] | None = None) -> Report:
+def quantize(
+    model: Any,
+    config: QuantizationConfig | Mapping[str, Any] | None = None,
+    keep: Mapping[str, str] = MappingProxyType({}),
+) -> Report:
     """Swap the linear layers of a model, in place. Routers, the head and what `exclude_layers` names stay; so does what
     is not an `nn.Linear`, such as the experts that transformers 5 holds as one tensor.
 
     A model on the meta device, or one with any weights, becomes what a quantized model's `state_dict` loads into. Its
     `save_pretrained` refuses from then on: transformers would read such a checkpoint with weights at random.
 
+    Args:
+        model: the stock model.
+        config: how to quantize, or its arguments.
+        keep: more layers that stay as they are, and why.
+
     Raises:
-        RequestError: there is nothing to quantize, the blocks do not divide a layer, or an excluded name matches
-            no layer.
+        RequestError: there is nothing to quantize, no blocks suit a layer, or an excluded name matches no layer.
     """
     config = QuantizationConfig() if config is None else QuantizationConfig.read(config)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -77,14 +87,18 @@ def quantize(model: Any, config: QuantizationConfig | Mapping[str, Any] | None =
             )
     head = _head(model)
     kept = {name: reason for name, module in linears.items() if (reason := _reason(name, module, head, config))}
+    kept |= {name: reason for name, reason in keep.items() if name in linears and name not in kept}
     chosen = [name for name in linears if name not in kept]
     if not chosen:
         raise RequestError(
             f"{type(model).__name__} was to be quantized, but none of its {len(linears)} linear layers may be: exclude "
             "fewer, or pass quantize_lm_head=True."
         )
+    finer = {}
     for name in chosen:
-        check_shape(linears[name].in_features, config.bits, config.block_size, config.packed, name)
+        inputs = linears[name].in_features
+        if reason := why_finer(format_for(inputs, config, name), config.kernel_format, inputs):
+            finer[name] = reason
     before = nbytes(model)
     untied = _tied(model) and any(linears[name] is head for name in chosen)
     for name in chosen:
@@ -93,9 +107,11 @@ def quantize(model: Any, config: QuantizationConfig | Mapping[str, Any] | None =
     if untied:
         model.config.tie_word_embeddings = False
     if hasattr(model, "save_pretrained"):  # before the class's, which a patch may have replaced
-        model.save_pretrained = _refuse_to_save
-    report = Report(config, tuple(chosen), kept | dict(_other_matrices(model)), before, nbytes(model))
+        model.save_pretrained = refuse_to_save
+    report = Report(config, tuple(chosen), kept | dict(_other_matrices(model)), before, nbytes(model), finer)
     logger.info("%s", report)
+    for line in report.finer_lines:
+        logger.warning("the weights are quantized in %s", line)
     return report
 
 
@@ -105,7 +121,12 @@ def nbytes(model: nn.Module) -> int:
     return sum(one.numel() * one.element_size() for one in tensors.values())
 
 
-def _refuse_to_save(*args: Any, **options: Any) -> None:
+def refuse_to_save(*args: Any, **options: Any) -> None:
+    """`save_pretrained` of a quantized model.
+
+    Raises:
+        UnsupportedError: always.
+    """
     raise UnsupportedError(
         "save_pretrained was called on a model with quantized layers, but transformers could not load what it would "
         "write: save model.state_dict() with torch.save, and load it after quantize() of a model of the same kind."
@@ -124,6 +145,16 @@ def _reason(name: str, module: nn.Linear, head: nn.Module | None, config: Quanti
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}, which may do more than a linear layer"
     return None
+
+
+def _lines(reasons: Mapping[str, str]) -> Iterator[str]:
+    """One line per reason, with the names of the first layers that have it."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"{reason}: {', '.join(names[:3])}{more}"
 
 
 def _named(name: str, pattern: str) -> bool:

@@ -4,7 +4,7 @@ parameters is made of checkpoint tensors, which gives the axes of the torch para
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -123,23 +123,44 @@ def _common(found: list[Dimensions]) -> Dimensions:
     return tuple(result)
 
 
-def _in_memory(model: Any, on_disk: Mapping[str, Dimensions], names: Mapping[str, int]) -> dict[str, Dimensions]:
-    """From the tensors of a checkpoint to the model's parameters, as transformers loads them."""
+def memory_names(
+    model: Any, on_disk: Iterable[str], names: Collection[str]
+) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
+    """The names by which a model holds the tensors of a checkpoint, as transformers loads them.
+
+    Args:
+        model: the stock model.
+        on_disk: names of the checkpoint's tensors.
+        names: those of the model's parameters.
+
+    Returns:
+        Checkpoint name → the model's name and the pattern of the conversion that takes the tensor, None where none
+        does; and the conversions.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
     steps: list[Any] = get_model_conversion_mapping(model)
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     renamings = [step for step in steps if not isinstance(step, WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     present = dict.fromkeys(names, True)
-    sources: defaultdict[str, list[_Source]] = defaultdict(list)
-    result: dict[str, Dimensions] = {}
-    for name, dimensions in on_disk.items():
+    found: dict[str, tuple[str, str | None]] = {}
+    for name in on_disk:
         renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, present)
         if name in names and renamed not in names:
             renamed, pattern = name, None  # a model that holds it under the checkpoint's name already
-        sources[renamed].append(_Source(pattern, dimensions))
+        found[name] = renamed, pattern
+    return found, converters
+
+
+def _in_memory(model: Any, on_disk: Mapping[str, Dimensions], names: Mapping[str, int]) -> dict[str, Dimensions]:
+    """From the tensors of a checkpoint to the model's parameters, as transformers loads them."""
+    held, converters = memory_names(model, on_disk, names)
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    sources: defaultdict[str, list[_Source]] = defaultdict(list)
+    result: dict[str, Dimensions] = {}
+    for name, (renamed, pattern) in held.items():
+        sources[renamed].append(_Source(pattern, on_disk[name]))
     for name, parts in sources.items():
         if parts[0].pattern is None:
             result[name] = _common([part.dimensions for part in parts])

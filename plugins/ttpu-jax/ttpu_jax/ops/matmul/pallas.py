@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from ttpu_core.spec.kernel_format import KernelFormat
-from ttpu_jax.ops.kernels import QuantizedKernel, map_arrays
+from ttpu_jax.ops.kernels import QuantizedKernel
 from ttpu_jax.ops.matmul.activations import quantize_activations
 from ttpu_jax.ops.matmul.devices import Devices, UsePallas
 from ttpu_jax.ops.matmul.pallas_blocks import LANES, block_table, blocks_for
+from ttpu_jax.ops.matmul.shards import product_of_shards
 
 
 def why_not_pallas(form: KernelFormat, shape: tuple[int, ...], rows: int, devices: Devices) -> str | None:
@@ -98,22 +98,11 @@ def product(
     if devices.mesh is None:
         sums = multiply(x, kernel, sums_dtype)
     else:
-        *out_axes, in_axes = (axes or None for axes in devices.kernel_axes)
-        row_axes = tuple(axes or None for axes in devices.row_axes)
 
-        def on_one_device(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-            if in_axes is None:
-                return multiply(x, kernel, sums_dtype)
-            return jax.lax.psum(multiply(x, kernel, jnp.float32), in_axes).astype(sums_dtype)
+        def on_one_device(x: jax.Array, step: jax.Array | None, kernel: QuantizedKernel, dtype: Any) -> jax.Array:
+            return multiply(x, kernel, dtype)
 
-        by = (*out_axes, in_axes)
-        sums = jax.shard_map(
-            on_one_device,
-            mesh=devices.mesh,
-            in_specs=(PartitionSpec(*row_axes, in_axes), map_arrays(kernel, by, lambda _, axes: PartitionSpec(*axes))),
-            out_specs=PartitionSpec(*row_axes, *out_axes),
-            check_vma=False,  # the kernel does not say over which axes its result varies
-        )(x, kernel)
+        sums = product_of_shards(on_one_device, x, None, kernel, devices, dtype=sums_dtype, exchanged=jnp.float32)
     if step is not None:
         sums = sums * step.reshape(*step.shape, *(1,) * (sums.ndim - step.ndim))
     if bias is not None:

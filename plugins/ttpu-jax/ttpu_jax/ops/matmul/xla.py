@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from ttpu_jax.ops.kernels import QuantizedKernel, grouped_values
 from ttpu_jax.ops.matmul.activations import quantize_activations
 from ttpu_jax.ops.matmul.dense import Product, dense_product
+from ttpu_jax.ops.matmul.shards import product_of_shards
 
 LANES = 128
 SPAN_ROWS = 128
@@ -40,7 +41,9 @@ def product(x: jax.Array, kernel: QuantizedKernel, bias: jax.Array | None, how: 
     """x [..., in] times the kernel [*out, in], plus bias [*out]: [..., *out]. The only rounding but those of sums is to
     x's dtype, of a dequantized kernel in groups (never on a CPU), and of the result."""
     if kernel.input_order is not None:
-        x = jnp.take(x, kernel.input_order, axis=-1)
+        x, kernel = jnp.take(x, kernel.input_order, axis=-1), replace(kernel, input_order=None)
+    if _exchanges_integers(kernel, how):
+        return _of_shards(x, kernel, bias, how)
     out_shape = (*x.shape[:-1], *kernel.shape[:-1])
     rows = x.reshape(-1, x.shape[-1])
     if how.flatten:
@@ -54,6 +57,42 @@ def product(x: jax.Array, kernel: QuantizedKernel, bias: jax.Array | None, how: 
     if bias is not None:
         sums = sums + bias.astype(jnp.float32)
     return sums.astype(how.out_dtype).reshape(out_shape)
+
+
+def _exchanges_integers(kernel: QuantizedKernel, how: Product) -> bool:
+    """Whether devices share the inputs of a product of two quantized operands. GSPMD would have them exchange its sums
+    before they are scaled: int32, twice the bytes of bfloat16."""
+    form, devices = kernel.format, how.devices
+    if devices is None or devices.mesh is None or how.platform == "cpu":
+        return False
+    return form.activation is not None and form.group_size is None and bool(devices.kernel_axes[-1])
+
+
+def _of_shards(x: jax.Array, kernel: QuantizedKernel, bias: jax.Array | None, how: Product) -> jax.Array:
+    """`product` where each device multiplies by its shard of the kernel and scales its sums before devices exchange
+    them, in the result's dtype."""
+    assert kernel.format.activation is not None and how.devices is not None
+    values, step = quantize_activations(x, kernel.format.activation, kernel.input_scale)
+    if not step.ndim:
+        step = jnp.broadcast_to(step, (*x.shape[:-1], 1))
+
+    def multiply(values: jax.Array, step: jax.Array | None, kernel: QuantizedKernel, dtype: Any) -> jax.Array:
+        assert step is not None
+        rows, out = values.reshape(-1, values.shape[-1]), kernel.shape[:-1]
+        wide = replace(how, out_dtype=jnp.dtype(jnp.float32), devices=None)
+        sums = _by_channel(rows, _flat(kernel), x.dtype, wide) * step.reshape(-1, 1)
+        return sums.astype(dtype).reshape(*values.shape[:-1], *out)
+
+    sums = product_of_shards(
+        multiply,
+        values,
+        step,
+        replace(kernel, input_scale=None),
+        how.devices,
+        dtype=how.out_dtype if bias is None else jnp.float32,
+        exchanged=how.out_dtype,
+    )
+    return sums if bias is None else (sums + bias.astype(jnp.float32)).astype(how.out_dtype)
 
 
 def _sums(rows: jax.Array, kernel: QuantizedKernel, dtype: Any, how: Product) -> jax.Array:
