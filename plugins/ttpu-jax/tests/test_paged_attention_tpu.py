@@ -101,14 +101,20 @@ def test_the_kernel_serves_other_layers(spec: AttentionSpec, dtype: str) -> None
     assert kernels(compiled("v5e:2x4", spec, MIXED, dtype)) == 1
 
 
+def test_int8_pages_have_a_kernel_for_single_queries_and_one_for_blocks() -> None:
+    """The second layer is gemma-3's, with heads of 256 features."""
+    assert kernels(compiled("v5e:2x4", LLAMA, MIXED, "int8")) == 2
+    wide = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=256, window=1024)
+    assert kernels(compiled("v6e:2x4", wide, DECODE, "int8")) == 1
+
+
 @pytest.mark.parametrize(
     ("spec", "dtype", "options"),
     [
         (replace(LLAMA, sinks=True), "bfloat16", {}),
-        (LLAMA, "int8", {}),
         (AttentionSpec(16, 1, 576, v_head_dim=512), "bfloat16", {"value_in_key": True}),
     ],
-    ids=["sinks", "int8", "latent"],
+    ids=["sinks", "latent"],
 )
 def test_elsewhere_the_reference_is_compiled_and_pages_stay_in_place(
     spec: AttentionSpec, dtype: str, options: dict[str, Any]

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from ttpu_core.sharding.serving import ServedShapes, ServingLimits, StepSize
@@ -85,17 +87,26 @@ def served_shapes(
 
 
 def served_kernels(spec: ArchitectureSpec, dtype: str = "bfloat16") -> dict[str, str]:
-    """Return the implementation of each kind of attention layer in an engine's steps on a TPU, and why."""
+    """Return the implementation of each kind of attention layer in an engine's steps on a TPU, and why: with pages in
+    `dtype`, and with int8 pages."""
     table: dict[str, str] = {}
+
+    def served(attention: AttentionSpec, kept: np.dtype[Any], kernel: str, in_key: bool) -> str:
+        why = serves(attention, "tpu", kept, value_in_key=in_key)
+        return f"{kernel}: the default on a TPU" if why is None else f"paged eager attention: {why}"
+
     for layer in spec.layers:
         mixer = layer.mixer
         if isinstance(mixer, AttentionSpec):
-            kind, why = mixer.kind, serves(mixer, "tpu", model_dtype(dtype))
+            attention, in_key = mixer, False
         elif isinstance(mixer, LatentAttentionSpec):
-            kind, why = mixer.kind, serves(latent_pages(mixer), "tpu", model_dtype(dtype), value_in_key=True)
+            attention, in_key = latent_pages(mixer), True
         else:
             continue
-        words = "ragged_paged_attention: the default on a TPU" if why is None else f"paged eager attention: {why}"
+        kind, words = mixer.kind, served(attention, model_dtype(dtype), "ragged_paged_attention", in_key)
+        of_int8 = served(attention, np.dtype(np.int8), "int8_paged_attention", in_key)
+        if of_int8 != words:
+            words = f"{words}; of int8 pages {of_int8}"
         if words not in table.get(kind, ""):
             table[kind] = f"{table[kind]}, or {words}" if kind in table else words
     return table

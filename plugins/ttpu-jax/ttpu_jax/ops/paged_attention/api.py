@@ -11,8 +11,10 @@ from jax.sharding import PartitionSpec
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention.blocks import device_kind
 from ttpu_jax.ops.attention.context import AttentionContext
-from ttpu_jax.ops.paged_attention import kernel
+from ttpu_jax.ops.paged_attention import int8_kernel, kernel
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
+from ttpu_jax.ops.paged_attention.layout import is_paired
+from ttpu_jax.ops.paged_attention.pieces import unserved_batch
 from ttpu_jax.ops.paged_attention.reference import reference
 
 
@@ -41,10 +43,12 @@ def paged_attention(
         [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype; padding tokens have finite values.
     """
     why = serves(spec, context.platform, kv.pages.dtype, value_in_key=kv.value_in_key)
-    use_kernel = why is None and kernel.unserved_batch(spec, batch, kv.group) is None
+    use_kernel = why is None and unserved_batch(spec, batch, kv.group, paired=is_paired(kv)) is None
     kind = device_kind(context) if use_kernel else ""
 
     def attend(query: jax.Array, kv: PagedKV, batch: RaggedBatch, sinks: jax.Array | None) -> jax.Array:
+        if use_kernel and is_paired(kv):
+            return int8_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
         if use_kernel:
             return kernel.attend(query, kv, batch, spec, kind)
         return reference(query, kv, batch, spec, sinks=sinks, platform=context.platform)

@@ -4,7 +4,12 @@ Split pages are [pages, planes, kv_heads, page_size, dim] with one plane for key
 for both. Products on a CPU need this layout, one product per KV head. Combined pages are [pages, page_size, kv_heads
 * planes, dim], each head's key before its value, with dim a multiple of 128. JAX's kernel needs this layout, and
 XLA:TPU writes tokens into it without copying all pages. Both need whole tiles, so heads of zeros follow each
-device's heads if those do not fill tiles."""
+device's heads if those do not fill tiles.
+
+Combined pages of int8 with values beside keys are paired, for the kernels in `int8_kernel`: [pages, page_size, halves *
+kv_heads * 2, 128], where the features of wider heads than 128 are split into halves that follow one another. Their
+scales are [pages, pairs, page_size * 4]: for each pair of heads and token those of the first head's key and value,
+then of the second's."""
 
 from __future__ import annotations
 
@@ -19,9 +24,12 @@ from jax.sharding import Mesh, Sharding
 
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_jax.ops.paged_attention.batch import PagedKV
-from ttpu_jax.ops.paged_attention.kernel import LANES, padded_heads
+from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
+from ttpu_jax.ops.paged_attention.kernel import padded_heads
 
 INT8_LIMIT = 127.0
+LARGEST = 1e30
+SMALLEST = 1e-30  # of a token's largest feature: its scale must be a normal number
 
 
 class Placement(Protocol):
@@ -75,7 +83,9 @@ def empty_pages(
             return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
         return jnp.zeros(shape, kind, device=sharding)
 
-    scales = make(_scales(shape), _scales(logical), jnp.float32) if dtype == np.int8 else None
+    scales = None
+    if dtype == np.int8:
+        scales = make(*_scales(spec, shape, logical, paired=bool(combined) and not value_in_key), jnp.float32)
     return PagedKV(make(shape, logical, dtype), scales, group, value_in_key, combined)
 
 
@@ -93,14 +103,21 @@ def page_bytes(
     """
     dtype = _kept(dtype, placement)
     combined = _ways(spec, placement) if placement.platform == "tpu" else 0
-    shape, _ = _shape(spec, 1, page_size, dtype, value_in_key, combined)
-    size = math.prod(shape) * dtype.itemsize + (math.prod(shape[:-1]) * 4 if dtype == np.int8 else 0)
+    shape, logical = _shape(spec, 1, page_size, dtype, value_in_key, combined)
+    size = math.prod(shape) * dtype.itemsize
+    if dtype == np.int8:
+        size += math.prod(_scales(spec, shape, logical, paired=bool(combined) and not value_in_key)[0]) * 4
     return size, _ways(spec, placement)
 
 
 def page_size_of(kv: PagedKV) -> int:
     """Tokens per page."""
     return kv.pages.shape[1 if kv.combined else 3]
+
+
+def is_paired(kv: PagedKV) -> bool:
+    """Whether pages are combined ones of int8 with values beside keys."""
+    return bool(kv.combined) and kv.scales is not None and not kv.value_in_key
 
 
 def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
@@ -111,12 +128,12 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
         key: [tokens, kv_heads, dim].
         value: [tokens, kv_heads, value_dim], or None if values are the first features of keys.
     """
-    width = kv.pages.shape[-1]
+    width = kv.pages.shape[-1] * (_halves(kv) if is_paired(kv) else 1)
     planes = [_widened(key, width)] if value is None else [_widened(key, width), _widened(value, width)]
     tokens = key.shape[0]
     if kv.combined:
         rows = jnp.stack(planes, axis=2).reshape(tokens, kv.combined, -1, width)
-        more = kv.pages.shape[2] // kv.combined - rows.shape[2]
+        more = kv.pages.shape[2] * kv.pages.shape[3] // width // kv.combined - rows.shape[2]
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, more), (0, 0))).reshape(tokens, -1, width)
     else:
         rows = jnp.stack(planes, axis=1)
@@ -128,8 +145,15 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
             return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16), None
         return rows.astype(kv.pages.dtype), None
     rows = rows.astype(jnp.float32)
-    scales = jnp.maximum(jnp.abs(rows).max(-1), jnp.finfo(jnp.float32).tiny) / INT8_LIMIT
-    return jnp.round(rows / scales[..., None]).astype(jnp.int8), scales
+    scales = jnp.maximum(jnp.abs(rows).max(-1), SMALLEST) / INT8_LIMIT
+    if not is_paired(kv):
+        return jnp.round(rows / scales[..., None]).astype(jnp.int8), scales
+    scales = jnp.where(scales < LARGEST, scales, LARGEST)  # others than finite ones would reach other tokens' pages
+    scales = scales.astype(jnp.bfloat16).astype(jnp.float32)  # products in bfloat16 distribute them
+    rows = jnp.round(rows / scales[..., None]).astype(jnp.int8)
+    if width > LANES:
+        rows = rows.reshape(tokens, kv.combined, -1, width // LANES, LANES).swapaxes(2, 3)
+    return rows.reshape(tokens, -1, LANES), scales.reshape(tokens, -1, PAIR)
 
 
 def read(
@@ -150,7 +174,14 @@ def read(
     one = rows * n == 1  # XLA:CPU copies a slice faster than it gathers
     found = jax.lax.dynamic_index_in_dim(kv.pages, pages[0, 0], 0)[None] if one else kv.pages[pages]
     scales = None
-    if kv.scales is not None:
+    if is_paired(kv):
+        assert kv.scales is not None
+        halves, places = _halves(kv), kv.scales[pages]
+        found = found.reshape(rows, n, -1, halves, found.shape[3] // halves, LANES).swapaxes(3, 4)
+        found = found.reshape(rows, n, found.shape[2], -1, halves * LANES)
+        places = places.reshape(rows, n, places.shape[2], -1, PAIR).swapaxes(2, 3)
+        scales = places.reshape(rows, n, places.shape[2], -1, 1)
+    elif kv.scales is not None:
         # Without the constraint XLA:TPU would convert all 8-bit pages to another layout to read these.
         found = with_layout_constraint(found, Layout(tuple(range(found.ndim))))
         scales = kv.scales[pages]
@@ -193,16 +224,33 @@ def _shape(
     planes, heads = 1 if value_in_key else 2, spec.num_kv_heads
     if combined:
         width = -(-width // LANES) * LANES
+        if dtype == np.int8 and planes == 2:
+            halves = width // LANES
+            rows = 2 * halves * combined * padded_heads(heads // combined, dtype, halves)
+            return (num_pages, page_size, rows, LANES), (None, None, axes.KV_HEADS, None)
         if planes == 2:
             heads = combined * padded_heads(heads // combined, dtype)
         return (num_pages, page_size, heads * planes, width), (None, None, axes.KV_HEADS, None)
     return (num_pages, planes, heads, page_size, width), (None, None, axes.KV_HEADS, None, None)
 
 
-def _scales(x: Any) -> Any:
-    """The shape or axes of the pages' scales, from those of the pages. Tokens come last, since a TPU pads the last
-    dimension to 128."""
-    return (x[0], x[2], x[1]) if len(x) == 4 else x[:-1]
+def _scales(
+    spec: AttentionSpec, shape: tuple[int, ...], logical: tuple[str | None, ...], *, paired: bool
+) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
+    """The shape and axes of the scales of pages with this `shape` and these axes. Tokens come last, since a TPU pads
+    the last dimension to 128."""
+    if paired:
+        halves = -(-max(spec.head_dim, spec.value_dim) // LANES)
+        return (shape[0], shape[2] // halves // PAIR, shape[1] * PAIR), (None, axes.KV_HEADS, None)
+    if len(shape) == 4:
+        return (shape[0], shape[2], shape[1]), (logical[0], logical[2], logical[1])
+    return shape[:-1], logical[:-1]
+
+
+def _halves(kv: PagedKV) -> int:
+    """Parts of 128 features per head of paired pages."""
+    assert kv.scales is not None
+    return kv.pages.shape[2] // (PAIR * kv.scales.shape[1])
 
 
 def _widened(x: jax.Array, width: int) -> jax.Array:

@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
-from ttpu_jax.ops.paged_attention.layout import page_size_of, rows_of
+from ttpu_jax.ops.paged_attention.int8_blocks import PAIR
+from ttpu_jax.ops.paged_attention.layout import is_paired, page_size_of, rows_of
 
 
 def write(kv: PagedKV, key: jax.Array, value: jax.Array | None, batch: RaggedBatch) -> PagedKV:
@@ -26,7 +28,37 @@ def write(kv: PagedKV, key: jax.Array, value: jax.Array | None, batch: RaggedBat
     page, offset = slots // size, slots % size
     token: tuple[Any, ...] = (page, offset) if kv.combined else (page, slice(None), slice(None), offset)
     pages, kept = kv.pages.at[token].set(rows, mode="promise_in_bounds"), kv.scales
-    if kept is not None:
+    if is_paired(kv):
+        assert kept is not None and scales is not None
+        kept = _with_scales(kept, page, offset, scales, batch)
+    elif kept is not None:
         token = (page, slice(None), offset) if kv.combined else token
         kept = kept.at[token].set(scales, mode="promise_in_bounds")
     return replace(kv, pages=pages, scales=kept)
+
+
+def _with_scales(
+    kept: jax.Array, page: jax.Array, offset: jax.Array, scales: jax.Array, batch: RaggedBatch
+) -> jax.Array:
+    """The scales `kept` of paired pages with those of new tokens. A TPU would write parts of rows one by one, so whole
+    pages of scales are written.
+
+    Args:
+        kept: [pages, pairs, page_size * 4].
+        page: [tokens].
+        offset: [tokens], in the page.
+        scales: [tokens, pairs, 4], exact in bfloat16.
+        batch: the flat batch.
+    """
+    size, tokens = kept.shape[2] // PAIR, len(page)
+    mine = (jnp.arange(kept.shape[2]) // PAIR == offset[:, None])[:, None]
+    new = jnp.tile(scales, (1, 1, size))
+    if batch.max_queries > 1:  # tokens share pages, each of which is written once, with all of them
+        last = page != jnp.append(page[1:], -1)
+        most = min(tokens, tokens // size + 2 * len(batch.kv_lens))
+        written = page[jnp.nonzero(last, size=most, fill_value=tokens - 1)[0]]
+        same = (written[:, None] == page).astype(jnp.bfloat16)
+        each = jnp.where(mine, new, 0).astype(jnp.bfloat16)
+        new = jnp.einsum("wt,tpl->wpl", same, each, preferred_element_type=jnp.float32)
+        page, mine = written, new > 0
+    return kept.at[page].set(jnp.where(mine, new, kept[page]), mode="promise_in_bounds")

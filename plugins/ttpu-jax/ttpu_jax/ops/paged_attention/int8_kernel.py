@@ -1,0 +1,496 @@
+"""Attention over int8 pages on one TPU, as two Pallas kernels: one for sequences with a single query, one for blocks of
+queries. Both read the pages that a sequence has, and the scales of their tokens, once.
+
+Pages are paired (`layout`): four neighbouring rows of 128 numbers are the keys and values of two heads for one token,
+and the scales of a page lie in the same order. Four int8 rows are one row of 32-bit registers, so that the rows of a
+pair of heads are loaded without being separated. With a single query per sequence they never are: the queries of both
+heads are multiplied by all rows, and a mask keeps the scores of each head's own keys. Moved by one column, their
+probabilities meet the values. For blocks of queries, which would multiply four times as much, keys and values are
+separated and converted."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ttpu_core.spec import AttentionSpec
+from ttpu_jax.ops.attention.reference import MASKED
+from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
+from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR, SUBLANES, Int8Blocks, int8_blocks
+from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of
+
+FEW = 4  # blocks of this part of a whole one are computed for short sequences
+DIGIT = 128  # an integer of at most 127 * 128 is 128 * high + low, both in int8
+
+
+def attend(
+    query: jax.Array,
+    kv: PagedKV,
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    kind: str,
+    *,
+    sinks: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of one device's queries. The result is [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype.
+
+    Args:
+        query: [tokens, kv_heads, q_per_kv, head_dim].
+        kv: paired pages.
+        batch: the flat batch.
+        spec: the layer's attention.
+        kind: the device kind that selects block sizes.
+        sinks: [kv_heads, q_per_kv] logits of attention sinks, or None.
+        interpret: run the kernels in the interpreter.
+    """
+    assert kv.scales is not None
+    tokens, heads, group, dim = query.shape
+    pairs = kv.scales.shape[1]
+    halves = kv.pages.shape[2] // (PAIR * pairs)
+    pieces = pieces_of(spec, batch, kv.group)
+    blocks = int8_blocks(
+        kind,
+        group=group,
+        pairs=pairs,
+        halves=halves,
+        page_size=batch.page_size,
+        pages=pieces.table.shape[1],
+        tokens=tokens,
+        sequences=len(pieces.lengths),
+    )
+    padding = ((0, 0), (0, 2 * pairs - heads), (0, 0), (0, halves * LANES - dim))
+    queries = jnp.pad(query, padding)
+    logits = jnp.full((2 * pairs, group), -jnp.inf, jnp.float32)
+    if sinks is not None:
+        logits = logits.at[:heads].set(sinks.astype(jnp.float32))
+    run = partial(_attend, kv=kv, pieces=pieces, spec=spec, blocks=blocks, sinks=logits, interpret=interpret)
+    if batch.max_queries == 1 and tokens == len(pieces.lengths):  # token i is the only one of piece i
+        mixed = run(queries, order=jnp.asarray(np.arange(tokens, dtype=np.int32)))
+        return mixed[:, :heads, :, : spec.value_dim]  # padding has zeros already
+    counts = jnp.diff(pieces.starts)
+    ends = pieces.starts[None, 1:]
+    piece = jnp.minimum((jnp.arange(tokens)[:, None] >= ends).sum(-1, dtype=jnp.int32), len(counts) - 1)
+    order = jnp.argsort(counts != 1, stable=True).astype(jnp.int32)
+    mixed = run(queries[jnp.minimum(pieces.starts[order], tokens - 1)], order=order)[jnp.argsort(order)[piece]]
+    if batch.max_queries > 1:
+        mixed = jnp.where((counts[piece] == 1)[:, None, None, None], mixed, run(queries, order=None))
+    mixed = mixed[:, :heads, :, : spec.value_dim]
+    return jnp.where((batch.positions >= 0)[:, None, None, None], mixed, 0)
+
+
+def _attend(
+    queries: jax.Array,
+    *,
+    kv: PagedKV,
+    pieces: Pieces,
+    spec: AttentionSpec,
+    blocks: Int8Blocks,
+    sinks: jax.Array,
+    interpret: bool,
+    order: jax.Array | None,
+) -> jax.Array:
+    """Attention of pieces with one query, which are first in `order`: queries [pieces, kv_heads, q_per_kv, width] in
+    that order. Or, without an order, of pieces with several: queries [tokens, ...]. The result has the queries' shape;
+    rows of other pieces are arbitrary but finite."""
+    assert kv.scales is not None
+    rows, heads, group, width = queries.shape
+    pairs, page_size = heads // 2, kv.pages.shape[1]
+    counts = jnp.diff(pieces.starts)
+    page_block = blocks.block_pages if order is None else blocks.single_pages
+    scratch = [
+        pltpu.VMEM((2, page_block, *kv.pages.shape[1:]), jnp.int8),
+        pltpu.VMEM((2, page_block, *kv.scales.shape[1:]), jnp.float32),
+        pltpu.SemaphoreType.DMA((2,)),
+    ]
+    operands: list[jax.Array]
+    scalars: tuple[jax.Array, ...]
+    if order is not None:
+        scalars = (order, (counts == 1).sum(dtype=jnp.int32)[None], pieces.lengths, pieces.table)
+        block = blocks.single_queries
+        x, sinks = queries.reshape(rows, pairs, 2 * group, width), sinks.reshape(pairs, 2 * group, 1)
+        more = -2 * group % SUBLANES
+        x = jnp.pad(x, ((0, -rows % block), (0, 0), (0, more), (0, 0)))
+        operands = [x, jnp.pad(sinks, ((0, 0), (0, more), (0, 0)), constant_values=-jnp.inf)]
+        of_queries = pl.BlockSpec((block, *x.shape[1:]), lambda i, *_: (i, 0, 0, 0))
+        of_sinks = pl.BlockSpec(operands[1].shape, lambda i, *_: (0, 0, 0))
+        body = partial(_single, group=group, digits=blocks.digits)
+        steps = len(x) // block
+        scratch.append(pltpu.SMEM((1,), jnp.int32))
+    else:
+        block = blocks.block_queries
+        more = -rows % block
+        x = jnp.pad(queries, ((0, more), (0, 0), (0, 0), (0, 0))).swapaxes(0, 1).reshape(heads, -1, width)
+        steps = (rows + more) // block
+        begin = jnp.arange(steps, dtype=jnp.int32) * block
+        several = jnp.where(counts > 1, counts, 0)
+        first = (pieces.starts[None, 1:] <= begin[:, None]).sum(-1, dtype=jnp.int32)
+        last = (pieces.starts[None, :-1] < begin[:, None] + block).sum(-1, dtype=jnp.int32)
+        last = jnp.minimum(last, pieces.number[0])
+        scalars = (jnp.stack([first, last]), pieces.starts, several, pieces.lengths, pieces.table)
+        wide = jnp.broadcast_to(sinks[:, None], (heads, block, group)).reshape(heads, block * group, 1)
+        operands = [x, wide]
+        of_queries = pl.BlockSpec((heads, block * group, width), lambda i, *_: (0, i, 0))
+        of_sinks = pl.BlockSpec((heads, block * group, 1), lambda i, *_: (0, 0, 0))
+        body = partial(_several, group=group)
+        state = (heads, block * group, LANES)
+        scratch += [pltpu.VMEM(state, jnp.float32), pltpu.VMEM(state, jnp.float32)]
+        scratch.append(pltpu.VMEM((heads, block * group, width), jnp.float32))
+    call = pl.pallas_call(
+        partial(body, spec=spec, page_size=page_size),
+        out_shape=jax.ShapeDtypeStruct(operands[0].shape, queries.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(steps,),
+            in_specs=[of_queries, of_sinks, pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=of_queries,
+            scratch_shapes=scratch,
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=interpret,
+        name="int8_paged_attention_block" if order is None else "int8_paged_attention_single",
+    )
+    mixed = call(*scalars, *operands, kv.pages, kv.scales)
+    if order is not None:
+        return mixed[:rows, :, : 2 * group].reshape(queries.shape)
+    return mixed.reshape(heads, -1, group, width).swapaxes(0, 1)[:rows]
+
+
+class _Copies:
+    """Copies of the pages and scales of one block of keys into one of two buffers."""
+
+    def __init__(self, pages: Any, scales: Any, buffer: Any, scale_buffer: Any, ready: Any, table: Any) -> None:
+        self.sources, self.targets = (pages, scales), (buffer, scale_buffer)
+        self.ready, self.table = ready, table
+
+    def start(self, piece: Any, block: Any, used: Any, slot: Any) -> None:
+        """Begin to copy a block of a piece that has `used` pages."""
+        number = self.targets[0].shape[1]
+        full = used >= (block + 1) * number
+
+        @pl.when(full)
+        def start_all() -> None:
+            for index in range(number):
+                for copy in self._page(piece, block * number + index, slot, index):
+                    copy.start()
+
+        @pl.when(jnp.logical_not(full))
+        def start_some() -> None:
+            def one(index: Any, _: None) -> None:
+                for copy in self._page(piece, block * number + index, slot, index):
+                    copy.start()
+
+            jax.lax.fori_loop(0, used - block * number, one, None)
+
+    def wait(self, block: Any, used: Any, slot: Any) -> None:
+        """Wait for what `start` began."""
+        number = self.targets[0].shape[1]
+        full = used >= (block + 1) * number
+
+        @pl.when(full)
+        def wait_for_all() -> None:
+            for target in self.targets:  # a semaphore counts bytes, wherever they came from
+                pltpu.make_async_copy(target.at[slot], target.at[slot], self.ready.at[slot]).wait()
+
+        @pl.when(jnp.logical_not(full))
+        def wait_for_some() -> None:
+            def one(index: Any, _: None) -> None:
+                for target in self.targets:
+                    page = target.at[slot, index]
+                    pltpu.make_async_copy(page, page, self.ready.at[slot]).wait()
+
+            jax.lax.fori_loop(0, used - block * number, one, None)
+
+    def _page(self, piece: Any, column: Any, slot: Any, index: Any) -> list[Any]:
+        page = self.table[piece, column]
+        return [
+            pltpu.make_async_copy(source.at[page], target.at[slot, index], self.ready.at[slot])
+            for source, target in zip(self.sources, self.targets, strict=True)
+        ]
+
+
+def _words(buffer: Any, word: int, words: int, dtype: Any) -> jax.Array:
+    """Row `word` of each token's `words` rows of 32 bits: [tokens, 128] as int32, [4 * tokens, 128] as int8."""
+    pages, size, rows, lanes = buffer.shape
+    flat = buffer.reshape(pages * size * rows, lanes).bitcast(jnp.uint32)
+    taken = flat[...] if words == 1 else flat[word::words, :]
+    return pltpu.bitcast(taken, dtype)
+
+
+def _scales(buffer: Any, pair: int) -> list[jax.Array]:
+    """[1, 4 * page_size] of each page."""
+    return [buffer[page, pair : pair + 1, :] for page in range(buffer.shape[0])]
+
+
+def _single(
+    order: Any,
+    number: Any,
+    lengths: Any,
+    table: Any,
+    queries: Any,
+    sinks: Any,
+    pages: Any,
+    scales: Any,
+    out: Any,
+    buffer: Any,
+    scale_buffer: Any,
+    ready: Any,
+    slots: Any,
+    *,
+    spec: AttentionSpec,
+    page_size: int,
+    group: int,
+    digits: bool,
+) -> None:
+    """Pieces with one query, the last token of each. queries and out [pieces, pairs, 2 * q_per_kv, width], sinks
+    [pairs, 2 * q_per_kv, 1]."""
+    count, pairs, rows, width = queries.shape
+    halves, page_block = width // LANES, buffer.shape[1]
+    keys, few = page_block * page_size, max(1, page_block // FEW)
+    copies = _Copies(pages, scales, buffer, scale_buffer, ready, table)
+    begin = pl.program_id(0) * count
+
+    def used_pages(index: Any) -> Any:
+        return pl.cdiv(lengths[order[index]], page_size)
+
+    @pl.when((begin == 0) & (number[0] > 0))
+    def copy_first() -> None:
+        slots[0] = 0
+        copies.start(order[0], 0, used_pages(0), 0)
+
+    out[...] = jnp.zeros(out.shape, out.dtype)
+
+    def piece(index: Any, _: None) -> None:
+        length, used = lengths[order[index]], used_pages(index)
+        blocks = pl.cdiv(length, keys)
+        wide = queries[index - begin].astype(jnp.float32) * spec.softmax_scale
+        operands = [_Rows(wide[pair], digits) for pair in range(pairs)]
+
+        def block(number_of_block: Any, carry: Any) -> Any:
+            slot, later = slots[0], number_of_block + 1 < blocks
+            then = jnp.where(later, index, index + 1)
+
+            @pl.when(then < number[0])
+            def copy_next() -> None:
+                copies.start(order[then], jnp.where(later, number_of_block + 1, 0), used_pages(then), 1 - slot)
+
+            copies.wait(number_of_block, used, slot)
+            slots[0] = 1 - slot
+            left = length - number_of_block * keys
+            sizes = [partial(attended, slot, left, number_of_pages) for number_of_pages in (few, page_block)]
+            return jax.lax.cond(left <= few * page_size, *sizes, carry)
+
+        def attended(slot: Any, left: Any, number_of_pages: int, carry: Any) -> Any:
+            shape = (rows, PAIR * number_of_pages * page_size)
+            lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+            second = jax.lax.broadcasted_iota(jnp.int32, shape, 0) >= group
+            visible = (lane & (PAIR - 1)) == jnp.where(second, 2, 0)
+            visible = visible & (lane < PAIR * left)
+            if spec.window is not None:
+                visible = visible & (lane >= PAIR * (left - spec.window))
+            there = lane[:1] < PAIR * left
+            part = pl.ds(0, number_of_pages)
+            found = buffer.at[slot, part], scale_buffer.at[slot, part]
+            return tuple(of_pair(pair, *found, there, visible, *state) for pair, state in enumerate(carry))
+
+        def of_pair(
+            pair: int, rows: Any, scales: Any, there: Any, visible: Any, highest: Any, total: Any, mixed: Any
+        ) -> Any:
+            rows_of = [_words(rows, half * pairs + pair, pairs * halves, jnp.int8) for half in range(halves)]
+            scale = jnp.where(there, jnp.concatenate(_scales(scales, pair), axis=1), 0.0)  # others may be anything
+            scores = _capped(operands[pair].by_features(rows_of) * scale, spec)
+            scores = jnp.where(visible, scores, MASKED)
+            now = jnp.maximum(highest, scores.max(1, keepdims=True))
+            weights = jnp.exp(scores - now)  # 0 where masked: the last block has a key, and so has each before it
+            keep = jnp.exp(highest - now)
+            moved = pltpu.roll(weights, 1, 1) * scale
+            more = _Rows(moved, digits, scale.max(1, keepdims=True)).by_rows(rows_of)
+            return now, total * keep + weights.sum(1, keepdims=True), mixed * keep + more
+
+        start = []
+        for pair in range(pairs):
+            sink = sinks[pair]
+            some = sink > -jnp.inf
+            start.append((
+                jnp.where(some, sink, MASKED), jnp.where(some, 1.0, 0.0), jnp.zeros((rows, width), jnp.float32)
+            ))
+        for pair, (_, total, mixed) in enumerate(jax.lax.fori_loop(0, blocks, block, tuple(start))):
+            out[index - begin, pair] = (mixed / total).astype(out.dtype)
+
+    jax.lax.fori_loop(begin, jnp.minimum(begin + count, number[0]), piece, None)
+
+
+class _Rows:
+    """Rows [rows, n] to be multiplied by int8. With `digits` each is an integer of two int8 digits times a step, off by
+    at most 1/32512 of the row's largest number; of `largest` where that is given, and x is at least 0. Else it is
+    rounded to bfloat16."""
+
+    def __init__(self, x: jax.Array, digits: bool, largest: jax.Array | None = None) -> None:
+        self.step: jax.Array | None = None
+        if not digits:
+            self.operand = x.astype(jnp.bfloat16)
+            return
+        positive, largest = largest is not None, jnp.abs(x).max(1, keepdims=True) if largest is None else largest
+        self.step = jnp.where(largest == 0, 1.0, largest / (127 * DIGIT))
+        steps = x * (1 / self.step) + 0.5
+        whole = (steps if positive else jnp.floor(steps)).astype(jnp.int32)  # a conversion cuts the fraction off
+        high = (whole + DIGIT // 2) >> 7
+        self.operand = jnp.concatenate([high, whole - (high << 7)]).astype(jnp.int8)
+
+    def by_features(self, keys: list[jax.Array]) -> jax.Array:
+        """The products with rows of keys, whose features are split into parts of 128: [rows, keys]."""
+        parts = [
+            self._product(self.operand[:, part * LANES : (part + 1) * LANES], each, 1)
+            for part, each in enumerate(keys)
+        ]
+        return self._summed(sum(parts[1:], parts[0]), 1)
+
+    def by_rows(self, values: list[jax.Array]) -> jax.Array:
+        """The sums of rows of values, whose features are split into parts of 128: [rows, features]."""
+        return jnp.concatenate([self._summed(self._product(self.operand, each, 0), 0) for each in values], axis=1)
+
+    def _product(self, x: jax.Array, other: jax.Array, over: int) -> jax.Array:
+        whole = self.step is not None
+        other = other if whole else other.astype(jnp.float32).astype(jnp.bfloat16)
+        kind = jnp.int32 if whole else jnp.float32
+        return jax.lax.dot_general(x, other, (((1,), (over,)), ((), ())), preferred_element_type=kind)
+
+    def _summed(self, sums: jax.Array, over: int) -> jax.Array:
+        if self.step is None:
+            return sums
+        rows = len(sums) // 2
+        high, low = sums[:rows], sums[rows:]
+        if over == 1:  # of 128 or 256 products: fits an int32
+            return ((high << 7) + low).astype(jnp.float32) * self.step
+        return (DIGIT * high.astype(jnp.float32) + low.astype(jnp.float32)) * self.step
+
+
+def _several(
+    span: Any,
+    starts: Any,
+    counts: Any,
+    lengths: Any,
+    table: Any,
+    queries: Any,
+    sinks: Any,
+    pages: Any,
+    scales: Any,
+    out: Any,
+    buffer: Any,
+    scale_buffer: Any,
+    ready: Any,
+    highest_of: Any,
+    total_of: Any,
+    mixed_of: Any,
+    *,
+    spec: AttentionSpec,
+    page_size: int,
+    group: int,
+) -> None:
+    """A block of queries of pieces that have several; `counts` is 0 for the others. queries and out [kv_heads, block *
+    q_per_kv, width], sinks [kv_heads, block * q_per_kv, 1]."""
+    heads, rows, width = queries.shape
+    pairs, halves, keys, block = heads // 2, width // LANES, buffer.shape[1] * page_size, rows // group
+    copies = _Copies(pages, scales, buffer, scale_buffer, ready, table)
+    step = pl.program_id(0)
+    begin = step * block
+    some = sinks[...] > -jnp.inf
+    highest_of[...] = jnp.broadcast_to(jnp.where(some, sinks[...], MASKED), highest_of.shape)
+    total_of[...] = jnp.broadcast_to(jnp.where(some, 1.0, 0.0), total_of.shape)
+    mixed_of[...] = jnp.zeros(mixed_of.shape, jnp.float32)
+    token = begin + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0) // group
+    place = jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1)
+    # Column 4 * token + entry of a page's scales → column `token` of row `entry`.
+    column = jax.lax.broadcasted_iota(jnp.int32, (8, PAIR * page_size), 1)
+    own_entry = (column & (PAIR - 1)) == jax.lax.broadcasted_iota(jnp.int32, column.shape, 0)
+    source = jax.lax.broadcasted_iota(jnp.int32, (PAIR * page_size, page_size), 0) // PAIR
+    separate = (source == jax.lax.broadcasted_iota(jnp.int32, source.shape, 1)).astype(jnp.bfloat16)
+
+    def separated(slot: Any, pair: int, left: Any) -> jax.Array:
+        """[8, keys]: the scales of a pair's keys and values in its first four rows, of the `left` tokens there are."""
+        parts = []
+        for page, each in enumerate(_scales(scale_buffer.at[slot], pair)):
+            mine = own_entry & (column < PAIR * (left - page * page_size))
+            one_entry = jnp.where(mine, each, 0.0).astype(jnp.bfloat16)  # which holds scales exactly, see `layout`
+            over = (((1,), (0,)), ((), ()))
+            parts.append(jax.lax.dot_general(one_entry, separate, over, preferred_element_type=jnp.float32))
+        return jnp.concatenate(parts, axis=1)
+
+    def piece(index: Any, _: None) -> None:
+        start, count, length = starts[index], counts[index], lengths[index]
+        end = start + count
+        ahead = length - end  # a token's number in the batch → its position
+        final = jnp.minimum(end, begin + block) + ahead
+        oldest = jnp.maximum(start, begin) + ahead - (0 if spec.window is None else spec.window - 1)
+        first = 0 if spec.window is None else jnp.maximum(oldest, 0) // keys
+        last = jnp.where(count > 0, pl.cdiv(final, keys), 0)
+        used = pl.cdiv(final, page_size)
+        position = jnp.where((token >= start) & (token < end), token + ahead, -1)
+
+        @pl.when(first < last)
+        def begin_copies() -> None:
+            copies.start(index, first, used, 0)
+
+        def attend_block(number: Any, slot: Any) -> Any:
+            @pl.when(number + 1 < last)
+            def copy_next() -> None:
+                copies.start(index, number + 1, used, 1 - slot)
+
+            copies.wait(number, used, slot)
+            key_position = number * keys + place
+            visible = key_position <= position
+            if spec.window is not None:
+                visible = visible & (key_position > position - spec.window)
+            for pair in range(pairs):
+                of_pair = separated(slot, pair, length - number * keys)
+                words = [
+                    _words(buffer.at[slot], half * pairs + pair, pairs * halves, jnp.int32) for half in range(halves)
+                ]
+                for second in range(2):
+                    update(2 * pair + second, words, 2 * second, of_pair, visible)
+            return 1 - slot
+
+        jax.lax.fori_loop(first, last, attend_block, 0)
+
+    def update(head: int, words: list[jax.Array], entry: int, of_pair: jax.Array, visible: jax.Array) -> None:
+        dtype = queries.dtype
+        scores = jnp.zeros((rows, keys), jnp.float32)
+        for half, word in enumerate(words):
+            x = queries[head, :, half * LANES : (half + 1) * LANES]
+            key = _entry(word, entry, dtype)
+            scores += jax.lax.dot_general(x, key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        scores = _capped(scores * (of_pair[entry : entry + 1] * spec.softmax_scale), spec)
+        scores = jnp.where(visible, scores, MASKED)
+        before = highest_of[head][:, :1]
+        now = jnp.maximum(before, scores.max(1, keepdims=True))
+        weights = jnp.where(visible, jnp.exp(scores - now), 0.0)
+        keep = jnp.exp(before - now)
+        total_of[head] = total_of[head] * keep + weights.sum(1, keepdims=True)
+        highest_of[head] = jnp.broadcast_to(now, highest_of.shape[1:])
+        scaled = (weights * of_pair[entry + 1 : entry + 2]).astype(dtype)
+        for half, word in enumerate(words):
+            lanes = slice(half * LANES, (half + 1) * LANES)
+            value = _entry(word, entry + 1, dtype)
+            more = jax.lax.dot_general(scaled, value, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            mixed_of[head, :, lanes] = mixed_of[head, :, lanes] * keep + more
+
+    jax.lax.fori_loop(span[0, step], span[1, step], piece, None)
+    for head in range(heads):
+        total = total_of[head][:, :1]
+        out[head] = (mixed_of[head] / jnp.where(total == 0, 1.0, total)).astype(out.dtype)
+
+
+def _entry(words: jax.Array, entry: int, dtype: Any) -> jax.Array:
+    """One of the four int8 in each of `words`."""
+    return ((words << (24 - 8 * entry)) >> 24).astype(jnp.float32).astype(dtype)
+
+
+def _capped(scores: jax.Array, spec: AttentionSpec) -> jax.Array:
+    cap = spec.logit_softcap
+    return scores if cap is None else jnp.tanh(scores / cap) * cap

@@ -1,0 +1,80 @@
+"""A batch as the kernels read it. They walk each sequence's pages from the first one and know no chunks; they get block
+tables that begin at the first page that is attended to, and a sequence per chunk."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ttpu_core.spec import AttentionSpec
+from ttpu_jax.ops.paged_attention.batch import RaggedBatch
+from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
+
+TABLE_BYTES = 700 << 10  # limit of a block table in a core's scalar memory of 1 MiB, which holds other arrays too
+
+
+class Pieces(NamedTuple):
+    """Parts of sequences whose queries attend to the same pages: `lengths` [pieces] of their keys, `table` [pieces,
+    pages], `starts` [pieces + 1] of their queries, and the `number` [1] of pieces that are present."""
+
+    lengths: jax.Array
+    table: jax.Array
+    starts: jax.Array
+    number: jax.Array
+
+
+def unserved_batch(spec: AttentionSpec, batch: RaggedBatch, group: int, *, paired: bool) -> str | None:
+    """Why a kernel does not serve this batch of a layer that it serves, or None. `paired`: of the pages."""
+    if paired and batch.page_size * PAIR % LANES:
+        return f"int8 pages must have a multiple of {LANES // PAIR} tokens"
+    sequences, width = _table_shape(spec, batch, group)
+    if spec.chunk is not None and spec.chunk % batch.page_size:
+        return "chunks must be whole pages"
+    if 4 * sequences * width > TABLE_BYTES:
+        return f"a table of {sequences} sequences of {width} pages does not fit the scalar memory: use larger pages"
+    return None
+
+
+def pieces_of(spec: AttentionSpec, batch: RaggedBatch, group: int) -> Pieces:
+    """The pieces of a batch. Each sequence begins on the first page that it attends to, with relative positions. A
+    sequence whose queries lie in several chunks becomes several pieces."""
+    table, starts, size = batch.tables[group], batch.query_starts, batch.page_size
+    counts = jnp.diff(starts)
+    rows, width = _table_shape(spec, batch, group)
+    if spec.window is None and spec.chunk is None:
+        return Pieces(batch.kv_lens, table, starts, batch.num_sequences)
+    before = batch.kv_lens - counts
+    if spec.chunk is None:
+        assert spec.window is not None
+        first = jnp.maximum(before - spec.window + 1, 0) // size
+        return Pieces(batch.kv_lens - first * size, _shifted(table, first, width), starts, batch.num_sequences)
+    here = jnp.arange(len(counts)) < batch.num_sequences[0]
+    chunk = before[:, None] // spec.chunk + jnp.arange(rows // len(counts))
+    end = jnp.minimum(batch.kv_lens[:, None], (chunk + 1) * spec.chunk)
+    queries = jnp.where(here[:, None], end - jnp.maximum(before[:, None], chunk * spec.chunk), 0).reshape(-1)
+    order = jnp.argsort(queries <= 0, stable=True)
+    queries = jnp.maximum(queries, 0)[order]
+    lengths = jnp.where(queries > 0, (end - chunk * spec.chunk).reshape(-1)[order], 0)
+    wide = jnp.repeat(table, rows // len(counts), axis=0)[order]
+    relocated = _shifted(wide, chunk.reshape(-1)[order] * (spec.chunk // size), width)
+    total = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(queries, dtype=jnp.int32)])
+    return Pieces(lengths, relocated, total, (queries > 0).sum(dtype=jnp.int32)[None])
+
+
+def _table_shape(spec: AttentionSpec, batch: RaggedBatch, group: int) -> tuple[int, int]:
+    """Sequences and pages per sequence of the table that `pieces_of` makes."""
+    sequences, width = batch.tables[group].shape
+    if spec.chunk is not None:
+        pieces = (batch.max_queries + spec.chunk - 2) // spec.chunk + 1
+        return sequences * pieces, min(width, -(-spec.chunk // batch.page_size))
+    if spec.window is not None:
+        return sequences, min(width, (spec.window + batch.max_queries - 2) // batch.page_size + 2)
+    return sequences, width
+
+
+def _shifted(table: jax.Array, first: jax.Array, width: int) -> jax.Array:
+    """`width` columns of each row from its `first` on."""
+    columns = jnp.minimum(first[:, None] + jnp.arange(width), table.shape[1] - 1)
+    return jnp.take_along_axis(table, columns, axis=1)
