@@ -50,6 +50,7 @@ def floats(raw: Array, stored: str) -> Array:
     if stored == "BF16":
         return (raw.astype(np.uint32) << 16).view(np.float32)
     if stored in ("F8_E8M0", "U8"):  # exponents; 255 means NaN
-        result = np.ldexp(np.float32(1), raw.astype(np.int32) - 127)
+        with np.errstate(over="ignore"):
+            result = np.ldexp(np.float32(1), raw.astype(np.int32) - 127)
         return np.where(raw == 255, np.float32(np.nan), result)
     return raw.astype(np.float32)

@@ -164,6 +164,17 @@ def test_a_cut_of_packed_inputs_is_the_same_inputs_quantized(block_size: int) ->
     assert torch.equal(whole.weight_q.chunk(2, dim)[1], part.weight_q)
 
 
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+def test_blocks_that_devices_would_share_are_split_with_the_same_scale(symmetric: bool, linear: nn.Linear) -> None:
+    config = QuantizationConfig(4, BLOCK, symmetric=symmetric)
+    whole, split = (QuantizedLinear.from_linear(linear, config, devices) for devices in (1, INPUTS // 8))
+    assert (whole.block_size, split.block_size) == (BLOCK, 8)
+    assert split.weight_q.shape == (INPUTS // 8, 8 // 2, OUTPUTS)
+    assert torch.equal(split.weight, whole.weight)
+    # No part of a block divides the 3 inputs of each of 64 devices.
+    assert QuantizedLinear.from_linear(linear, config, 64).block_size == BLOCK
+
+
 def test_four_bits_unpacked_are_the_same_numbers(linear: nn.Linear, x: Any) -> None:
     packed = QuantizedLinear.from_linear(linear, QuantizationConfig(bits=4))
     loose = QuantizedLinear.from_linear(linear, QuantizationConfig(bits=4, pack_4bit=False))

@@ -524,3 +524,9 @@ def test_quantized_checkpoints_are_cut_with_their_scales(
     assert "[4,1,2]" in found["sharding"]["weight_q"]
     assert all("[4,2]" in found["sharding"][name] for name in ("scale", "zero_point") if name in found["sharding"])
     assert ("input_order" in found["sharding"]) == packed
+
+
+@pytest.mark.slow
+def test_weights_rounded_on_a_mesh_are_those_of_the_host(cases: dict[str, Any]) -> None:
+    assert cases["while_loading"]["logits"] < 1e-5
+    assert cases["while_loading"]["blocks"] == 4

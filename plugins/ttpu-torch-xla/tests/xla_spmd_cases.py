@@ -21,6 +21,7 @@ from ttpu_torch_xla.checkpointing import checkpoint_layers
 from ttpu_torch_xla.handle import Handle
 from ttpu_torch_xla.patches.choice import patches_for
 from ttpu_torch_xla.patches.patch import applied
+from ttpu_torch_xla.quantization import QuantizationConfig, quantize
 from ttpu_torch_xla.runtime import current
 from ttpu_torch_xla.sharding import ShardedLoader, resolve, shard_model, wrap
 
@@ -188,6 +189,21 @@ def quantized(folder: Path) -> dict[str, Any]:
     }
 
 
+def quantized_while_loading(folder: Path) -> dict[str, Any]:
+    """The same numbers, rounded while they are loaded onto a mesh and on the host."""
+    ids = torch.arange(24).reshape(2, 12)
+    host = AutoModelForCausalLM.from_pretrained(folder / "expected").eval()
+    quantize(host, QuantizationConfig.parse("w4a16-g16"))
+    there = AutoModelForTPU.from_pretrained(
+        folder / "expected", backend="torch_xla", mesh="fsdp=2,tensor=4", quantization="w4a16-g16"
+    )
+    with torch.no_grad():
+        found = there(ids.to(there.device), use_cache=False).logits.cpu()
+        expected = host(ids).logits
+    blocks = there.get_submodule("model.layers.0.mlp.down_proj").block_size
+    return {"logits": _error(found, expected), "blocks": blocks}
+
+
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected.detach()).abs().max() / expected.detach().abs().max())
 
@@ -209,6 +225,7 @@ def main() -> None:
             results[model_type] = Case(other.model).run("3d")
     results["loaded"] = loaded(dense)
     results["quantized"] = {folder: quantized(Path(folder)) for folder in sys.argv[1:]}
+    results["while_loading"] = quantized_while_loading(Path(sys.argv[1]))
     results["slices"] = runtime.mesh({"data": 2, "fsdp": 4}, {"fsdp": 2}).get_logical_mesh().tolist()
     json.dump(results, sys.stdout)
 

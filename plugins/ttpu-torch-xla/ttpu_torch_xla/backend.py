@@ -47,6 +47,7 @@ class TorchXlaBackend:
         from ttpu_torch_xla.quantization.choice import kept_layers
         from ttpu_torch_xla.quantization.stored import StoredLayers
         from ttpu_torch_xla.scanning import refuse_scan, scan_layers
+        from ttpu_torch_xla.sharding.apply import devices_along_inputs
         from ttpu_torch_xla.sharding.fsdp import has_fsdp_axis, refuse_without_axis, wrap
         from ttpu_torch_xla.sharding.resolve import resolve
 
@@ -111,7 +112,8 @@ class TorchXlaBackend:
                 handle.quantization = report_of(architecture.spec, stored.held.scheme, held)
             elif quantization_config is not None:
                 keep = kept_layers(model, architecture.spec, mapping, names)
-                handle.quantization = quantize(model, quantization_config, keep)
+                devices = devices_along_inputs(model, architecture, parallelism)
+                handle.quantization = quantize(model, quantization_config, keep, devices)
             if parallelism is None:
                 move(model, lambda _, tensor: runtime.put(tensor))
             else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -37,6 +39,15 @@ def format_for(in_features: int, config: QuantizationConfig, name: str = "a line
     return form
 
 
+def split_blocks(form: KernelFormat, inputs: int, devices: int) -> KernelFormat:
+    """The format with blocks that are parts of its own, so that each of the devices which share the inputs has whole
+    ones; unchanged where there are none, or only ones that pairs of 4-bit weights do not divide."""
+    if form.group_size is None or inputs % devices:
+        return form
+    size = gcd(form.group_size, inputs // devices)
+    return form if size < 2 or (form.dtype == "int4" and size % 2) else replace(form, group_size=size)
+
+
 class QuantizedLinear(nn.Module):
     """y = x · wᵀ + bias with quantized weights, for inference and for training the layers before and beside it.
 
@@ -64,6 +75,7 @@ class QuantizedLinear(nn.Module):
         bias: bool = True,
         config: QuantizationConfig | KernelFormat | None = None,
         *,
+        packed: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -73,8 +85,8 @@ class QuantizedLinear(nn.Module):
             in_features: number of inputs.
             out_features: number of outputs.
             bias: the layer has a bias.
-            config: how to quantize, or the format of weights that are quantized already, of which two of 4 bits share a
-                byte wherever blocks have an even number of inputs; None is `QuantizationConfig()`.
+            config: how to quantize, or a format; None is `QuantizationConfig()`.
+            packed: of a format of 4 bits, two weights share a byte wherever blocks have an even number of inputs.
             device: of the buffers.
             dtype: of the bias and the computed `weight`; None is torch's default dtype.
 
@@ -86,7 +98,7 @@ class QuantizedLinear(nn.Module):
         self.dtype = dtype or torch.get_default_dtype()
         if isinstance(config, KernelFormat):
             self.format = config
-            self.packed = config.dtype == "int4" and (config.group_size or in_features) % 2 == 0
+            self.packed = packed and config.dtype == "int4" and (config.group_size or in_features) % 2 == 0
         else:
             settings = config or QuantizationConfig()
             self.format, self.packed = format_for(in_features, settings), settings.packed
@@ -107,25 +119,33 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("bias", torch.zeros(out_features, device=device, dtype=self.dtype) if bias else None)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, config: QuantizationConfig) -> QuantizedLinear:
+    def from_linear(cls, linear: nn.Linear, config: QuantizationConfig, devices: int = 1) -> QuantizedLinear:
         """Quantize a layer's weights. For a layer on the meta device, the result is there too.
+
+        Args:
+            linear: the layer.
+            config: how to quantize.
+            devices: number of devices that will share the inputs; blocks are split so that each has whole ones.
 
         Raises:
             RequestError: no blocks suit the inputs, or pairs of 4-bit weights do not divide them.
         """
         weight = linear.weight
+        form = format_for(linear.in_features, config)
         result = cls(
             linear.in_features,
             linear.out_features,
             linear.bias is not None,
-            config,
+            split_blocks(form, linear.in_features, devices),
+            packed=config.packed,
             device="meta",
             dtype=weight.dtype,
         )
         result.train(linear.training)
         if weight.device.type != "meta":
-            quantized = quantize_weight(weight, config.bits, result.block_size, config.symmetric, result.packed)
-            result.weight_q, result.scale, result.zero_point = quantized
+            result.weight_q, result.scale, result.zero_point = quantize_weight(
+                weight, config.bits, form.group_size or -1, config.symmetric, result.packed, result.format.group_size
+            )
         if linear.bias is not None:
             result.bias = linear.bias.detach().clone()
         return result

@@ -37,7 +37,12 @@ class QuantizedWeight(NamedTuple):
 
 
 def quantize_weight(
-    weight: torch.Tensor, bits: int = 8, block_size: int = -1, symmetric: bool = True, packed: bool = True
+    weight: torch.Tensor,
+    bits: int = 8,
+    block_size: int = -1,
+    symmetric: bool = True,
+    packed: bool = True,
+    split: int | None = None,
 ) -> QuantizedWeight:
     """Round to the nearest step: errors are at most half a step, of which there are 2^bits - 1 from the smallest
     weight (or 0) to the largest (or 0); symmetric, 2^(bits-1) - 1 from 0 to the largest magnitude.
@@ -48,6 +53,7 @@ def quantize_weight(
         block_size: inputs that share a scale; -1 for all.
         symmetric: zero points are 0. Else zero lies on a step all the same (arXiv 1712.05877): weights of 0 stay 0.
         packed: two weights of 4 bits to a byte.
+        split: inputs of the blocks of the result, a divisor of `block_size`: several then have the same scale.
 
     Raises:
         ValueError: blocks do not divide the inputs.
@@ -67,6 +73,10 @@ def quantize_weight(
         scale = _positive((w.amax(along, keepdim=True).clamp(min=0) - smallest) / (high - low))
         zero = (low - smallest / scale).round().clamp(low, high)
         q = ((w / scale).round() + zero).clamp(low, high)
+    if split is not None and split != block_size:
+        q = q.flatten(0, 1).unflatten(0, (-1, split))
+        scale = scale.repeat_interleave(block_size // split, 0)
+        zero = None if zero is None else zero.repeat_interleave(block_size // split, 0)
     whole = q.to(torch.int8)
     return QuantizedWeight(
         pack(whole, half_of(whole)).contiguous() if bits == 4 and packed else whole.contiguous(),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from math import gcd, prod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -16,8 +15,9 @@ from ttpu_core.quantization.reading import read_parts, static_scale
 from ttpu_core.quantization.report import format_words
 from ttpu_core.quantization.schemes import QuantizedCheckpoint, QuantizedTensor
 from ttpu_core.sharding.parallelism import Parallelism
-from ttpu_torch_xla.quantization.linear import STORED, QuantizedLinear
+from ttpu_torch_xla.quantization.linear import STORED, QuantizedLinear, split_blocks
 from ttpu_torch_xla.quantization.swap import refuse_to_save
+from ttpu_torch_xla.sharding.apply import devices_along_inputs
 from ttpu_torch_xla.sharding.axes import memory_names
 
 INSTEAD = "use backend='jax', or the original weights with quantization='w8a16'."
@@ -44,24 +44,21 @@ class StoredLayers:
         Raises:
             UnsupportedError: such a weight belongs to no linear layer, or has a format that none holds.
         """
-        along = self._devices_along_inputs(model)
+        devices = devices_along_inputs(model, self.architecture, self.parallelism)
         for name, weight in self._by_layer(model):
-            size, devices = weight.group_size, along.get(f"{name}.weight", 1)
-            inputs = weight.shape[-1]
-            if size is not None and inputs % devices == 0 and gcd(size, inputs // devices) > 1:
-                size = gcd(size, inputs // devices)
+            form = split_blocks(weight.format, weight.shape[-1], devices.get(name, 1))
             parent, _, last = name.rpartition(".")
             dense = model.get_submodule(name)
             layer = QuantizedLinear(
                 dense.in_features,
                 dense.out_features,
                 dense.bias is not None,
-                replace(weight.format, group_size=size),
+                form,
                 device="meta",
                 dtype=dense.weight.dtype,
             )
             setattr(model.get_submodule(parent), last, layer.train(dense.training))
-            self._layers[name] = weight, size
+            self._layers[name] = weight, form.group_size
 
     def fill(self, model: Any) -> None:
         """Read the weights of the layers that `swap` replaced.
@@ -95,16 +92,6 @@ class StoredLayers:
                     f"quantized weights as {', '.join(STORED)}: {INSTEAD}"
                 )
             yield layer, weight
-
-    def _devices_along_inputs(self, model: Any) -> Mapping[str, int]:
-        """Parameter → number of devices that share its inputs."""
-        if self.parallelism is None:
-            return {}
-        from ttpu_torch_xla.sharding.apply import parameter_partition_specs
-
-        sizes = dict(self.parallelism.mesh)
-        specs = parameter_partition_specs(model, self.architecture, self.parallelism)
-        return {name: prod(sizes[axis] for axis in one[-1]) for name, one in specs.items() if one}
 
     def _with_one_input(self) -> dict[str, list[QuantizedTensor]]:
         """Weight → the weights of one kernel of the architecture, which have one input: queries, keys and values."""

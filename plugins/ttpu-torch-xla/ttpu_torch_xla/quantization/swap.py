@@ -60,6 +60,7 @@ def quantize(
     model: Any,
     config: QuantizationConfig | Mapping[str, Any] | None = None,
     keep: Mapping[str, str] = MappingProxyType({}),
+    devices: Mapping[str, int] = MappingProxyType({}),
 ) -> Report:
     """Swap the linear layers of a model, in place. Routers, the head and what `exclude_layers` names stay; so does what
     is not an `nn.Linear`, such as the experts that transformers 5 holds as one tensor.
@@ -71,6 +72,7 @@ def quantize(
         model: the stock model.
         config: how to quantize, or its arguments.
         keep: more layers that stay as they are, and why.
+        devices: layer → number of devices that will share its inputs; blocks are split so that each has whole ones.
 
     Raises:
         RequestError: there is nothing to quantize, no blocks suit a layer, or an excluded name matches no layer.
@@ -103,7 +105,8 @@ def quantize(
     untied = _tied(model) and any(linears[name] is head for name in chosen)
     for name in chosen:
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, QuantizedLinear.from_linear(linears.pop(name), config))
+        layer = QuantizedLinear.from_linear(linears.pop(name), config, devices.get(name, 1))
+        setattr(model.get_submodule(parent), last, layer)
     if untied:
         model.config.tie_word_embeddings = False
     if hasattr(model, "save_pretrained"):  # before the class's, which a patch may have replaced
@@ -128,8 +131,8 @@ def refuse_to_save(*args: Any, **options: Any) -> None:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        "save_pretrained was called on a model with quantized layers, but transformers could not load what it would "
-        "write: save model.state_dict() with torch.save, and load it after quantize() of a model of the same kind."
+        "save_pretrained was called on a model with quantized layers, whose numbers transformers cannot load: write a "
+        "quantized checkpoint with `ttpu quantize`, or save model.state_dict() with torch.save."
     )
 
 

@@ -145,6 +145,21 @@ def parameter_partition_specs(
     return partition_specs
 
 
+def devices_along_inputs(
+    model: torch.nn.Module, architecture: Architecture, parallelism: Parallelism | None
+) -> dict[str, int]:
+    """Linear layer → number of devices that share its inputs; none for one device."""
+    if parallelism is None:
+        return {}
+    sizes = dict(parallelism.mesh)
+    specs = parameter_partition_specs(model, architecture, parallelism)
+    return {
+        name.removesuffix(".weight"): prod(sizes[axis] for axis in one[-1])
+        for name, one in specs.items()
+        if name.endswith(".weight") and one
+    }
+
+
 def decoder_layers(model: torch.nn.Module, architecture: Architecture) -> torch.nn.ModuleList | None:
     """Return the list of the decoder's layers: the module list with described parameters and as many entries as the
     architecture has layers."""
