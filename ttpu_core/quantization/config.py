@@ -75,7 +75,7 @@ class QuantizationConfig:
         skip: kernels that stay as they are: whole parameter paths, runs of a path's parts ("mlp.down", "layers.0"), or
             patterns with * and ?.
         lm_head: quantize the output head too.
-        embeddings: quantize the embedding table too.
+        embeddings: quantize the embedding table too, to int8 with a scale per row, also where it is the output head.
         kv_cache: the dtype of a serving engine's keys and values; None for the weights' dtype.
     """
 

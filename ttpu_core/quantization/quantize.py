@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ttpu_core.mapping import FlaxMapping
 
 EMBEDDING, HEAD = "embed.embedding", "head.kernel"
+ROWS = KernelFormat("int8")
+"""The format of a quantized embedding table, whatever that of the layers is: a scale per row, so that a token's row is
+read with one number beside it."""
 SMALLEST_GROUP = 8
 """The fewest inputs of a group that was made finer so that it divides a kernel's inputs."""
 _INPUT_AXES = (axes.EMBED, axes.KV_HEADS, axes.Q_HEADS, axes.LATENT)
@@ -66,8 +69,8 @@ def choices(
         if reason:
             found.append(Choice(path, None, reason))
         else:
-            own = fitting(wanted, parameter.shape[-1], path.removesuffix(".kernel"))
-            found.append(Choice(path, own, why_finer(own, wanted, parameter.shape[-1])))
+            own = fitting(wanted, parameter.shape[-1], path.removesuffix(".kernel")) if path != EMBEDDING else ROWS
+            found.append(Choice(path, own, "" if own is ROWS else why_finer(own, wanted, parameter.shape[-1])))
     if unused:
         some = [one.path.removesuffix(".kernel") for one in found if one.path.startswith(LAYERS)][:3]
         raise RequestError(

@@ -18,6 +18,7 @@ from ttpu_core.errors import CheckpointError, RequestError
 from ttpu_core.mapping import gather, stack_layers
 from ttpu_core.quantization import QuantizationConfig, quantize_spec
 from ttpu_core.quantization.rounding import dequantize, round_kernel
+from ttpu_core.spec.kernel_format import KernelFormat
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes
@@ -103,6 +104,22 @@ def test_the_head_and_expert_kernels_follow_the_configuration(
     assert model.quantization.formats == {"int8, groups of 32": 2, "int8, groups of 16": 1}
     assert "in groups of 16, because 32 does not divide 48 inputs: layers.*.mlp.down.kernel" in caplog.text
     assert "not quantized, skipped by 'self_attn': layers.*.attention.qkv.kernel" in str(model.quantization)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_table_is_looked_up_by_row_and_serves_as_the_head(tied: bool, tmp_path: Path) -> None:
+    path = llama_checkpoint(tmp_path / "llama", tie_word_embeddings=tied)
+    weights = load_file(path / "model.safetensors")
+    parts = round_kernel(weights["model.embed_tokens.weight"], KernelFormat("int8"))
+    weights["model.embed_tokens.weight"] = dequantize(parts, KernelFormat("int8"))
+    rounded_path = llama_checkpoint(tmp_path / "rounded", tie_word_embeddings=tied)
+    save_file(weights, rounded_path / "model.safetensors", metadata={"format": "pt"})
+    asked = {"bits": 4, "embeddings": True, "skip": ["layers.0", "layers.1"]}
+    model, expected = load(path, asked, mesh="fsdp=2,tensor=4"), logits(load(rounded_path, None))
+    table = model.params["embed.embedding"]
+    assert isinstance(table, QuantizedKernel)
+    assert (table.scale.shape, table.dtype) == ((260,), np.int8)  # of 259 rows
+    assert np.abs(logits(model)[..., :259] - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:

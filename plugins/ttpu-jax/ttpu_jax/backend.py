@@ -24,7 +24,7 @@ from ttpu_core.quantization import QuantizationConfig, choices, quantize_archite
 from ttpu_core.quantization.grouping import fit_formats
 from ttpu_core.quantization.mapping import StoredMapping, formats_of, stored_mapping
 from ttpu_core.quantization.quantize import EMBEDDING
-from ttpu_core.quantization.report import report_of
+from ttpu_core.quantization.report import format_words, report_of
 from ttpu_core.quantization.schemes import open_quantized, refuse_again
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.padding import pad_architecture
@@ -130,7 +130,12 @@ class JaxBackend:
             placement.axes_of(axes.SEQUENCE),
         )
         runtime = Runtime(
-            placement, attention.name, different_ropes(spec.layers), attention.options, use_pallas=use_pallas
+            placement,
+            attention.name,
+            different_ropes(spec.layers),
+            attention.options,
+            use_pallas=use_pallas,
+            dtype=held,
         )
         progress = options.progress
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))
@@ -398,10 +403,11 @@ if TYPE_CHECKING:
 
 
 def _refuse_embedding(spec: ArchitectureSpec) -> None:
-    if EMBEDDING in dict(spec.kernel_formats):
+    form = dict(spec.kernel_formats).get(EMBEDDING)
+    if form is not None and (form.dtype not in ("int8", "float8_e4m3fn") or form.input_order):
         raise UnsupportedError(
-            "a quantized embedding table was asked for, but the JAX backend reads rows of dense tables alone: leave "
-            "embeddings out."
+            f"the checkpoint has an embedding table in {format_words(form)}, but the JAX backend looks rows up in "
+            "tables of 8-bit numbers: take a checkpoint whose table is not quantized."
         )
 
 

@@ -156,7 +156,8 @@ def compile_report(
         spec, attn_implementation, placement.platform, attention_config, placement.axes_of(axes.SEQUENCE)
     )
     pallas = "auto" if config is None else config.use_pallas
-    runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options, use_pallas=pallas)
+    ropes = different_ropes(spec.layers)
+    runtime = Runtime(placement, attention.name, ropes, attention.options, use_pallas=pallas, dtype=kind)
     stacked, tokens = layers == "scan", 1 if task == "decode" else context
     if task == "train":
         step = train_step(spec, runtime, kind, batch=batch, tokens=context, stacked=stacked)

@@ -101,7 +101,7 @@ class Decoder(nnx.Module):
         Where a mesh pads the vocabulary, the last axis also has the padding rows of the embedding table; their logits
         are -inf.
         """
-        logits = self.head(x, self.embed.embedding[...])
+        logits = self.head(x, self.embed.embedding)
         if self.spec.embedding.rows == self.spec.vocab_size:
             return logits
         # Masked where they are made: a slice would leave the devices parts of different sizes.

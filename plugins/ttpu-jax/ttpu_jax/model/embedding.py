@@ -9,6 +9,7 @@ from flax import nnx
 
 from ttpu_core.spec import EmbeddingSpec, HeadSpec
 from ttpu_jax.model.modules import Norm, Parameters, Runtime, maybe, product_devices, value_of
+from ttpu_jax.ops.kernels import QuantizedKernel, rows_of
 from ttpu_jax.ops.linear import linear
 
 
@@ -19,7 +20,7 @@ class Embedding(nnx.Module):
     """
 
     def __init__(self, spec: EmbeddingSpec, values: Parameters, runtime: Runtime) -> None:
-        self.spec, self.placement = spec, runtime.placement
+        self.spec, self.placement, self.dtype = spec, runtime.placement, runtime.dtype
         self.embedding = values["embedding"]
         self.positions = values.get("positions")
         self.norm = Norm(spec.norm, values.at("norm")) if spec.norm else None
@@ -35,7 +36,9 @@ class Embedding(nnx.Module):
 
     def look_up(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Look up tokens [batch, seq] at positions [batch, seq] and return the residual stream [batch, seq, hidden]."""
-        x = self.placement.constrain_looked_up(jnp.take(self.embedding[...], tokens, axis=0, mode="clip"))
+        table = value_of(self.embedding)
+        dtype = self.dtype if isinstance(table, QuantizedKernel) else None
+        x = self.placement.constrain_looked_up(rows_of(table, tokens, dtype))
         if self.spec.scale is not None:
             x = x * jnp.asarray(self.spec.scale, x.dtype)
         if self.positions is not None:
@@ -59,12 +62,11 @@ class Head(nnx.Module):
         self.spec, self.runtime = spec, runtime
         self.kernel, self.bias = values.get("kernel"), values.get("bias")
 
-    def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, table: nnx.Param) -> jax.Array:
         """Return logits [..., vocab] for x [..., hidden]. With tied embeddings the weight is table [vocab, hidden]."""
-        kernel, devices = table, None
-        if self.kernel is not None:
-            kernel, devices = value_of(self.kernel), product_devices(x, self.kernel, self.runtime)
-        logits = linear(x, kernel, value_of(self.bias), out_dtype=jnp.dtype(jnp.float32), devices=devices)
+        kernel = table if self.kernel is None else self.kernel
+        devices = product_devices(x, kernel, self.runtime)
+        logits = linear(x, value_of(kernel), value_of(self.bias), out_dtype=jnp.dtype(jnp.float32), devices=devices)
         logits = logits if self.spec.multiplier == 1.0 else logits * self.spec.multiplier
         cap = self.spec.softcap
         return logits if cap is None else jnp.tanh(logits / cap) * cap

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, axes
@@ -24,6 +25,7 @@ from ttpu_jax.params.placement import Placement
 if TYPE_CHECKING:
     from ttpu_jax.model.step_cache import Keys
 
+FLOAT32 = np.dtype(np.float32)
 RESIDUAL = (axes.BATCH, axes.SEQUENCE, None)
 """Axes of the residual stream [batch, seq, hidden]: its features are whole on every device."""
 
@@ -32,7 +34,8 @@ RESIDUAL = (axes.BATCH, axes.SEQUENCE, None)
 class Runtime:
     """The settings that all layers share and that never change: the placement of arrays, the attention implementation
     and its options, the model's different ropes, the number of rows from which products are widened (see
-    `ttpu_jax.ops.linear`), and whether Pallas kernels multiply by quantized kernels. Static."""
+    `ttpu_jax.ops.linear`), whether Pallas kernels multiply by quantized kernels, and the dtype of activations where no
+    dense embedding table gives it. Static."""
 
     placement: Placement
     attention: str = "eager"
@@ -40,6 +43,7 @@ class Runtime:
     attention_options: tuple[tuple[str, Any], ...] = ()
     widen_rows: int | None = None
     use_pallas: UsePallas = "auto"
+    dtype: np.dtype[Any] = FLOAT32
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,21 @@ def _(kernel: QuantizedKernel, dtype: Any = None) -> jax.Array:
     return jnp.take_along_axis(weights, place, axis=-1)
 
 
+@singledispatch
+def rows_of(table: Any, index: jax.Array, dtype: Any = None) -> jax.Array:
+    """The rows [*index, in] of a table [rows, in], in `dtype`, by default the array's own; float32 for a quantized
+    one. Indices beyond its ends are moved to them."""
+    taken: jax.Array = jnp.take(table, index, axis=0, mode="clip")
+    return taken if dtype is None else taken.astype(dtype)
+
+
+@rows_of.register
+def _(table: QuantizedKernel, index: jax.Array, dtype: Any = None) -> jax.Array:
+    values, scale = (jnp.take(part, index, axis=0, mode="clip") for part in (table.values, table.scale))
+    zero = None if table.zero_point is None else jnp.take(table.zero_point, index, axis=0, mode="clip")
+    return dense(QuantizedKernel(values, scale, zero, format=table.format), dtype)
+
+
 def grouped_values(kernel: QuantizedKernel, dtype: Any) -> jax.Array:
     """The values less their zero points, [*out, groups, inputs of a group], in a floating-point dtype, which holds them
     exactly if it has at least 8 bits of mantissa (differences of int8 have magnitudes up to 255). One group where a

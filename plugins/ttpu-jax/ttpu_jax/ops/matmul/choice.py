@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ttpu_core.quantization.quantize import without_layer
+from ttpu_core.quantization.quantize import EMBEDDING, without_layer
 from ttpu_core.quantization.report import format_words
 from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_core.spec import ArchitectureSpec, axes
@@ -38,6 +38,8 @@ def product_choices(
     """
     table: dict[str, dict[str, dict[str, None]]] = {}
     for path, form in spec.kernel_formats:
+        if path == EMBEDDING and not spec.head.tied:
+            continue  # rows are looked up, which is no product
         kind = f"products ({format_words(form)})"
         words = _words(spec, path, form, platform, parallelism, rows)
         table.setdefault(kind, {}).setdefault(words, {})[without_layer(path)] = None
