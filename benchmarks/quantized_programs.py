@@ -1,7 +1,7 @@
 """What the TPU compiler says of quantized programs of Llama-3.1-8B, all layers, on one small slice of each TPU
 generation. In: nothing but the config; out: for each slice and format the bytes of the weights on one device, the
-predicted time of a decode step (8 rows × 2,048 slots) and of a prefill (2,048 tokens), and the time of the Pallas
-kernels, which that prediction leaves out. Nothing runs on a TPU.
+predicted time of a decode step (8 rows × 2,048 slots, unrolled) and of a prefill (2,048 tokens, one layer in a loop),
+and the time of the Pallas kernels, which that prediction leaves out. Nothing runs on a TPU.
 
     python benchmarks/quantized_programs.py --output benchmarks/results/quantized_programs.json
     python benchmarks/quantized_programs.py --topologies v5e:2x2 --layers 2      # to try it
@@ -36,6 +36,7 @@ FORMATS: dict[str, dict[str, Any] | None] = {
 }
 PROGRAMS = [*(("decode", form) for form in FORMATS), ("prefill", "bfloat16"), ("prefill", "w8a8")]
 ROWS, SLOTS = {"decode": 8, "prefill": 1}, 2048
+LAYERS: dict[str, Any] = {"decode": "unrolled", "prefill": "scan"}  # an unrolled prefill takes ten times as long
 KERNEL = "weight_only_product"
 FOR_LIBTPU = {
     "JAX_PLATFORMS": "cpu",
@@ -52,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES, metavar="NAME", help="slices, as in v5e:2x2")
     parser.add_argument("--tasks", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file after each program")
     parser.add_argument("--alone", help=argparse.SUPPRESS)  # what a process of its own compiles, as JSON
@@ -64,7 +66,9 @@ def main() -> None:
     versions = {name: metadata.version(name) for name in PACKAGES}
     rows = _earlier(options.output, versions)
     for topology in options.topologies:
-        for task, form in (one for one in PROGRAMS if one[0] in options.tasks):
+        for task, form in PROGRAMS:
+            if task not in options.tasks or form not in options.formats:
+                continue
             if any((row["topology"], row["task"], row["format"]) == (topology, task, form) for row in rows):
                 continue
             one = {"topology": topology, "task": task, "form": form, "layers": options.layers}
@@ -125,7 +129,13 @@ def _compiled(topology: str, task: Any, form: str, layers: int | None) -> dict[s
         ModelConfig.from_dict({**config, "num_hidden_layers": layers or config["num_hidden_layers"]})
     )
     report = compile_report(
-        architecture, topology, task=task, batch=ROWS[task], context=SLOTS, quantization=FORMATS[form]
+        architecture,
+        topology,
+        task=task,
+        batch=ROWS[task],
+        context=SLOTS,
+        layers=LAYERS[task],
+        quantization=FORMATS[form],
     )
     spec = quantize_architecture(architecture, FORMATS[form]).spec
     return {
@@ -136,6 +146,7 @@ def _compiled(topology: str, task: Any, form: str, layers: int | None) -> dict[s
         "slots": report.context,
         "format": form,
         "layers": len(spec.layers),
+        "compiled": report.layers,
         "weight_bytes": _weight_bytes(spec, dict(report.mesh)),
         "peak_bytes": report.peak_bytes,
         "seconds": report.predicted_seconds,

@@ -13,6 +13,7 @@ from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.registry import default_registry
 from ttpu_core.spec import AttentionSpec
+from ttpu_core.spec.kernel_format import KernelFormat
 from ttpu_jax.aot.report import ProgramReport, compile_report
 from ttpu_jax.aot.topology import GIB
 from ttpu_jax.cli.compile_report import compile_report as command
@@ -246,6 +247,28 @@ class TestCommand:
         error = self.run(config, *arguments).exception
         assert isinstance(error, UnsupportedError | RequestError)
         assert said in str(error)
+
+
+    def test_a_quantized_checkpoint_is_compiled_in_its_own_format(
+        self, config: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        written = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+        config.write_text(json.dumps({**SMALL, "quantization_config": written}))
+        asked: list[Architecture] = []
+
+        def stand_in(architecture: Architecture, *_: object, **__: object) -> None:
+            asked.append(architecture)
+            raise RequestError("that is enough")
+
+        monkeypatch.setattr("ttpu_jax.aot.report.compile_report", stand_in)
+        self.run(config, "--topology", "v5e:1x1")
+        formats = dict(asked[0].spec.kernel_formats)
+        assert len(formats) == 4 * LAYERS
+        assert set(formats.values()) == {KernelFormat("int4", 128, symmetric=False)}
+        monkeypatch.undo()
+        error = self.run(config, "--topology", "v5e:1x1", "--quantization", "int8").exception
+        assert isinstance(error, RequestError)
+        assert "quantized already" in str(error)
 
 
 def test_the_shipped_config_is_llama_3_1_8b() -> None:

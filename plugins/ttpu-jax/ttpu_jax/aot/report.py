@@ -16,6 +16,7 @@ import jax
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import RequestError
 from ttpu_core.quantization import QuantizationConfig, quantize_architecture
+from ttpu_core.quantization.report import stored_formats
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_core.spec.arithmetic import expert_shares, product_flops
@@ -63,6 +64,7 @@ class ProgramReport:
     mesh: tuple[tuple[str, int], ...]
     layers: Layers
     dtype: str
+    kernel_formats: tuple[tuple[str, int], ...]  # of quantized kernels, in words, with the number of kernels
     batch: int
     context: int  # cache slots per row
     tokens: int  # tokens per row in one run: 1 for decode, the whole context for prefill and training
@@ -180,6 +182,7 @@ def compile_report(
         mesh=tuple(placement.mesh.shape.items()) if placement.mesh else (),
         layers=layers,
         dtype=kind.name,
+        kernel_formats=tuple(stored_formats(spec).items()),
         batch=batch,
         context=context,
         tokens=tokens,

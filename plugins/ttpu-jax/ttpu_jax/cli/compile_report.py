@@ -121,6 +121,7 @@ def _as_json(report: ProgramReport) -> dict[str, Any]:
     return {
         **asdict(report),
         "mesh": dict(report.mesh),
+        "kernel_formats": dict(report.kernel_formats),
         "cache_in_place": report.cache_in_place,
         "tokens_per_second": report.tokens_per_second,
     }
@@ -140,8 +141,9 @@ def _print(checkpoint: str, reports: list[ProgramReport]) -> None:
     for label in columns[0]:
         table.add_row(label, *(column[label] for column in columns))
     console.print(table)
+    held = "; ".join(f"{words} ({count} kernels)" for words, count in first.kernel_formats) or first.dtype
     console.print(
-        f"{first.model_type}, {first.num_parameters:,} parameters in {first.dtype}, layers {first.layers}; jax "
+        f"{first.model_type}, {first.num_parameters:,} parameters in {held}, layers {first.layers}; jax "
         f"{first.jax_version}, libtpu {first.libtpu_version}. Sizes are of one device. {NOTE}"
     )
 
