@@ -121,7 +121,12 @@ class TestMeshes:
         pytest.importorskip("libtpu")
         mesh = {"data": 2, "tensor": 4}
         report = compile_report(
-            architecture(), "v5e:2x4", batch=BATCH, context=CONTEXT, mesh=mesh, layers=layers  # type: ignore[arg-type]
+            architecture(),
+            "v5e:2x4",
+            batch=BATCH,
+            context=CONTEXT,
+            mesh=mesh,
+            layers=layers,  # type: ignore[arg-type]
         )
         assert report.cache_bytes == CACHE // 8
         assert report.cache_in_place
@@ -183,16 +188,26 @@ def test_a_model_that_does_not_fit_is_refused_with_its_size() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "milliseconds"), [("v5e:2x4", 5.5), ("v6e:2x4", 2.7)])
 def test_llama_8b_decode_keeps_its_bars(topology: str, milliseconds: float) -> None:
+    """The bars of all 32 layers, held by four of them: each layer takes as much as the next."""
     pytest.importorskip("libtpu")
-    report = compile_report(default_registry().architecture(open_config(LLAMA_8B)), topology, batch=32, context=2048)
-    assert report.num_parameters == 8_030_261_248  # as the Hub counts them
-    assert report.peak_bytes <= 3.0 * GIB
-    assert report.cache_bytes == GIB
+    whole = open_config(LLAMA_8B)
+    layers, of_all = 4, 32
+    shallow = default_registry().architecture(whole.with_values({"num_hidden_layers": layers}))
+    report = compile_report(shallow, topology, batch=32, context=2048)
+    assert report.cache_bytes == GIB * layers // of_all
     assert report.cache_in_place
     assert report.temp_bytes < report.cache_bytes // 16
-    assert count(report, "all-reduce") <= 66
+    assert count(report, "all-reduce") <= 2 * layers + 2
     assert result_bytes(report, "all-gather") <= 4096
-    assert report.predicted_seconds <= milliseconds * 1e-3
+    held = report.num_parameters * BF16 / 8 + report.cache_bytes
+    assert report.peak_bytes <= held + 0.13 * GIB  # of all layers 3.0 GiB
+    # A step reads all weights but the embedding, of which it reads a row for each token, and the whole cache.
+    parameters = default_registry().architecture(whole).spec.num_parameters
+    table = 128_256 * 4096
+    read = (((count - table) * BF16 + 8 * cache) for count, cache in (
+        (report.num_parameters, report.cache_bytes), (parameters, GIB)))  # fmt: skip
+    share = next(read) / next(read)
+    assert report.predicted_seconds <= share * milliseconds * 1e-3
 
 
 class TestCommand:

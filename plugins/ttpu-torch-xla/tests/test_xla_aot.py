@@ -30,9 +30,9 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES, "tie_word_embeddings": False},
-    "gemma2": {"model_type": "gemma2", **SIZES, "sliding_window": 256, "attn_logit_softcapping": 50.0},
+    "gemma2": {"model_type": "gemma2", **SIZES, "sliding_window": 64, "attn_logit_softcapping": 50.0},
 }
-BATCH, CONTEXT, MESH = 8, 512, "fsdp=4,tensor=2"
+BATCH, CONTEXT, MESH = 8, 128, "fsdp=4,tensor=2"
 
 
 @contextmanager
