@@ -56,19 +56,24 @@ def assert_equal(ours: Any, reference: Any) -> None:
     assert np.abs(ours - reference).max() <= TOLERANCE * np.abs(reference).max()
 
 
-def assert_same_as_one_device(path: Path, mesh: str) -> None:
-    """Logits, greedy and sampled tokens, with penalties and log-probabilities."""
-    one, cut = load(path), load(path, mesh)
-    assert_equal(cut(IDS).logits, one(IDS).logits)
-    for arguments in (
+def assert_same_as_one_device(path: Path, *meshes: str) -> None:
+    """Logits, greedy and sampled tokens, with penalties and log-probabilities, on each of the meshes."""
+    one = load(path)
+    logits = one(IDS).logits
+    cases: tuple[dict[str, Any], ...] = (
         {},
         {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logprobs": 3},
         {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "seed": 7},
-    ):
-        asked = {"max_new_tokens": 6, "ignore_eos": True, "return_dict_in_generate": True, **arguments}
-        ours, theirs = (model.generate(PROMPTS, **asked).completions for model in (cut, one))
-        assert [row.token_ids for row in ours] == [row.token_ids for row in theirs]
-        if "logprobs" in arguments:
-            for row, other in zip(ours, theirs, strict=True):
-                np.testing.assert_allclose(row.logprobs, other.logprobs, rtol=1e-4)
-                assert [list(top) for top in row.top_logprobs] == [list(top) for top in other.top_logprobs]
+    )
+    asked = [{"max_new_tokens": 6, "ignore_eos": True, "return_dict_in_generate": True, **case} for case in cases]
+    expected = [one.generate(PROMPTS, **arguments).completions for arguments in asked]
+    for mesh in meshes:
+        cut = load(path, mesh)
+        assert_equal(cut(IDS).logits, logits)
+        for arguments, theirs in zip(asked, expected, strict=True):
+            ours = cut.generate(PROMPTS, **arguments).completions
+            assert [row.token_ids for row in ours] == [row.token_ids for row in theirs], mesh
+            if "logprobs" in arguments:
+                for row, other in zip(ours, theirs, strict=True):
+                    np.testing.assert_allclose(row.logprobs, other.logprobs, rtol=1e-4)
+                    assert [list(top) for top in row.top_logprobs] == [list(top) for top in other.top_logprobs]
