@@ -112,7 +112,11 @@ def write_sidecars(directory: Path, tokenizer: Tokenizer, card: str) -> None:
 
 
 def model_card(
-    losses: Mapping[str, float], tokens: Mapping[str, int], training: Mapping[str, float], parameters: int
+    config: Mapping[str, Any],
+    losses: Mapping[str, float],
+    tokens: Mapping[str, int],
+    training: Mapping[str, float],
+    parameters: int,
 ) -> str:
     """README.md of the checkpoint: its contents, training data, results and licence."""
     names = {
@@ -127,7 +131,7 @@ def model_card(
         **losses,
         **tokens,
         **training,
-        **{name: CONFIG[key] for name, key in names.items()},
+        **{name: config[key] for name, key in names.items()},
         parameters=parameters / 1e6,
         seen=training["steps"] * training["batch"] * CONTEXT / 1e6,
         python=platform.python_version(),
@@ -229,6 +233,7 @@ def main(
     batch_size: Annotated[int, typer.Option(min=1, help=f"Windows of {CONTEXT} tokens in a step.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule, after the warm-up.")] = 2e-2,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between saves: an interrupted run leaves one.")] = 200,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = CONFIG["num_hidden_layers"],
     seed: Annotated[int, typer.Option(help="Of the first parameters and of the order of the text.")] = 0,
     evaluate_rows: Annotated[
         int | None, typer.Option(min=EVALUATED, help="Windows that losses are measured on at a save; all without.")
@@ -248,7 +253,8 @@ def main(
         f"{len(corpus.held_out)} passages held out"
     )
 
-    architecture = default_registry().architecture(ModelConfig.from_dict(CONFIG))
+    config = CONFIG | {"num_hidden_layers": layers}
+    architecture = default_registry().architecture(ModelConfig.from_dict(config))
     placement = local_placement()
     table = architecture.spec.parameters
     parameters = random_parameters(table, placement, np.dtype("float32"), seed)
@@ -264,6 +270,7 @@ def main(
         train, held_out = (mean_loss(evaluate, stored, rows) for rows in (seen_rows, held_out_rows))
         console.print(f"step {step}: loss {train:.3f} on the text, {held_out:.3f} held out")
         card = model_card(
+            config=config,
             losses={"train": train, "held_out": held_out},
             tokens={"tokens": len(corpus.stream), "held_tokens": int((held_out_rows[:, 1:] != PAD_ID).sum())},
             training={"steps": step, "batch": batch_size, "seed": seed, "minutes": seconds / 60},
@@ -271,7 +278,7 @@ def main(
         )
         with tempfile.TemporaryDirectory() as sidecars:
             write_sidecars(Path(sidecars), tokenizer, card)
-            save_checkpoint(output, architecture.mapping, stored, CONFIG, source=Path(sidecars))
+            save_checkpoint(output, architecture.mapping, stored, config, source=Path(sidecars))
 
     columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
     started = time.monotonic()

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import tiny
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = ROOT / "examples" / "checkpoints" / "pydoc-llama"
@@ -96,13 +97,14 @@ def test_each_backend_generates_the_same_where_the_other_is_not_installed(tmp_pa
 
 @pytest.mark.parametrize("order", [("jax", "torch_xla", "jax"), ("torch_xla", "jax", "torch_xla")])
 def test_both_backends_work_in_one_process(order: tuple[str, ...], tmp_path: Path) -> None:
+    checkpoint = tiny.llama_checkpoint(tmp_path / "llama", num_hidden_layers=1)
     code = f"""
 import torch
 from ttpu import AutoModelForTPU
 ids = [[1, 5, 9, 2, 7]]
 answers = []
 for backend in {order!r}:
-    model = AutoModelForTPU.from_pretrained({str(CHECKPOINT)!r}, backend=backend, dtype="float32")
+    model = AutoModelForTPU.from_pretrained({str(checkpoint)!r}, backend=backend, dtype="float32")
     given = torch.tensor(ids) if backend == "torch_xla" else ids
     answers.append([int(token) for token in model.generate(given, max_new_tokens=6, do_sample=False)[0]])
 assert answers[0] == answers[1] == answers[2], answers

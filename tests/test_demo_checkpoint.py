@@ -28,9 +28,10 @@ def tokenizer() -> Any:
 
 
 def train(output: Path, hash_seed: str) -> None:
-    """Two steps of the training script, as a user runs it: the second is the first with a learning rate above 0."""
+    """Two steps of the training script, as a user runs it but with one layer: the second step is the first with a
+    learning rate above 0."""
     command = [sys.executable, str(SCRIPT), "--steps", "2", "--batch-size", "1", "--evaluate-rows", "2"]
-    command += ["--output", str(output)]
+    command += ["--layers", "1", "--output", str(output)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
