@@ -211,6 +211,7 @@ EXPERTS = [
     KernelFormat("int8", symmetric=False),
     KernelFormat("int4", 32, symmetric=False),
     KernelFormat("int8", 128, activation=INT8),
+    KernelFormat("int4", 32, symmetric=False, activation=INT8),
     KernelFormat("float8_e4m3fn", activation=FLOAT8),
     MXFP4,
 ]
@@ -236,7 +237,7 @@ def test_a_tpu_multiplies_small_groups_of_experts_that_end_within_the_lanes() ->
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("form", [KernelFormat("int4", 128, symmetric=False), MXFP4], ids=name)
+@pytest.mark.parametrize("form", [KernelFormat("int4", 128, symmetric=False), EXPERTS[3], MXFP4], ids=name)
 def test_experts_are_not_written_out_dequantized_on_a_tpu(form: KernelFormat) -> None:
     topology = tpu_topology("v5e:1x1")
     whole = NamedSharding(make_mesh(topology, {"data": 1}), PartitionSpec())

@@ -16,10 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ttpu_core.spec.kernel_format import KernelFormat
+from ttpu_jax.ops.attention.blocks import device_kind
+from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.kernels import Kernel, QuantizedKernel, dense
 from ttpu_jax.ops.matmul import xla
 from ttpu_jax.ops.matmul.activations import quantize_activations
 from ttpu_jax.ops.matmul.dense import Product
+from ttpu_jax.ops.matmul.pallas_blocks import block_table
 
 
 def grouped_linear(x: jax.Array, kernels: Kernel, group_sizes: jax.Array, platform: str) -> jax.Array:
@@ -63,7 +67,8 @@ def _quantized(x: jax.Array, kernels: QuantizedKernel, sizes: jax.Array, platfor
     if kernels.format.activation is not None:
         static = None if kernels.input_scale is None else kernels.input_scale[group][:, None]
         rows, step = quantize_activations(rows, kernels.format.activation, static)
-        rows = rows.astype(x.dtype)
+        if not (platform.startswith("tpu") and _of_integers(kernels.format)):
+            rows = rows.astype(x.dtype)
     if platform.startswith("tpu"):
         from ttpu_jax.ops import grouped_quantized_tpu
 
@@ -72,6 +77,12 @@ def _quantized(x: jax.Array, kernels: QuantizedKernel, sizes: jax.Array, platfor
         stored = dense(replace(kernels, input_order=None), x.dtype)
         sums = _ragged_dot(rows, _merged(stored), sizes, contract=2)
     return sums if step is None else (sums.astype(jnp.float32) * step).astype(x.dtype)
+
+
+def _of_integers(form: KernelFormat) -> bool:
+    """Whether a TPU multiplies values by rounded activations as integers."""
+    integers = form.activation is not None and form.activation.dtype == "int8" and form.dtype.startswith("int")
+    return integers and bool(block_table(device_kind(AttentionContext(mesh=None)))["digit_rows"])
 
 
 def _quantized_with_residuals(

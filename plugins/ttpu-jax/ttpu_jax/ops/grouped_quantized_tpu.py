@@ -25,7 +25,7 @@ def product(
     """Each row of x times its group's kernel. Rows after the last group are uninitialised.
 
     Args:
-        x: [rows, in], in the order of the kernels' values.
+        x: [rows, in], in the order of the kernels' values; int8 to multiply by values of integers as integers.
         kernels: [groups, *out, in].
         sizes: [groups], the number of rows of each group.
         wide: the result is float32.
@@ -77,6 +77,7 @@ def _stored_bytes(values: jax.Array) -> int:
 def _add(x: Any, values: Any, scale: Any, *rest: Any, size: int, coded: bool) -> None:
     """Add the product of a block of rows with a block of its group's kernel to the sums, the last of `rest`."""
     *of_zero, total = rest
+    integers = x.dtype == jnp.int8
     width = x.shape[1]
     span = width
     if size < width and (size % LANES == 0 or LANES % size == 0):
@@ -84,13 +85,17 @@ def _add(x: Any, values: Any, scale: Any, *rest: Any, size: int, coded: bool) ->
     for at in range(0, width, span):
         end = min(at + span, width)
         rows = x[:, at:end]
-        weights = _converted(values[:, at:end], x.dtype, coded)
+        weights = values[:, at:end].astype(jnp.int8) if integers else _converted(values[:, at:end], x.dtype, coded)
         for first in range(at, end, size):
             mine = rows
             if size < end - at:  # slices of fewer features than there are lanes are not aligned
                 feature = at + jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1)
-                mine = jnp.where((feature >= first) & (feature < first + size), rows, jnp.zeros_like(rows))
-            sums = jax.lax.dot_general(mine, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+                held = rows.astype(jnp.int32) if integers else rows
+                mine = jnp.where((feature >= first) & (feature < first + size), held, jnp.zeros_like(held))
+                mine = mine.astype(rows.dtype)
+            exact = jnp.int32 if integers else jnp.float32
+            sums = jax.lax.dot_general(mine, weights, (((1,), (1,)), ((), ())), preferred_element_type=exact)
+            sums = sums.astype(jnp.float32)
             row = first // size
             for zero in of_zero:
                 ones = mine.astype(jnp.float32).sum(1, keepdims=True)

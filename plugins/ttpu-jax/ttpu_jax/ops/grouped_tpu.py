@@ -217,8 +217,8 @@ def _padded(rows: int, columns: int) -> int:
 def pad_rows(x: jax.Array, groups: int) -> tuple[jax.Array, int]:
     """Pad the rows of x [rows, in] with zeros to a multiple of a block: of 256 rows where groups are large, else of up
     to 128. Returns [padded rows, in] and the block."""
-    rows = len(x)
-    block = 256 if rows >= 256 * groups else min(128, -(-rows // 16) * 16)
+    rows, tile = len(x), 32 if x.dtype.itemsize == 1 else 16
+    block = 256 if rows >= 256 * groups else min(128, -(-rows // tile) * tile)
     return jnp.pad(x, ((0, -rows % block), (0, 0))), block
 
 
