@@ -11,6 +11,7 @@ import numpy as np
 from ttpu_core.quantization.rounding import MANTISSA, round_kernel
 from ttpu_core.spec.kernel_format import KernelFormat, PartName
 from ttpu_quantize.clipping import best_scales, nearest
+from ttpu_quantize.refining import Rounded, refine
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -30,11 +31,13 @@ class GPTQ:
             scale, so that the kernel has an input order.
         clip: choose scales that may clip the largest weights, see `ttpu_quantize.clipping`; False for those that hold
             them.
+        passes: how often scales and values are corrected afterwards, see `ttpu_quantize.refining`; 0 for plain GPTQ.
     """
 
     damping: float = 0.01
     order: Order = "static"
     clip: bool = True
+    passes: int = 4
 
     def round(self, weights: Array, moments: Array, form: KernelFormat) -> dict[PartName, Array]:
         """Round a matrix.
@@ -90,6 +93,10 @@ class GPTQ:
                 following = upper[column, column + 1 : stop].astype(np.float32)
                 permuted[:, column + 1 : stop] -= np.outer(error, following)
             permuted[:, stop:] -= errors @ upper[start:stop, stop:].astype(np.float32)
+        if self.passes:
+            rounded = Rounded(values, scales, zeros, group_of)
+            in_order = hessian[np.ix_(order, order)].astype(np.float32)
+            refine(rounded, weights[:, order].astype(np.float32), in_order, plain, self.passes)
         return _parts(values, scales, zeros, order, form)
 
     def _scales(self, weights: Array, importance: Array, form: KernelFormat) -> tuple[Array, Array]:
