@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -52,7 +51,8 @@ def attend(
     """
     assert kv.scales is not None
     tokens, heads, group, dim = query.shape
-    pairs = kv.scales.shape[1]
+    page_rows = batch.page_size * PAIR // LANES
+    pairs = kv.scales.shape[1] // page_rows
     halves = kv.pages.shape[2] // (PAIR * pairs)
     pieces = pieces_of(spec, batch, kv.group)
     blocks = int8_blocks(
@@ -72,7 +72,7 @@ def attend(
         logits = logits.at[:heads].set(sinks.astype(jnp.float32))
     run = partial(_attend, kv=kv, pieces=pieces, spec=spec, blocks=blocks, sinks=logits, interpret=interpret)
     if batch.max_queries == 1 and tokens == len(pieces.lengths):  # token i is the only one of piece i
-        mixed = run(queries, order=jnp.asarray(np.arange(tokens, dtype=np.int32)))
+        mixed = run(queries, order=pieces.starts)
         return mixed[:, :heads, :, : spec.value_dim]  # padding has zeros already
     counts = jnp.diff(pieces.starts)
     ends = pieces.starts[None, 1:]
@@ -223,9 +223,12 @@ def _words(buffer: Any, word: int, words: int, dtype: Any) -> jax.Array:
     return pltpu.bitcast(taken, dtype)
 
 
-def _scales(buffer: Any, pair: int) -> list[jax.Array]:
+def _scales(buffer: Any, pair: int, count: int) -> list[jax.Array]:
     """[1, 4 * page_size] of each page."""
-    return [buffer[page, pair : pair + 1, :] for page in range(buffer.shape[0])]
+    rows = range(pair * count, (pair + 1) * count)
+    return [
+        jnp.concatenate([buffer[page, row : row + 1, :] for row in rows], axis=1) for page in range(buffer.shape[0])
+    ]
 
 
 def _single(
@@ -303,7 +306,8 @@ def _single(
             pair: int, rows: Any, scales: Any, there: Any, visible: Any, highest: Any, total: Any, mixed: Any
         ) -> Any:
             rows_of = [_words(rows, half * pairs + pair, pairs * halves, jnp.int8) for half in range(halves)]
-            scale = jnp.where(there, jnp.concatenate(_scales(scales, pair), axis=1), 0.0)  # others may be anything
+            kept = jnp.concatenate(_scales(scales, pair, page_size * PAIR // LANES), axis=1)
+            scale = jnp.where(there, kept, 0.0)  # others may be anything
             scores = _capped(operands[pair].by_features(rows_of) * scale, spec)
             scores = jnp.where(visible, scores, MASKED)
             now = jnp.maximum(highest, scores.max(1, keepdims=True))
@@ -415,7 +419,7 @@ def _several(
     def separated(slot: Any, pair: int, left: Any) -> jax.Array:
         """[8, keys]: the scales of a pair's keys and values in its first four rows, of the `left` tokens there are."""
         parts = []
-        for page, each in enumerate(_scales(scale_buffer.at[slot], pair)):
+        for page, each in enumerate(_scales(scale_buffer.at[slot], pair, page_size * PAIR // LANES)):
             mine = own_entry & (column < PAIR * (left - page * page_size))
             one_entry = jnp.where(mine, each, 0.0).astype(jnp.bfloat16)  # which holds scales exactly, see `layout`
             over = (((1,), (0,)), ((), ()))

@@ -8,8 +8,8 @@ device's heads if those do not fill tiles.
 
 Combined pages of int8 with values beside keys are paired, for the kernels in `int8_kernel`: [pages, page_size, halves *
 kv_heads * 2, 128], where the features of wider heads than 128 are split into halves that follow one another. Their
-scales are [pages, pairs, page_size * 4]: for each pair of heads and token those of the first head's key and value,
-then of the second's."""
+scales are, for each pair of heads and token, those of the first head's key and value, then of the second's: rows of
+128 of them, [pages, pairs * page_size / 32, 128]."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
 from ttpu_jax.ops.paged_attention.kernel import padded_heads
 
 INT8_LIMIT = 127.0
-LARGEST = 1e30
+LARGEST = 1e30  # of what stands for more, and for NaN
 SMALLEST = 1e-30  # of a token's largest feature: its scale must be a normal number
 
 
@@ -144,13 +144,15 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
         if kv.pages.dtype == jnp.uint16:
             return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16), None
         return rows.astype(kv.pages.dtype), None
-    rows = rows.astype(jnp.float32)
-    scales = jnp.maximum(jnp.abs(rows).max(-1), SMALLEST) / INT8_LIMIT
     if not is_paired(kv):
+        rows = rows.astype(jnp.float32)
+        scales = jnp.maximum(jnp.abs(rows).max(-1), SMALLEST) / INT8_LIMIT
         return jnp.round(rows / scales[..., None]).astype(jnp.int8), scales
-    scales = jnp.where(scales < LARGEST, scales, LARGEST)  # others than finite ones would reach other tokens' pages
-    scales = scales.astype(jnp.bfloat16).astype(jnp.float32)  # products in bfloat16 distribute them
-    rows = jnp.round(rows / scales[..., None]).astype(jnp.int8)
+    largest = jnp.abs(rows).max(-1)  # which the rows' dtype holds
+    # An infinity or a NaN would reach other tokens' pages in the products in bfloat16 that distribute scales.
+    largest = jnp.where(largest < LARGEST, jnp.maximum(largest, SMALLEST), LARGEST).astype(jnp.float32)
+    scales = (largest / INT8_LIMIT).astype(jnp.bfloat16).astype(jnp.float32)
+    rows = jnp.round(rows.astype(jnp.float32) / scales[..., None]).astype(jnp.int8)
     if width > LANES:
         rows = rows.reshape(tokens, kv.combined, -1, width // LANES, LANES).swapaxes(2, 3)
     return rows.reshape(tokens, -1, LANES), scales.reshape(tokens, -1, PAIR)
@@ -176,11 +178,11 @@ def read(
     scales = None
     if is_paired(kv):
         assert kv.scales is not None
-        halves, places = _halves(kv), kv.scales[pages]
+        halves = _halves(kv)
+        places = kv.scales[pages].reshape(rows, n, -1, kv.pages.shape[1], PAIR)
         found = found.reshape(rows, n, -1, halves, found.shape[3] // halves, LANES).swapaxes(3, 4)
         found = found.reshape(rows, n, found.shape[2], -1, halves * LANES)
-        places = places.reshape(rows, n, places.shape[2], -1, PAIR).swapaxes(2, 3)
-        scales = places.reshape(rows, n, places.shape[2], -1, 1)
+        scales = places.swapaxes(2, 3).reshape(rows, n, kv.pages.shape[1], -1, 1)
     elif kv.scales is not None:
         # Without the constraint XLA:TPU would convert all 8-bit pages to another layout to read these.
         found = with_layout_constraint(found, Layout(tuple(range(found.ndim))))
@@ -241,7 +243,9 @@ def _scales(
     the last dimension to 128."""
     if paired:
         halves = -(-max(spec.head_dim, spec.value_dim) // LANES)
-        return (shape[0], shape[2] // halves // PAIR, shape[1] * PAIR), (None, axes.KV_HEADS, None)
+        width = math.gcd(shape[1] * PAIR, LANES)
+        rows = shape[2] // halves // PAIR * (shape[1] * PAIR // width)
+        return (shape[0], rows, width), (None, axes.KV_HEADS, None)
     if len(shape) == 4:
         return (shape[0], shape[2], shape[1]), (logical[0], logical[2], logical[1])
     return shape[:-1], logical[:-1]
@@ -250,7 +254,7 @@ def _scales(
 def _halves(kv: PagedKV) -> int:
     """Parts of 128 features per head of paired pages."""
     assert kv.scales is not None
-    return kv.pages.shape[2] // (PAIR * kv.scales.shape[1])
+    return math.prod(kv.pages.shape[1:]) // math.prod(kv.scales.shape[1:]) // LANES
 
 
 def _widened(x: jax.Array, width: int) -> jax.Array:

@@ -44,21 +44,25 @@ def _with_scales(
     pages of scales are written.
 
     Args:
-        kept: [pages, pairs, page_size * 4].
+        kept: [pages, pairs * page_size / 32, 128].
         page: [tokens].
         offset: [tokens], in the page.
         scales: [tokens, pairs, 4], exact in bfloat16.
         batch: the flat batch.
     """
-    size, tokens = kept.shape[2] // PAIR, len(page)
-    mine = (jnp.arange(kept.shape[2]) // PAIR == offset[:, None])[:, None]
-    new = jnp.tile(scales, (1, 1, size))
+    tokens, pairs, _ = scales.shape
+    rows, width = kept.shape[1] // pairs, kept.shape[2]
+    column = jnp.arange(rows * width).reshape(rows, width)
+    mine = jnp.tile(column // PAIR == offset[:, None, None], (1, pairs, 1))
+    each_entry = (jnp.arange(PAIR)[:, None, None] == column % PAIR).astype(jnp.bfloat16)
+    new = jnp.einsum("tpe,erl->tprl", scales.astype(jnp.bfloat16), each_entry, preferred_element_type=jnp.float32)
+    new = new.reshape(tokens, pairs * rows, width)
     if batch.max_queries > 1:  # tokens share pages, each of which is written once, with all of them
         last = page != jnp.append(page[1:], -1)
-        most = min(tokens, tokens // size + 2 * len(batch.kv_lens))
+        most = min(tokens, tokens // batch.page_size + 2 * len(batch.kv_lens))
         written = page[jnp.nonzero(last, size=most, fill_value=tokens - 1)[0]]
         same = (written[:, None] == page).astype(jnp.bfloat16)
         each = jnp.where(mine, new, 0).astype(jnp.bfloat16)
-        new = jnp.einsum("wt,tpl->wpl", same, each, preferred_element_type=jnp.float32)
+        new = jnp.einsum("wt,trl->wrl", same, each, preferred_element_type=jnp.float32)
         page, mine = written, new > 0
     return kept.at[page].set(jnp.where(mine, new, kept[page]), mode="promise_in_bounds")
