@@ -67,9 +67,11 @@ def compiled(
     program = compile_for(topology, jax.jit(run, donate_argnums=0), *arguments)
     pool = PAGES * size // ways
     assert program.alias_bytes == pool, "pages must stay in place, and take what page_bytes says"
-    shape = ",".join(map(str, kv.pages.sharding.shard_shape(kv.pages.shape)))
-    assert f"[{shape}]" in program.hlo_text
-    assert not re.search(rf"= \w+\[{shape}\]\S* copy(-start)?\(", program.hlo_text), "all pages are copied"
+    for pages in jax.tree.leaves(kv):
+        shape = ",".join(map(str, pages.sharding.shard_shape(pages.shape)))
+        assert f"[{shape}]" in program.hlo_text
+        assert not re.search(rf"= \w+\[{shape}\]\S* copy(-start)?\(", program.hlo_text), "all pages are copied"
+    assert "while(" not in program.hlo_text or not kernels(program), "tokens are written one by one"
     assert program.collectives == ()
     return program
 
