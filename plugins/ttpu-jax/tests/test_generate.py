@@ -442,12 +442,12 @@ def generated(path: Path, mesh: str | None = None) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    path = llama_checkpoint(tmp_path_factory.mktemp("mesh") / "llama", vocab_size=260)
+    path = llama_checkpoint(tmp_path_factory.mktemp("mesh") / "llama", num_hidden_layers=1, vocab_size=260)
     return path, generated(path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tensor=2", "fsdp=4", "data=2,tensor=2"])
+@pytest.mark.parametrize("mesh", ["fsdp=4", "data=2,tensor=2"])
 def test_a_mesh_generates_the_same_tokens(on_one_device: tuple[Path, list[Any]], mesh: str) -> None:
     path, expected = on_one_device
     assert generated(path, mesh) == expected

@@ -41,8 +41,16 @@ def test_output_and_gradients_are_those_of_all_experts_masked(kind: str) -> None
     assert_same(run_with_gradients(spec, values, x), (reference(spec, values, x), *gradients))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=2,tensor=4", "expert=4,tensor=2"])
-@pytest.mark.parametrize("kind", ["topk_softmax", "sigmoid_on_input", "corrected_groups"])
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("topk_softmax", "fsdp=8"),
+        ("sigmoid_on_input", "fsdp=2,tensor=4"),
+        ("topk_softmax", "expert=4,tensor=2"),
+        ("sigmoid_on_input", "expert=4,tensor=2"),
+        ("corrected_groups", "expert=4,tensor=2"),
+    ],
+)
 def test_a_mesh_changes_neither_output_nor_gradients(kind: str, mesh: str) -> None:
     spec = replace(KINDS[kind], shared=MLPSpec(8))
     values, x = arrays(spec), tokens()

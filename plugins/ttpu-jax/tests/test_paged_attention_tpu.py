@@ -22,8 +22,8 @@ from ttpu_jax.params.placement import Placement
 pytestmark = pytest.mark.tpu_compile
 
 LLAMA = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128)
-DECODE, MIXED = (64, 1), (512, 256)  # tokens, and the most of one sequence
-SEQUENCES, PAGES, PAGE_SIZE = 64, 2048, 128
+DECODE, MIXED = (16, 1), (128, 64)  # tokens, and the most of one sequence
+SEQUENCES, PAGES, PAGE_SIZE = 16, 2048, 128
 
 
 def compiled(

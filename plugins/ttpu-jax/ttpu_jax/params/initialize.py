@@ -52,16 +52,18 @@ def random_parameters(
         standard_deviation: standard deviation of normal parameters.
     """
     key = jax.random.key(seed)
+    programs: dict[Parameter, Any] = {}  # equal parameters, such as those of equal layers, share one that is compiled
     result = {}
     for index, (path, parameter) in enumerate(parameters.items()):
-        kind = np.dtype(parameter.dtype) if parameter.dtype else dtype
+        if parameter not in programs:
+            kind = np.dtype(parameter.dtype) if parameter.dtype else dtype
 
-        def make(key: jax.Array, parameter: Parameter = parameter, kind: np.dtype[Any] = kind) -> Any:
-            if parameter.init != "normal":
-                return jnp.full(parameter.shape, 1 if parameter.init == "ones" else 0, kind)
-            drawn = (jax.random.normal(key, parameter.shape, jnp.float32) * standard_deviation).astype(kind)
-            return drawn if parameter.format is None else round_dense(drawn, parameter, placement)
+            def make(key: jax.Array, parameter: Parameter = parameter, kind: np.dtype[Any] = kind) -> Any:
+                if parameter.init != "normal":
+                    return jnp.full(parameter.shape, 1 if parameter.init == "ones" else 0, kind)
+                drawn = (jax.random.normal(key, parameter.shape, jnp.float32) * standard_deviation).astype(kind)
+                return drawn if parameter.format is None else round_dense(drawn, parameter, placement)
 
-        sharding = shardings_of(placement, path, parameter)
-        result[path] = jax.jit(make, out_shardings=sharding)(jax.random.fold_in(key, index))
+            programs[parameter] = jax.jit(make, out_shardings=shardings_of(placement, path, parameter))
+        result[path] = programs[parameter](jax.random.fold_in(key, index))
     return result
