@@ -63,9 +63,9 @@ def statuses(file: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_command_proves_a_dense_and_a_sparse_family_on_this_backend(tmp_path: Path) -> None:
+def test_the_command_proves_a_sparse_family_whose_attention_is_a_dense_ones_on_this_backend(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    command = ["conformance", "llama", "mixtral", "--level", "quick", "--backend", "torch_xla", "--jobs", "1"]
+    command = ["conformance", "mixtral", "--level", "quick", "--backend", "torch_xla", "--jobs", "1"]
     finished = CliRunner().invoke(app, [*command, "--json", str(file)])
     assert finished.exit_code == 0, finished.output
     assert statuses(file) == {"passed", "not applicable"}
@@ -73,11 +73,11 @@ def test_the_command_proves_a_dense_and_a_sparse_family_on_this_backend(tmp_path
 
 
 @pytest.mark.slow
-def test_models_on_eight_devices_have_the_logits_of_one(tmp_path: Path) -> None:
+def test_a_model_on_eight_devices_has_the_logits_of_one(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    command = [sys.executable, "-m", "ttpu_core.cli.main", "conformance", "llama", "mixtral", "--backend", "torch_xla"]
+    command = [sys.executable, "-m", "ttpu_core.cli.main", "conformance", "mixtral", "--backend", "torch_xla"]
     command += ["--jobs", "1", "--json", str(file), *(word for check in SHARDED for word in ("--only", check))]
     environment = os.environ | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert statuses(file) == {"passed", "not applicable"}
+    assert statuses(file) == {"passed"}
