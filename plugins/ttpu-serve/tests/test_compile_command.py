@@ -18,6 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from typer.testing import CliRunner, Result
 
 from ttpu_core.errors import MissingDependencyError, RequestError, TTPUError, UnsupportedError
+from ttpu_jax.backend import JaxBackend
 from ttpu_jax.runner.compilation_cache import JAX_DIRECTORY, JAX_SECONDS, VARIABLE
 from ttpu_serve.cli import engine_options
 from ttpu_serve.cli.compile import compile_programs
@@ -180,3 +181,20 @@ def test_options_are_written_as_they_are_typed() -> None:
         "--plan 'my plan.json' --patch-pack a --patch-pack b --enable-lora 'poet=./poet lora' "
         "--enable-lora cook=cook"
     )
+
+
+def test_the_quantization_of_a_config_and_that_asked_for_reach_the_compiler(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, Any]] = []
+
+    def compile_ahead(self: Any, architecture: Any, *arguments: Any, quantization: Any, **options: Any) -> None:
+        found.append((len(architecture.spec.kernel_formats), quantization))
+        raise RequestError("enough")
+
+    monkeypatch.setattr(JaxBackend, "compile_ahead", compile_ahead)
+    refused(config, "--topology", "v5e:1x1", "--quantization", "w4a16-g128")
+    written = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    (config / "config.json").write_text(json.dumps(SMALL | {"quantization_config": written}))
+    refused(config, "--topology", "v5e:1x1")
+    assert found == [(0, "w4a16-g128"), (4, None)]

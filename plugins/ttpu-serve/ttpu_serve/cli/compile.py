@@ -19,7 +19,6 @@ from ttpu_serve.cli.engine_options import EngineOptions, words
 
 if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
-    from ttpu_core.config import ModelConfig
     from ttpu_serve.ahead import AheadSlice
     from ttpu_serve.execution.engine_core import EngineCore
 
@@ -134,10 +133,10 @@ def _ahead(backend: CompilesAhead, name: str, topology: str, arguments: Mapping[
 
 def _described(name: str, patch_packs: Sequence[str] | None, dtype: str) -> tuple[Architecture, str]:
     """Return the architecture and the dtype with which the checkpoint would be loaded. A config.json alone does not
-    show whether the checkpoint has an untied head, nor which of its tensors are quantized.
+    show whether the checkpoint has an untied head.
 
     Raises:
-        UnsupportedError: the weights are quantized and not here.
+        UnsupportedError: the weights are quantized, and only their files would say how.
     """
     from ttpu_core.checkpoint import Checkpoint, open_checkpoint, open_config
     from ttpu_core.errors import CheckpointError
@@ -148,30 +147,19 @@ def _described(name: str, patch_packs: Sequence[str] | None, dtype: str) -> tupl
     path, registry = Path(name).expanduser(), default_registry()
     if path.exists() and not _has_weights(path):
         config = open_config(name)
-        _refuse_absent(config, name)
+        architecture = stored_architecture(registry.architecture(config, patch_packs), config)
         written = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        return registry.architecture(config, patch_packs), written if dtype == "auto" else dtype
+        return architecture, written if dtype == "auto" else dtype
     checkpoint: Checkpoint = open_checkpoint(name)
     try:
         checkpoint, architecture = describe_checkpoint(checkpoint, patch_packs)
         stored = checkpoint.dtype
     except CheckpointError:  # some of its files are still to come
-        _refuse_absent(checkpoint.config, name)
-        architecture, stored = registry.architecture(checkpoint.config, patch_packs), "bfloat16"
+        architecture = stored_architecture(registry.architecture(checkpoint.config, patch_packs), checkpoint.config)
+        stored = "bfloat16"
     else:
         architecture = stored_architecture(architecture, checkpoint.config, checkpoint)
     return architecture, stored if dtype == "auto" else dtype
-
-
-def _refuse_absent(config: ModelConfig, name: str) -> None:
-    """Refuse a quantized checkpoint whose weights are not here: its config.json names schemes, not tensors."""
-    from ttpu_core.quantization.schemes import quantization_of
-
-    if quantization_of(config) is not None:
-        raise UnsupportedError(
-            f"programs for {name} were to be compiled, whose config.json says that its weights are quantized, but they "
-            "are not all here: put its safetensors files beside it."
-        )
 
 
 def _has_weights(path: Path) -> bool:
