@@ -618,7 +618,7 @@ def test_a_configuration_or_its_arguments_are_read() -> None:
         ({"quantize_embeddings": True}, "only linear layers"),
         ({"exclude_layers": (1,)}, "pass strings"),
         ({"groups": 128}, "groups, but it takes"),
-        ({"dtype": "fp8"}, "quantizes to int8 and int4"),
+        ({"dtype": "mxfp4"}, "quantizes to int8, int4 and fp8"),
         ({"kv_cache": "int8"}, "keeps keys and values"),
     ],
 )

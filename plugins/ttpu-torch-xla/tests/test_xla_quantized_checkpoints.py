@@ -113,7 +113,7 @@ def test_inputs_are_quantized_as_on_jax(weights: Any, form: str, activation: Any
     assert error(ours, logits(stock(expected))) > 1e-4
 
 
-@pytest.mark.parametrize("text", ["w8a16", "w4a16-g32", "w8a8", "w4a8-g16-asym"])
+@pytest.mark.parametrize("text", ["w8a16", "w4a16-g32", "w8a8", "w4a8-g16-asym", "w8a8-fp8"])
 def test_a_shorthand_means_the_same_on_both_backends(text: str, dense: Path) -> None:
     """48 inputs get groups of 16 where 32 are asked for."""
     model = load(dense, quantization=text)

@@ -379,6 +379,26 @@ def test_quantized_products_are_summed_too() -> None:
         assert layer.mlp.up_proj not in found
 
 
+@pytest.mark.parametrize(
+    ("model_type", "kept"),
+    [
+        ("gemma3n_text", {"per_layer_model_projection", "per_layer_projection", "prediction_coefs"}),
+        ("qwen3_next", {"gate", "in_proj_ba", "shared_expert_gate"}),
+    ],
+)
+def test_layers_that_the_core_does_not_quantize_stay_dense(model_type: str, kept: set[str]) -> None:
+    from ttpu_torch_xla.quantization import QuantizationConfig, quantize
+    from ttpu_torch_xla.quantization.choice import kept_layers
+
+    model, architecture = on_meta(model_type)
+    names = {leaf.name: leaf.name for _, rule in architecture.mapping.rules for leaf in rule.leaves()}
+    report = quantize(model, QuantizationConfig(), kept_layers(model, architecture.spec, architecture.mapping, names))
+    quantized = {name.rpartition(".")[2] for name in report.quantized}
+    assert not kept & quantized
+    assert {"q_proj", "o_proj"} <= quantized
+    assert kept <= {name.removesuffix(".weight").rpartition(".")[2] for name in report.kept}
+
+
 def test_a_loader_is_for_prepared_models() -> None:
     with pytest.raises(RequestError, match="was not loaded by this backend"):
         ShardedLoader([], tiny_llama()[0])

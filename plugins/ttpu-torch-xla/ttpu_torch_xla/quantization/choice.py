@@ -7,8 +7,8 @@ from typing import Any
 
 from ttpu_core.mapping import FlaxMapping
 from ttpu_core.quantization import QuantizationConfig, choices
+from ttpu_core.quantization.quantize import EMBEDDING, HEAD
 from ttpu_core.spec import ArchitectureSpec
-from ttpu_core.spec.parameters import LAYERS
 from ttpu_torch_xla.sharding.axes import memory_names
 
 
@@ -24,7 +24,7 @@ def kept_layers(model: Any, spec: ArchitectureSpec, mapping: FlaxMapping, names:
     reasons = {
         names[leaf.name]: one.reason
         for one in choices(spec, QuantizationConfig(), mapping)
-        if one.format is None and one.path.startswith(LAYERS)
+        if one.format is None and one.path not in (EMBEDDING, HEAD)
         for leaf in mapping[one.path].leaves()
     }
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}

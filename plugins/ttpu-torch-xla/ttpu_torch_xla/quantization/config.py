@@ -17,8 +17,9 @@ class QuantizationConfig(CoreConfig):
     """The format of the weights of linear layers, and whether their inputs are quantized too; see
     `ttpu_core.quantization.QuantizationConfig`, whose arguments and AutoXLA names it takes.
 
-    W8A16 is the default; `bits=4` makes W4A16, `quantize_activation=True` W8A8 or W4A8. Refused are floating-point
-    weights, quantized embeddings and a quantized cache. A head that is tied to the embeddings gets a quantized copy.
+    W8A16 is the default; `bits=4` makes W4A16, `quantize_activation=True` W8A8 or W4A8, `dtype="fp8"` float8_e4m3fn.
+    Refused are mxfp4, quantized embeddings and a quantized cache. A head that is tied to the embeddings gets a
+    quantized copy.
     `use_pallas` changes nothing, with a warning: XLA multiplies int8 by int8 at the matrix units' int8 rate, and
     unpacks and converts weights within the product.
 
@@ -44,10 +45,10 @@ class QuantizationConfig(CoreConfig):
                 "quantized embeddings were asked for, but this backend quantizes only linear layers: leave them out; "
                 "lm_head=True quantizes a head that is tied to the embeddings, as a copy."
             )
-        if not self.dtype.startswith("int"):
+        if self.dtype == "mxfp4":
             raise RequestError(
-                f"{self.dtype} weights were asked for, but this backend quantizes to int8 and int4: pass bits=8 or "
-                "bits=4, or use the JAX backend."
+                "mxfp4 weights were asked for, but this backend quantizes to int8, int4 and fp8: pass one of those as "
+                "dtype, or use the JAX backend."
             )
         if self.kv_cache is not None:
             raise RequestError(
@@ -86,8 +87,9 @@ class QuantizationConfig(CoreConfig):
 
     @property
     def name(self) -> str:
-        """The usual name of the format, such as W4A16 or W8A8."""
-        return f"W{self.bits}A{8 if self.quantize_activation else 16}"
+        """The usual name of the format, such as W4A16, W8A8 or W8A8-FP8."""
+        name = f"W{self.bits}A{8 if self.quantize_activation else 16}"
+        return name if self.dtype != "fp8" else f"{name}-FP8"
 
     @property
     def planned_as(self) -> Quantization:

@@ -144,7 +144,13 @@ class QuantizedLinear(nn.Module):
         result.train(linear.training)
         if weight.device.type != "meta":
             result.weight_q, result.scale, result.zero_point = quantize_weight(
-                weight, config.bits, form.group_size or -1, config.symmetric, result.packed, result.format.group_size
+                weight,
+                config.bits,
+                form.group_size or -1,
+                config.symmetric,
+                result.packed,
+                result.format.group_size,
+                floats=form.dtype == "float8_e4m3fn",
             )
         if linear.bias is not None:
             result.bias = linear.bias.detach().clone()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ttpu_core.errors import RequestError
-from ttpu_core.spec.kernel_format import KernelFormat
+from ttpu_core.spec.kernel_format import LARGEST, KernelFormat
 
 LANES = 128
 """Numbers that lie side by side in a TPU's vector register: halves of this length unpack without a shuffle."""
@@ -43,6 +43,7 @@ def quantize_weight(
     symmetric: bool = True,
     packed: bool = True,
     split: int | None = None,
+    floats: bool = False,
 ) -> QuantizedWeight:
     """Round to the nearest step: errors are at most half a step, of which there are 2^bits - 1 from the smallest
     weight (or 0) to the largest (or 0); symmetric, 2^(bits-1) - 1 from 0 to the largest magnitude.
@@ -54,6 +55,7 @@ def quantize_weight(
         symmetric: zero points are 0. Else zero lies on a step all the same (arXiv 1712.05877): weights of 0 stay 0.
         packed: two weights of 4 bits to a byte.
         split: inputs of the blocks of the result, a divisor of `block_size`: several then have the same scale.
+        floats: round to float8_e4m3fn, symmetric, with 448 for the largest magnitude.
 
     Raises:
         ValueError: blocks do not divide the inputs.
@@ -64,8 +66,12 @@ def quantize_weight(
     along = 1
     if block_size != -1:
         w = w.t().reshape(weight.shape[1] // block_size, block_size, weight.shape[0])
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    if symmetric:
+    low, high = -(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1
+    if floats:
+        high = LARGEST["float8_e4m3fn"]
+        scale = _positive(w.abs().amax(along, keepdim=True) / high)
+        q, zero = (w / scale).clamp(-high, high), None
+    elif symmetric:
         scale = _positive(w.abs().amax(along, keepdim=True) / high)
         q, zero = (w / scale).round().clamp(-high, high), None
     else:
@@ -77,7 +83,7 @@ def quantize_weight(
         q = q.flatten(0, 1).unflatten(0, (-1, split))
         scale = scale.repeat_interleave(block_size // split, 0)
         zero = None if zero is None else zero.repeat_interleave(block_size // split, 0)
-    whole = q.to(torch.int8)
+    whole = q.to(torch.float8_e4m3fn if floats else torch.int8)
     return QuantizedWeight(
         pack(whole, half_of(whole)).contiguous() if bits == 4 and packed else whole.contiguous(),
         scale.squeeze(along).contiguous(),
