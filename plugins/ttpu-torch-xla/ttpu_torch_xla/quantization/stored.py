@@ -81,7 +81,8 @@ class StoredLayers:
             layer, _, last = held_as.rpartition(".")
             module = model.get_submodule(layer) if pattern is None and held_as in names else None
             if type(module) is not nn.Linear or last != "weight":
-                what = "a tensor of stacked experts" if module is None else f"the {last} of a module {type(module).__name__}"
+                of_module = f"the {last} of a module {type(module).__name__}"
+                what = "a tensor of stacked experts" if module is None else of_module
                 raise UnsupportedError(
                     f"{self.held.source} holds {name!r} quantized ({self.held.scheme}), which transformers makes "
                     f"{what}, but this backend holds only the weights of plain linear layers quantized: {INSTEAD}"
