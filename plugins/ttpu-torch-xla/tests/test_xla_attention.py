@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +23,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from xla_spmd import said
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_torch_xla.attention import KERNELS, interface, patches, transformers_name
@@ -393,12 +389,8 @@ def test_what_would_change_the_result_is_refused() -> None:
         attention("splash_attention", Layer(), query, key, value, None, indices=torch.zeros(1))
 
 
-def test_each_device_of_a_mesh_computes_its_rows_and_heads() -> None:
+def test_each_device_of_a_mesh_computes_its_rows_and_heads(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Forward and gradients over eight simulated devices; a process has as many as it started with."""
-    script = Path(__file__).with_name("xla_attention_cases.py")
-    environment = {**os.environ, "CPU_NUM_DEVICES": "8", "PJRT_DEVICE": "CPU"}
-    ran = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    told = json.loads(ran.stdout.strip().splitlines()[-1])
+    told = said(tmp_path_factory)["attention"]
     assert (told["devices"], told["kernel_calls"]) == (8, len(told["errors"]))
     assert told["errors"] and all(error < 1e-5 for mesh in told["errors"].values() for error in mesh.values()), told

@@ -5,14 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import json
-import os
-import subprocess
-import sys
 import warnings
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +16,7 @@ import torch
 pytest.importorskip("torch_xla")
 
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from xla_spmd import said
 from xla_tiny import Tiny, prompt, tiny
 
 from ttpu_core.errors import RequestError, UnsupportedError
@@ -431,12 +427,8 @@ def test_answer_buckets_are_few(tokens: int, bucket: int) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_models_generate_the_same_from_two_programs() -> None:
-    script = Path(__file__).with_name("xla_spmd_generate.py")
-    environment = os.environ | {"CPU_NUM_DEVICES": "8", "PJRT_DEVICE": "CPU"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.splitlines()[-1])
+def test_sharded_models_generate_the_same_from_two_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    results = said(tmp_path_factory)["generated"]
     assert len(results) == 4
     for name, result in results.items():
         assert result == {"same": [True, True, True], "compiles": [2, 0], "fallbacks": []}, name

@@ -4,18 +4,14 @@ and on eight simulated devices the same logits, losses and parameters as on none
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from quantized_files import fine_grained_fp8, gptq
-from tiny import llama_checkpoint
 from torch.utils._pytree import tree_leaves
 from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
+from xla_spmd import said
 
 from ttpu_conformance.case import plugin_record
 from ttpu_conformance.declaration import declaration_for
@@ -432,27 +428,10 @@ def test_every_tensor_of_a_batch_is_put_on_the_device() -> None:
 
 
 @pytest.fixture(scope="module")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Quantized checkpoints by scheme, each a folder with the dense one of the same numbers."""
-    folder = tmp_path_factory.mktemp("quantized")
-    dense = llama_checkpoint(folder / "dense", num_hidden_layers=1, num_key_value_heads=4)
-    gptq(dense, folder / "gptq", symmetric=False, version="gptq", desc_act=True)
-    fine_grained_fp8(dense, folder / "fp8")
-    return {"gptq": folder / "gptq", "fp8": folder / "fp8"}
-
-
-@pytest.fixture(scope="module")
-def cases(quantized: dict[str, Path]) -> dict[str, Any]:
-    """What the script says of each case: all in one process, whose devices are simulated."""
-    environment = os.environ | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(DEVICES), "JAX_PLATFORMS": "cpu"}
-    script = Path(__file__).with_name("xla_spmd_cases.py")
-    finished = subprocess.run(
-        [sys.executable, str(script), *map(str, quantized.values())],
-        capture_output=True, text=True, timeout=900, env=environment, check=False,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    said: dict[str, Any] = json.loads(finished.stdout.rpartition("\n")[2])
-    return said
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the script says of each case."""
+    found: dict[str, Any] = said(tmp_path_factory)["cases"]
+    return found
 
 
 @pytest.mark.slow
@@ -502,7 +481,7 @@ class TestOtherLayersOnThreeAxes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [what for what in SHARDED_ALONG if what != "mixtral"])
+@pytest.mark.parametrize("strategy", ["dp", "3d"])
 def test_a_checkpoint_is_loaded_cut_and_generates_what_the_host_does(strategy: str, cases: dict[str, Any]) -> None:
     found = cases["loaded"][strategy]
     assert found["mesh"] == SHARDED_ALONG[strategy]
@@ -534,11 +513,9 @@ def test_simulated_slices_are_equal_parts_of_the_devices_in_their_order(cases: d
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "packed"), [("gptq", True), ("fp8", False)])
-def test_quantized_checkpoints_are_cut_with_their_scales(
-    scheme: str, packed: bool, cases: dict[str, Any], quantized: dict[str, Path]
-) -> None:
+def test_quantized_checkpoints_are_cut_with_their_scales(scheme: str, packed: bool, cases: dict[str, Any]) -> None:
     """Groups of 16 of 48 inputs become groups of 4, so that each of four devices has whole ones."""
-    found = cases["quantized"][str(quantized[scheme])]
+    found = cases["quantized"][scheme]
     assert found["logits"] < 1e-5
     assert found["blocks"] == 4
     assert "[4,1,2]" in found["sharding"]["weight_q"]

@@ -1,9 +1,7 @@
-"""Kernels on a mesh of eight simulated devices, which is for a whole process: run as a script by test_xla_attention.py,
-it prints how far each mesh is from the host, as one JSON object."""
+"""Kernels on a mesh of eight simulated devices, which is for a whole process (xla_spmd.py)."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -72,10 +70,8 @@ def on_the_mesh(parallelism: Parallelism) -> list[torch.Tensor]:
     return [mixed.detach().cpu(), *(one.grad.cpu() for one in (query, key, value, sinks) if one.grad is not None)]
 
 
-def main() -> None:
-    runtime = current()
-    runtime.use_spmd()
-    runtime.device()
+def cases() -> dict[str, Any]:
+    """How far each mesh is from the host, and how often a kernel was called."""
     calls: list[str] = []
     attend = interface.attend
 
@@ -84,14 +80,12 @@ def main() -> None:
         return attend(name, *arguments, **named)
 
     interface.attend = counted
-    # torch counts devices at the first backward pass of a process, so that it must not be the host's.
-    on_meshes = {text: on_the_mesh(resolve_parallelism(text, 8)) for text in MESHES}
+    try:
+        on_meshes = {text: on_the_mesh(resolve_parallelism(text, 8)) for text in MESHES}
+    finally:
+        interface.attend = attend
     expected, errors = on_the_host(), {}
     for text, found in on_meshes.items():
         pairs = zip(("output", "query", "key", "value", "sinks"), found, expected, strict=True)
         errors[text] = {name: float((a - b).abs().max() / b.abs().max()) for name, a, b in pairs}
-    print(json.dumps({"devices": runtime.num_devices(), "kernel_calls": len(calls), "errors": errors}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"devices": current().num_devices(), "kernel_calls": len(calls), "errors": errors}

@@ -1,17 +1,18 @@
-"""Tiny models on a mesh of eight simulated devices, which is for a whole process: run as a script by
-test_xla_sharding.py, it prints what each strategy did, as one JSON object."""
+"""Tiny models on a mesh of eight simulated devices, which is for a whole process (xla_spmd.py), and what each strategy
+did to them."""
 
 from __future__ import annotations
 
 import copy
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from quantized_files import fine_grained_fp8, gptq
+from tiny import llama_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from xla_tiny import tiny
 
@@ -36,6 +37,7 @@ SIZES: dict[str, Any] = {
     "attn_implementation": "eager",
 }  # fmt: skip
 LLAMA = ("fsdp", "dp", "mp", "2d", "3d")
+LOADED = ("dp", "3d")  # nothing is sharded, and everything is
 MIXTRAL = "data=2,fsdp=2,expert=2"
 OTHERS = ("gemma3n_text", "qwen3_next", "mistral4")
 """Model types with more to their layers: several residual streams, a gated delta rule, latent attention and experts."""
@@ -151,8 +153,7 @@ class Case:
 
 
 def loaded(model: Any) -> dict[str, Any]:
-    """A checkpoint through the public call, for each named strategy: how far its logits are from the host's, and
-    whether it generates the same."""
+    """A checkpoint through the public call: how far its logits are from the host's, and if it generates the same."""
     ids = batches(model)[0]["input_ids"]
     asked = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
     with torch.no_grad():
@@ -161,7 +162,7 @@ def loaded(model: Any) -> dict[str, Any]:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        for what in LLAMA:
+        for what in LOADED:
             there = AutoModelForTPU.from_pretrained(folder, backend="torch_xla", sharding_strategy=what)
             with torch.no_grad():
                 found = there(ids.to(there.device)).logits.cpu()
@@ -171,6 +172,19 @@ def loaded(model: Any) -> dict[str, Any]:
                 "generates_the_same": torch.equal(there.generate(ids[:3], **asked), tokens),
             }
     return results
+
+
+def quantized_checkpoints() -> dict[str, Any]:
+    """Checkpoints of two schemes, and one that is quantized while it is loaded."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        dense = llama_checkpoint(folder / "dense", num_hidden_layers=1, num_key_value_heads=4)
+        gptq(dense, folder / "gptq", symmetric=False, version="gptq", desc_act=True)
+        fine_grained_fp8(dense, folder / "fp8")
+        return {
+            "quantized": {scheme: quantized(folder / scheme) for scheme in ("gptq", "fp8")},
+            "while_loading": quantized_while_loading(folder / "gptq"),
+        }
 
 
 def quantized(folder: Path) -> dict[str, Any]:
@@ -208,11 +222,9 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected.detach()).abs().max() / expected.detach().abs().max())
 
 
-def main() -> None:
-    """Every case, in one process: starting one costs as much as a case."""
+def cases() -> dict[str, Any]:
+    """Every case."""
     runtime = current()
-    runtime.use_spmd()
-    assert runtime.num_devices() == 8
     torch.manual_seed(0)
     dense, sparse = llama(), mixtral()
     patches = {patch.target: patch for one in (dense, sparse) for patch in patches_for(architecture_of(one), "eager")}
@@ -224,11 +236,6 @@ def main() -> None:
         with tiny(model_type) as other:
             results[model_type] = Case(other.model).run("3d")
     results["loaded"] = loaded(dense)
-    results["quantized"] = {folder: quantized(Path(folder)) for folder in sys.argv[1:]}
-    results["while_loading"] = quantized_while_loading(Path(sys.argv[1]))
+    results |= quantized_checkpoints()
     results["slices"] = runtime.mesh({"data": 2, "fsdp": 4}, {"fsdp": 2}).get_logical_mesh().tolist()
-    json.dump(results, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    return results

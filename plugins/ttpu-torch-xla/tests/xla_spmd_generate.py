@@ -1,10 +1,8 @@
-"""Generation of tiny models on a mesh of eight simulated devices, which is for a whole process: run as a script by
-test_xla_generate.py, it prints what each strategy did, as one JSON object."""
+"""Generation of tiny models on a mesh of eight simulated devices, which is for a whole process (xla_spmd.py)."""
 
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import torch
@@ -48,8 +46,8 @@ def generated(stock: Any, strategy: str) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    current().use_spmd()
+def cases() -> dict[str, dict[str, Any]]:
+    """A dense model by three strategies, and one with experts."""
     torch.manual_seed(0)
     cut = [(llama().eval(), strategy) for strategy in ("fsdp", "mp", "3d")] + [(mixtral().eval(), MIXTRAL)]
-    print(json.dumps({f"{type(model).__name__} {strategy}": generated(model, strategy) for model, strategy in cut}))
+    return {f"{type(model).__name__} {strategy}": generated(model, strategy) for model, strategy in cut}
