@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("compressed_tensors")
 import torch
 import transformers
 from quantized_files import SCHEMES, TOKENS, compressed_tensors
@@ -27,6 +26,13 @@ from ttpu_core.registry import default_registry
 from ttpu_jax.ops.kernels import QuantizedKernel
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    """Imported where a test runs and not where tests are collected: it takes seconds."""
+    pytest.importorskip("compressed_tensors")
+
 
 IDS = np.random.default_rng(1).integers(0, 250, (2, 9))
 @pytest.fixture(scope="module")
