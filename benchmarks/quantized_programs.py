@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from importlib import metadata
 from math import prod
 from pathlib import Path
@@ -152,9 +153,17 @@ def _compiled(topology: str, task: Any, form: str, layers: int | None) -> dict[s
         "seconds": report.predicted_seconds,
         "collective_seconds": report.breakdown.collective,
         "kernels": sum(one.count for one in report.unmodelled if one.name.startswith(KERNEL)),
-        "not_counted": {one.name: one.count for one in report.unmodelled},
+        "not_counted": dict(_not_counted(report)),
         "compile_seconds": report.compile_seconds,
     }
+
+
+def _not_counted(report: Any) -> Counter[str]:
+    """What counts as no time: names without the numbers of copies, and how often each is executed."""
+    counts: Counter[str] = Counter()
+    for one in report.unmodelled:
+        counts[re.sub(r"\.\d+|\.cloned", "", one.name)] += one.count
+    return counts
 
 
 def _without_lookup() -> None:
