@@ -1,5 +1,6 @@
 """Checks what public docstrings state: the shape of every array argument and result, every error that is raised, and an
-`Args:` section for functions of five or more parameters.
+`Args:` section for functions of five or more parameters. A method that refers to the protocol of `ttpu_core.backend`
+which it implements has its shapes and arguments documented there.
 
 Prints the share that is documented, by package, and fails on gaps that are not in `docstring_gaps.txt` beside this
 script. `--write` writes that file anew, `--list` prints every gap.
@@ -26,6 +27,7 @@ ARRAY = re.compile(r"\b(jax\.Array|np\.ndarray|numpy\.ndarray|torch\.Tensor)\b")
 CONTAINER = re.compile(r"\b(Callable|Mapping|dict|Sequence|list|tuple|Iterable|Iterator|type)\b")
 SHAPE = r"\[[^\[\]]*\]"
 SAME = r"(the same shape|same shape|shaped like|shape of|shaped as|scalar|of any shape|any shape)"
+PROTOCOL = re.compile(r"[Ss]ee\s+`ttpu_core\.backend\.\w+`")
 NOT_REPORTED = {"AssertionError", "NotImplementedError", "StopIteration", "SystemExit", "KeyboardInterrupt", "Exit"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -115,6 +117,7 @@ _CONSTRUCTORS = ("__init__", "__post_init__", "__call__")
 def requirements(function: Function, owner: ast.ClassDef | None) -> Iterator[tuple[str, str, bool]]:
     """Kind, subject, and whether the docstring states it. A constructor's docstring may be its class's."""
     text = ast.get_docstring(function) or ""
+    elsewhere = PROTOCOL.search(text) is not None
     if owner is not None and function.name in _CONSTRUCTORS:
         text = f"{ast.get_docstring(owner) or ''}\n{text}"
     parameters = [
@@ -124,13 +127,13 @@ def requirements(function: Function, owner: ast.ClassDef | None) -> Iterator[tup
     ]
     for each in parameters:
         if _is_array(each.annotation):
-            yield "shapes", each.arg, _has_shape(text, each.arg)
+            yield "shapes", each.arg, elsewhere or _has_shape(text, each.arg)
     if _is_array(function.returns):
-        yield "shapes", "the result", re.search(f"{SHAPE}|{SAME}", text) is not None
+        yield "shapes", "the result", elsewhere or re.search(f"{SHAPE}|{SAME}", text) is not None
     for error in sorted(_raised(function)):
         yield "raises", error, "Raises:" in text and (error == "…" or error in text.split("Raises:", 1)[1])
     if len(parameters) >= MANY_PARAMETERS and not _is_command(function, parameters):
-        yield "args", f"{len(parameters)} parameters", "Args:" in text
+        yield "args", f"{len(parameters)} parameters", elsewhere or "Args:" in text
 
 
 def _is_array(annotation: ast.expr | None) -> bool:

@@ -194,8 +194,8 @@ def _(kernel: QuantizedKernel, dtype: Any = None) -> jax.Array:
 
 @singledispatch
 def rows_of(table: Any, index: jax.Array, dtype: Any = None) -> jax.Array:
-    """The rows [*index, in] of a table [rows, in], in `dtype`, by default the array's own; float32 for a quantized
-    one. Indices beyond its ends are moved to them."""
+    """Return rows of a table [rows, in]: [*index, in] in `dtype`, by default the array's own; float32 for a quantized
+    one. `index` has any shape; indices beyond the table's ends are moved to them."""
     taken: jax.Array = jnp.take(table, index, axis=0, mode="clip")
     return taken if dtype is None else taken.astype(dtype)
 

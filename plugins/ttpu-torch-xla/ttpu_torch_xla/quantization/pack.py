@@ -126,7 +126,8 @@ def check_pairs(form: KernelFormat, in_features: int, packed: bool, name: str) -
 
 
 def laid_out(values: torch.Tensor, block_size: int, packed: bool) -> torch.Tensor:
-    """Numbers [out, in] in the layout of `QuantizedWeight.weight_q`."""
+    """Return `values` [out, in] in the layout of `QuantizedWeight.weight_q`, which says its shapes:
+    [out, in], or [in / block_size, block_size, out]."""
     if block_size != -1:
         values = values.t().unflatten(0, (-1, block_size))
     return pack(values, half_of(values)).contiguous() if packed else values.contiguous()
