@@ -37,11 +37,11 @@ PIP := -m pip install --quiet --disable-pip-version-check
 # torch and what it needs are gigabytes: uv fetches and unpacks them in half of pip's time.
 UV  := -m uv pip install --quiet
 
-# Everything runs on the CPU unless asked otherwise. Programs that take long to compile are kept, for the next run
-# and for the other test worker.
+# Everything runs on the CPU unless asked otherwise. Compiled programs are kept, for the next run, for the other test
+# workers, and for the processes that tests start.
 export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
-export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 # The tests start hundreds of Python processes: each would compile torch and jax anew where the shell forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 # One thread per test worker for torch, and no test may reach a model hub. Tests compile much and run it for milliseconds,
