@@ -103,7 +103,7 @@ def run(executable: Any) -> float:
 
 
 @pytest.fixture
-def stored(folder: Path) -> ExecutableCache:
+def stored(folder: Path, unset: None) -> ExecutableCache:
     """A store that holds the program."""
     kept = ExecutableCache(jax.devices()[:1])
     lowered = program().lower()

@@ -31,19 +31,3 @@ def quantize_activations(
         scale = jnp.where(top > 0, top / largest, 1.0)
     steps = jnp.clip(wide / scale, -largest, largest)
     return (jnp.round(steps) if form.dtype == "int8" else steps).astype(form.dtype), scale
-
-
-def rounded_activations(x: jax.Array, form: ActivationFormat, input_scale: jax.Array | None = None) -> jax.Array:
-    """Round activations to what their quantized values stand for. The gradient of rounding is the identity.
-
-    Args:
-        x: [..., in].
-        form: the dtype of the values, and where the scale comes from.
-        input_scale: [...], the static scale, which broadcasts against [..., 1].
-
-    Returns:
-        float32 [..., in].
-    """
-    values, scale = quantize_activations(x, form, input_scale)
-    wide = x.astype(jnp.float32)
-    return wide + jax.lax.stop_gradient(values.astype(jnp.float32) * scale - wide)
