@@ -42,9 +42,9 @@ def predicted(row: dict[str, Any]) -> MemoryEstimate:
         spec = replace(spec, embedding=replace(spec.embedding, vocab_size=row["vocab_size"]))
     chip = parse_topology(row["topology"]).chip
     if "layers" not in row:  # an engine's step
-        limits = ServingLimits.of(row["batch"], row["context"])
+        limits, quantization = ServingLimits.of(row["batch"], row["context"]), row.get("quantization")
         shapes = shapes_for(planning_backend(), shard_model(spec, row["mesh"]), limits, "bfloat16")
-        steps = {one.task: one for one in served_workloads(shapes, limits, "bfloat16", None)}
+        steps = {one.task: one for one in served_workloads(shapes, limits, "bfloat16", quantization)}
         return estimate_memory(spec, row["mesh"], steps[row["task"]], chip=chip, shapes=shapes)
     workload = Workload(row["task"], row["batch"], row["context"], layers=row["layers"])
     return estimate_memory(spec, row["mesh"], workload, chip=chip)
@@ -52,7 +52,7 @@ def predicted(row: dict[str, Any]) -> MemoryEstimate:
 
 def named(row: dict[str, Any]) -> str:
     mesh = ",".join(f"{axis}={size}" for axis, size in row["mesh"].items())
-    return f"{row['model']}-{row['task']}-{row['topology']}-{mesh}"
+    return f"{row['model']}-{row['task']}-{row['topology']}-{mesh}-{row.get('quantization', 'bfloat16')}"
 
 
 @pytest.mark.parametrize("row", PEAKS["published"] + PEAKS["shortened"], ids=named)
