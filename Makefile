@@ -34,7 +34,7 @@ NEWEST_IGNORED := test_server_* test_install.py test_packaging.py test_docs.py t
 NEWEST_TESTS   = tests $(filter-out plugins/ttpu-torch-xla/tests,$(wildcard plugins/*/tests))
 
 PIP := -m pip install --quiet --disable-pip-version-check
-# torch and what it needs are gigabytes: uv fetches and unpacks them in half of pip's time.
+# uv builds the distributions of this repository side by side, and fetches and unpacks gigabytes in half of pip's time.
 UV  := -m uv pip install --quiet
 
 # Everything runs on the CPU unless asked otherwise. Compiled programs are kept, for the next run, for the other test
@@ -112,9 +112,10 @@ clean:  ## Remove the environments, caches and build outputs
 
 # -- environments ------------------------------------------------------------------------------------------
 
-$(VENV)/.installed: $(PYPROJECTS)
+$(VENV)/.installed: $(PYPROJECTS) requirements/install.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python $(PIP) $(EDITABLE)
+	$(VENV)/bin/python $(PIP) -r requirements/install.txt
+	$(VENV)/bin/python $(UV) $(EDITABLE)
 	@$(VENV)/bin/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") and \
 	    "torch is in $(VENV), where no dependency may bring it: run `pip show torch` there to see which one did.")'
 	@touch $@
