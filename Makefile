@@ -17,7 +17,7 @@ VENV_TEST   := .venv-test
 VENV_NEWEST := .venv-newest
 
 FAMILIES      := llama gemma qwen mistral
-PARTS         := jax plan launch serve quantize
+PARTS         := jax plan launch serve quantize train
 DISTRIBUTIONS := . $(PARTS:%=plugins/ttpu-%) $(FAMILIES:%=plugins/ttpu-%)
 PYPROJECTS    := $(DISTRIBUTIONS:%=%/pyproject.toml)
 EDITABLE      := $(DISTRIBUTIONS:%=-e %)

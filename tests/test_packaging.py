@@ -26,6 +26,7 @@ DISTRIBUTIONS = {
     "plugins/ttpu-plan": {"ttpu_plan/planner.py", "ttpu_plan/py.typed"},
     "plugins/ttpu-launch": {"ttpu_launch/supervisor.py", "ttpu_launch/py.typed"},
     "plugins/ttpu-quantize": {"ttpu_quantize/making.py", "ttpu_quantize/py.typed"},
+    "plugins/ttpu-train": {"ttpu_train/runner.py", "ttpu_train/py.typed"},
     "plugins/ttpu-serve": {"ttpu_serve/api/llm.py", "ttpu_serve/server/web/index.html", "ttpu_serve/py.typed"},
     "conformance": {
         "ttpu_conformance/cli.py",

@@ -32,7 +32,11 @@ COMMANDS = {
 
 SERVICES = {"planner": "ttpu-plan", "rendezvous": "ttpu-launch", "engine": '"ttpu-core[serve]"'}
 
-PACKAGES = {"ttpu_serve": '"ttpu-core[serve]"', "ttpu_torch_xla": '"ttpu-core[torch-xla]"'}
+PACKAGES = {
+    "ttpu_serve": '"ttpu-core[serve]"',
+    "ttpu_torch_xla": '"ttpu-core[torch-xla]"',
+    "ttpu_train": '"ttpu-core[train]"',
+}
 """By the package that `ttpu` exports a name from."""
 
 A_FAMILY, A_BACKEND = "ttpu-llama", '"ttpu-core[jax]"'

@@ -1,0 +1,337 @@
+"""The interface between the trainer and the code that computes a model's updates: the `TrainRunner` protocol and the
+values that cross it. The trainer reads data, counts steps, calls callbacks, and decides when to log, evaluate and save;
+a runner holds weights, optimizer state and programs, and knows nothing of datasets. This module imports no framework.
+
+Every process of a run has one runner and makes the same calls in the same order, because each call may start
+collectives. A process gives the rows of its own devices: `Batch` holds `rows / processes` rows of each global batch.
+
+Runners are structural: they need not inherit from anything here, nor import it at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+ZeroStage = Literal[0, 1, 2, 3]
+Values = TypeVar("Values", covariant=True)
+ScheduleName = Literal["constant", "linear", "cosine", "inverse_sqrt", "warmup_stable_decay"]
+
+
+# -- values that the trainer gives --
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This process's rows of one update.
+
+    Attributes:
+        tokens: int32 [rows, seq].
+        weights: float32 [rows, seq], the weight of each token's own loss: of predicting `tokens[r, t]` from the tokens
+            before it. 0 for padding, for prompts that are not trained on, and for the first token of a sequence.
+        positions: int32 [rows, seq], from 0 in each sequence; negative for padding.
+        segments: int32 [rows, seq], the number of the sequence that a token belongs to, from 1; 0 for padding. Tokens
+            attend to their own sequence alone. None if each row holds one sequence.
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    positions: np.ndarray
+    segments: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """The learning rate of each update, numbered from 0, as a share of the peak.
+
+    Attributes:
+        name: constant, linear, cosine, inverse_sqrt or warmup_stable_decay, each after a linear warm-up, with the
+            formulas of `transformers.optimization`.
+        warmup_steps: updates over which the rate rises from 0.
+        total_steps: updates of the run.
+        decay_steps: updates over which warmup_stable_decay falls at the end.
+        min_ratio: the share that cosine and warmup_stable_decay end at.
+    """
+
+    name: ScheduleName = "linear"
+    warmup_steps: int = 0
+    total_steps: int = 1
+    decay_steps: int = 0
+    min_ratio: float = 0.0
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """How weights are updated.
+
+    Attributes:
+        name: adamw, adafactor, lion, muon, sgd or adamw_8bit.
+        learning_rate: the peak of the schedule.
+        schedule: of the learning rate.
+        weight_decay: decoupled; of parameters whose path matches none of `no_decay`.
+        beta1, beta2, epsilon: of Adam and its kin.
+        momentum: of SGD and Muon.
+        max_grad_norm: gradients are scaled down to this norm over all trained parameters; None clips nothing.
+        no_decay: patterns (fnmatch) of parameter paths without weight decay.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = 5e-5
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    momentum: float = 0.0
+    max_grad_norm: float | None = 1.0
+    no_decay: tuple[str, ...] = ("*.bias", "*.scale")
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What is minimized: the cross-entropy of each token, as the mean by weight over the whole batch.
+
+    Attributes:
+        label_smoothing: the share of the target's probability that is spread evenly over the vocabulary.
+        z_loss: coefficient of the mean squared log of the softmax's denominator (arXiv 2204.02311).
+        router_aux_loss: coefficient of the experts' load balance (arXiv 2101.03961, equations 4 to 6); None takes
+            the config's `router_aux_loss_coef` if its `output_router_logits` is true, else 0.
+        tokens_at_once: tokens of each row whose logits exist at once.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    router_aux_loss: float | None = None
+    tokens_at_once: int = 512
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """All that a runner must know of a run.
+
+    Attributes:
+        optimizer: how weights are updated.
+        loss: what is minimized.
+        accumulation: parts that a batch is computed in, one after the other; the update is that of the whole batch.
+        zero_stage: what is sharded over the axes that shard the batch: 1 the optimizer's state, 2 gradients too, 3
+            weights too (arXiv 1910.02054); 0 nothing. None is 3 where the mesh has an axis "fsdp", else 0.
+        compute_dtype: of activations and of the weights that they are multiplied with; masters are float32.
+        remat: what is computed again in the backward pass: "full" (all of a layer but its input), "dots" (all but the
+            products of weights), "none", or "auto" (the first of none, dots and full that fits).
+        trainable: patterns (fnmatch) of the paths of trained parameters; None trains all.
+        skip_nonfinite: an update whose gradients are not finite changes nothing.
+        seed: of whatever is random in a step.
+    """
+
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    accumulation: int = 1
+    zero_stage: ZeroStage | None = None
+    compute_dtype: str = "float32"
+    remat: str = "full"
+    trainable: tuple[str, ...] | None = None
+    skip_nonfinite: bool = True
+    seed: int = 42
+
+
+@dataclass(frozen=True)
+class CheckpointPolicy:
+    """Which checkpoints of a run stay.
+
+    Attributes:
+        keep: the newest that stay; None keeps all.
+        best_metric: the metric whose best checkpoint stays too; None for none.
+        greater_is_better: whether a greater metric is better.
+    """
+
+    keep: int | None = None
+    best_metric: str | None = None
+    greater_is_better: bool = False
+
+
+# -- values that a runner gives, with whatever types of its own that have these --
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """Figures of one update.
+
+    Attributes:
+        loss: the mean over the batch by weight, before the update, with all that is minimized.
+        cross_entropy: its part that is cross-entropy alone, in nats.
+        tokens: the sum of the weights over all processes.
+        grad_norm: of all trained parameters' gradients, before clipping.
+        learning_rate: of this update.
+        skipped: nothing was changed, because the gradients were not finite.
+    """
+
+    loss: float
+    cross_entropy: float
+    tokens: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class EvalValues:
+    """Sums over a batch of all processes: they add up over batches.
+
+    Attributes:
+        cross_entropy: in nats, summed by weight.
+        tokens: the sum of the weights.
+        correct: the weight of the tokens that were the likeliest.
+    """
+
+    cross_entropy: float
+    tokens: float
+    correct: float
+
+
+class InFlight(Protocol[Values]):
+    """A result that devices may still be computing."""
+
+    def ready(self) -> bool:
+        """Whether `values` returns without waiting."""
+        ...
+
+    def values(self) -> Values:
+        """The figures, when they are there."""
+        ...
+
+
+class CheckpointStore(Protocol):
+    """The checkpoints of one run in one folder: weights, optimizer state and what the trainer gives, committed together
+    or not at all."""
+
+    def save(
+        self, step: int, trainer: Mapping[str, Any], metrics: Mapping[str, float] | None = None, *, wait: bool = False
+    ) -> None:
+        """Write the runner's state after update number `step`, in the background unless `wait`.
+
+        Args:
+            step: updates so far.
+            trainer: what JSON holds: data position, counters, log history.
+            metrics: of an evaluation, from which the best is chosen.
+            wait: return when the checkpoint is committed.
+
+        Raises:
+            CheckpointError: an earlier save failed, as by a full disk; earlier checkpoints are untouched.
+        """
+        ...
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps of all whole checkpoints, in order."""
+        ...
+
+    def best_step(self) -> int | None:
+        """The step with the best metric, or None."""
+        ...
+
+    def restore(self, step: int | None = None) -> Mapping[str, Any]:
+        """Put a checkpoint into the runner, whatever mesh and ZeRO stage wrote it, and return what the trainer gave.
+
+        Args:
+            step: None takes the newest that is whole, with a warning for each newer one that is damaged.
+
+        Raises:
+            CheckpointError: none is there, it is damaged, or it is another model's.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Wait for saves in the background.
+
+        Raises:
+            CheckpointError: one failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Wait, and release threads."""
+        ...
+
+
+class TrainRunner(Protocol):
+    """Weights and optimizer state on devices, and the programs that update them.
+
+    Attributes:
+        settings: of the run.
+        step_count: updates so far.
+        parameter_count: numbers in the model, padding not counted.
+        trained_count: numbers in the trained parameters.
+        row_shards: the devices that rows are divided over: rows of a global batch, divided by the accumulation, are a
+            multiple of it.
+        process_index, process_count: this process among those that train together.
+        device_count: devices of all processes in the mesh.
+        peak_flops: of one device in `settings.compute_dtype`, per second; None where unknown, as on a CPU.
+    """
+
+    settings: StepSettings
+    step_count: int
+    parameter_count: int
+    trained_count: int
+    row_shards: int
+    process_index: int
+    process_count: int
+    device_count: int
+    peak_flops: float | None
+
+    def step(self, batch: Batch) -> InFlight[StepValues]:
+        """Update the weights. The first batch of a shape compiles its program.
+
+        Raises:
+            RequestError: rows that `row_shards` and the accumulation do not divide.
+        """
+        ...
+
+    def evaluate(self, batch: Batch) -> InFlight[EvalValues]:
+        """The loss of a batch with the weights as they are."""
+        ...
+
+    def logits(self, batch: Batch) -> np.ndarray:
+        """float32 [rows, seq, vocab], of this process's rows."""
+        ...
+
+    def compiled_bytes(self) -> int | None:
+        """The peak bytes of a device in the compiled update, or None before the first."""
+        ...
+
+    def checkpoints(self, folder: Path, policy: CheckpointPolicy) -> CheckpointStore:
+        """The checkpoints of this run in a folder, which is made if it is not there."""
+        ...
+
+    def save_pretrained(self, folder: Path, dtype: str) -> Path:
+        """Write the weights as a Hugging Face checkpoint, in `dtype`."""
+        ...
+
+    def model(self) -> Any:
+        """The loaded model with the weights as they are, to generate with; the next update takes them back."""
+        ...
+
+
+class TrainsWithRunner(Protocol):
+    """A backend that the trainer drives: `ttpu_core.backend.Trains` with the types of this distribution."""
+
+    name: str
+
+    def train_runner(self, model: Any, settings: StepSettings) -> TrainRunner:
+        """A runner that takes over a loaded model's weights.
+
+        Raises:
+            RequestError: settings that contradict the model or each other.
+            UnsupportedError: the backend cannot train this model so.
+        """
+        ...
+
+    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str) -> int:
+        """Write a run's checkpoint as a Hugging Face checkpoint, without devices of a slice; return its step.
+
+        Raises:
+            CheckpointError: no whole checkpoint is there.
+        """
+        ...
