@@ -119,7 +119,8 @@ class StepSettings:
         accumulation: parts that a batch is computed in, one after the other; the update is that of the whole batch.
         zero_stage: what is sharded over the axes that shard the batch: 1 the optimizer's state, 2 gradients too, 3
             weights too (arXiv 1910.02054); 0 nothing. None is 3 where the mesh has an axis "fsdp", else 0.
-        compute_dtype: of activations and of the weights that they are multiplied with; masters are float32.
+        compute_dtype: of activations and of the weights that they are multiplied with; masters are float32. "auto" is
+            bfloat16 on accelerators and float32 on CPUs.
         remat: what is computed again in the backward pass: "full" (all of a layer but its input), "dots" (all but the
             products of weights), "none", or "auto" (the first of none, dots and full that fits).
         trainable: patterns (fnmatch) of the paths of trained parameters; None trains all.
@@ -131,7 +132,7 @@ class StepSettings:
     loss: LossSettings = field(default_factory=LossSettings)
     accumulation: int = 1
     zero_stage: ZeroStage | None = None
-    compute_dtype: str = "float32"
+    compute_dtype: str = "auto"
     remat: str = "full"
     trainable: tuple[str, ...] | None = None
     skip_nonfinite: bool = True
@@ -154,6 +155,24 @@ class CheckpointPolicy:
 
 
 # -- values that a runner gives, with whatever types of its own that have these --
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Which rows of a batch are this process's.
+
+    Attributes:
+        shards: the devices that rows are divided over: the rows of a global batch, divided by the accumulation, are a
+            multiple of it.
+        process_index: this process among those that train together.
+        process_count: how many these are; each gives as many rows.
+        device_count: devices of all processes in the mesh.
+    """
+
+    shards: int = 1
+    process_index: int = 0
+    process_count: int = 1
+    device_count: int = 1
 
 
 @dataclass(frozen=True)
@@ -264,10 +283,7 @@ class TrainRunner(Protocol):
         step_count: updates so far.
         parameter_count: numbers in the model, padding not counted.
         trained_count: numbers in the trained parameters.
-        row_shards: the devices that rows are divided over: rows of a global batch, divided by the accumulation, are a
-            multiple of it.
-        process_index, process_count: this process among those that train together.
-        device_count: devices of all processes in the mesh.
+        layout: which rows of a batch are this process's.
         peak_flops: of one device in `settings.compute_dtype`, per second; None where unknown, as on a CPU.
     """
 
@@ -275,17 +291,14 @@ class TrainRunner(Protocol):
     step_count: int
     parameter_count: int
     trained_count: int
-    row_shards: int
-    process_index: int
-    process_count: int
-    device_count: int
+    layout: RowLayout
     peak_flops: float | None
 
     def step(self, batch: Batch) -> InFlight[StepValues]:
         """Update the weights. The first batch of a shape compiles its program.
 
         Raises:
-            RequestError: rows that `row_shards` and the accumulation do not divide.
+            RequestError: rows that the layout's shards and the accumulation do not divide.
         """
         ...
 
@@ -295,6 +308,10 @@ class TrainRunner(Protocol):
 
     def logits(self, batch: Batch) -> np.ndarray:
         """float32 [rows, seq, vocab], of this process's rows."""
+        ...
+
+    def any_process(self, flag: bool) -> bool:
+        """Whether any process gives True; each must call it at the same place. With one process, `flag`."""
         ...
 
     def compiled_bytes(self) -> int | None:
@@ -318,6 +335,10 @@ class TrainsWithRunner(Protocol):
     """A backend that the trainer drives: `ttpu_core.backend.Trains` with the types of this distribution."""
 
     name: str
+
+    def row_layout(self, model: Any) -> RowLayout:
+        """Which rows a loaded model's mesh gives this process."""
+        ...
 
     def train_runner(self, model: Any, settings: StepSettings) -> TrainRunner:
         """A runner that takes over a loaded model's weights.
