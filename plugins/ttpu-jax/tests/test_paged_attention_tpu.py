@@ -59,7 +59,7 @@ def compiled(
     sinks = array((spec.num_kv_heads, spec.q_per_kv), jnp.bfloat16, heads or None) if spec.sinks else None
 
     def run(kv: PagedKV, query: jax.Array, key: jax.Array, value: jax.Array, batch: RaggedBatch, sinks: Any) -> Any:
-        kv = write(kv, key, None if value_in_key else value, batch)
+        kv = write(kv, key, None if value_in_key else value, batch, context=context)
         return kv, paged_attention(query, kv, batch, spec, sinks=sinks, context=context)
 
     queries = per_head(spec.q_per_kv, spec.head_dim)
@@ -103,11 +103,17 @@ def test_the_kernel_serves_other_layers(spec: AttentionSpec, dtype: str) -> None
     assert kernels(compiled("v5e:2x4", spec, MIXED, dtype)) == 1
 
 
-def test_int8_pages_have_a_kernel_for_single_queries_and_one_for_blocks() -> None:
+def test_int8_pages_have_kernels_for_single_queries_for_blocks_and_to_write() -> None:
     """The second layer is gemma-3's, with heads of 256 features."""
-    assert kernels(compiled("v5e:2x4", LLAMA, MIXED, "int8")) == 2
+    assert kernels(compiled("v5e:2x4", LLAMA, MIXED, "int8")) == 3
     wide = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=256, window=1024)
-    assert kernels(compiled("v6e:2x4", wide, DECODE, "int8")) == 1
+    program = compiled("v6e:2x4", wide, DECODE, "int8")
+    assert kernels(program) == 2 and "scatter" not in program.hlo_text
+
+
+@pytest.mark.parametrize("topology_name", ["v5p:1x1x1", "tpu7x:1x1x1"])
+def test_the_kernel_that_writes_int8_pages_compiles_for_every_generation(topology_name: str) -> None:
+    assert kernels(compiled(topology_name, LLAMA, DECODE, "int8")) == 2
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,10 @@ class Decoder(nnx.Module):
         turned = tuple((cos.swapaxes(0, 1), sin.swapaxes(0, 1)) for cos, sin in angles)
         step = Step(positions, turned, batch.adapters)
         x, beside = self.embed(tokens[None], positions)
-        x = self.runtime.placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
+        placement = self.runtime.placement
+        x = placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
         x, caches = self._unroll_layers(
-            x, step, caches, lambda held, _: PagedCache(held, batch), beside, last_only=False
+            x, step, caches, lambda held, _: PagedCache(held, batch, placement), beside, last_only=False
         )
         return maybe(self.final_norm, self.embed.collapse(x))[0], caches
 

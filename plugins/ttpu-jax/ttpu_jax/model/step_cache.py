@@ -17,6 +17,7 @@ from ttpu_jax.model.modules import Runtime, Step
 from ttpu_jax.model.ragged import on_rows
 from ttpu_jax.ops import attention as attention_ops
 from ttpu_jax.ops.paged_attention import PagedKV, RaggedBatch, paged_attention, write
+from ttpu_jax.params.placement import Placement
 
 Mixer = Callable[[jax.Array, Step, Any], tuple[jax.Array, Any]]
 """A recurrent mixer, see `ttpu_jax.model.custom`."""
@@ -114,14 +115,17 @@ class PagedKeys:
         Returns:
             [1, tokens, kv_heads, q_per_kv, value_dim].
         """
-        placement = runtime.placement
-        context = attention_ops.AttentionContext(
-            mesh=placement.mesh,
-            head_axes=placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads),
-            platform=placement.platform,
-            own_keys=False,
-        )
+        context = _pages_context(runtime.placement, spec.num_kv_heads)
         return paged_attention(query[0], self.pages, self.batch, spec, sinks=sinks, context=context)[None]
+
+
+def _pages_context(placement: Placement, kv_heads: int) -> attention_ops.AttentionContext:
+    return attention_ops.AttentionContext(
+        mesh=placement.mesh,
+        head_axes=placement.mesh_axes(axes.KV_HEADS, kv_heads),
+        platform=placement.platform,
+        own_keys=False,
+    )
 
 
 Keys = TokenKeys | PagedKeys
@@ -257,15 +261,18 @@ class PagedCache:
         held: a `PagedKV` for attention, a `StateCache` for another mixer, None for a layer that reads another layer's
             pages.
         batch: the sequence of each token, and the page table and state slot of each sequence.
+        placement: of the pages.
     """
 
     held: Any
     batch: RaggedBatch
+    placement: Placement = field(metadata={"static": True})
 
     def write(self, key: jax.Array, value: jax.Array) -> tuple[PagedCache, Keys]:
         """Write key [1, kv_heads, tokens, head_dim] and value [1, kv_heads, tokens, value_dim] to the pages, and return
         the updated cache and the pages for queries to attend to."""
-        pages = write(self.held, key[0].swapaxes(0, 1), value[0].swapaxes(0, 1), self.batch)
+        context = _pages_context(self.placement, key.shape[1])
+        pages = write(self.held, key[0].swapaxes(0, 1), value[0].swapaxes(0, 1), self.batch, context=context)
         return replace(self, held=pages), PagedKeys(pages, self.batch)
 
     def attend_latents(

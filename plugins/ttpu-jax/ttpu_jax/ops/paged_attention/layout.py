@@ -129,7 +129,7 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
         value: [tokens, kv_heads, value_dim], or None if values are the first features of keys.
     """
     width = kv.pages.shape[-1] * (_halves(kv) if is_paired(kv) else 1)
-    planes = [_widened(key, width)] if value is None else [_widened(key, width), _widened(value, width)]
+    planes = [widened(key, width)] if value is None else [widened(key, width), widened(value, width)]
     tokens = key.shape[0]
     if kv.combined:
         rows = jnp.stack(planes, axis=2).reshape(tokens, kv.combined, -1, width)
@@ -148,14 +148,18 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
         rows = rows.astype(jnp.float32)
         scales = jnp.maximum(jnp.abs(rows).max(-1), SMALLEST) / INT8_LIMIT
         return jnp.round(rows / scales[..., None]).astype(jnp.int8), scales
-    largest = jnp.abs(rows).max(-1)  # which the rows' dtype holds
-    # An infinity or a NaN would reach other tokens' pages in the products in bfloat16 that distribute scales.
-    largest = jnp.where(largest < LARGEST, jnp.maximum(largest, SMALLEST), LARGEST).astype(jnp.float32)
-    scales = (largest / INT8_LIMIT).astype(jnp.bfloat16).astype(jnp.float32)
+    scales = scales_of(jnp.abs(rows).max(-1).astype(jnp.float32))  # the rows' dtype holds their maximum
     rows = jnp.round(rows.astype(jnp.float32) / scales[..., None]).astype(jnp.int8)
     if width > LANES:
         rows = rows.reshape(tokens, kv.combined, -1, width // LANES, LANES).swapaxes(2, 3)
     return rows.reshape(tokens, -1, LANES), scales.reshape(tokens, -1, PAIR)
+
+
+def scales_of(largest: jax.Array) -> jax.Array:
+    """The scales of paired rows whose largest magnitudes are `largest`, float32 like the scales, which are exact in
+    bfloat16. An infinity or a NaN would reach other tokens' pages in the products that distribute scales."""
+    kept = jnp.where(largest < LARGEST, jnp.maximum(largest, SMALLEST), LARGEST)
+    return (kept / INT8_LIMIT).astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def read(
@@ -257,6 +261,7 @@ def _halves(kv: PagedKV) -> int:
     return math.prod(kv.pages.shape[1:]) // math.prod(kv.scales.shape[1:]) // LANES
 
 
-def _widened(x: jax.Array, width: int) -> jax.Array:
+def widened(x: jax.Array, width: int) -> jax.Array:
+    """x [tokens, heads, dim] with zeros up to `width` features."""
     missing = width - x.shape[-1]
     return x if missing == 0 else jnp.pad(x, ((0, 0), (0, 0), (0, missing)))

@@ -7,21 +7,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from ttpu_jax.ops.attention.context import AttentionContext
+from ttpu_jax.ops.paged_attention import int8_write
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
-from ttpu_jax.ops.paged_attention.int8_blocks import PAIR
+from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
 from ttpu_jax.ops.paged_attention.layout import is_paired, page_size_of, rows_of
 
 
-def write(kv: PagedKV, key: jax.Array, value: jax.Array | None, batch: RaggedBatch) -> PagedKV:
-    """The pages with each token's key and value in its slot.
+def write(
+    kv: PagedKV,
+    key: jax.Array,
+    value: jax.Array | None,
+    batch: RaggedBatch,
+    *,
+    context: AttentionContext | None = None,
+) -> PagedKV:
+    """The pages with each token's key and value in its slot. Those of padding tokens may be left out.
 
     Args:
         kv: the layer's pages.
         key: [tokens, kv_heads, head_dim].
         value: [tokens, kv_heads, value_dim], or None if values are the first features of keys.
         batch: the flat batch.
+        context: the mesh, the axes that shard KV heads, the platform. On a TPU a kernel writes paired pages; without a
+            context, none does.
     """
+    if context is not None and context.platform == "tpu" and is_paired(kv) and value is not None and _whole_rows(kv):
+        return _by_kernel(kv, key, value, batch, context)
     rows, scales = rows_of(kv, key, value)
     size = page_size_of(kv)
     slots = batch.slots[kv.group]
@@ -35,6 +49,31 @@ def write(kv: PagedKV, key: jax.Array, value: jax.Array | None, batch: RaggedBat
         token = (page, slice(None), offset) if kv.combined else token
         kept = kept.at[token].set(scales, mode="promise_in_bounds")
     return replace(kv, pages=pages, scales=kept)
+
+
+def _whole_rows(kv: PagedKV) -> bool:
+    """Whether the scales of a page are rows of 128."""
+    return kv.scales is not None and kv.scales.shape[2] == LANES
+
+
+def _by_kernel(
+    kv: PagedKV, key: jax.Array, value: jax.Array, batch: RaggedBatch, context: AttentionContext
+) -> PagedKV:
+    if context.mesh is None:
+        return int8_write.write(kv, key, value, batch)
+    heads = context.head_axes or None
+    of_rows: Any = PartitionSpec(None, None, heads)
+    of_keys: Any = PartitionSpec(None, heads)  # and of scales
+    of_pages = replace(kv, pages=of_rows, scales=of_keys)
+    run = jax.shard_map(  # the compiler cannot shard the kernel
+        int8_write.write,
+        mesh=context.mesh,
+        in_specs=(of_pages, of_keys, of_keys, PartitionSpec()),
+        out_specs=of_pages,
+        check_vma=False,
+    )
+    written: PagedKV = run(kv, key, value, batch)
+    return written
 
 
 def _with_scales(
