@@ -75,6 +75,17 @@ def prefill() -> ProgramReport:
 
 
 @pytest.mark.tpu_compile
+def test_devices_share_the_stream_of_a_prompt_whose_products_round_their_inputs() -> None:
+    pytest.importorskip("libtpu")
+    program = compile_report(
+        architecture(), "v6e:2x2", task="prefill", batch=1, context=PROMPT, layers="scan", quantization="w8a8"
+    )
+    assert count(program, "reduce-scatter") == 2 * LAYERS
+    integers = 2 * LAYERS * PROMPT * HIDDEN  # of bfloat16 it would be twice as many bytes
+    assert integers <= result_bytes(program, "all-gather") < 1.1 * integers
+
+
+@pytest.mark.tpu_compile
 class TestDecode:
     def test_each_device_holds_an_eighth_of_the_weights_and_of_the_cache(self, decode: ProgramReport) -> None:
         assert decode.mesh == (("tensor", 8),)

@@ -190,6 +190,7 @@ def test_eight_devices_multiply_within_the_bound(cut: tuple[str | None, ...]) ->
 
 
 BY_CHANNEL = [form for form in ROWS if form.activation is not None and form.group_size is None]
+BY_CHANNEL += [KernelFormat("int8", symmetric=False)]
 
 
 @pytest.mark.parametrize("form", BY_CHANNEL, ids=name)
@@ -205,6 +206,28 @@ def test_devices_that_share_the_inputs_scale_their_sums_before_they_exchange_the
     text = run.lower(x.astype(ml_dtypes.bfloat16), placed, bias).as_text()
     exchanged = re.findall(r"all_reduce.*?-> tensor<[\dx]+x(\w+)>", text, re.DOTALL)
     assert exchanged == ["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("cut", "exchanges"), [((None, axes.MLP, None), "all_gather"), ((None, None, axes.MLP), "reduce_scatter")]
+)
+def test_devices_that_cut_the_stream_gather_integers_and_keep_their_rows(
+    cut: tuple[str | None, ...], exchanges: str
+) -> None:
+    placement = local_placement("data=2,tensor=4")
+    kernel, x = kernel_of(random(3, 8, 128), KernelFormat("int8", activation=INT8)), random(2, 16, 128, seed=1)
+    placed = map_arrays(kernel, cut, lambda a, ax: jax.device_put(a, placement.sharding(ax, a.shape, "a kernel")))
+    by_kernel = tuple(("tensor",) if axis else () for axis in cut)
+    devices = Devices("tpu", placement.mesh, by_kernel, (("data",), ()), stream_axes=("tensor",))
+    run = jax.jit(partial(linear, flatten=False, platform="tpu", devices=devices))
+    exact, bound = reference(x, kernel)
+    found = run(x, placed)
+    assert (np.abs(np.asarray(found, np.float64) - exact) <= bound).all()
+    own = found.addressable_shards[0].data.shape
+    assert own == ((1, 16, 3, 2) if exchanges == "all_gather" else (1, 4, 3, 8))
+    text = run.lower(x.astype(ml_dtypes.bfloat16), placed).as_text()
+    types = re.findall(rf"{exchanges}.*?-> tensor<[\dx]+x(\w+)>", text, re.DOTALL)
+    assert types == (["i8", "f32"] if exchanges == "all_gather" else ["bf16"])
 
 
 EXPERTS = [

@@ -5,15 +5,15 @@ ahead-of-time compiler and the trainer all use it."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 
-from ttpu_core.spec import ArchitectureSpec, Parameter
-from ttpu_core.spec.parameters import stacked_parameters
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MLPSpec, Parameter
+from ttpu_core.spec.parameters import LAYERS, stacked_parameters
 from ttpu_jax.model.cache import KVCache, empty_cache
 from ttpu_jax.model.decoder import Caches, Decoder
 from ttpu_jax.model.modules import Runtime
@@ -170,4 +170,17 @@ def causal_model(
         stacked: stack equal layers and scan over them instead of unrolling them.
         remat: recompute a layer's activations in the backward pass instead of keeping them.
     """
+    if runtime.placement.platform == "tpu" and _rounds_all_inputs(spec):
+        runtime = replace(runtime, cuts_stream=True)
     return DecoderModel(spec, runtime, stacked, remat)
+
+
+def _rounds_all_inputs(spec: ArchitectureSpec) -> bool:
+    """Whether all layers are softmax attention and a dense MLP whose products round their inputs, with one scale per
+    output channel."""
+    plain = all(
+        isinstance(layer.mixer, AttentionSpec) and isinstance(layer.mlp, MLPSpec) and not layer.block.custom
+        for layer in spec.layers
+    )
+    forms = [form for path, form in spec.kernel_formats if path.startswith(LAYERS)]
+    return plain and bool(forms) and all(form.activation is not None and form.group_size is None for form in forms)

@@ -12,7 +12,7 @@ from ttpu_core.spec import LayerSpec, MixerSpec, MoESpec
 from ttpu_core.spec.parameters import norm_names
 from ttpu_jax.model.attention import Attention
 from ttpu_jax.model.custom import CachingMixer, custom_mixer
-from ttpu_jax.model.modules import MLP, RESIDUAL, LayerInputs, Norm, Parameters, Runtime, Step, maybe
+from ttpu_jax.model.modules import MLP, LayerInputs, Norm, Parameters, Runtime, Step, constrain_stream, maybe
 from ttpu_jax.model.step_cache import Keys, StepCache
 
 
@@ -95,4 +95,4 @@ class DecoderLayer(nnx.Module):
     def _add(self, x: jax.Array, update: jax.Array) -> jax.Array:
         multiplier = self.spec.block.residual_multiplier
         x = x + (update if multiplier == 1.0 else update * jnp.asarray(multiplier, update.dtype))
-        return self.runtime.placement.constrain(x, *RESIDUAL)
+        return constrain_stream(x, self.runtime)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, axes
 from ttpu_jax.ops.activation import activate, gated_activation, sparsify
@@ -28,14 +30,17 @@ if TYPE_CHECKING:
 FLOAT32 = np.dtype(np.float32)
 RESIDUAL = (axes.BATCH, axes.SEQUENCE, None)
 """Axes of the residual stream [batch, seq, hidden]: its features are whole on every device."""
+STREAM_ROWS = 128
+"""Least tokens of a row on each device for which the residual stream is cut."""
 
 
 @dataclass(frozen=True)
 class Runtime:
     """The settings that all layers share and that never change: the placement of arrays, the attention implementation
     and its options, the model's different ropes, the number of rows from which products are widened (see
-    `ttpu_jax.ops.linear`), whether Pallas kernels multiply by quantized kernels, and the dtype of activations where no
-    dense embedding table gives it. Static."""
+    `ttpu_jax.ops.linear`), whether Pallas kernels multiply by quantized kernels, the dtype of activations where no
+    dense embedding table gives it, and whether the axes that cut MLPs cut the sequence of the residual stream too, so
+    that devices share norms, rounding and additions, and gather rounded activations. Static."""
 
     placement: Placement
     attention: str = "eager"
@@ -44,6 +49,7 @@ class Runtime:
     widen_rows: int | None = None
     use_pallas: UsePallas = "auto"
     dtype: np.dtype[Any] = FLOAT32
+    cuts_stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,30 @@ def product_devices(x: jax.Array, variable: nnx.Param, runtime: Runtime) -> Devi
     of_kernel = placement.strategy.mesh_axes(logical, shape, dict(placement.mesh.shape), "a kernel")
     taken = {axis for each in rows for axis in each}
     kept = tuple(tuple(axis for axis in each if axis not in taken) for each in of_kernel)
-    return Devices(placement.platform, placement.mesh, kept, rows, runtime.use_pallas)
+    return Devices(placement.platform, placement.mesh, kept, rows, runtime.use_pallas, stream_axes(x, runtime))
+
+
+def stream_axes(x: jax.Array, runtime: Runtime) -> tuple[str, ...]:
+    """The mesh axes that cut the sequence of x [batch, seq, ...], beside those that shard every activation's. Empty
+    for a few tokens, whose exchange takes as long as that of one."""
+    placement = runtime.placement
+    if not runtime.cuts_stream or placement.mesh is None or x.ndim != 3:
+        return ()
+    sharded = (*placement.mesh_axes(axes.BATCH, x.shape[0]), *placement.mesh_axes(axes.SEQUENCE, x.shape[1]))
+    found = placement.axes_of(axes.MLP)
+    ways = prod(placement.mesh.shape[axis] for axis in (*placement.mesh_axes(axes.SEQUENCE, x.shape[1]), *found))
+    enough = x.shape[1] % ways == 0 and x.shape[1] // ways >= STREAM_ROWS
+    return found if enough and not set(found) & set(sharded) else ()
+
+
+def constrain_stream(x: jax.Array, runtime: Runtime) -> jax.Array:
+    """Constrain the sharding of the residual stream x [batch, seq, hidden]: the same shape."""
+    placement, cut = runtime.placement, stream_axes(x, runtime)
+    if placement.mesh is None or not cut:
+        return placement.constrain(x, *RESIDUAL)
+    batch, sequence = placement.mesh_axes(axes.BATCH, x.shape[0]), placement.mesh_axes(axes.SEQUENCE, x.shape[1])
+    partition = PartitionSpec(batch or None, (*sequence, *cut), None)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, partition))
 
 
 def different_ropes(layers: tuple[LayerSpec, ...]) -> tuple[RopeSpec, ...]:

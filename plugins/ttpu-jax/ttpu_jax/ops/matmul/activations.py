@@ -27,7 +27,8 @@ def quantize_activations(
         assert input_scale is not None
         scale = input_scale.astype(jnp.float32)
     else:
-        top = jnp.abs(wide).max(-1, keepdims=True)
+        # In x's dtype, which is exact: of float32 numbers that have two uses, XLA:TPU writes a copy.
+        top = jnp.abs(x).max(-1, keepdims=True).astype(jnp.float32)
         scale = jnp.where(top > 0, top / largest, 1.0)
     steps = jnp.clip(wide / scale, -largest, largest)
     return (jnp.round(steps) if form.dtype == "int8" else steps).astype(form.dtype), scale

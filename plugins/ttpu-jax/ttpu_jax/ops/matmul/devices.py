@@ -25,6 +25,8 @@ class Devices:
         row_axes: for each dimension of the activations but the last, the mesh axes that shard it.
         use_pallas: True for Pallas kernels wherever one serves, False for none, "auto" for the faster of both as the
             compiler estimates them.
+        stream_axes: the mesh axes that cut the sequence of the residual stream between products, beside those of
+            `row_axes`; see `ttpu_jax.model.modules.Runtime`.
     """
 
     platform: str
@@ -32,6 +34,7 @@ class Devices:
     kernel_axes: tuple[tuple[str, ...], ...] = ()
     row_axes: tuple[tuple[str, ...], ...] = ()
     use_pallas: UsePallas = "auto"
+    stream_axes: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from ttpu_jax.ops.kernels import QuantizedKernel, grouped_values
 from ttpu_jax.ops.matmul.activations import quantize_activations
 from ttpu_jax.ops.matmul.dense import Product, dense_product
+from ttpu_jax.ops.matmul.pallas_blocks import block_table
 from ttpu_jax.ops.matmul.shards import product_of_shards
 
 LANES = 128
@@ -42,7 +43,7 @@ def product(x: jax.Array, kernel: QuantizedKernel, bias: jax.Array | None, how: 
     x's dtype, of a dequantized kernel in groups (never on a CPU), and of the result."""
     if kernel.input_order is not None:
         x, kernel = jnp.take(x, kernel.input_order, axis=-1), replace(kernel, input_order=None)
-    if _exchanges_integers(kernel, how):
+    if _is_of_shards(kernel, how):
         return _of_shards(x, kernel, bias, how)
     out_shape = (*x.shape[:-1], *kernel.shape[:-1])
     rows = x.reshape(-1, x.shape[-1])
@@ -59,28 +60,41 @@ def product(x: jax.Array, kernel: QuantizedKernel, bias: jax.Array | None, how: 
     return sums.astype(how.out_dtype).reshape(out_shape)
 
 
-def _exchanges_integers(kernel: QuantizedKernel, how: Product) -> bool:
-    """Whether devices share the inputs of a product of two quantized operands. GSPMD would have them exchange its sums
-    before they are scaled: int32, twice the bytes of bfloat16."""
+def _is_of_shards(kernel: QuantizedKernel, how: Product) -> bool:
+    """Whether each device multiplies by its own shard of a kernel with scales per channel. Where devices share the
+    inputs, GSPMD would have them exchange sums before they are scaled: int32 or float32, twice the bytes of bfloat16.
+    Where they share the outputs of a product of two quantized operands, it would gather a cut residual stream before it
+    is rounded; and of stacked kernels [layers, heads, slots, features, in], XLA:TPU would copy all in every turn of
+    the loop over layers, because it keeps the dimensions of outputs apart."""
     form, devices = kernel.format, how.devices
-    if devices is None or devices.mesh is None or how.platform == "cpu":
+    if devices is None or devices.mesh is None or how.platform == "cpu" or form.group_size is not None:
         return False
-    return form.activation is not None and form.group_size is None and bool(devices.kernel_axes[-1])
+    return form.activation is not None or bool(devices.kernel_axes[-1])
 
 
 def _of_shards(x: jax.Array, kernel: QuantizedKernel, bias: jax.Array | None, how: Product) -> jax.Array:
     """`product` where each device multiplies by its shard of the kernel and scales its sums before devices exchange
     them, in the result's dtype."""
-    assert kernel.format.activation is not None and how.devices is not None
-    values, step = quantize_activations(x, kernel.format.activation, kernel.input_scale)
-    if not step.ndim:
-        step = jnp.broadcast_to(step, (*x.shape[:-1], 1))
+    assert how.devices is not None
+    values, step = x, None
+    if kernel.format.activation is not None:
+        values, step = quantize_activations(x, kernel.format.activation, kernel.input_scale)
+        if not step.ndim:
+            step = jnp.broadcast_to(step, (*x.shape[:-1], 1))
+    integers = bool(block_table(how.devices.kind)["digit_rows"])
 
     def multiply(values: jax.Array, step: jax.Array | None, kernel: QuantizedKernel, dtype: Any) -> jax.Array:
-        assert step is not None
         rows, out = values.reshape(-1, values.shape[-1]), kernel.shape[:-1]
-        wide = replace(how, out_dtype=jnp.dtype(jnp.float32), devices=None)
-        sums = _by_channel(rows, _flat(kernel), x.dtype, wide) * step.reshape(-1, 1)
+        if kernel.ndim > 3:  # a pair of wide outputs stays apart: XLA:TPU would have to move the halves of each row
+            kernel = _flat(kernel)
+        operand = x.dtype
+        if not integers and rows.dtype == jnp.int8:  # exact in bfloat16
+            rows = rows.astype(jnp.bfloat16)
+            operand = jnp.dtype(jnp.bfloat16)
+        wide = replace(how, out_dtype=jnp.dtype(jnp.float32), flatten=False, devices=None)
+        sums = _by_channel(rows, kernel, operand, wide)
+        if step is not None:
+            sums = sums * step.reshape(-1, *(1,) * (kernel.ndim - 1))
         return sums.astype(dtype).reshape(*values.shape[:-1], *out)
 
     sums = product_of_shards(
