@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from ttpu_serve.api.async_engine import AsyncEngine
     from ttpu_serve.api.llm import LLM
     from ttpu_torch_xla.auto import AutoXLAModelForCausalLM
+    from ttpu_train.arguments import TrainingArguments
+    from ttpu_train.callbacks import TrainerCallback
+    from ttpu_train.trainer import Trainer
 
 _EXPORTS = {
     "AsyncEngine": "ttpu_serve.api.async_engine",
@@ -18,8 +21,21 @@ _EXPORTS = {
     "GuidedDecoding": "ttpu_core.generation.sampling_params",
     "LLM": "ttpu_serve.api.llm",
     "SamplingParams": "ttpu_core.generation.sampling_params",
+    "Trainer": "ttpu_train.trainer",
+    "TrainerCallback": "ttpu_train.callbacks",
+    "TrainingArguments": "ttpu_train.arguments",
 }
-__all__ = ["LLM", "AsyncEngine", "AutoModelForTPU", "AutoXLAModelForCausalLM", "GuidedDecoding", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "AutoModelForTPU",
+    "AutoXLAModelForCausalLM",
+    "GuidedDecoding",
+    "SamplingParams",
+    "Trainer",
+    "TrainerCallback",
+    "TrainingArguments",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -26,8 +26,10 @@ COMMANDS = {
     "new-plugin": "ttpu-conformance",
     "plan": "ttpu-plan",
     "quantize": '"ttpu-core[quantize]"',
+    "export": '"ttpu-core[train]"',
     "inspect": '"ttpu-core[torch-xla]"',
     "serve": '"ttpu-core[serve]"',
+    "train": '"ttpu-core[train]"',
 }
 
 SERVICES = {"planner": "ttpu-plan", "rendezvous": "ttpu-launch", "engine": '"ttpu-core[serve]"'}

@@ -1,0 +1,68 @@
+"""The file of `ttpu train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ttpu_core.errors import RequestError
+from ttpu_train.config_file import read_training_file
+
+YAML = "model: llama\ntrain_dataset: [a.jsonl, 'b*.txt']\nlearning_rate: 1e-4\nload_options: {dtype: float32}\n"
+
+
+def test_paths_are_beside_the_file_and_changes_win(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "b1.txt").write_text("x")
+    file = tmp_path / "run.yaml"
+    file.write_text(YAML)
+    changes = ["max_steps=6", "output-dir=./D", "resume=true", "load_options.dtype=bfloat16", "learning_rate=3e-5"]
+    read = read_training_file(file, changes)
+    assert read.trainer == {
+        "model": str(tmp_path / "llama"),
+        "train_dataset": ["a.jsonl", str(tmp_path / "b*.txt")],  # a.jsonl is not there: of the working directory
+        "load_options": {"dtype": "bfloat16"},
+    }
+    assert read.arguments == {
+        "learning_rate": 3e-5, "max_steps": 6, "output_dir": "./D", "resume_from_checkpoint": True
+    }  # fmt: skip
+
+
+def test_examples_can_be_imported(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(
+        '{"model": "m", "train_dataset": {"import": "pydoc_data.topics:topics", "skip": 2, "take": 3},'
+        ' "eval_dataset": {"import": "string:ascii_letters"}}'
+    )
+    read = read_training_file(file)
+    assert [list(one) for one in read.trainer["train_dataset"]] == [["text"]] * 3
+    assert read.trainer["eval_dataset"][0] == {"text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "said"),
+    [
+        ("model: m\n", [], "has no train_dataset"),
+        ("model: m\ntrain_dataset: d\nlerning_rate: 1\n", [], "did you mean learning_rate"),
+        ("- a\n", [], "holds a list"),
+        ("model: [\n", [], "not readable YAML"),
+        (YAML, ["max_steps"], "changes are written key=value"),
+        (YAML, ["model.x=1"], "model holds a value and no keys"),
+        ("model: m\ntrain_dataset: {import: 'nowhere:x'}\n", [], "'nowhere:x' was to be imported"),
+        ("model: m\ntrain_dataset: {import: 'math:pi'}\n", [], "is a float, but a sequence of examples"),
+        ("model: m\ntrain_dataset: {import: 'string:digits', head: 1}\n", [], "was given head"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_sentence(tmp_path: Path, content: str, changes: list[str], said: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(RequestError) as refused:
+        read_training_file(file, changes)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="does not exist"):
+        read_training_file(tmp_path / "no.yaml")

@@ -1,0 +1,295 @@
+"""The trainer over a runner in numpy: what it logs, evaluates, saves, resumes and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy_train_runner import BigramModel, NumpyBackend
+from transformers import EarlyStoppingCallback
+
+import ttpu_train.trainer
+from ttpu_core.errors import RequestError
+from ttpu_train.arguments import TrainingArguments
+from ttpu_train.callbacks import EVENTS, TrainerCallback
+from ttpu_train.run import TrainingError
+from ttpu_train.trainer import Trainer
+
+VOCAB, LENGTH, ROWS = 11, 8, 4
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> NumpyBackend:
+    made = NumpyBackend()
+    monkeypatch.setattr(ttpu_train.trainer, "training_backend", lambda name: made)
+    return made
+
+
+def examples(count: int = 24, seed: int = 0) -> list[dict[str, Any]]:
+    """Sequences in which each token is mostly followed by its successor."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        ids = [int(rng.integers(VOCAB))]
+        while len(ids) < LENGTH:
+            ids.append((ids[-1] + 1) % VOCAB if rng.random() < 0.9 else int(rng.integers(VOCAB)))
+        made.append({"input_ids": ids})
+    return made
+
+
+def trainer(folder: Path, **given: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "output_dir": folder,
+        "train_dataset": examples(),
+        "per_device_train_batch_size": ROWS,
+        "per_device_eval_batch_size": ROWS,
+        "max_length": LENGTH,
+        "learning_rate": 5.0,
+        "logging_steps": 3,
+        "save_steps": 5,
+        "disable_tqdm": True,
+        "max_steps": 12,
+    }
+    return Trainer(BigramModel(VOCAB), **{**defaults, **given})
+
+
+def test_a_run_lowers_its_loss_and_leaves_log_checkpoints_and_picture(backend: NumpyBackend, tmp_path: Path) -> None:
+    one = trainer(tmp_path, eval_dataset=examples(6, 1), eval_strategy="steps", eval_steps=6, run_name="bigrams")
+    output = one.train()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    training, evaluation = ([line for line in lines if key in line] for key in ("loss", "eval_loss"))
+    assert [line["step"] for line in training] == [3, 6, 9, 12]
+    assert [line["step"] for line in evaluation] == [6, 12]
+    assert training[-1]["loss"] < 0.7 * training[0]["loss"]
+    assert training[-1]["mfu"] == pytest.approx(0.0)  # a model that is not described has no FLOPs
+    assert evaluation[1]["eval_perplexity"] == pytest.approx(np.exp(evaluation[1]["eval_loss"]))
+    assert 0 < evaluation[1]["eval_accuracy"] <= 1
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [5, 10, 12]
+    assert (tmp_path / "training.png").stat().st_size > 10_000
+    assert output.global_step == 12
+    assert output.metrics["train_tokens"] == 12 * ROWS * (LENGTH - 1)
+    assert output.training_loss == pytest.approx(np.mean([line["loss"] for line in training]))
+
+
+@pytest.mark.parametrize("at", [5, 7])
+def test_a_resumed_run_sees_the_same_rows_and_ends_with_the_same_weights(
+    backend: NumpyBackend, tmp_path: Path, at: int
+) -> None:
+    whole = trainer(tmp_path / "whole", max_steps=14)
+    whole.train()
+    # The second run is made for as many updates, and stopped by a callback after some of them.
+    part = trainer(tmp_path / "parts", max_steps=14, callbacks=[StopAt(at)])
+    part.train()
+    rest = trainer(tmp_path / "parts", max_steps=14)
+    output = rest.train(resume_from_checkpoint=True)
+    assert output.global_step == 14
+    expected, first, second = (np.stack(runner.rows) for runner in backend.runners)
+    assert len(first) == at
+    assert (np.concatenate([first, second]) == expected).all()
+    assert (rest.loaded.table == whole.loaded.table).all()
+    kept = [line["step"] for line in rest.state.log_history]
+    assert kept == sorted(kept)
+    lines = [json.loads(line)["step"] for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
+    assert lines == kept
+
+
+class StopAt(TrainerCallback):
+    """Ends a run after an update, as a user's callback does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_a_checkpoint_and_ends_the_run(
+    backend: NumpyBackend, tmp_path: Path, number: signal.Signals
+) -> None:
+    class Kill(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4:
+                os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    output = trainer(tmp_path, callbacks=[Kill]).train()
+    assert (output.global_step, output.stopped_by) == (4, number.name)
+    assert (tmp_path / "checkpoints" / "4").is_dir()
+    assert signal.getsignal(number) is before
+
+
+def test_callbacks_hear_every_event_in_order(backend: NumpyBackend, tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    class Listens(TrainerCallback):
+        pass
+
+    for event in EVENTS:
+        setattr(Listens, event, lambda self, args, state, control, _event=event, **kwargs: heard.append(_event))
+    one = trainer(
+        tmp_path,
+        callbacks=[Listens()],
+        eval_dataset=examples(4, 1),
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        logging_steps=2,
+        max_steps=2,
+    )
+    one.train()
+    one.predict(examples(3, 2))
+    step = ["on_step_begin", "on_step_end"]
+    assert heard == [
+        "on_init_end", "on_train_begin", "on_epoch_begin", *step, *step, "on_log", "on_log", "on_evaluate", "on_save",
+        "on_train_end", "on_predict",
+    ]  # fmt: skip
+
+
+def test_a_callback_of_transformers_stops_a_run_early(backend: NumpyBackend, tmp_path: Path) -> None:
+    one = trainer(
+        tmp_path,
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+        eval_dataset=examples(6, 1),
+        eval_strategy="steps",
+        save_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        learning_rate=300.0,  # of which the loss soon rises
+        max_steps=60,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = one.train()
+    assert output.global_step < 60
+    best = one.state.best_global_step
+    assert best is not None and best < output.global_step
+    assert one.evaluate()["eval_loss"] == pytest.approx(one.state.best_metric)  # the best weights are back
+
+
+def test_epochs_give_the_number_of_updates(backend: NumpyBackend, tmp_path: Path) -> None:
+    one = trainer(
+        tmp_path, max_steps=-1, num_train_epochs=2, train_dataset=examples(10), save_strategy="epoch", logging_steps=0.5
+    )
+    assert one.train().global_step == 6  # of 10 rows, 4 a batch
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [3, 6]
+    assert one.state.epoch == pytest.approx(2)
+    assert [line["step"] for line in one.state.log_history] == [3, 6]
+    assert backend.runners[0].settings.optimizer.schedule.total_steps == 6
+
+
+def test_updates_that_are_not_finite_are_skipped_and_too_many_end_the_run(
+    backend: NumpyBackend, tmp_path: Path
+) -> None:
+    one = trainer(tmp_path / "some")
+    one.runner.break_at = {4, 5}  # type: ignore[attr-defined]
+    output = one.train()
+    assert output.global_step == 12
+    assert [line.get("skipped_updates") for line in one.state.log_history] == [None, 2, None, None]
+    assert np.isfinite(output.training_loss)
+
+    many = trainer(tmp_path / "many", nan_limit=3)
+    many.runner.break_at = {7, 8, 9}  # type: ignore[attr-defined]
+    with pytest.raises(TrainingError, match=r"3 updates in a row .* not finite"):
+        many.train()
+    assert sorted(int(path.name) for path in (tmp_path / "many/checkpoints").iterdir()) == [5]
+
+
+def test_a_spike_brings_the_weights_of_the_newest_checkpoint_back(backend: NumpyBackend, tmp_path: Path) -> None:
+    one = trainer(tmp_path, loss_spike_factor=5.0, loss_spike_action="rollback", logging_steps=1)
+    one.runner.spike_at = {7}  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="the weights of step 5 are back"):
+        assert one.train().global_step == 12
+    (runner,) = backend.runners
+    assert len(runner.rows) > 12
+    steps = [line["step"] for line in one.state.log_history]
+    assert steps == list(range(1, 13))  # the lines after the checkpoint come once
+
+    warned = trainer(tmp_path / "warn", loss_spike_factor=5.0, max_steps=9)
+    warned.runner.spike_at = {7}  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="more than 5 times its running mean"):
+        assert warned.train().global_step == 9
+
+
+def test_metrics_of_the_user_join_an_evaluation(backend: NumpyBackend, tmp_path: Path) -> None:
+    def accuracy(prediction: Any) -> dict[str, float]:
+        guessed, labels = prediction
+        counted = labels[:, 1:] != -100
+        return {"hits": float((guessed[:, :-1] == labels[:, 1:])[counted].mean())}
+
+    one = trainer(
+        tmp_path,
+        compute_metrics=accuracy,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        eval_dataset=examples(6, 1),
+    )
+    one.train()
+    metrics = one.evaluate()
+    assert metrics["eval_hits"] == pytest.approx(metrics["eval_accuracy"])
+    predicted = one.predict(examples(5, 3), metric_key_prefix="test")
+    assert predicted.predictions.shape == predicted.label_ids.shape == (5, LENGTH)
+    assert predicted.metrics["test_hits"] == pytest.approx(predicted.metrics["test_accuracy"])
+
+
+def test_tensorboard_gets_the_log(backend: NumpyBackend, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    trainer(tmp_path, report_to="tensorboard").train()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"train/loss" in events.read_bytes()
+
+
+def test_old_checkpoints_go_and_the_newest_stay(backend: NumpyBackend, tmp_path: Path) -> None:
+    trainer(tmp_path, save_steps=2, save_total_limit=2).train()
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [10, 12]
+    trainer(tmp_path / "none", save_strategy="no").train()
+    assert not (tmp_path / "none" / "checkpoints").exists()
+
+
+def test_resuming_where_nothing_is_begins_anew_with_a_warning(backend: NumpyBackend, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="has no checkpoint: the run begins anew"):
+        assert trainer(tmp_path).train(resume_from_checkpoint=True).global_step == 12
+    with pytest.raises(RequestError, match=r"'elsewhere/5' was given, but the checkpoints of this run are .*/5, "):
+        trainer(tmp_path).train(resume_from_checkpoint="elsewhere/5")
+    named = trainer(tmp_path)
+    named.train(resume_from_checkpoint=str(tmp_path / "checkpoints" / "10"))
+    assert len(backend.runners[-1].rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"learning_rat": 1.0}, "did you mean learning_rate"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 was given, but it is 0 or more"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan was given"),
+        ({"optim": "adamw_apex"}, "optim='adamw_apex' was given, but it is one of adamw"),
+        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type='polynomial'"),
+        ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs was given power"),
+        ({"zero_stage": 4}, "zero_stage=4 was given, but it is 0, 1, 2, 3 or None"),
+        ({"load_best_model_at_end": True}, "set both to steps"),
+        ({"report_to": "excel"}, "report_to='excel'"),
+        ({"callbacks": [object()]}, "none of the methods"),
+        ({"args": TrainingArguments()}, "both args and"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_sentence(
+    backend: NumpyBackend, tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        trainer(tmp_path, **given)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_data_are_needed(backend: NumpyBackend, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="without train_dataset"):
+        trainer(tmp_path, train_dataset=None).train()
+    with pytest.raises(RequestError, match="no eval_dataset"):
+        trainer(tmp_path).evaluate()

@@ -1,0 +1,302 @@
+"""`TrainingArguments`: how a model is trained. Names and meanings are those of `transformers.TrainingArguments`
+where it has them, and of TRL's `SFTConfig` for text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from ttpu_core.errors import RequestError
+from ttpu_core.loading import refuse_unknown
+from ttpu_train.runner import (
+    CheckpointPolicy,
+    LossSettings,
+    OptimizerSettings,
+    ScheduleName,
+    ScheduleSettings,
+    StepSettings,
+    ZeroStage,
+)
+
+Interval = Literal["no", "steps", "epoch"]
+Optimizer = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
+Remat = Literal["auto", "full", "dots", "none"]
+
+SCHEDULES: Mapping[str, ScheduleName] = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "inverse_sqrt": "inverse_sqrt",
+    "warmup_stable_decay": "warmup_stable_decay",
+}
+"""transformers' names of schedules → the formulas."""
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    **{name: name for name in get_args(Optimizer)},
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw",
+    "lion_32bit": "lion",
+}
+"""Names of optimizers, transformers' among them."""
+REPORTERS = ("tensorboard", "wandb", "trackio", "mlflow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingArguments:
+    """How a model is trained.
+
+    Args:
+        output_dir: the run's folder: checkpoints, `log.jsonl`, the picture of the run.
+        per_device_train_batch_size: rows that a device computes at once, of the devices that rows are divided over.
+        per_device_eval_batch_size: the same in evaluation.
+        gradient_accumulation_steps: parts that the batch of one update is computed in, one after the other.
+        num_train_epochs: passes over the training data, unless max_steps is given.
+        max_steps: updates; -1 leaves it to the epochs.
+        learning_rate: the peak of the schedule.
+        lr_scheduler_type: linear, cosine, cosine_with_min_lr, constant, constant_with_warmup, inverse_sqrt or
+            warmup_stable_decay.
+        lr_scheduler_kwargs: min_lr_rate (cosine_with_min_lr, warmup_stable_decay) and num_decay_steps
+            (warmup_stable_decay).
+        warmup_steps: updates over which the rate rises; below 1, their share of all updates.
+        warmup_ratio: their share of all updates, if warmup_steps is 0.
+        optim: adamw, adafactor, lion, muon or sgd.
+        weight_decay: decoupled; biases and norm scales have none.
+        adam_beta1: decay of the first moment.
+        adam_beta2: decay of the second moment.
+        adam_epsilon: added to the square root of the second moment.
+        momentum: of sgd and muon.
+        max_grad_norm: the norm that gradients are scaled down to; 0 scales none.
+        label_smoothing_factor: the share of a target's probability that is spread over the vocabulary.
+        z_loss: coefficient of the squared log of the softmax's denominator.
+        router_aux_loss_coef: coefficient of the load balance of experts; None leaves it to the checkpoint's config.
+        bf16: compute in bfloat16; None does so on accelerators. Master weights are float32 either way.
+        gradient_checkpointing: True is remat="full", False is remat="none".
+        remat: what is computed again in the backward pass instead of being kept: full, dots, none, or auto, the least
+            that fits.
+        zero_stage: 1 shards the optimizer's state, 2 gradients too, 3 weights too; None is 3 on a mesh with an "fsdp"
+            axis, else 0.
+        parallelism_strategy: how the model is sharded, as for `AutoModelForTPU.from_pretrained`.
+        trainable: patterns of the paths of trained parameters, as in "layers.*.attn.*"; None trains all.
+        max_length: tokens of a row.
+        packing: whether a row holds several sequences, each of which sees itself alone.
+        dataset_text_field: the field of an example that holds text.
+        assistant_only_loss: chats are trained on what the assistant says.
+        dataloader_num_workers: processes that prepare rows; 0 prepares them in a thread.
+        dataloader_drop_last: leave out the rows at the end of an epoch that fill no batch.
+        logging_steps: updates between two lines of the log; below 1, a share of all updates.
+        logging_first_step: log the first update too.
+        eval_strategy: no, steps or epoch: when the evaluation data are used.
+        eval_steps: updates between two evaluations; None is logging_steps.
+        eval_on_start: evaluate before the first update.
+        save_strategy: no, steps or epoch: when checkpoints are written. Unless "no", the end of a run writes one too.
+        save_steps: updates between two checkpoints; below 1, a share of all updates.
+        save_total_limit: the newest checkpoints that stay; None keeps all.
+        load_best_model_at_end: end with the weights of the best evaluation.
+        metric_for_best_model: "eval_loss", or another metric; the prefix eval_ may be left out.
+        greater_is_better: None: unless the metric's name ends in "loss".
+        report_to: "all" (those installed), "none", or names among tensorboard, wandb, trackio, mlflow.
+        run_name: how these call the run; None is the name of output_dir.
+        disable_tqdm: no progress bar; None shows one on a terminal.
+        seed: of the order of the data, and of whatever is random in a step.
+        data_seed: of the order of the data alone.
+        resume_from_checkpoint: True goes on from the newest checkpoint of output_dir, if there is one; a folder, from
+            that checkpoint.
+        nan_limit: updates in a row whose gradients are not finite, and that are skipped, before the run ends.
+        loss_spike_factor: the loss divided by its running mean that counts as a spike; 0 looks for none.
+        loss_spike_action: "warn", or "rollback" to the newest checkpoint, past the data that made the spike.
+        profile_steps: updates that are traced with the backend's profiler, as in (10, 12); None traces none.
+    """
+
+    output_dir: str | Path = "trainer_output"
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    num_train_epochs: float = 3.0
+    max_steps: int = -1
+    learning_rate: float = 5e-5
+    lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: Mapping[str, Any] | None = None
+    warmup_steps: float = 0
+    warmup_ratio: float = 0.0
+    optim: str = "adamw"
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    momentum: float = 0.0
+    max_grad_norm: float = 1.0
+    label_smoothing_factor: float = 0.0
+    z_loss: float = 0.0
+    router_aux_loss_coef: float | None = None
+    bf16: bool | None = None
+    gradient_checkpointing: bool | None = None
+    remat: Remat = "auto"
+    zero_stage: ZeroStage | None = None
+    parallelism_strategy: Any = None
+    trainable: Sequence[str] | None = None
+    max_length: int = 1024
+    packing: bool = False
+    dataset_text_field: str = "text"
+    assistant_only_loss: bool = False
+    dataloader_num_workers: int = 0
+    dataloader_drop_last: bool = False
+    logging_steps: float = 10
+    logging_first_step: bool = False
+    eval_strategy: Interval = "no"
+    eval_steps: float | None = None
+    eval_on_start: bool = False
+    save_strategy: Interval = "steps"
+    save_steps: float = 500
+    save_total_limit: int | None = None
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    report_to: str | Sequence[str] = "none"
+    run_name: str | None = None
+    disable_tqdm: bool | None = None
+    seed: int = 42
+    data_seed: int | None = None
+    resume_from_checkpoint: bool | str | Path | None = None
+    nan_limit: int = 10
+    loss_spike_factor: float = 0.0
+    loss_spike_action: Literal["warn", "rollback"] = "warn"
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            RequestError: one is out of range, or two contradict each other.
+        """
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            _need(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        _need(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, "-1 or at least 1")
+        _need(self.num_train_epochs > 0, "num_train_epochs", self.num_train_epochs, "above 0")
+        for name in ("learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "max_grad_norm", "z_loss"):
+            _need(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        for name in ("adam_beta1", "adam_beta2", "momentum", "label_smoothing_factor", "warmup_ratio"):
+            _need(0 <= getattr(self, name) < 1, name, getattr(self, name), "from 0 to below 1")
+        for name in ("logging_steps", "save_steps", "eval_steps"):
+            value = getattr(self, name)
+            _need(value is None or value > 0, name, value, "above 0")
+        _among(self.lr_scheduler_type, "lr_scheduler_type", SCHEDULES)
+        _among(self.optim, "optim", OPTIMIZERS)
+        _among(self.remat, "remat", get_args(Remat))
+        _among(self.eval_strategy, "eval_strategy", get_args(Interval))
+        _among(self.save_strategy, "save_strategy", get_args(Interval))
+        _among(self.loss_spike_action, "loss_spike_action", ("warn", "rollback"))
+        _need(self.zero_stage in (None, *get_args(ZeroStage)), "zero_stage", self.zero_stage, "0, 1, 2, 3 or None")
+        _need(self.max_length >= 2, "max_length", self.max_length, "2 or more")
+        _need(
+            self.save_total_limit is None or self.save_total_limit >= 1,
+            "save_total_limit",
+            self.save_total_limit,
+            "1 or more, or None",
+        )
+        refuse_unknown(
+            self.lr_scheduler_kwargs or {},
+            ("min_lr_rate", "num_decay_steps"),
+            "lr_scheduler_kwargs",
+            "the schedule",
+        )
+        if self.load_best_model_at_end and (self.eval_strategy == "no" or self.eval_strategy != self.save_strategy):
+            raise RequestError(
+                f"load_best_model_at_end was asked for with eval_strategy={self.eval_strategy!r} and save_strategy="
+                f"{self.save_strategy!r}, but the best checkpoint is one that was evaluated when it was saved: set "
+                "both to steps, or both to epoch."
+            )
+        for name in self.reporters:
+            _among(name, "report_to", REPORTERS)
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """Arguments by name.
+
+        Raises:
+            RequestError: an unknown name, or a value out of range.
+        """
+        refuse_unknown(given, (one.name for one in fields(cls)), "the trainer", "it", " (see docs/training.md)")
+        return cls(**given)
+
+    @property
+    def folder(self) -> Path:
+        """`output_dir` as a path."""
+        return Path(self.output_dir).expanduser()
+
+    @property
+    def reporters(self) -> tuple[str, ...]:
+        """The names in `report_to`, without "none"; "all" is all that is known."""
+        names = (self.report_to,) if isinstance(self.report_to, str) else tuple(self.report_to)
+        return REPORTERS if names == ("all",) else tuple(name for name in names if name != "none")
+
+    @property
+    def best_metric(self) -> str:
+        """The metric that chooses the best checkpoint, with its prefix."""
+        name = self.metric_for_best_model or "loss"
+        return name if name.startswith("eval_") else f"eval_{name}"
+
+    @property
+    def best_is_greatest(self) -> bool:
+        """Whether a greater value of it is better."""
+        return not self.best_metric.endswith("loss") if self.greater_is_better is None else self.greater_is_better
+
+    def warmup(self, total_steps: int) -> int:
+        """The updates over which the learning rate rises."""
+        return steps_of(self.warmup_steps or self.warmup_ratio, total_steps, least=0)
+
+    def step_settings(self, total_steps: int) -> StepSettings:
+        """What the backend's runner is told, for a run of this many updates."""
+        more = self.lr_scheduler_kwargs or {}
+        schedule = ScheduleSettings(
+            SCHEDULES[self.lr_scheduler_type],
+            self.warmup(total_steps),
+            total_steps,
+            int(more.get("num_decay_steps", 0)),
+            float(more.get("min_lr_rate", 0.0)),
+        )
+        optimizer = OptimizerSettings(
+            OPTIMIZERS[self.optim],
+            self.learning_rate,
+            schedule,
+            self.weight_decay,
+            self.adam_beta1,
+            self.adam_beta2,
+            self.adam_epsilon,
+            self.momentum,
+            self.max_grad_norm or None,
+        )
+        kept = {True: "full", False: "none", None: self.remat}[self.gradient_checkpointing]
+        return StepSettings(
+            optimizer,
+            LossSettings(self.label_smoothing_factor, self.z_loss, self.router_aux_loss_coef),
+            self.gradient_accumulation_steps,
+            self.zero_stage,
+            {True: "bfloat16", False: "float32", None: "auto"}[self.bf16],
+            kept,
+            None if self.trainable is None else tuple(self.trainable),
+            seed=self.seed,
+        )
+
+    def checkpoint_policy(self) -> CheckpointPolicy:
+        """Which checkpoints stay."""
+        best = self.best_metric if self.eval_strategy != "no" else None
+        return CheckpointPolicy(self.save_total_limit, best, self.best_is_greatest)
+
+
+def steps_of(value: float, total: int, *, least: int = 1) -> int:
+    """A number of updates, or if it is below 1 a share of `total`, rounded up; at least `least`."""
+    steps = value if value >= 1 else -(-value * total // 1)
+    return max(least, int(steps))
+
+
+def _need(holds: bool, name: str, value: Any, allowed: str) -> None:
+    if not holds:
+        raise RequestError(f"{name}={value!r} was given, but it is {allowed}: correct it.")
+
+
+def _among(value: Any, name: str, allowed: Any) -> None:
+    if value not in allowed:
+        raise RequestError(f"{name}={value!r} was given, but it is one of {', '.join(allowed)}: pass one of these.")

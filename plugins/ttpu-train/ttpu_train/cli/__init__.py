@@ -1,0 +1,1 @@
+"""The commands `ttpu train` and `ttpu export`."""

@@ -1,0 +1,48 @@
+"""`ttpu export` writes the weights of a training run as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ttpu_core.cli import options
+from ttpu_core.cli.console import print_json
+
+
+class DtypeChoice(StrEnum):
+    """What weights are written in."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float16 = "float16"
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The output_dir of a training run.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the checkpoint to write.")],
+    step: Annotated[int | None, typer.Option(metavar="N", help="Of this update; without it, of the newest.")] = None,
+    dtype: Annotated[DtypeChoice, typer.Option(help="What weights are written in.")] = DtypeChoice.bfloat16,
+    backend: options.Backend = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write a training run's weights as a checkpoint that transformers, vLLM and ttpu load.
+
+    It needs none of the devices that the run had.
+
+    Examples:
+
+    \b
+      ttpu export ./run --out ./model
+      ttpu export ./run --step 500 --out ./model-500 --dtype float32
+    """
+    from ttpu_train.trainer import CHECKPOINTS, training_backend
+
+    folder = run.expanduser() / CHECKPOINTS
+    written = training_backend(backend).export_checkpoint(folder, out.expanduser(), step=step, dtype=dtype.value)
+    if as_json:
+        print_json({"folder": str(out), "step": written, "dtype": dtype.value})
+    else:
+        print(f"{out}: the weights after update {written:,}, in {dtype.value}")

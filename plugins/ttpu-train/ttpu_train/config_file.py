@@ -1,0 +1,163 @@
+"""Reads the file of `ttpu train`: the arguments of `Trainer` and the fields of `TrainingArguments`, as YAML or JSON,
+with changes from the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ttpu_core.errors import RequestError
+from ttpu_core.loading import refuse_unknown
+from ttpu_train.arguments import TrainingArguments
+
+TRAINER_KEYS = ("model", "backend", "train_dataset", "eval_dataset", "load_options", "cache_dir")
+DATASETS = ("train_dataset", "eval_dataset")
+IMPORTED_KEYS = ("import", "skip", "take")
+
+
+@dataclass(frozen=True)
+class TrainingFile:
+    """What a file asks for.
+
+    Attributes:
+        trainer: the arguments of `Trainer` by name, datasets resolved.
+        arguments: the fields of `TrainingArguments` that are given.
+    """
+
+    trainer: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def read_training_file(path: str | Path, changes: Sequence[str] = ()) -> TrainingFile:
+    """Read a file and apply changes.
+
+    Paths in the file are relative to its folder where something is there, else to the working directory, as those of
+    changes always are.
+
+    Args:
+        path: a .yaml, .yml or .json file.
+        changes: key=value, where the value is YAML and the key may be dotted, as in load_options.dtype=bfloat16;
+            `resume` is short for resume_from_checkpoint.
+
+    Raises:
+        RequestError: the file cannot be read, or a key is unknown or missing.
+    """
+    source = Path(path).expanduser()
+    content = _content(source)
+    content = {key: _beside(value, source.parent) if key in ("model", *DATASETS) else value
+               for key, value in content.items()}  # fmt: skip
+    for change in changes:
+        _apply(content, change)
+    if "resume" in content:
+        content["resume_from_checkpoint"] = content.pop("resume")
+    known = (*TRAINER_KEYS, *(one.name for one in fields(TrainingArguments)))
+    refuse_unknown(content, known, f"the training file {source}", "it", " (see docs/training.md)")
+    for key in ("model", "train_dataset"):
+        if content.get(key) is None:
+            raise RequestError(
+                f"the training file {source} has no {key}, but a model is trained on data: add `{key}: ...`, or pass "
+                f"{key}=... on the command line."
+            )
+    trainer = {key: content[key] for key in TRAINER_KEYS if key in content}
+    for key in DATASETS:
+        if key in trainer:
+            trainer[key] = resolved(trainer[key])
+    return TrainingFile(trainer, {key: value for key, value in content.items() if key not in TRAINER_KEYS})
+
+
+def resolved(dataset: Any) -> Any:
+    """A dataset as the file names it, with what is to be imported replaced by its examples.
+
+    {import: "package.module:name", skip: N, take: N} stands for a sequence of examples, or of texts, or a mapping whose
+    values are texts, or a function that returns one of these; skip and take choose a part of it.
+
+    Raises:
+        RequestError: it cannot be imported, or holds something else.
+    """
+    if not isinstance(dataset, Mapping) or "import" not in dataset:
+        return dataset
+    refuse_unknown(dataset, IMPORTED_KEYS, "a dataset with import", "it")
+    target = str(dataset["import"])
+    module, _, name = target.partition(":")
+    try:
+        found = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RequestError(
+            f"the dataset {target!r} was to be imported, but that failed ({error}): write package.module:name of a "
+            "sequence of examples that Python can import."
+        ) from error
+    examples: Any = found() if callable(found) else found
+    if isinstance(examples, Mapping):
+        examples = list(examples.values())
+    try:
+        examples = [{"text": one} if isinstance(one, str) else one for one in examples]
+    except TypeError as error:
+        raise RequestError(
+            f"the dataset {target!r} is a {type(examples).__name__}, but a sequence of examples is needed: import a "
+            "list, a mapping of texts, or a function that returns one."
+        ) from error
+    begin, count = int(dataset.get("skip", 0)), dataset.get("take")
+    return examples[begin : None if count is None else begin + int(count)]
+
+
+def _content(source: Path) -> dict[str, Any]:
+    try:
+        text = source.read_text(encoding="utf-8")
+        content = json.loads(text) if source.suffix == ".json" else yaml.safe_load(text)
+    except FileNotFoundError as error:
+        raise RequestError(
+            f"the training file {source} was asked for, but it does not exist: correct the path."
+        ) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+        raise RequestError(
+            f"the training file {source} was asked for, but it is not readable "
+            f"{'JSON' if source.suffix == '.json' else 'YAML'} ({' '.join(str(error).split())}): correct it."
+        ) from error
+    if not isinstance(content, dict):
+        raise RequestError(
+            f"the training file {source} holds a {type(content).__name__}, but keys with values are needed, such as "
+            "`model: ./llama`: correct it."
+        )
+    return content
+
+
+def _beside(value: Any, folder: Path) -> Any:
+    """Paths in a value, resolved beside the file where they are there."""
+    if isinstance(value, str):
+        beside = folder / value
+        return str(beside) if beside.exists() or ("*" in value and any(folder.glob(value))) else value
+    if isinstance(value, list):
+        return [_beside(one, folder) for one in value]
+    if isinstance(value, dict):
+        return {key: _beside(one, folder) if key == "path" else one for key, one in value.items()}
+    return value
+
+
+def _apply(content: dict[str, Any], change: str) -> None:
+    key, equals, text = change.partition("=")
+    if not equals or not key:
+        raise RequestError(f"{change!r} was given, but changes are written key=value: correct it, as in max_steps=20.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RequestError(
+            f"{change!r} was given, but its value is no YAML ({' '.join(str(error).split())}): quote it."
+        ) from error
+    if isinstance(value, str):  # YAML reads 1e-4 as text
+        with suppress(ValueError):
+            value = float(value)
+    *path, last = key.replace("-", "_").split(".")
+    for part in path:
+        content = content.setdefault(part, {})
+        if not isinstance(content, dict):
+            raise RequestError(f"{change!r} was given, but {part} holds a value and no keys: correct it.")
+    content[last] = value

@@ -1,0 +1,124 @@
+"""The loss of a model on evaluation data, and its predictions."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ttpu_core.errors import RequestError
+from ttpu_train.runner import Batch, EvalValues, InFlight, TrainRunner
+
+AHEAD = 4
+"""Batches that devices may compute while the host prepares the next."""
+
+Progress = Callable[[int], None]
+"""Called with the number of batches so far."""
+
+
+@dataclass(frozen=True)
+class EvalPrediction:
+    """What `compute_metrics` is given, as in transformers.
+
+    Attributes:
+        predictions: float32 [rows, seq, vocab]: the logits of each token, given the tokens before and including it, or
+            what `preprocess_logits_for_metrics` made of them.
+        label_ids: int64 [rows, seq]: the tokens themselves, -100 where they have no weight. `predictions[:, t - 1]`
+            predicts `label_ids[:, t]`.
+    """
+
+    predictions: np.ndarray
+    label_ids: np.ndarray
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter((self.predictions, self.label_ids))
+
+
+@dataclass(frozen=True)
+class PredictionOutput:
+    """What `Trainer.predict` returns, as in transformers.
+
+    Attributes:
+        predictions: as in `EvalPrediction`.
+        label_ids: as in `EvalPrediction`.
+        metrics: of the data, with the prefix that was asked for.
+    """
+
+    predictions: np.ndarray
+    label_ids: np.ndarray
+    metrics: dict[str, float]
+
+
+def evaluate(
+    runner: TrainRunner, batches: Iterator[Batch], prefix: str = "eval", progress: Progress | None = None
+) -> dict[str, float]:
+    """Return loss (nats a token), perplexity, accuracy (the share of tokens that were the likeliest), tokens, seconds
+    and tokens per second, with the prefix before each name.
+
+    Raises:
+        RequestError: no token has a weight.
+    """
+    began = time.perf_counter()
+    flying: deque[InFlight[EvalValues]] = deque()
+    total = EvalValues(0.0, 0.0, 0.0)
+    for number, batch in enumerate(batches, 1):
+        flying.append(runner.evaluate(batch))
+        if len(flying) > AHEAD:
+            total = _sum(total, flying.popleft().values())
+        if progress is not None:
+            progress(number)
+    for one in flying:
+        total = _sum(total, one.values())
+    if total.tokens == 0:
+        raise RequestError(
+            "an evaluation was asked for, but its data have no token with a weight: give data of which some tokens "
+            "are trained on, and rows (max_length) long enough to reach them."
+        )
+    seconds = time.perf_counter() - began
+    loss = total.cross_entropy / total.tokens
+    return {
+        f"{prefix}_loss": loss,
+        f"{prefix}_perplexity": math.exp(min(loss, 700.0)),
+        f"{prefix}_accuracy": total.correct / total.tokens,
+        f"{prefix}_tokens": total.tokens,
+        f"{prefix}_runtime": seconds,
+        f"{prefix}_tokens_per_second": total.tokens / seconds,
+    }
+
+
+def predict(
+    runner: TrainRunner, batches: Iterator[Batch], preprocess: Callable[[np.ndarray, np.ndarray], Any] | None = None
+) -> EvalPrediction:
+    """The logits of all rows of this process.
+
+    Args:
+        runner: computes them.
+        batches: the rows.
+        preprocess: called with logits float32 [rows, seq, vocab] and labels [rows, seq] of each batch; what it returns
+            is kept in place of the logits.
+    """
+    kept: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
+    for batch in batches:
+        logits = runner.logits(batch)
+        of_batch = np.where(batch.weights > 0, batch.tokens, -100).astype(np.int64)
+        rows = (batch.positions >= 0).any(axis=1)  # the last batch is filled up
+        made = logits if preprocess is None else np.asarray(preprocess(logits, of_batch))
+        kept.append(made[rows])
+        labels.append(of_batch[rows])
+    return EvalPrediction(_joined(kept), _joined(labels))
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros((0,))
+
+
+def _sum(one: EvalValues, other: EvalValues) -> EvalValues:
+    return EvalValues(
+        one.cross_entropy + other.cross_entropy, one.tokens + other.tokens, one.correct + other.correct
+    )

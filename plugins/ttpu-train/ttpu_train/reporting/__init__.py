@@ -1,0 +1,1 @@
+"""Where the figures of a run go: a progress bar, a file of JSON lines, trackers, and a picture."""

@@ -1,0 +1,320 @@
+"""The loop of a run: batches go to the runner, and its figures come back a little later. Between updates it logs,
+evaluates, saves, and listens to callbacks and signals."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ttpu_core.errors import TTPUError
+from ttpu_train.arguments import TrainingArguments, steps_of
+from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
+from ttpu_train.interrupts import StopRequest
+from ttpu_train.runner import Batch, CheckpointStore, InFlight, StepValues, TrainRunner
+from ttpu_train.throughput import Meter
+
+AHEAD = 2
+"""Updates that devices may have before them, so that they never wait for the host."""
+SMOOTHING = 0.98
+"""Of the running mean of the loss that spikes are compared with."""
+
+
+class TrainingError(TTPUError):
+    """A run cannot go on: its loss is not finite, or grows without end."""
+
+
+class Batches(Protocol):
+    """Batches whose position can be saved.
+
+    epoch: passes over the data so far, with their fraction.
+    """
+
+    epoch: float
+
+    def __next__(self) -> Batch: ...
+
+    def state(self) -> dict[str, Any]:
+        """The position after the last batch that was taken, as JSON."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a position."""
+        ...
+
+
+@dataclass
+class Intervals:
+    """The updates after which something is due, in a run of `total` updates.
+
+    Attributes:
+        logging: updates between lines of the log. first: the first update too.
+        evaluation: updates between evaluations; None: not by updates. saving: the same for checkpoints.
+        per_epoch: what is due at the end of each epoch, of "evaluate" and "save".
+    """
+
+    total: int
+    logging: int
+    first: bool
+    evaluation: int | None
+    saving: int | None
+    per_epoch: frozenset[str]
+
+    @classmethod
+    def of(cls, args: TrainingArguments, total: int) -> Intervals:
+        """The intervals that the arguments ask for."""
+        logging = steps_of(args.logging_steps, total)
+        evaluation = steps_of(args.logging_steps if args.eval_steps is None else args.eval_steps, total)
+        strategies = {"evaluate": args.eval_strategy, "save": args.save_strategy}
+        return cls(
+            total,
+            logging,
+            args.logging_first_step,
+            evaluation if args.eval_strategy == "steps" else None,
+            steps_of(args.save_steps, total) if args.save_strategy == "steps" else None,
+            frozenset(name for name, strategy in strategies.items() if strategy == "epoch"),
+        )
+
+    def set(self, control: TrainerControl, step: int, *, epoch_ends: bool) -> None:
+        """Ask for what is due after update number `step`."""
+        control.should_log = step % self.logging == 0 or step == self.total or (self.first and step == 1)
+        control.should_evaluate = (self.evaluation is not None and step % self.evaluation == 0) or (
+            epoch_ends and "evaluate" in self.per_epoch
+        )
+        control.should_save = (self.saving is not None and step % self.saving == 0) or (
+            epoch_ends and "save" in self.per_epoch
+        )
+
+
+@dataclass
+class Window:
+    """The figures of the updates since the last line of the log."""
+
+    losses: list[float] = field(default_factory=list)
+    skipped: int = 0
+    last: StepValues | None = None
+
+    def add(self, values: StepValues) -> None:
+        """Add an update's figures."""
+        self.last = values
+        if values.skipped:
+            self.skipped += 1
+        else:
+            self.losses.append(values.loss)
+
+
+@dataclass
+class TrainingRun:
+    """One run from its first update, or from a checkpoint, to its end.
+
+    Attributes:
+        args: of the trainer.
+        runner: computes updates.
+        batches: the training data.
+        store: the run's checkpoints; None writes none.
+        state: where the run is.
+        control: what callbacks ask for.
+        callbacks: are told.
+        meter: measures throughput.
+        evaluate: evaluates and returns metrics; None where there is nothing to evaluate on.
+    """
+
+    args: TrainingArguments
+    runner: TrainRunner
+    batches: Batches
+    store: CheckpointStore | None
+    state: TrainerState
+    control: TrainerControl
+    callbacks: CallbackList
+    meter: Meter
+    evaluate: Callable[[], dict[str, float]] | None = None
+    checkpoint_name: Callable[[int], Path] = field(default=lambda step: Path(f"checkpoint_{step}"))
+
+    def __post_init__(self) -> None:
+        self._flying: deque[InFlight[StepValues]] = deque()
+        self._window = Window()
+        self._not_finite = 0
+        self._running_mean: float | None = None
+        self._losses_sum = self._losses_count = 0.0
+        self._last_metrics: dict[str, float] | None = None
+        self._saved_at: int | None = None
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean loss of the updates of this call; NaN before the first."""
+        return self._losses_sum / self._losses_count if self._losses_count else math.nan
+
+    def run(self) -> str | None:
+        """Train until the end, or until a callback or a signal ends it; the name of the signal if one did.
+
+        Raises:
+            TrainingError: too many updates in a row had gradients that are not finite.
+            CheckpointError: a checkpoint could not be written.
+        """
+        intervals = Intervals.of(self.args, self.state.max_steps)
+        self._tell("on_train_begin")
+        if self.args.eval_on_start and self.evaluate is not None and self.state.global_step == 0:
+            self._evaluate()
+        self.meter.start()
+        with StopRequest() as stop:
+            while self.state.global_step < self.state.max_steps:
+                if not self._update(intervals):
+                    break
+                if stop.signal_name is not None or self.control.should_training_stop or self.control.should_epoch_stop:
+                    break
+        self._drain()
+        if self._window.last is not None:
+            self._log_window()
+        if self.args.save_strategy != "no" and self._saved_at != self.state.global_step:
+            self._save()
+        if self.store is not None:
+            self.store.wait()
+        self._tell("on_train_end")
+        return stop.signal_name
+
+    def _update(self, intervals: Intervals) -> bool:
+        """One update and what is due after it; False if the data have ended."""
+        state = self.state
+        before = math.floor(state.epoch + 1e-9)
+        if state.global_step == 0 or abs(state.epoch - before) < 1e-9:
+            self._tell("on_epoch_begin")
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            return False
+        self._tell("on_step_begin")
+        self._flying.append(self.runner.step(batch))
+        state.global_step += 1
+        state.epoch = self.batches.epoch
+        epoch_ends = math.floor(state.epoch + 1e-9) > before
+        intervals.set(self.control, state.global_step, epoch_ends=epoch_ends)
+        while len(self._flying) > AHEAD:
+            self._absorb(self._flying.popleft().values())
+        self._tell("on_step_end", latest=self._window.last)
+        if epoch_ends:
+            self._tell("on_epoch_end")
+        control = self.control
+        if control.should_log or control.should_evaluate or control.should_save:
+            self._drain()
+        if control.should_log:
+            self._log_window()
+        if control.should_evaluate and self.evaluate is not None:
+            self._evaluate()
+        if control.should_save:
+            self._save()
+        return True
+
+    def _drain(self) -> None:
+        while self._flying:
+            self._absorb(self._flying.popleft().values())
+
+    def _absorb(self, values: StepValues) -> None:
+        """Take in the figures of an update that is done.
+
+        Raises:
+            TrainingError: too many updates in a row were skipped.
+        """
+        self._window.add(values)
+        self.meter.add(values.tokens)
+        self.state.num_input_tokens_seen += values.tokens
+        self.state.total_flos += values.tokens * self.meter.flops_per_token
+        if values.skipped:
+            self._not_finite += 1
+            if self._not_finite >= self.args.nan_limit:
+                raise TrainingError(
+                    f"{self._not_finite} updates in a row up to step {self.state.global_step} had gradients that are "
+                    f"not finite and were skipped, and nan_limit={self.args.nan_limit} ends the run: lower the "
+                    "learning rate, warm up longer, or look at the data; resume_from_checkpoint=True goes on from the "
+                    "newest checkpoint."
+                )
+            return
+        self._not_finite = 0
+        self._losses_sum += values.loss
+        self._losses_count += 1
+        self._look_for_spike(values.loss)
+
+    def _look_for_spike(self, loss: float) -> None:
+        factor, mean = self.args.loss_spike_factor, self._running_mean
+        if factor and mean is not None and loss > factor * mean:
+            step = self.state.global_step
+            if self.args.loss_spike_action == "rollback" and self.store is not None and self.store.steps():
+                self._flying.clear()
+                saved = self.store.restore()
+                self.state.restore(dict(saved["state"]))
+                self._window = Window()
+                warnings.warn(
+                    f"the loss of step {step} is {loss:.3g}, more than {factor:g} times its running mean {mean:.3g}: "
+                    f"the weights of step {self.state.global_step} are back, and the data go on after the spike",
+                    stacklevel=2,
+                )
+                return
+            warnings.warn(
+                f"the loss of step {step} is {loss:.3g}, more than {factor:g} times its running mean {mean:.3g}",
+                stacklevel=2,
+            )
+        self._running_mean = loss if mean is None else SMOOTHING * mean + (1 - SMOOTHING) * loss
+
+    def _log_window(self) -> None:
+        window, self._window = self._window, Window()
+        last = window.last
+        if last is None:
+            return
+        figures = self.meter.figures()
+        self.state.train_seconds += figures["step_seconds"] * (len(window.losses) + window.skipped)
+        loss = sum(window.losses) / len(window.losses) if window.losses else math.nan
+        logs: dict[str, Any] = {"loss": loss, "grad_norm": last.grad_norm, "learning_rate": last.learning_rate}
+        if last.cross_entropy != last.loss:
+            logs["cross_entropy"] = last.cross_entropy
+        if window.skipped:
+            logs["skipped_updates"] = window.skipped
+        self.log({**logs, **figures, "num_input_tokens_seen": self.state.num_input_tokens_seen})
+
+    def log(self, logs: dict[str, Any]) -> None:
+        """Write a line of the log: into the state's history, and to the callbacks."""
+        line = {**logs, "epoch": round(self.state.epoch, 6), "step": self.state.global_step}
+        self.state.log_history.append(line)
+        self._tell("on_log", logs=line)
+
+    def _evaluate(self) -> None:
+        assert self.evaluate is not None
+        metrics = self._last_metrics = self.evaluate()
+        self.log(metrics)
+        value = metrics.get(self.args.best_metric)
+        if value is None:
+            if self.args.load_best_model_at_end:
+                raise TrainingError(
+                    f"metric_for_best_model={self.args.best_metric!r} was asked for, but an evaluation gives "
+                    f"{', '.join(metrics)}: name one of these, or return it from compute_metrics."
+                )
+        else:
+            best, greater = self.state.best_metric, self.args.best_is_greatest
+            if best is None or (value > best if greater else value < best):
+                self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+                self.state.best_model_checkpoint = str(self.checkpoint_name(self.state.global_step))
+        self._tell("on_evaluate", metrics=metrics)
+        self.meter.start()
+
+    def _save(self) -> None:
+        if self.store is None or self._saved_at == self.state.global_step:
+            return
+        metrics = self._last_metrics if self.control.should_evaluate else None
+        trainer = {"state": self.state.saved(), "data": self.batches.state(), "running_mean": self._running_mean}
+        self.store.save(self.state.global_step, trainer, metrics)
+        self._saved_at = self.state.global_step
+        self._tell("on_save")
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Go on from what `store.restore` returned."""
+        self.state.restore(dict(saved["state"]))
+        self.batches.restore(dict(saved["data"]))
+        self._running_mean = saved.get("running_mean")
+        self._saved_at = self.state.global_step
+
+    def _tell(self, event: str, **more: Any) -> None:
+        self.callbacks.call(event, self.args, self.state, self.control, model=self.runner, **more)
+
+

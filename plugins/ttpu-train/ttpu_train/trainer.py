@@ -1,0 +1,359 @@
+"""`Trainer`: trains, evaluates and saves a model on any backend, with the arguments and methods of transformers'
+Trainer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_train.arguments import TrainingArguments
+from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
+from ttpu_train.data.loader import BatchLoader, batch_loader, steps_per_epoch
+from ttpu_train.data.settings import DataSettings
+from ttpu_train.evaluation import EvalPrediction, PredictionOutput, evaluate, predict
+from ttpu_train.reporting.console import ConsoleReporter
+from ttpu_train.reporting.jsonl import JsonLinesReporter
+from ttpu_train.reporting.picture import PictureReporter
+from ttpu_train.reporting.trackers import trackers
+from ttpu_train.run import TrainingRun
+from ttpu_train.runner import CheckpointStore, RowLayout, StepSettings, TrainRunner
+from ttpu_train.throughput import Meter, training_flops
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints, in its output_dir."""
+
+
+@dataclass(frozen=True)
+class TrainOutput:
+    """What `Trainer.train` returns, as in transformers.
+
+    Attributes:
+        global_step: updates in all.
+        training_loss: the mean loss of this call's updates.
+        metrics: train_runtime (seconds), train_tokens, train_tokens_per_second, total_flos, train_loss, epoch.
+        stopped_by: the name of the signal that ended the run early, or None.
+    """
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+    stopped_by: str | None = None
+
+
+class Trainer:
+    """Trains a model.
+
+    Args:
+        model: a checkpoint's folder or Hub id, or a model that `AutoModelForTPU.from_pretrained` opened.
+        args: how it is trained; or give the fields of `TrainingArguments` by name.
+        train_dataset: a file, several files, a `datasets.Dataset`, a sequence of examples, or a mixture of these: see
+            docs/training.md. Examples hold text, messages, prompt and completion, or input_ids.
+        eval_dataset: the same, for evaluation.
+        backend: the name of an installed backend; None takes the default.
+        processing_class: the tokenizer; None takes the checkpoint's.
+        tokenizer: the same.
+        callbacks: instances or classes, ttpu's or transformers'.
+        compute_metrics: called with an `EvalPrediction` after an evaluation; returns more metrics. The logits of all
+            evaluation data are then held in memory, unless `preprocess_logits_for_metrics` makes them smaller.
+        preprocess_logits_for_metrics: called with logits [rows, seq, vocab] and labels [rows, seq] of each batch.
+        load_options: for opening the model: `ttpu_core.loading.LoadOptions` by name, such as attn_implementation.
+        cache_dir: where tokenized data are kept.
+        **arguments: fields of `TrainingArguments`.
+
+    Raises:
+        RequestError: an unknown argument, or a value out of range.
+        UnsupportedError: the backend trains no models.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: TrainingArguments | Mapping[str, Any] | None = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        backend: str | None = None,
+        processing_class: Any = None,
+        tokenizer: Any = None,
+        callbacks: Iterable[Any] = (),
+        compute_metrics: Callable[[EvalPrediction], Mapping[str, float]] | None = None,
+        preprocess_logits_for_metrics: Callable[[np.ndarray, np.ndarray], Any] | None = None,
+        load_options: Mapping[str, Any] | None = None,
+        cache_dir: str | Path | None = None,
+        **arguments: Any,
+    ) -> None:
+        if isinstance(args, TrainingArguments):
+            if arguments:
+                raise RequestError(
+                    f"Trainer was given both args and {', '.join(arguments)}, which are fields of it: give one of them."
+                )
+            self.args = args
+        else:
+            self.args = TrainingArguments.read({**(args or {}), **arguments})
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
+        self._source, self._load_options, self._cache_dir = model, dict(load_options or {}), cache_dir
+        self._tokenizer = processing_class if processing_class is not None else tokenizer
+        self.backend = training_backend(backend if backend is not None else getattr(model, "backend", None))
+        self.state, self.control = TrainerState(), TrainerControl()
+        self._console = ConsoleReporter(bar=None if self.args.disable_tqdm is None else not self.args.disable_tqdm)
+        reporters = trackers(self.args.reporters, all_installed=self.args.report_to == "all")
+        self.callbacks = CallbackList([self._console, JsonLinesReporter(), *reporters, PictureReporter(), *callbacks])
+        self._runner: TrainRunner | None = None
+        self._store: CheckpointStore | None = None
+        self.callbacks.call("on_init_end", self.args, self.state, self.control)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, an instance or a class.
+
+        Raises:
+            RequestError: it has no event's method.
+        """
+        self.callbacks.add(callback)
+
+    @cached_property
+    def loaded(self) -> Any:
+        """The model as its backend opened it: with float32 weights, unless it was opened already."""
+        if not isinstance(self._source, str | Path):
+            return self._source
+        from ttpu_core.cli.console import LoadProgress
+        from ttpu_core.loading import open_model
+
+        with LoadProgress(quiet=bool(self.args.disable_tqdm)) as progress:
+            given = {
+                "dtype": "float32",
+                "parallelism_strategy": self.args.parallelism_strategy,
+                "purpose": "train",
+                "progress": progress,
+                **self._load_options,
+            }
+            options = self.backend.options.read(given, self.backend.name)
+            return open_model(self._source, options, backend=self.backend.name)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the data."""
+        return self._tokenizer if self._tokenizer is not None else getattr(self.loaded, "tokenizer", None)
+
+    @property
+    def model(self) -> Any:
+        """The model with the weights as they are, to generate with."""
+        return self.loaded if self._runner is None else self._runner.model()
+
+    @cached_property
+    def layout(self) -> RowLayout:
+        """Which rows of a batch are this process's."""
+        return self.backend.row_layout(self.loaded)
+
+    @property
+    def runner(self) -> TrainRunner:
+        """The backend's runner, made when it is first needed."""
+        return self._made_runner(self._total_steps())
+
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
+        """Train until the end of the run.
+
+        Args:
+            resume_from_checkpoint: True goes on from the newest checkpoint of output_dir, or begins anew where there
+                is none; a folder such as `DIR/checkpoints/500`, from that checkpoint; None as the arguments say.
+
+        Raises:
+            RequestError: there are no training data, or fewer than one batch.
+            TrainingError: the gradients of too many updates in a row are not finite.
+            CheckpointError: a checkpoint cannot be written or read.
+        """
+        if self.train_dataset is None:
+            raise RequestError("train() was called on a Trainer without train_dataset: give it some data.")
+        resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        total, loader = self._total_steps(), self._loader(self.train_dataset, training=True)
+        runner = self._made_runner(total)
+        state = self.state
+        state.max_steps, state.train_batch_size = total, self._rows(training=True) * self.layout.process_count
+        state.num_train_epochs = math.ceil(self.args.num_train_epochs)
+        state.is_world_process_zero = state.is_local_process_zero = self.layout.process_index == 0
+        store = None if self.args.save_strategy == "no" and not resume else self._made_store(runner)
+        spec = getattr(getattr(self.loaded, "architecture", None), "spec", None)
+        flops = 0.0 if spec is None else training_flops(spec, self.args.max_length)
+        meter = Meter(flops, self.layout.device_count, runner.peak_flops)
+        with_eval = self.eval_dataset is not None and self.args.eval_strategy != "no"
+        run = TrainingRun(
+            self.args,
+            runner,
+            loader,
+            store if self.args.save_strategy != "no" else None,
+            state,
+            self.control,
+            self.callbacks,
+            meter,
+            self._evaluate if with_eval else None,
+            lambda step: self.args.folder / CHECKPOINTS / str(step),
+        )
+        if resume and store is not None:
+            self._resume(run, store, resume)
+        seconds_before = state.train_seconds
+        try:
+            stopped_by = run.run()
+        finally:
+            self._console.close()
+            loader.close()
+        if self.args.load_best_model_at_end and store is not None and state.best_global_step in store.steps():
+            store.restore(state.best_global_step)
+        seconds = state.train_seconds - seconds_before
+        metrics = {
+            "train_loss": run.mean_loss,
+            "train_runtime": seconds,
+            "train_tokens": state.num_input_tokens_seen,
+            "total_flos": state.total_flos,
+            "epoch": state.epoch,
+        }
+        return TrainOutput(state.global_step, run.mean_loss, metrics, stopped_by)
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """The loss of evaluation data with the weights as they are, and what `compute_metrics` returns.
+
+        Args:
+            eval_dataset: in place of the trainer's.
+            metric_key_prefix: before each metric's name.
+
+        Raises:
+            RequestError: there are no evaluation data.
+        """
+        metrics = self._evaluate(eval_dataset, metric_key_prefix)
+        self.callbacks.call("on_evaluate", self.args, self.state, self.control, metrics=metrics)
+        return metrics
+
+    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
+        """The logits and labels of data, and their metrics.
+
+        Args:
+            test_dataset: as `eval_dataset`.
+            metric_key_prefix: before each metric's name.
+        """
+        metrics = self._evaluate(test_dataset, metric_key_prefix)
+        loader = self._loader(test_dataset, training=False)
+        predicted = predict(self.runner, loader, self._preprocess)
+        self.callbacks.call("on_predict", self.args, self.state, self.control, metrics=metrics)
+        return PredictionOutput(predicted.predictions, predicted.label_ids, metrics)
+
+    def save_model(self, output_dir: str | Path | None = None, dtype: str = "bfloat16") -> Path:
+        """Write the weights as a Hugging Face checkpoint with its tokenizer; return its folder.
+
+        Args:
+            output_dir: the folder; None is the trainer's output_dir.
+            dtype: of the written weights.
+        """
+        return self.runner.save_pretrained(Path(output_dir or self.args.folder), dtype)
+
+    def _evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
+        data = self.eval_dataset if dataset is None else dataset
+        if data is None:
+            raise RequestError("an evaluation was asked for, but the Trainer has no eval_dataset: give it some data.")
+        metrics = evaluate(self.runner, self._loader(data, training=False), prefix)
+        if self.compute_metrics is not None:
+            predicted = predict(self.runner, self._loader(data, training=False), self._preprocess)
+            for key, value in self.compute_metrics(predicted).items():
+                metrics[key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"] = value
+        return metrics
+
+    def _resume(self, run: TrainingRun, store: CheckpointStore, resume: bool | str | Path) -> None:
+        """Restore the newest checkpoint, or the one that was named.
+
+        Raises:
+            RequestError: the folder is none of this run's checkpoints.
+            CheckpointError: it cannot be read.
+        """
+        steps = store.steps()
+        if resume is True:
+            if not steps:
+                warnings.warn(
+                    f"resume_from_checkpoint=True was asked for, but {self.args.folder / CHECKPOINTS} has no "
+                    "checkpoint: the run begins anew",
+                    stacklevel=3,
+                )
+                return
+            run.resume(dict(store.restore()))
+            return
+        folder = Path(str(resume)).expanduser()
+        ours = (self.args.folder / CHECKPOINTS).resolve()
+        name = folder.name
+        if folder.resolve().parent != ours or not name.isdigit() or int(name) not in steps:
+            raise RequestError(
+                f"resume_from_checkpoint={str(resume)!r} was given, but the checkpoints of this run are "
+                f"{', '.join(str(ours / str(step)) for step in steps) or f'none in {ours}'}: name one of them, or "
+                "True for the newest."
+            )
+        run.resume(dict(store.restore(int(name))))
+
+    def _total_steps(self) -> int:
+        """The updates of the whole run; 1 without training data."""
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        if self.train_dataset is None:
+            return 1
+        settings = self._data_settings(training=True)
+        each = steps_per_epoch(self.train_dataset, self.tokenizer, settings, self.layout.process_count)
+        return max(1, math.ceil(each * self.args.num_train_epochs))
+
+    def _rows(self, *, training: bool) -> int:
+        """This process's rows of a batch."""
+        args, layout = self.args, self.layout
+        each = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return (each if training else args.per_device_eval_batch_size) * layout.shards // layout.process_count
+
+    def _data_settings(self, *, training: bool) -> DataSettings:
+        args = self.args
+        return DataSettings(
+            rows=self._rows(training=training),
+            max_length=args.max_length,
+            packing=args.packing,
+            shuffle=training,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            epochs=None if training and args.max_steps > 0 else math.ceil(args.num_train_epochs) if training else 1,
+            text_field=args.dataset_text_field,
+            assistant_only_loss=args.assistant_only_loss,
+            drop_last=training and args.dataloader_drop_last,
+            num_workers=args.dataloader_num_workers if training else 0,
+            cache_dir=self._cache_dir,
+        )
+
+    def _loader(self, dataset: Any, *, training: bool) -> BatchLoader:
+        layout = self.layout
+        settings = self._data_settings(training=training)
+        return batch_loader(dataset, self.tokenizer, settings, layout.process_index, layout.process_count)
+
+    def _made_runner(self, total_steps: int) -> TrainRunner:
+        if self._runner is None:
+            settings: StepSettings = self.args.step_settings(total_steps)
+            self._runner = self.backend.train_runner(self.loaded, settings)
+        return self._runner
+
+    def _made_store(self, runner: TrainRunner) -> CheckpointStore:
+        if self._store is None:
+            self._store = runner.checkpoints(self.args.folder / CHECKPOINTS, self.args.checkpoint_policy())
+        return self._store
+
+
+def training_backend(name: str | None) -> Any:
+    """An installed backend that trains.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+        UnsupportedError: it trains no models.
+    """
+    from ttpu_core.backend import Trains
+    from ttpu_core.registry import default_registry
+
+    runs = default_registry().backend(name)
+    if not isinstance(runs, Trains):
+        raise UnsupportedError(
+            f"a model was to be trained by the backend {runs.name!r}, which trains none: use backend='jax'."
+        )
+    return runs
