@@ -17,7 +17,7 @@ from ttpu_core.errors import RequestError
 from ttpu_core.loading import refuse_unknown
 from ttpu_train.arguments import TrainingArguments
 
-TRAINER_KEYS = ("model", "backend", "train_dataset", "eval_dataset", "load_options", "cache_dir")
+TRAINER_KEYS = ("model", "backend", "train_dataset", "eval_dataset", "load_options", "cache_dir", "deepspeed")
 DATASETS = ("train_dataset", "eval_dataset")
 IMPORTED_KEYS = ("import", "skip", "take")
 
@@ -51,7 +51,7 @@ def read_training_file(path: str | Path, changes: Sequence[str] = ()) -> Trainin
     """
     source = Path(path).expanduser()
     content = _content(source)
-    content = {key: _beside(value, source.parent) if key in ("model", *DATASETS) else value
+    content = {key: _beside(value, source.parent) if key in ("model", "deepspeed", *DATASETS) else value
                for key, value in content.items()}  # fmt: skip
     for change in changes:
         _apply(content, change)

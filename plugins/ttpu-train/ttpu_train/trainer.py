@@ -18,6 +18,7 @@ from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
 from ttpu_train.data.loader import BatchLoader, batch_loader, steps_per_epoch
 from ttpu_train.data.settings import DataSettings
+from ttpu_train.deepspeed import merged
 from ttpu_train.evaluation import EvalPrediction, PredictionOutput, evaluate, predict
 from ttpu_train.reporting.console import ConsoleReporter
 from ttpu_train.reporting.jsonl import JsonLinesReporter
@@ -66,6 +67,7 @@ class Trainer:
         preprocess_logits_for_metrics: called with logits [rows, seq, vocab] and labels [rows, seq] of each batch.
         load_options: for opening the model: `ttpu_core.loading.LoadOptions` by name, such as attn_implementation.
         cache_dir: where tokenized data are kept.
+        deepspeed: a DeepSpeed configuration, as a JSON file or its content, beside the other arguments.
         **arguments: fields of `TrainingArguments`.
 
     Raises:
@@ -88,16 +90,19 @@ class Trainer:
         preprocess_logits_for_metrics: Callable[[np.ndarray, np.ndarray], Any] | None = None,
         load_options: Mapping[str, Any] | None = None,
         cache_dir: str | Path | None = None,
+        deepspeed: str | Path | Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         if isinstance(args, TrainingArguments):
-            if arguments:
+            beside = [*arguments, *(() if deepspeed is None else ("deepspeed",))]
+            if beside:
                 raise RequestError(
-                    f"Trainer was given both args and {', '.join(arguments)}, which are fields of it: give one of them."
+                    f"Trainer was given both args and {', '.join(beside)}, which are fields of it: give one of them."
                 )
             self.args = args
         else:
-            self.args = TrainingArguments.read({**(args or {}), **arguments})
+            given = {**(args or {}), **arguments}
+            self.args = TrainingArguments.read(given if deepspeed is None else merged(given, deepspeed))
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         self._source, self._load_options, self._cache_dir = model, dict(load_options or {}), cache_dir

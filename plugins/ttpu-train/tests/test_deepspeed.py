@@ -1,0 +1,111 @@
+"""DeepSpeed configurations as training arguments."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttpu_core.errors import RequestError
+from ttpu_train.arguments import TrainingArguments
+from ttpu_train.deepspeed import merged, read_deepspeed
+
+# As transformers' documentation writes it.
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": "auto",
+    "steps_per_print": 5,
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "none"}},
+    "optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.8, 0.99], "eps": 1e-7, "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_type": "linear", "warmup_min_lr": 0, "warmup_num_steps": 7, "total_num_steps": 90},
+    },
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": "auto"},
+    "activation_checkpointing": {"partition_activations": True},
+    "wall_clock_breakdown": False,
+    "tensorboard": {"enabled": True},
+}
+
+
+def test_every_key_becomes_an_argument(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(CONFIG))
+    with pytest.warns(UserWarning, match=r"overlap_comm, activation_checkpointing.partition_activations, wall_clock"):
+        found = read_deepspeed(file)
+    assert found == {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "logging_steps": 5,
+        "zero_stage": 2,
+        "optim": "adamw",
+        "learning_rate": 3e-4,
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.99,
+        "adam_epsilon": 1e-7,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 7,
+        "max_steps": 90,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "report_to": "tensorboard",
+    }
+    TrainingArguments.read(found)
+
+
+def test_arguments_fill_what_is_auto_and_may_not_differ() -> None:
+    assert merged({"max_grad_norm": 2.0}, {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}}) == {
+        "max_grad_norm": 2.0
+    }
+    assert merged({"max_grad_norm": 2.0}, {"gradient_clipping": 2}) == {"max_grad_norm": 2.0}
+    with pytest.raises(RequestError, match=r"max_grad_norm=2.0 was given, but the DeepSpeed configuration says 1.0"):
+        merged({"max_grad_norm": 2.0}, {"gradient_clipping": 1})
+
+
+def test_a_logarithmic_warmup_is_said_to_be_linear_here() -> None:
+    with pytest.warns(UserWarning, match="rises linearly here"):
+        read_deepspeed({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = read_deepspeed({
+            "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "cos_min_ratio": 0.1}}
+        })
+    assert found == {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"curriculum_learning": {}}, "'curriculum_learning', but train_micro_batch_size_per_gpu"),
+        ({"train_batch_size": 64}, "train_batch_size = 64, but it must be auto"),
+        ({"gradient_clipping": "much"}, "gradient_clipping = 'much', but it must be a number"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_hpz_partition_size"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer.device = 'cpu'"),
+        ({"zero_optimization": 2}, "zero_optimization = 2, but it must be an object"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type = 'OneBitAdam'"),
+        ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type = 'OneCycle'"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled = True"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "cpu_checkpointing = True"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        read_deepspeed(config)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="does not exist"):
+        read_deepspeed(tmp_path / "ds.json")
+    (tmp_path / "ds.json").write_text("{")
+    with pytest.raises(RequestError, match="is no JSON"):
+        read_deepspeed(tmp_path / "ds.json")

@@ -1,0 +1,246 @@
+"""Reads a DeepSpeed configuration as training arguments. "auto" leaves a value to the arguments; a key that means
+nothing to a compiled program is named in a warning; any other key is refused by name."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ttpu_core.errors import RequestError
+
+AUTO = "auto"
+
+NO_EFFECT = {
+    "": ("wall_clock_breakdown", "prescale_gradients", "sparse_gradients", "zero_allow_untested_optimizer",
+         "zero_force_ds_cpu_optimizer", "communication_data_type", "gradient_predivide_factor"),
+    "zero_optimization": (
+        "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
+        "allgather_bucket_size", "round_robin_gradients", "sub_group_size", "load_from_fp32_weights",
+        "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
+        "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save", "ignore_unused_parameters",
+    ),
+    "activation_checkpointing": (
+        "partition_activations", "contiguous_memory_optimization", "number_checkpoints",
+        "synchronize_checkpoint_boundary", "profile",
+    ),
+}  # fmt: skip
+"""Keys about how PyTorch's processes exchange buffers, by section: a compiler schedules that here."""
+
+OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "sgd": "sgd", "muon": "muon"}
+"""DeepSpeed's names, in small letters. Its Adam decays weights as AdamW does."""
+OPTIMIZER_KEYS = {
+    "lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay", "momentum": "momentum"
+}  # fmt: skip
+SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+def read_deepspeed(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Training arguments by name.
+
+    Args:
+        config: a JSON file, or its content.
+
+    Raises:
+        RequestError: the file cannot be read, or holds a key or a value that is not supported.
+    """
+    content = dict(config) if isinstance(config, Mapping) else _content(Path(config).expanduser())
+    reader = _Reader()
+    found = dict(reader.arguments(content))
+    if reader.unused:
+        warnings.warn(
+            f"the DeepSpeed configuration has {', '.join(reader.unused)}, which have no effect here: the compiler "
+            "schedules what devices exchange",
+            stacklevel=3,
+        )
+    return found
+
+
+def merged(arguments: Mapping[str, Any], config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Training arguments with those of a DeepSpeed configuration.
+
+    Raises:
+        RequestError: the two differ, or the configuration is not supported.
+    """
+    found = read_deepspeed(config)
+    for name, value in found.items():
+        if name in arguments and arguments[name] != value:
+            raise RequestError(
+                f"{name}={arguments[name]!r} was given, but the DeepSpeed configuration says {value!r}: give one of "
+                'them, or write "auto" there.'
+            )
+    return {**arguments, **found}
+
+
+class _Reader:
+    """unused: keys that were found and have no effect."""
+
+    def __init__(self) -> None:
+        self.unused: list[str] = []
+
+    def arguments(self, content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        simple: dict[str, Callable[[Any], tuple[str, Any]]] = {
+            "train_micro_batch_size_per_gpu": lambda value: ("per_device_train_batch_size", int(value)),
+            "gradient_accumulation_steps": lambda value: ("gradient_accumulation_steps", int(value)),
+            "gradient_clipping": lambda value: ("max_grad_norm", float(value)),
+            "steps_per_print": lambda value: ("logging_steps", int(value)),
+        }
+        sections = {
+            "zero_optimization": self._zero,
+            "optimizer": self._optimizer,
+            "scheduler": self._scheduler,
+            "bf16": self._bf16,
+            "fp16": self._fp16,
+            "activation_checkpointing": self._activation_checkpointing,
+            "tensorboard": lambda section: self._reporter("tensorboard", section),
+            "wandb": lambda section: self._reporter("wandb", section),
+        }
+        known = [*simple, *sections, "train_batch_size", *NO_EFFECT[""]]
+        for key, value in content.items():
+            if value == AUTO or key in self._ignored("", key):
+                continue
+            if key in simple:
+                try:
+                    yield simple[key](value)
+                except (TypeError, ValueError):
+                    raise _refused(key, value, "a number, or auto") from None
+            elif key in sections:
+                if not isinstance(value, Mapping):
+                    raise _refused(key, value, "an object with keys")
+                yield from sections[key](value)
+            elif key == "train_batch_size":
+                raise _refused(
+                    key, value, 'auto: it follows from train_micro_batch_size_per_gpu, the accumulation and the mesh'
+                )
+            else:
+                raise RequestError(
+                    f"the DeepSpeed configuration has {key!r}, but {', '.join(known)} are supported: take it out."
+                )
+
+    def _ignored(self, section: str, key: str) -> tuple[str, ...]:
+        """The key alone if it has no effect, which is noted, else nothing."""
+        if key not in NO_EFFECT[section]:
+            return ()
+        self.unused.append(f"{section}.{key}" if section else key)
+        return (key,)
+
+    def _zero(self, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key, value in section.items():
+            if value == AUTO or key in self._ignored("zero_optimization", key):
+                continue
+            if key == "stage":
+                if value not in (0, 1, 2, 3):
+                    raise _refused("zero_optimization.stage", value, "0, 1, 2 or 3")
+                yield "zero_stage", value
+            elif key in ("offload_optimizer", "offload_param"):
+                device = value.get("device") if isinstance(value, Mapping) else value
+                if device not in (None, "none"):
+                    raise _refused(f"zero_optimization.{key}.device", device, "none: weights and state stay on devices")
+            else:
+                raise _unknown("zero_optimization", key)
+
+    def _optimizer(self, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key in section:
+            if key not in ("type", "params"):
+                raise _unknown("optimizer", key)
+        name = section.get("type", "AdamW")
+        if str(name).lower() not in OPTIMIZERS:
+            raise _refused("optimizer.type", name, "Adam, AdamW, Lion, SGD or Muon")
+        yield "optim", OPTIMIZERS[str(name).lower()]
+        for key, value in section.get("params", {}).items():
+            if value == AUTO or (key in ("torch_adam", "adam_w_mode") and value):
+                continue
+            if key == "betas":
+                yield "adam_beta1", float(value[0])
+                yield "adam_beta2", float(value[1])
+            elif key in OPTIMIZER_KEYS:
+                yield OPTIMIZER_KEYS[key], float(value)
+            else:
+                raise _unknown("optimizer.params", key)
+
+    def _scheduler(self, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        name = section.get("type")
+        if name not in SCHEDULES:
+            raise _refused("scheduler.type", name, " or ".join(SCHEDULES))
+        yield "lr_scheduler_type", SCHEDULES[name]
+        given = section.get("params", {})
+        if given.get("warmup_type") not in ("linear", AUTO):
+            if given.get("warmup_type", "log") != "log":
+                raise _refused("scheduler.params.warmup_type", given["warmup_type"], "linear")
+            warnings.warn(
+                "the DeepSpeed configuration warms up by a logarithm (warmup_type, whose default is log), but the "
+                'learning rate rises linearly here: write "warmup_type": "linear"',
+                stacklevel=5,
+            )
+        for key, value in given.items():
+            if value == AUTO or key in ("warmup_type", "last_batch_iteration"):
+                continue
+            if key == "warmup_num_steps":
+                yield "warmup_steps", int(value)
+            elif key == "warmup_max_lr":
+                yield "learning_rate", float(value)
+            elif key == "total_num_steps":
+                yield "max_steps", int(value)
+            elif key in ("warmup_min_lr", "warmup_min_ratio", "cos_min_ratio"):
+                if key == "cos_min_ratio":
+                    yield "lr_scheduler_kwargs", {"min_lr_rate": float(value)}
+                elif float(value):
+                    raise _refused(f"scheduler.params.{key}", value, "0")
+            else:
+                raise _unknown("scheduler.params", key)
+
+    def _bf16(self, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key, value in section.items():
+            if key != "enabled":
+                raise _unknown("bf16", key)
+            if value != AUTO:
+                yield "bf16", bool(value)
+
+    def _fp16(self, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        if section.get("enabled") not in (None, False, AUTO):
+            raise _refused("fp16.enabled", section["enabled"], "false: TPUs compute in bfloat16, which needs no scale")
+        yield from ()
+
+    def _activation_checkpointing(self, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key, value in section.items():
+            if key == "cpu_checkpointing":
+                if value not in (False, AUTO):
+                    raise _refused("activation_checkpointing.cpu_checkpointing", value, "false")
+            elif key not in self._ignored("activation_checkpointing", key):
+                raise _unknown("activation_checkpointing", key)
+        yield "gradient_checkpointing", True
+
+    def _reporter(self, name: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        if section.get("enabled"):
+            yield "report_to", name
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RequestError(
+            f"the DeepSpeed configuration {path} was asked for, but it does not exist: correct the path."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            f"the DeepSpeed configuration {path} was asked for, but it is no JSON ({' '.join(str(error).split())}): "
+            "correct it."
+        ) from error
+    if not isinstance(content, dict):
+        raise RequestError(
+            f"the DeepSpeed configuration {path} holds a {type(content).__name__}, but an object is needed: correct it."
+        )
+    return content
+
+
+def _refused(key: str, value: Any, allowed: str) -> RequestError:
+    return RequestError(f"the DeepSpeed configuration has {key} = {value!r}, but it must be {allowed}: change it.")
+
+
+def _unknown(section: str, key: str) -> RequestError:
+    return RequestError(
+        f"the DeepSpeed configuration has {section}.{key}, which is not supported: take it out (see docs/training.md)."
+    )
