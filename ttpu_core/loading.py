@@ -47,6 +47,8 @@ class LoadOptions:
         attention_config: settings of that implementation, such as {"sa_block_q": 1024} for splash_attention.
         quantization: how the weights are quantized while they are loaded: a shorthand such as "w4a16-g128", a
             `ttpu_core.quantization.QuantizationConfig` or a mapping of its arguments. None leaves them as they are.
+        random_seed: draw random weights from this seed in place of the checkpoint's, to train from scratch; the folder
+            then needs only a config.json, and a tokenizer for text.
         purpose: what the model is opened for: "generate", "serve" (one serving engine) or "train"; a mesh is chosen for
             it by "auto", and a serving engine takes one replica of a plan.
         progress: called as progress("load", bytes done, bytes in all) and progress("compile", done, in all).
@@ -63,6 +65,7 @@ class LoadOptions:
     attn_implementation: str | None = "auto"
     attention_config: Mapping[str, Any] | None = None
     quantization: Any = None
+    random_seed: int | None = None
     purpose: Purpose = field(default="generate", metadata=NOT_FOR_ENGINES)
     progress: ProgressCallback | None = field(default=None, metadata=NOT_FOR_ENGINES)
 
@@ -206,7 +209,10 @@ def open_model(
     from ttpu_core.registry import default_registry
 
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, revision=options.revision)
-    checkpoint, architecture = describe_checkpoint(checkpoint, options.patch_packs)
+    if options.random_seed is None:
+        checkpoint, architecture = describe_checkpoint(checkpoint, options.patch_packs)
+    else:
+        architecture = default_registry().architecture(checkpoint.config, options.patch_packs)
     quantization_of(checkpoint.config)
     for sentence in refuse_ignored(checkpoint.config):
         warnings.warn(sentence, stacklevel=3) if warn is None else warn(sentence)

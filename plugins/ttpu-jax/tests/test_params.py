@@ -228,6 +228,20 @@ def test_random_parameters_follow_from_the_seed_and_not_from_the_mesh(path: Path
     np.testing.assert_array_equal(one["final_norm.scale"], np.ones(32))
 
 
+def test_a_folder_without_weights_opens_with_random_ones_on_any_mesh(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+    tokens = np.arange(12).reshape(2, 6)
+    one, padded, other = (
+        AutoModelForTPU.from_pretrained(path, dtype="float32", random_seed=seed, mesh=mesh)
+        for seed, mesh in ((3, None), (3, "tensor=8"), (4, None))
+    )
+    assert padded.paddings  # heads are repeated for eight devices
+    np.testing.assert_allclose(padded(tokens).logits, one(tokens).logits, atol=1e-5)
+    assert np.abs(np.asarray(other(tokens).logits) - np.asarray(one(tokens).logits)).max() > 1e-3
+    with pytest.raises(RequestError, match="leave one of them out"):
+        AutoModelForTPU.from_pretrained(path, random_seed=3, quantization="w8a16")
+
+
 def test_abstract_parameters_have_the_shapes_and_shardings_of_real_ones(path: Path) -> None:
     spec = default_registry().architecture(open_checkpoint(path).config).spec
     real, abstract = load(path, "tensor=2"), abstract_parameters(spec.parameters, local_placement("tensor=2"), FLOAT32)

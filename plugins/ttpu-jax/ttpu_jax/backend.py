@@ -47,6 +47,7 @@ from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.ops.matmul.choice import ROWS, product_choices
 from ttpu_jax.parallel import placement_for
 from ttpu_jax.params.dtypes import model_dtype
+from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.load import load_parameters
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.quantized import groupings_for
@@ -87,9 +88,16 @@ class JaxBackend:
         began = time.perf_counter()
         initialize()
         check_supported(architecture.spec)
-        quantized = open_quantized(checkpoint)
-        names = checkpoint.tensors if quantized is None else quantized.shapes
-        architecture = replace(architecture, mapping=architecture.mapping.suited_to(names))
+        if options.random_seed is not None and options.quantization is not None:
+            raise RequestError(
+                f"random_seed={options.random_seed} and quantization={str(options.quantization)!r} were given, but "
+                "random weights are for training, which needs dense ones: leave one of them out."
+            )
+        quantized = None
+        if options.random_seed is None:
+            quantized = open_quantized(checkpoint)
+            names = checkpoint.tensors if quantized is None else quantized.shapes
+            architecture = replace(architecture, mapping=architecture.mapping.suited_to(names))
         report, use_pallas = None, AUTO_PALLAS
         if quantized is not None:
             if options.quantization is not None:
@@ -144,9 +152,15 @@ class JaxBackend:
         if quantized is not None:
             fitted = {path: one for path, (one,) in groupings.items()}
             mapping = stored_mapping(architecture.spec, spec, architecture.mapping, paddings, fitted, quantized)
-        params = load_parameters(
-            checkpoint, mapping, spec.parameters, placement, held, on_load, groupings=groupings
-        )
+        if options.random_seed is not None:
+            deviation = checkpoint.config.get("initializer_range", 0.02)
+            params = random_parameters(
+                spec.parameters, placement, held, options.random_seed, deviation, paddings=paddings
+            )
+        else:
+            params = load_parameters(
+                checkpoint, mapping, spec.parameters, placement, held, on_load, groupings=groupings
+            )
         # XLA:CPU computes attention in float32 (ops/attention), so a bfloat16 cache would be converted at every
         # step.
         cache_dtype = np.dtype(np.float32) if placement.platform == "cpu" else held

@@ -13,6 +13,7 @@ from typing import Any
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint, dtype_name
+from ttpu_core.errors import RequestError
 from ttpu_core.quantization.mapping import formats_of
 from ttpu_core.quantization.report import report_of
 from ttpu_core.quantization.schemes import open_quantized, refuse_again
@@ -51,6 +52,11 @@ class TorchXlaBackend:
         from ttpu_torch_xla.sharding.fsdp import has_fsdp_axis, refuse_without_axis, wrap
         from ttpu_torch_xla.sharding.resolve import resolve
 
+        if options.random_seed is not None:
+            raise RequestError(
+                f"random_seed={options.random_seed} was given, but the torch_xla backend loads the checkpoint's "
+                "weights: make them with transformers' AutoModelForCausalLM.from_config, or use backend='jax'."
+            )
         quantization_config = None
         if options.do_quant or options.quantization is not None:
             asked = options.quantization or options.quantization_config or QuantizationConfig()
