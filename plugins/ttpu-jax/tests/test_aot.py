@@ -169,6 +169,16 @@ class TestEstimate:
     def test_a_kernel_without_an_estimate_is_reported(self) -> None:
         assert schedule.estimate(LOOP, "v5e").unmodelled == (schedule.Unmodelled("kernel", "custom-call", 1),)
 
+    def test_the_cost_that_a_kernel_states_gives_its_least_time_apart(self) -> None:
+        cost = 'backend_config={"cost_estimate":{"flops":"%d","transcendentals":"0","bytes_accessed":"%d"}}'
+        text = entry(
+            f'%a = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", {cost % (786_000_000, 8)}',
+            f'ROOT %b = f32[8] custom-call(%a), custom_call_target="tpu_custom_call", {cost % (8, 819_000)}',
+        )
+        result = schedule.estimate(text, "v5e")
+        assert [one.roofline_seconds for one in result.unmodelled] == [pytest.approx(2e-6), pytest.approx(1e-6)]
+        assert result.seconds == 0 and result.kernel_seconds == pytest.approx(3e-6)
+
     def test_an_asynchronous_collective_costs_only_what_is_waited_for(self) -> None:
         text = entry(
             f"%s = (f32[2097152], f32[8388608], u32[]) all-gather-start(%p), {GROUP}",

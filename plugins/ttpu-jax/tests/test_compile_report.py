@@ -65,7 +65,10 @@ def test_quantized_weights_are_read_by_the_kernel_in_a_quarter_of_the_bytes() ->
     table = VOCAB * HIDDEN * BF16
     kernels, packed = (one.argument_bytes - one.cache_bytes - table for one in (dense, quantized))
     assert packed <= 0.29 * kernels
-    assert [one.count for one in quantized.unmodelled if one.name == "weight_only_product"] == [4 * LAYERS + 1]
+    (products,) = (one for one in quantized.unmodelled if one.name == "weight_only_product")
+    assert products.count == 4 * LAYERS + 1
+    read = pytest.approx(packed / 819e9, rel=0.1)  # and activations
+    assert products.roofline_seconds == quantized.kernel_seconds == read
 
 
 @pytest.fixture(scope="module")

@@ -109,6 +109,11 @@ def test_int8_pages_have_kernels_for_single_queries_for_blocks_and_to_write() ->
     wide = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=256, window=1024)
     program = compiled("v6e:2x4", wide, DECODE, "int8")
     assert kernels(program) == 2 and "scatter" not in program.hlo_text
+    least = {one.name.partition(".")[0]: one.roofline_seconds for one in program.estimate.unmodelled}
+    size, ways = page_bytes(wide, PAGE_SIZE, Placement(), "int8")[0], 8
+    in_window = SEQUENCES * (1024 // PAGE_SIZE + 1)  # pages of half a pair of heads a device, the other half zeros
+    assert least["int8_paged_attention_single"] == pytest.approx(2 * in_window * size / ways / 1640e9, rel=0.02)
+    assert 0 < (least["int8_page_write"] or 0.0) < 1e-6
 
 
 @pytest.mark.parametrize("topology_name", ["v5p:1x1x1", "tpu7x:1x1x1"])

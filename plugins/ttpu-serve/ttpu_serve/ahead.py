@@ -42,6 +42,11 @@ class ProgramFigures(Protocol):
         """Number of custom kernel calls."""
         ...
 
+    @property
+    def kernel_seconds(self) -> float:
+        """Least time of the kernels that state their cost. `seconds` leaves them out."""
+        ...
+
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as JSON values."""
         ...

@@ -67,6 +67,15 @@ class Instruction:
         return int(match.group(1)) if match else None
 
     @property
+    def stated_cost(self) -> tuple[int, int] | None:
+        """The FLOPs and the bytes accessed that a kernel's author states (`pallas.CostEstimate`), or None."""
+        stated = re.search(r'"cost_estimate":\{([^}]*)\}', self.attributes)
+        if stated is None:
+            return None
+        numbers = dict(re.findall(r'"(\w+)":"?(\d+)', stated.group(1)))
+        return int(numbers.get("flops", 0)), int(numbers.get("bytes_accessed", 0))
+
+    @property
     def collective_op(self) -> str | None:
         """The collective that this instruction performs or starts. None for the end of a collective and for other
         instructions."""

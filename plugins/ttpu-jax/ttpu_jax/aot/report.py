@@ -4,7 +4,7 @@ memory, collectives, predicted time. Nothing runs, and neither weights nor a TPU
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -46,10 +46,12 @@ class CollectiveTotal:
 
 @dataclass(frozen=True, slots=True)
 class UnmodelledTotal:
-    """Work that counts as zero seconds in the predicted time."""
+    """Work that counts as zero seconds in the predicted time. `roofline_seconds` is the least time of all executions of
+    a kernel that states its FLOPs and bytes, see `ttpu_jax.aot.schedule.Unmodelled`."""
 
     name: str
     count: int
+    roofline_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,11 @@ class ProgramReport:
     def cache_in_place(self) -> bool:
         """Whether the updated cache reuses the memory of the donated one, so that only one copy exists."""
         return self.aliased_bytes >= self.cache_bytes
+
+    @property
+    def kernel_seconds(self) -> float:
+        """The least time of the kernels that state their cost, on top of `predicted_seconds`."""
+        return sum(one.roofline_seconds or 0.0 for one in self.unmodelled)
 
     @property
     def tokens_per_second(self) -> float:
@@ -257,6 +264,10 @@ def _collective_totals(program: CompiledProgram) -> tuple[CollectiveTotal, ...]:
 def _unmodelled_totals(program: CompiledProgram) -> tuple[UnmodelledTotal, ...]:
     """Totals by the compiler's names without their unique suffixes: `scatter_fusion.3` → `scatter_fusion`."""
     counts: Counter[str] = Counter()
+    least: defaultdict[str, float] = defaultdict(float)
     for one in program.estimate.unmodelled:
-        counts[re.sub(r"(\.\d+|\.clone)+$", "", one.name).replace("-", "_")] += one.count
-    return tuple(UnmodelledTotal(name, count) for name, count in counts.most_common())
+        name = re.sub(r"(\.\d+|\.clone)+$", "", one.name).replace("-", "_")
+        counts[name] += one.count
+        if one.roofline_seconds is not None:
+            least[name] += one.count * one.roofline_seconds
+    return tuple(UnmodelledTotal(name, count, least.get(name)) for name, count in counts.most_common())

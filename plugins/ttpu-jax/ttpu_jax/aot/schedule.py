@@ -51,11 +51,14 @@ class InstructionCost:
 
 @dataclass(frozen=True, slots=True)
 class Unmodelled:
-    """An instruction that takes time but has no estimate, such as a Pallas kernel. It counts as zero seconds."""
+    """An instruction that takes time but has no estimate of the compiler, such as a Pallas kernel. It counts as zero
+    seconds. `roofline_seconds`, of one execution, is the least time in which the chip makes the FLOPs at its highest
+    rate and moves the bytes that the kernel states; None if it states none."""
 
     name: str
     op: str
     count: int
+    roofline_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,11 @@ class ScheduleEstimate:
     top: tuple[InstructionCost, ...]  # the costliest instructions, costliest first
     unmodelled: tuple[Unmodelled, ...]
     loops_without_trip_count: tuple[str, ...]  # counted as one iteration each
+
+    @property
+    def kernel_seconds(self) -> float:
+        """The least time of the kernels that state their cost, which `seconds` leaves out."""
+        return sum(one.count * (one.roofline_seconds or 0.0) for one in self.unmodelled)
 
 
 def estimate(hlo_text: str, chip: str) -> ScheduleEstimate:
@@ -173,7 +181,15 @@ class _Walk:
         elif op in _WORK_WITHOUT_FUSION or (
             op == "custom-call" and not _FREE_CUSTOM_CALL.search(instruction.attributes)
         ):
-            ledger.unmodelled.append(Unmodelled(instruction.name, op, count))
+            ledger.unmodelled.append(Unmodelled(instruction.name, op, count, self._roofline(instruction)))
+
+    def _roofline(self, kernel: Instruction) -> float | None:
+        stated, chip = kernel.stated_cost, self.chip
+        if stated is None:
+            return None
+        flops, moved = stated
+        rate = max(chip.bf16_flops, chip.int8_ops or 0.0, chip.fp8_flops or 0.0)
+        return max(flops / rate, moved / chip.hbm_bytes_per_second)
 
     def _control_flow(self, instruction: Instruction, count: int, ledger: _Ledger) -> float:
         if instruction.op == "call":

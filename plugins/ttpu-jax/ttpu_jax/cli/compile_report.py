@@ -12,7 +12,7 @@ import typer
 from ttpu_core.cli.console import counted, in_bytes, print_json, stderr_console, stdout_console
 
 if TYPE_CHECKING:
-    from ttpu_jax.aot.report import ProgramReport
+    from ttpu_jax.aot.report import ProgramReport, UnmodelledTotal
 
 NOTE = (
     "Figures of the TPU compiler (libtpu) for a slice that was not there: nothing ran on a TPU. Memory is what the "
@@ -123,6 +123,7 @@ def _as_json(report: ProgramReport) -> dict[str, Any]:
         "mesh": dict(report.mesh),
         "kernel_formats": dict(report.kernel_formats),
         "cache_in_place": report.cache_in_place,
+        "kernel_seconds": report.kernel_seconds,
         "tokens_per_second": report.tokens_per_second,
     }
 
@@ -168,6 +169,7 @@ def _rows(report: ProgramReport) -> list[tuple[str, str]]:
         ("  waiting", _milliseconds(waits)),
         ("  in the background", _milliseconds(parts.collective_in_background)),
         ("  roofline", _milliseconds(report.roofline_seconds)),
+        ("kernels, at least", _milliseconds(report.kernel_seconds)),
         ("tokens per second", f"{report.tokens_per_second:,.0f}"),
         ("collectives", "\n".join(_collectives(report)) or "none"),
         ("counted as no time", "\n".join(_uncounted(report)) or "nothing"),
@@ -180,10 +182,14 @@ def _collectives(report: ProgramReport) -> list[str]:
 
 
 def _uncounted(report: ProgramReport) -> list[str]:
-    lines = [f"{one.count:,} × {one.name}" for one in report.unmodelled]
+    lines = [f"{one.count:,} × {one.name}{_least(one)}" for one in report.unmodelled]
     if report.loops_without_trip_count:
         lines.append(f"all but one turn of {counted(report.loops_without_trip_count, 'loop')}")
     return lines
+
+
+def _least(one: UnmodelledTotal) -> str:
+    return "" if one.roofline_seconds is None else f", at least {_milliseconds(one.roofline_seconds)}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ttpu_core.spec.arithmetic import product_flops
+
 SUBLANES, LANES = 8, 128
 _BLOCK_BYTES = 2 << 20
 """Of a kernel's block: with two in flight, rows, result and accumulator, well within a TPU core's 16 MiB of VMEM."""
@@ -111,7 +113,7 @@ def visit_groups(
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=2 * rows * inner * outer,
+            flops=int(product_flops(inner * outer, rows)),
             bytes_accessed=x.nbytes + rows * outer * x.dtype.itemsize + kernel_bytes,
             transcendentals=0,
         ),

@@ -46,7 +46,9 @@ KERNEL = 'custom_call_target="tpu_custom_call"'
 class ProgramFigures:
     """The compiler's figures for a program. Bytes are of one device; collectives are (name, number, bytes of one
     device's results). `seconds` are predicted; they leave out the `kernels` (calls of Pallas kernels), and count one
-    iteration of each of the `open_loops`, whose trip counts depend on the requests."""
+    iteration of each of the `open_loops`, whose trip counts depend on the requests. `kernel_seconds` is the least time
+    of the kernels that state their FLOPs and bytes; those of attention state what sequences as long as they may be
+    take."""
 
     peak_bytes: int
     argument_bytes: int
@@ -57,6 +59,7 @@ class ProgramFigures:
     collectives: tuple[tuple[str, int, int], ...]
     kernels: int
     open_loops: int
+    kernel_seconds: float
 
     @property
     def counts_all(self) -> bool:
@@ -81,6 +84,7 @@ class ProgramFigures:
             collectives=tuple((op, counts[op], sizes[op]) for op in sorted(counts)),
             kernels=program.hlo_text.count(KERNEL),
             open_loops=len(program.estimate.loops_without_trip_count),
+            kernel_seconds=program.estimate.kernel_seconds,
         )
 
     def to_dict(self) -> dict[str, Any]:

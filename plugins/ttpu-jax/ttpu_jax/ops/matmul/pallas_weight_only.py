@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ttpu_core.spec.arithmetic import product_flops
 from ttpu_jax.ops.kernels import QuantizedKernel
 from ttpu_jax.ops.matmul.pallas_blocks import SUBLANES, Blocks, bits_of, blocks_for
 
@@ -95,8 +96,9 @@ def _product(
         scratch_shapes=[pltpu.VMEM((blocks.rows, blocks.out), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=2 * rows * inputs * out,
-            bytes_accessed=x.nbytes + values.size * bits_of(values.dtype) // 8,
+            flops=int(product_flops(values.size, rows)),
+            bytes_accessed=sum(one.size * bits_of(one.dtype) for one in operands) // 8
+            + rows * out * bits_of(out_dtype) // 8,
             transcendentals=0,
         ),
         interpret=interpret,

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ttpu_core.spec import AttentionSpec
+from ttpu_core.spec.arithmetic import attention_flops
 from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR, SUBLANES, Int8Blocks, int8_blocks
@@ -153,6 +154,7 @@ def _attend(
             scratch_shapes=scratch,
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        cost_estimate=_cost(queries, kv, pieces, spec, single=order is not None),
         interpret=interpret,
         name="int8_paged_attention_block" if order is None else "int8_paged_attention_single",
     )
@@ -160,6 +162,24 @@ def _attend(
     if order is not None:
         return mixed[:rows, :, : 2 * group].reshape(queries.shape)
     return mixed.reshape(heads, -1, group, width).swapaxes(0, 1)[:rows]
+
+
+def _cost(
+    queries: jax.Array, kv: PagedKV, pieces: Pieces, spec: AttentionSpec, *, single: bool
+) -> pl.CostEstimate:
+    """What a kernel has to do where each piece has as many tokens as its row of the table has room for, or all of them
+    as many as there are pages. Lengths are not known while a program is compiled."""
+    assert kv.scales is not None
+    rows, heads, group, _ = queries.shape
+    room = pieces.table.shape[1]
+    pages = min(len(pieces.lengths) * room, len(kv.pages))
+    pairs = (pages if single else rows * room) * kv.pages.shape[1]
+    page_bytes = (kv.pages.nbytes + kv.scales.nbytes) // len(kv.pages)
+    return pl.CostEstimate(
+        flops=int(attention_flops(heads * group, spec, pairs)),
+        bytes_accessed=pages * page_bytes + 2 * queries.nbytes,
+        transcendentals=heads * group * pairs,
+    )
 
 
 class _Copies:
