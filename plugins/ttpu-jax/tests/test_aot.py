@@ -191,6 +191,19 @@ class TestEstimate:
         assert result.breakdown.collective_wait == pytest.approx(gather - 75000 / 1.5e9)
         assert result.breakdown.collective_in_background == pytest.approx(gather)
 
+    def test_a_collective_with_a_name_but_no_end_is_waited_for_where_it_is_used(self) -> None:
+        named = 'frontend_attributes={async_collective_name="all-gather-start"}'
+        text = entry(
+            f"%a = f32[8388608] all-gather(%p), {GROUP}, {named}",
+            '%w = f32[8] fusion(%p), kind=kLoop, calls=%g, backend_config={"estimated_cycles":"75000"}',
+            "%b = f32[8,1048576] bitcast(%a)",
+            'ROOT %u = f32[8] fusion(%b), kind=kLoop, calls=%g, backend_config={"estimated_cycles":"15000"}',
+        )
+        result = schedule.estimate(text, "v5e")
+        gather = 0.75 * 2**25 / 90e9 + 3 * schedule.HOP_SECONDS
+        assert result.breakdown.collective_wait == pytest.approx(gather - 75000 / 1.5e9)
+        assert result.seconds == pytest.approx(gather + 15000 / 1.5e9)
+
     def test_an_unknown_chip_is_refused(self) -> None:
         with pytest.raises(UnsupportedError, match="the chips are v4, v5e, v5p, v6e, tpu7x; write 'tpu7x'"):
             schedule.estimate(LOOP, "v7x")

@@ -84,7 +84,8 @@ class Instruction:
 
     @property
     def is_named_async(self) -> bool:
-        """Whether an instruction that looks synchronous has its wait scheduled elsewhere."""
+        """Whether a collective without a "done" may run in the background until its result is used. In programs of
+        libtpu 0.0.42 that is nearly always at once."""
         return "async_collective_name" in self.attributes
 
     def attribute(self, key: str) -> str | None:

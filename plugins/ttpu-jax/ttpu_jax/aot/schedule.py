@@ -23,6 +23,7 @@ _COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
 _COPY_DONES = ("copy-done", "slice-done", "dynamic-slice-done")
 _OFFLOAD_STARTS = ("async-start", "call-start")  # collectives that SparseCores perform
 _COLLECTIVE_DONES = ("async-done", "call-done", *(f"{op}-done" for op in COLLECTIVE_OPS))
+_RENAMES = ("bitcast", "get-tuple-element")
 _WORK_WITHOUT_FUSION = ("sort", "scatter", "dynamic-update-slice", "convolution", "dot", "rng-bit-generator")
 _FREE_CUSTOM_CALL = re.compile(
     r'target="(AllocateBuffer|ConcatBitcast|Assume|GatherScatterIndices|Sharding|AsyncCollective)'
@@ -130,6 +131,8 @@ class _Clocks:
     copies: float = 0.0
     links: float = 0.0
     ready: dict[str, float] = field(default_factory=dict)  # instruction → time at which the work it started finishes
+    # Collectives that have no "done" and have not been used, by the names under which their results go.
+    named: dict[str, str] = field(default_factory=dict)
 
     def queue_copy(self, name: str, seconds: float) -> None:
         self.copies = max(self.copies, self.core) + seconds
@@ -162,6 +165,8 @@ class _Walk:
 
     def _step(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         op = instruction.op
+        if clocks.named:
+            self._use(instruction, clocks, count, ledger)
         if op in ("while", "call", "conditional"):
             clocks.core += self._control_flow(instruction, count, ledger)
         elif op in _COPY_STARTS:
@@ -219,6 +224,17 @@ class _Walk:
         started = done.operand_names[-1] if done.operand_names else ""
         ledger.add(kind, done.name, clocks.wait_until(clocks.ready.get(started, 0.0)) * count)
 
+    def _use(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
+        """Wait for the named collectives whose results an instruction uses."""
+        for name in instruction.operand_names:
+            if name not in clocks.named:
+                continue
+            if instruction.op in _RENAMES:
+                clocks.named[instruction.name] = clocks.named[name]
+                continue
+            started = clocks.named.pop(name)
+            ledger.add("collective_wait", started, clocks.wait_until(clocks.ready[started]) * count)
+
     def _compute(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         seconds = (instruction.estimated_cycles or 0) / self.chip.clock_hz
         clocks.core += seconds
@@ -229,6 +245,8 @@ class _Walk:
         seconds = self._seconds(op, collective_bytes(instruction), instruction, _driven_axes(instruction))
         if instruction.op.endswith("-start") or instruction.is_named_async:
             self._in_background(instruction, seconds, clocks, count, ledger)
+            if instruction.is_named_async:
+                clocks.named[instruction.name] = instruction.name
         else:
             clocks.core += seconds
             ledger.add("collective", instruction.name, seconds * count)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ttpu_core.errors import RequestError, UnsupportedError
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, Parameter
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, Parameter, axes
 from ttpu_core.spec.parameters import stacked_layers
 from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.custom import custom_block, custom_embedding
@@ -215,11 +215,14 @@ class Decoder(nnx.Module):
         """One scan per group of repeated layers, its caches carried whole and written a row at a time."""
         updated: list[Any] = []
         shared: dict[int, Keys] = {}
+        whole = not any(self.runtime.placement.axes_of(axis) for axis in (axes.QKV, axes.HEAD_DIM))
+        merges = self.runtime.cuts_stream and whole
         place = 0
         for group in self.spec.groups():
             places = range(place, place + len(group.unit))
             place += len(group.unit)
             split = [nnx.split(self.layers[i]) for i in places]
+            stacks = tuple(state for _, state in split)
             start = group.start
             last: list[Keys | None] = []
             once = group.repeats == 1
@@ -228,10 +231,17 @@ class Decoder(nnx.Module):
                 apply = jax.checkpoint(_run_layer, static_argnums=0, prevent_cse=once)
 
             def body(
-                carry: Any, inputs: Any, group: Any = group, split: Any = split, last: Any = last, apply: Any = apply
+                carry: Any,
+                inputs: Any,
+                group: Any = group,
+                split: Any = split,
+                stacks: Any = stacks,
+                last: Any = last,
+                apply: Any = apply,
             ) -> tuple[Any, None]:
                 x, held = carry
                 layer_index, states = inputs
+                states = _apart(states, stacks)
                 after = []
                 for number, ((definition, _), state, kept) in enumerate(zip(split, states, held, strict=True)):
                     index = group.start + layer_index * len(group.unit) + number
@@ -241,7 +251,9 @@ class Decoder(nnx.Module):
                     last.append(keys)
                 return (x, tuple(after)), None
 
-            states = tuple(state for _, state in split)
+            states = stacks
+            if merges and not once:
+                states = tuple(_merged(stack) for stack in stacks)
             carry = x, tuple(caches[i] for i in places)
             if once:  # its keys and values may be wanted outside, where a loop's could not be had
                 (x, held), _ = body(carry, (jnp.int32(0), jax.tree.map(lambda array: array[0], states)))
@@ -307,3 +319,19 @@ def _layer_paths(spec: ArchitectureSpec, *, stacked: bool) -> Iterator[tuple[str
         yield from ((f"layers.{index}", layer) for index, layer in enumerate(spec.layers))
         return
     yield from ((prefix, layer) for prefix, layer, _ in stacked_layers(spec))
+
+
+def _merged(state: Any) -> Any:
+    """The state of stacked layers, with fused queries, keys and values [layers, heads, slots, features, in] as
+    [layers, outputs, in]: XLA:TPU then reads a layer's where they lie, instead of copying them first."""
+
+    def merge(path: Any, stack: jax.Array) -> jax.Array:
+        fused = stack.ndim == 5 and "qkv" in jax.tree_util.keystr(path)
+        return stack.reshape(len(stack), -1, stack.shape[-1]) if fused else stack
+
+    return jax.tree_util.tree_map_with_path(merge, state)
+
+
+def _apart(states: Any, stacks: Any) -> Any:
+    """One layer's states in the shapes that they have in the stacks."""
+    return jax.tree.map(lambda part, stack: part.reshape(stack.shape[1:]), states, stacks)
