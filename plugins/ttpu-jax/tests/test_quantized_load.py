@@ -24,7 +24,7 @@ from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.ops.kernels import QuantizedKernel, dense
 from ttpu_jax.params.initialize import abstract_parameters, random_parameters
-from ttpu_jax.params.load import load_parameters
+from ttpu_jax.params.load import load_parameters, row_blocks
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.placement import Placement, local_placement
 from ttpu_jax.params.quantized import groupings_for
@@ -82,6 +82,30 @@ def test_stacked_layers_hold_the_same_kernels(uneven: Path) -> None:
             assert np.array_equal(getattr(stacked[f"groups.0.0.{path}"], part), np.stack(both))
 
 
+@pytest.mark.parametrize("block", [1000, 5000])
+def test_large_kernels_are_rounded_block_by_block_to_the_same_numbers(
+    block: int, uneven: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, expected = loaded(uneven, "w4a16-g32-asym")
+    monkeypatch.setattr("ttpu_jax.params.load.BLOCK", block)
+    _, params = loaded(uneven, "w4a16-g32-asym")
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (2, 5, 3), (4, 2, 6, 3), (1, 3)])
+@pytest.mark.parametrize("most", [1, 6, 9, 100])
+def test_blocks_of_rows_cover_a_kernel(shape: tuple[int, ...], most: int) -> None:
+    kernel = np.arange(np.prod(shape)).reshape(shape)
+    found = np.full((kernel.size // 3, 3), -1)
+    blocks = [(start, kernel[tuple(slice(*each) for each in box)]) for start, box in row_blocks(shape, most)]
+    assert {block.shape for _, block in blocks} == {blocks[0][1].shape}
+    assert blocks[0][1].size <= max(most, 3)
+    for start, block in blocks:
+        rows = block.reshape(-1, 3)
+        found[start : start + len(rows)] = rows
+    assert np.array_equal(found, kernel.reshape(-1, 3))
+
+
 @pytest.mark.parametrize(
     ("text", "mesh"), [("w4a16-g32-asym", "fsdp=2,tensor=4"), ("w4a16-g32", "tensor=8"), ("w8a8", "tensor=8")]
 )
@@ -122,7 +146,11 @@ def test_an_embedding_table_is_looked_up_by_row_and_serves_as_the_head(tied: boo
     assert np.abs(logits(model)[..., :259] - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [2**18, 1000])
+def test_weights_that_are_no_numbers_are_refused(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ttpu_jax.params.load.BLOCK", block)
     path = llama_checkpoint(tmp_path / "llama")
     weights = load_file(path / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][3, 4] = np.nan

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from math import prod
@@ -29,11 +29,17 @@ from ttpu_core.spec.kernel_format import PartName
 from ttpu_jax.ops.kernels import kernel_from_parts
 from ttpu_jax.params.dtypes import stored_dtype, values_dtype
 from ttpu_jax.params.placement import Placement
-from ttpu_jax.params.quantized import Groupings, held_parameters, held_parts, rounded
+from ttpu_jax.params.quantized import Groupings, held_parameters, held_parts, rounded, rounded_by_blocks
 
 Progress = Callable[[int, int], None]
 Tensors = Mapping[str, StoredTensor | DecodedTensor]
 ALIGNMENT = 64  # XLA:CPU takes over a host buffer without a copy if it is aligned to this many bytes
+
+BLOCK = 2**18
+"""Number of weights, at least, that are read and rounded at a time on one device."""
+
+BLOCKS = 64
+"""Larger kernels are rounded in about as many blocks as this."""
 
 THREADS = min(8, 2 * (os.cpu_count() or 1))
 """Number of parameters that are read at a time: enough to keep a disk busy while others are transferred to a device."""
@@ -54,7 +60,8 @@ def load_parameters(
     groupings: Groupings | None = None,
 ) -> dict[str, Any]:
     """Every parameter of the table, on its devices: Flax path → array, or `QuantizedKernel` for a parameter with a
-    format. A dense kernel with a format is rounded as soon as it is on its devices, one kernel per thread at a time.
+    format. On one device, a large dense kernel with a format is rounded block by block while it is read; on a mesh, as
+    soon as it is on its devices, one kernel per thread at a time.
 
     Args:
         checkpoint: the checkpoint.
@@ -154,7 +161,11 @@ def _jobs(
         nbytes = sum(_elements(box) for box in boxes) * kind.itemsize
         padding = 1 if path.endswith(".kernel.scale") else 0
         load = partial(_load, mapping[path], parameter.shape, kind, sharding, boxes, tensors, reader, padding)
-        if parameter.format is not None:
+        if parameter.format is not None and placement.mesh is None and parameter.size > BLOCK:
+            blocks = row_blocks(parameter.shape, max(BLOCK, parameter.size // BLOCKS))
+            nbytes = _elements(blocks[0][1]) * kind.itemsize
+            load = partial(_load_by_blocks, mapping[path], kind, blocks, tensors, reader, path, parameter, placement)
+        elif parameter.format is not None:
             load = partial(_load_rounded, load, path, parameter, placement, groupings[path])
         yield path, nbytes, load
 
@@ -171,6 +182,40 @@ def _load_parts(path: str, parameter: Parameter, jobs: Mapping[str, Callable[[],
 def _load_rounded(load: Callable[[], jax.Array], *how: Any) -> Any:
     """Read a dense kernel and round it; `how` are the further arguments of `rounded`."""
     return jax.block_until_ready(rounded(load(), *how))
+
+
+def row_blocks(shape: tuple[int, ...], most: int) -> list[tuple[int, Box]]:
+    """Boxes of equal shape and at most `most` elements, or one row, that cover a kernel [*out, in]; each with the
+    number of its first row. The last ones may overlap the others."""
+    axis = next(axis for axis in range(len(shape)) if prod(shape[axis + 1 :]) <= most or axis == len(shape) - 2)
+    high = min(shape[axis], max(1, most // prod(shape[axis + 1 :])))
+    found = []
+    for lead in np.ndindex(*shape[:axis]):
+        for start in range(0, shape[axis], high):
+            begin = min(start, shape[axis] - high)
+            first = [*lead, begin, *(0 for _ in shape[axis + 1 : -1])]
+            box = (*((one, one + 1) for one in lead), (begin, begin + high), *((0, size) for size in shape[axis + 1 :]))
+            found.append((int(np.ravel_multi_index(first, shape[:-1])), box))
+    return found
+
+
+def _load_by_blocks(
+    rule: Expression,
+    dtype: np.dtype[Any],
+    blocks: Sequence[tuple[int, Box]],
+    tensors: Tensors,
+    reader: TensorReader,
+    *what: Any,
+) -> Any:
+    """Read a dense kernel and round it block by block; `what` are the further arguments of `rounded_by_blocks`."""
+
+    def read() -> Iterator[tuple[int, np.ndarray]]:
+        for start, box in blocks:
+            array = np.empty([stop - begin for begin, stop in box], dtype)
+            read_boxes(rule, {box: array}, tensors, reader)
+            yield start, array.reshape(-1, array.shape[-1])
+
+    return rounded_by_blocks(read(), *what)
 
 
 def _load(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from threading import Lock
 from typing import Any
 
 import jax
@@ -23,6 +24,9 @@ from ttpu_jax.params.placement import Placement
 IN_BYTES = {"int4": "int8", "float4_e2m1fn": "float8_e4m3fn"}
 """The dtype that holds the numbers of a 4-bit dtype on a CPU: jax 0.10.2 refuses 4-bit arguments of programs compiled
 ahead there, because it reports another layout for the array than for the program."""
+
+_ROUNDING = Lock()
+"""One thread rounds at a time: on a CPU, malloc keeps what each thread needed for it."""
 
 Groupings = Mapping[str, tuple[Grouping, ...]]
 """Flax path → how the groups of a kernel fit the mesh; of each layer where layers are stacked."""
@@ -110,13 +114,58 @@ def rounded(
     leaves, tree = jax.tree.flatten(shardings)
     held = held_parts(parameter, placement)["values"].dtype or ""
     result, finite = _program(parameter.format, held, groupings, tuple(leaves), tree)(kernel)
+    _check(path, finite)
+    kernel.delete()
+    return result
+
+
+def rounded_by_blocks(
+    blocks: Iterable[tuple[int, np.ndarray]], path: str, parameter: Parameter, placement: Placement
+) -> QuantizedKernel:
+    """Round a dense kernel on one device while it is read, so that neither the host nor the device ever holds it.
+
+    Args:
+        blocks: the number of the first row and the block [rows, in], of a kernel [*out, in] whose outputs are merged.
+            They cover it, may overlap, and are equally high.
+        path: its Flax path.
+        parameter: its entry in the parameter table.
+        placement: one device.
+
+    Raises:
+        CheckpointError: the kernel holds NaN or infinite weights.
+    """
+    assert parameter.format is not None and placement.mesh is None
+    device = placement.whole()
+    parts = held_parts(parameter, placement)
+    empty = {name: jnp.zeros(part.shape, part.dtype, device=device) for name, part in parts.items()}
+    state = kernel_from_parts(parameter.format, empty), jnp.asarray(True, device=device)
+    for start, block in blocks:
+        with _ROUNDING:
+            state = jax.block_until_ready(_with_rows(state, block, np.int32(start)))
+    _check(path, state[1])
+    return state[0]
+
+
+@partial(jax.jit, donate_argnums=0)
+def _with_rows(
+    state: tuple[QuantizedKernel, jax.Array], rows: jax.Array, start: jax.Array
+) -> tuple[QuantizedKernel, jax.Array]:
+    """The kernel with rows [rows, in] rounded, and whether all were finite."""
+    result, finite = state
+
+    def put(whole: jax.Array, part: jax.Array) -> jax.Array:
+        merged = whole.reshape(-1, *part.shape[1:])
+        return jax.lax.dynamic_update_slice_in_dim(merged, part.astype(whole.dtype), start, 0).reshape(whole.shape)
+
+    return jax.tree.map(put, result, quantize(rows, result.format)), finite & jnp.isfinite(rows).all()
+
+
+def _check(path: str, finite: jax.Array) -> None:
     if not bool(finite):
         raise CheckpointError(
             f"{path} was to be quantized, but it holds weights that are NaN or infinite: take another copy of the "
             "checkpoint, or skip this kernel."
         )
-    kernel.delete()
-    return result
 
 
 @lru_cache(maxsize=256)
