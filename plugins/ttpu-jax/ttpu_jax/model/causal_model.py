@@ -121,10 +121,39 @@ class DecoderModel:
         """
         return self.module(params)(tokens, positions, cache, last_only=last_only, fresh=fresh)
 
-    def hidden(self, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return the residual stream [batch, seq, hidden] after the final norm, of tokens [batch, seq] at positions
-        [batch, seq], negative for padding; without a cache."""
-        return self.module(params).hidden(tokens, positions)[0]
+    def hidden(
+        self, params: Params, tokens: jax.Array, positions: jax.Array, segments: jax.Array | None = None
+    ) -> jax.Array:
+        """Return the residual stream [batch, seq, hidden] after the final norm, without a cache.
+
+        Args:
+            params: Flax path → array.
+            tokens: [batch, seq].
+            positions: [batch, seq], from 0 in each sequence; negative for padding.
+            segments: int32 [batch, seq], the sequence of each token in its row, from 1; 0 for padding. Tokens attend to
+                their own sequence alone. None: each row holds one.
+
+        Raises:
+            UnsupportedError: segments for a model whose recurrent mixers do not reset their states.
+        """
+        return self.module(params).packed(tokens, positions, segments)[0]
+
+    def hidden_and_loads(
+        self, params: Params, tokens: jax.Array, positions: jax.Array, segments: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return `hidden`, and the loads of experts, float32 [layers, 2, experts]: the sums over the tokens of each
+        layer of `ttpu_jax.model.moe.ExpertLoads`; None for a model without experts.
+
+        Args:
+            params: Flax path → array.
+            tokens: [batch, seq].
+            positions: [batch, seq], from 0 in each sequence; negative for padding.
+            segments: as for `hidden`.
+
+        Raises:
+            UnsupportedError: as `hidden`.
+        """
+        return self.module(params).packed(tokens, positions, segments, routing=True)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Return float32 logits [batch, seq, vocab] for `hidden` [batch, seq, hidden], the residual stream after the

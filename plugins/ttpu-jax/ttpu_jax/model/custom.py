@@ -5,8 +5,10 @@ A mixer is a Flax NNX module `Mixer(spec: MixerSpec, values: Parameters, runtime
 seq, hidden], the `Step`, and its state, name → array [batch, *shape] (None without a cache: it starts from zeros). It
 returns [batch, seq, hidden] and the state after these tokens (None if it was given none). It does not see whether the
 state lies in a contiguous cache or in an engine's slots. Tokens with a negative position are padding, which must leave
-the state unchanged. Where `step.last_only`, a mixer may return the last token only. A block is built and called as
-`ttpu_jax.model.layers.DecoderLayer`, an embedding as `ttpu_jax.model.embedding.Embedding`.
+the state unchanged. Where `step.last_only`, a mixer may return the last token only. A mixer with the attribute
+`resets_state = True` starts anew at the tokens of `step.starts`, where a row holds several sequences; rows of several
+sequences are refused to others. A block is built and called as `ttpu_jax.model.layers.DecoderLayer`, an embedding as
+`ttpu_jax.model.embedding.Embedding`.
 """
 
 from __future__ import annotations

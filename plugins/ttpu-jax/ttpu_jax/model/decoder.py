@@ -21,6 +21,7 @@ from ttpu_jax.model.custom import custom_block, custom_embedding
 from ttpu_jax.model.embedding import Embedding, Head
 from ttpu_jax.model.layers import DecoderLayer
 from ttpu_jax.model.modules import RESIDUAL, LayerInputs, Norm, Parameters, Runtime, Step, maybe
+from ttpu_jax.model.moe import ExpertLoads
 from ttpu_jax.model.step_cache import ContiguousCache, Keys, NoCache, PagedCache, StepCache
 from ttpu_jax.ops.kernels import with_adapters
 from ttpu_jax.ops.paged_attention import RaggedBatch
@@ -28,6 +29,9 @@ from ttpu_jax.ops.rope import rope_angles
 
 Caches = tuple[Any, ...]
 """What is kept of each layer between steps: `LayerCache`, `StateCache`, `PagedKV` or None."""
+
+Loads = list[jax.Array]
+"""`ExpertLoads` summed over the tokens of each layer of a group, [layers, 2, experts]; empty if not asked for."""
 
 Bind = Callable[[Any, jax.Array | None], StepCache]
 """From what is kept of a layer, and its index among stacked ones, to its cache during this step."""
@@ -132,18 +136,40 @@ class Decoder(nnx.Module):
         seq = tokens.shape[1]
         positions, lengths, bind = _bound(tokens, positions, cache, fresh=fresh)
         step = Step(positions, self._angles(positions, lengths))
-        x, beside = self.embed(tokens, positions)
-        x = self.runtime.placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
         held = (None,) * len(self.layers) if cache is None else cache.layers
-        if self.stacked:
-            x, layer_caches = self._scan_layers(x, step, held, bind, beside)
-        else:
-            x, layer_caches = self._unroll_layers(x, step, held, bind, beside, last_only=last_only and seq > 1)
+        x, layer_caches, _ = self._through_layers(tokens, step, held, bind, last_only=last_only and seq > 1)
         if cache is not None:
             cache = replace(cache, layers=layer_caches, length=cache.length + seq)
         if last_only:
             x = x[:, -1:]
         return maybe(self.final_norm, self.embed.collapse(x)), cache
+
+    def packed(
+        self, tokens: jax.Array, positions: jax.Array, segments: jax.Array | None, *, routing: bool = False
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Run rows that may hold several sequences each, without a cache.
+
+        Args:
+            tokens: [batch, seq].
+            positions: [batch, seq], from 0 in each sequence; negative for padding.
+            segments: int32 [batch, seq], the sequence of each token in its row, from 1; 0 for padding. Tokens attend to
+                their own sequence alone. None: each row holds one.
+            routing: return the loads of experts too.
+
+        Returns:
+            The residual stream after the final norm [batch, seq, hidden], and `ExpertLoads` summed over the tokens of
+                each layer of experts, float32 [layers, 2, experts]; None if not asked for or without experts.
+
+        Raises:
+            UnsupportedError: segments for a model whose recurrent mixers do not reset their states.
+        """
+        nothing = NoCache(positions, segments=segments)
+        angles = self._angles(positions, positions.max(axis=1) + 1)
+        if segments is not None and any(rope.depends_on_length for rope in self.runtime.ropes):
+            angles = self._angles_by_segment(positions, segments)
+        step = Step(positions, angles, segments=segments, routing=routing)
+        x, _, loads = self._through_layers(tokens, step, (None,) * len(self.layers), lambda *_: nothing)
+        return maybe(self.final_norm, self.embed.collapse(x)), jnp.concatenate(loads) if loads else None
 
     def ragged(self, tokens: jax.Array, batch: RaggedBatch, caches: Caches) -> tuple[jax.Array, Caches]:
         """Run one step of many sequences of different lengths over paged caches (`ttpu_jax.model.paged`).
@@ -169,13 +195,30 @@ class Decoder(nnx.Module):
         angles = self._angles(batch.positions[:, None], batch.lengths)
         turned = tuple((cos.swapaxes(0, 1), sin.swapaxes(0, 1)) for cos, sin in angles)
         step = Step(positions, turned, batch.adapters)
-        x, beside = self.embed(tokens[None], positions)
         placement = self.runtime.placement
-        x = placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
-        x, caches = self._unroll_layers(
-            x, step, caches, lambda held, _: PagedCache(held, batch, placement), beside, last_only=False
+        x, caches, _ = self._through_layers(
+            tokens[None], step, caches, lambda held, _: PagedCache(held, batch, placement)
         )
         return maybe(self.final_norm, self.embed.collapse(x))[0], caches
+
+    def _through_layers(
+        self, tokens: jax.Array, step: Step, caches: Caches, bind: Bind, *, last_only: bool = False
+    ) -> tuple[jax.Array, Caches, Loads]:
+        """The stream after the last layer, what is kept of each layer, and the loads that were asked for."""
+        x, beside = self.embed(tokens, step.query_positions)
+        x = self.runtime.placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
+        if self.stacked:
+            return self._scan_layers(x, step, caches, bind, beside)
+        return self._unroll_layers(x, step, caches, bind, beside, last_only=last_only)
+
+    def _angles_by_segment(
+        self, positions: jax.Array, segments: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], ...]:
+        """`_angles` of positions [batch, seq] where the length of a token's own sequence decides on its frequencies."""
+        rows = jnp.arange(len(segments))[:, None]
+        longest = jnp.zeros((len(segments), segments.shape[1] + 1), positions.dtype).at[rows, segments].max(positions)
+        angles = self._angles(positions.reshape(-1, 1), longest[rows, segments].reshape(-1) + 1)
+        return tuple((cos.reshape(*segments.shape, -1), sin.reshape(*segments.shape, -1)) for cos, sin in angles)
 
     def _angles(self, positions: jax.Array, lengths: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
         """cos and sin of each rope."""
@@ -193,8 +236,9 @@ class Decoder(nnx.Module):
 
     def _unroll_layers(
         self, x: jax.Array, step: Step, caches: Caches, bind: Bind, beside: jax.Array | None, *, last_only: bool
-    ) -> tuple[jax.Array, Caches]:
+    ) -> tuple[jax.Array, Caches, Loads]:
         updated: list[Any] = []
+        loads: list[jax.Array] = []
         shared: dict[int, Keys] = {}
         for index, layer in enumerate(self.layers):
             definition, state = nnx.split(layer)
@@ -203,17 +247,20 @@ class Decoder(nnx.Module):
             inputs = _inputs(layer.spec, shared, None if beside is None else beside[index])
             is_source = index in self.spec.kv_sources
             apply = jax.checkpoint(_apply_layer, static_argnums=(0, 1)) if self.remat else _apply_layer
-            x, held, keys = apply(definition, is_source, state, x, step, bind(caches[index], None), inputs)
+            x, held, keys, load = apply(definition, is_source, state, x, step, bind(caches[index], None), inputs)
             if keys is not None:
                 shared[index] = keys
+            if load is not None:
+                loads.append(load[None])
             updated.append(held)
-        return x, tuple(updated)
+        return x, tuple(updated), loads
 
     def _scan_layers(
         self, x: jax.Array, step: Step, caches: Caches, bind: Bind, beside: jax.Array | None
-    ) -> tuple[jax.Array, Caches]:
+    ) -> tuple[jax.Array, Caches, Loads]:
         """One scan per group of repeated layers, its caches carried whole and written a row at a time."""
         updated: list[Any] = []
+        loads: list[jax.Array] = []
         shared: dict[int, Keys] = {}
         whole = not any(self.runtime.placement.axes_of(axis) for axis in (axes.QKV, axes.HEAD_DIM))
         merges = self.runtime.cuts_stream and whole
@@ -238,31 +285,34 @@ class Decoder(nnx.Module):
                 stacks: Any = stacks,
                 last: Any = last,
                 apply: Any = apply,
-            ) -> tuple[Any, None]:
+            ) -> tuple[Any, Any]:
                 x, held = carry
                 layer_index, states = inputs
                 states = _apart(states, stacks)
-                after = []
+                after, of_unit = [], []
                 for number, ((definition, _), state, kept) in enumerate(zip(split, states, held, strict=True)):
                     index = group.start + layer_index * len(group.unit) + number
                     given = _inputs(group.unit[number], shared, None if beside is None else beside[index])
-                    x, kept, keys = apply(definition, state, x, step, bind(kept, layer_index), given)
+                    x, kept, keys, load = apply(definition, state, x, step, bind(kept, layer_index), given)
                     after.append(kept)
                     last.append(keys)
-                return (x, tuple(after)), None
+                    of_unit.append(load)
+                return (x, tuple(after)), tuple(of_unit)
 
             states = stacks
             if merges and not once:
                 states = tuple(_merged(stack) for stack in stacks)
             carry = x, tuple(caches[i] for i in places)
             if once:  # its keys and values may be wanted outside, where a loop's could not be had
-                (x, held), _ = body(carry, (jnp.int32(0), jax.tree.map(lambda array: array[0], states)))
+                (x, held), found = body(carry, (jnp.int32(0), jax.tree.map(lambda array: array[0], states)))
+                found = jax.tree.map(lambda load: load[None], found)
                 sources = self.spec.kv_sources
                 shared.update({start + i: keys for i, keys in enumerate(last) if keys and start + i in sources})
             else:
-                (x, held), _ = jax.lax.scan(body, carry, (jnp.arange(group.repeats), states))
+                (x, held), found = jax.lax.scan(body, carry, (jnp.arange(group.repeats), states))
             updated.extend(held)
-        return x, tuple(updated)
+            loads.extend(jax.tree.leaves(found))
+        return x, tuple(updated), loads
 
 
 def _bound(
@@ -293,19 +343,27 @@ def _bound(
 @partial(jax.jit, static_argnums=(0, 1))
 def _apply_layer(
     definition: Any, is_source: bool, state: Any, x: jax.Array, step: Step, cache: StepCache, inputs: LayerInputs
-) -> tuple[jax.Array, Any, Keys | None]:
+) -> tuple[jax.Array, Any, Keys | None, jax.Array | None]:
     """`_run_layer`, with keys that others read. Layers with equal definitions and shapes hit jit's cache and are traced
     once."""
-    x, held, keys = _run_layer(definition, state, x, step, cache, inputs)
-    return x, held, keys if is_source else None
+    x, held, keys, load = _run_layer(definition, state, x, step, cache, inputs)
+    return x, held, keys if is_source else None, load
 
 
 def _run_layer(
     definition: Any, state: Any, x: jax.Array, step: Step, cache: StepCache, inputs: LayerInputs
-) -> tuple[jax.Array, Any, Keys | None]:
-    """One layer, its adapted kernels bound to the tokens' adapters: the stream, what is kept of it, and its keys."""
-    x, cache, keys = nnx.merge(definition, with_adapters(state, step.adapters))(x, step, cache, inputs)
-    return x, cache.held, keys
+) -> tuple[jax.Array, Any, Keys | None, jax.Array | None]:
+    """One layer, its adapted kernels bound to the tokens' adapters: the stream, what is kept of it, its keys, and the
+    loads of its experts [2, experts] over all tokens but padding, if they are asked for."""
+    layer = nnx.merge(definition, with_adapters(state, step.adapters))
+    if not step.routing:
+        x, cache, keys = layer(x, step, cache, inputs)
+        return x, cache.held, keys, None
+    layer.set_attributes(keeps_loads=True, raise_if_not_found=False)
+    x, cache, keys = layer(x, step, cache, inputs)
+    kept = jax.tree.leaves(nnx.pop(layer, ExpertLoads))
+    load = jnp.where(step.valid[..., None], kept[0], 0).sum((1, 2)) if kept else None
+    return x, cache.held, keys, load
 
 
 def _inputs(layer: LayerSpec, shared: Mapping[int, Keys], beside: jax.Array | None) -> LayerInputs:

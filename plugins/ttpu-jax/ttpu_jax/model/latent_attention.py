@@ -90,14 +90,17 @@ class LatentAttention(CachingMixer):
             return LatentQueries(query[:, -1:], step.query_positions[:, -1:])
         return LatentQueries(query, step.query_positions)
 
-    def expanded(self, queries: LatentQueries, latents: Latents, key_positions: jax.Array) -> jax.Array:
-        """Expand the latents to keys and values of each head and attend to them; key_positions [batch, keys], result
-        [batch, queries, heads, v_head_dim]."""
+    def expanded(
+        self, queries: LatentQueries, latents: Latents, key_positions: jax.Array, segments: jax.Array | None = None
+    ) -> jax.Array:
+        """Expand the latents to keys and values of each head and attend to them; key_positions and segments
+        [batch, keys], result [batch, queries, heads, v_head_dim]."""
         latent, rope_key = latents
         key = self._shard(self.key_up(latent))
         shared = jnp.broadcast_to(rope_key[:, :, None], (*key.shape[:3], rope_key.shape[-1]))
         key, value = jnp.concatenate([key, shared], axis=-1), self._shard(self.value_up(latent))
-        keys = TokenKeys(key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3), key_positions, own=True)
+        heads_first = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+        keys = TokenKeys(*heads_first, key_positions, own=True, segments=segments)
         mixed = keys.attend(queries.values[:, :, :, None], queries.positions, self.attention, self.runtime)
         return mixed[:, :, :, 0]
 

@@ -1,12 +1,93 @@
-"""The training loss of a language model: the cross-entropy of each next token, in nats."""
+"""The training loss of a language model: the cross-entropy of each token in nats, and what is minimized with it."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ttpu_core.config import ModelConfig
+from ttpu_core.errors import RequestError
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_jax.model.causal_model import DecoderModel, Params
+from ttpu_jax.model.moe import load_balancing_loss
+
+if TYPE_CHECKING:
+    from ttpu_train.runner import LossSettings
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenBatch:
+    """Rows of tokens on devices; the arrays of `ttpu_train.runner.Batch`.
+
+    Attributes:
+        tokens: int32 [batch, seq].
+        weights: float32 [batch, seq], the weight of predicting each token from those before it; the first token of a
+            row is never predicted.
+        positions: int32 [batch, seq], from 0 in each sequence; negative for padding.
+        segments: int32 [batch, seq], the sequence of each token in its row, from 1; 0 for padding. None: each row holds
+            one.
+    """
+
+    tokens: jax.Array
+    weights: jax.Array
+    positions: jax.Array
+    segments: jax.Array | None = None
+
+
+class LossSums(NamedTuple):
+    """Sums over the tokens of a batch, each times its weight, which add up over batches: float32 scalars.
+
+    Attributes:
+        total: all that is minimized. Divided by `weight`, the loss.
+        cross_entropy: in nats.
+        weight: the weights alone.
+        correct: the weight of the tokens that were the likeliest.
+    """
+
+    total: jax.Array
+    cross_entropy: jax.Array
+    weight: jax.Array
+    correct: jax.Array
+
+
+def summed_loss(model: DecoderModel, params: Params, batch: TokenBatch, settings: LossSettings) -> LossSums:
+    """Sum the loss of a batch.
+
+    Logits are computed for `settings.tokens_at_once` tokens of a row at a time, and again in the backward pass, so that
+    the logits of a whole batch never exist at once. `settings.router_aux_loss` of None is 0: see `settings_for`.
+
+    Raises:
+        RequestError: a router loss for a model without experts.
+        UnsupportedError: segments for a model whose recurrent mixers do not reset their states.
+    """
+    coefficient, balance = settings.router_aux_loss or 0.0, jnp.float32(0)
+    if coefficient:
+        hidden, loads = model.hidden_and_loads(params, batch.tokens, batch.positions, batch.segments)
+        if loads is None:
+            raise RequestError(
+                f"router_aux_loss={coefficient} was asked for, but this {model.spec.model_type} model has "
+                "no routers: leave it out."
+            )
+        balance = load_balancing_loss(loads.sum(0), len(loads) * (batch.positions >= 0).sum().astype(jnp.float32))
+    else:
+        hidden = model.hidden(params, batch.tokens, batch.positions, batch.segments)
+    sums = _over_parts(
+        model, params, hidden, batch, settings.label_smoothing, settings.z_loss, settings.tokens_at_once
+    )
+    return sums._replace(total=sums.total + coefficient * balance * sums.weight) if coefficient else sums
+
+
+def settings_for(settings: LossSettings, config: ModelConfig) -> LossSettings:
+    """The settings with the coefficient of the experts' load balance that a model's config asks for, if they name none:
+    its `router_aux_loss_coef` if its `output_router_logits` is true, else 0."""
+    if settings.router_aux_loss is not None:
+        return settings
+    asked = bool(config.get("output_router_logits"))
+    return replace(settings, router_aux_loss=float(config.get("router_aux_loss_coef") or 0.0) if asked else 0.0)
 
 
 def next_token_loss(
@@ -32,10 +113,7 @@ def summed_next_token_loss(
     *,
     tokens_at_once: int = ADAMW.loss_tokens,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the summed cross-entropy in nats, a float32 scalar, and the number of predicted tokens.
-
-    Logits are computed for `tokens_at_once` tokens of a row at a time, and again in the backward pass, so that the
-    logits of a whole batch never exist at once.
+    """Return the summed cross-entropy in nats and the number of predicted tokens, float32 scalars.
 
     Args:
         model: computes the logits.
@@ -44,27 +122,55 @@ def summed_next_token_loss(
         mask: bool [batch, seq], true for real tokens; padding is neither attended to nor predicted. None: all are real.
         tokens_at_once: number of tokens of each row whose logits are held at once.
     """
-    batch, seq = tokens.shape
     mask = jnp.ones(tokens.shape, jnp.bool_) if mask is None else mask
     positions = jnp.where(mask, jnp.cumsum(mask, axis=1) - 1, -1).astype(jnp.int32)
-    hidden = model.hidden(params, tokens, positions)
-    targets = jnp.roll(tokens, -1, axis=1)
-    counted = mask & jnp.roll(mask, -1, axis=1).at[:, -1].set(False)
+    weights = (mask & jnp.roll(mask, 1, axis=1)).astype(jnp.float32)
+    batch = TokenBatch(tokens, weights, positions)
+    sums = _over_parts(model, params, model.hidden(params, tokens, positions), batch, 0.0, 0.0, tokens_at_once)
+    return sums.cross_entropy, sums.weight
+
+
+def _over_parts(
+    model: DecoderModel,
+    params: Params,
+    hidden: jax.Array,
+    batch: TokenBatch,
+    label_smoothing: float,
+    z_loss: float,
+    tokens_at_once: int,
+) -> LossSums:
+    """The sums of a batch whose stream is `hidden` [batch, seq, hidden]."""
+    rows, seq = batch.tokens.shape
+    targets = jnp.roll(batch.tokens, -1, axis=1)
+    weights = jnp.roll(batch.weights.astype(jnp.float32), -1, axis=1).at[:, -1].set(0.0)
     size = min(seq, tokens_at_once)
     whole = -(-seq // size) * size
 
     def parts(x: jax.Array) -> jax.Array:
         """[batch, seq, ...] as [parts, batch, size, ...]."""
         padded = jnp.pad(x, ((0, 0), (0, whole - seq), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(batch, whole // size, size, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(padded.reshape(rows, whole // size, size, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
-    def part_loss(x: jax.Array, target: jax.Array, counts: jax.Array) -> jax.Array:
+    def part_sums(x: jax.Array, target: jax.Array, weight: jax.Array) -> LossSums:
         logits = model.logits(params, x)
         # A sum over the vocabulary instead of a gather, which a mesh that shards it would need to see whole.
         words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
         chosen = jnp.where(words == target[..., None], logits, 0.0).sum(-1)
-        return jnp.where(counts, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0).sum()
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        losses = normalizer - chosen
+        minimized = losses
+        if label_smoothing:  # logits of padding rows are -inf
+            mean = jnp.where(words < model.spec.vocab_size, logits, 0.0).sum(-1) / model.spec.vocab_size
+            minimized = (1 - label_smoothing) * losses + label_smoothing * (normalizer - mean)
+        if z_loss:
+            minimized = minimized + z_loss * jnp.square(normalizer)
+        likeliest = (chosen >= logits.max(-1)).astype(jnp.float32)
 
-    losses = jax.lax.map(lambda part: part_loss(*part), (parts(hidden), parts(targets), parts(counted)))
-    return losses.sum(), counted.sum()
+        def summed(values: jax.Array) -> jax.Array:
+            return jnp.where(weight != 0, weight * values, 0.0).sum()
+
+        return LossSums(summed(minimized), summed(losses), weight.sum(), summed(likeliest))
+
+    sums = jax.lax.map(lambda part: part_sums(*part), (parts(hidden), parts(targets), parts(weights)))
+    return LossSums(*(each.sum() for each in sums))

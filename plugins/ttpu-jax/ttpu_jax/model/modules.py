@@ -86,18 +86,31 @@ class Step:
     query_positions: [batch, seq], negative for padding.
     angles: cos and sin for each of the runtime's ropes.
     adapters: int32 [tokens], the LoRA adapter of each token, 0 for none; None where there are none.
+    segments: int32 [batch, seq], the sequence that each token belongs to where a row holds several, from 1; 0 for
+        padding; None where each row holds one.
     last_only: a layer's output is wanted for the last token alone. Static.
+    routing: routers keep the loads of their experts (`ttpu_jax.model.moe.ExpertLoads`). Static.
     """
 
     query_positions: jax.Array
     angles: tuple[tuple[jax.Array, jax.Array], ...]
     adapters: jax.Array | None = None
+    segments: jax.Array | None = None
     last_only: bool = field(default=False, metadata={"static": True})
+    routing: bool = field(default=False, metadata={"static": True})
 
     @property
     def valid(self) -> jax.Array:
         """bool [batch, seq], true for tokens that are not padding."""
         return self.query_positions >= 0
+
+    @property
+    def starts(self) -> jax.Array | None:
+        """bool [batch, seq], true for the first token of each sequence in a row; None where each row holds one."""
+        if self.segments is None:
+            return None
+        before = jnp.pad(self.segments, ((0, 0), (1, 0)))[:, :-1]
+        return self.valid & (self.segments != before)
 
 
 @jax.tree_util.register_dataclass

@@ -19,8 +19,15 @@ from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.moe import ExpertKernels, choose_experts, run_experts
 
 
+class ExpertLoads(nnx.Intermediate):
+    """What a router keeps when asked: float32 [2, batch, seq, experts], each token's softmax over all experts, and 1
+    for each of its likeliest experts."""
+
+
 class Router(nnx.Module):
     """Chooses the experts of each token and their weights."""
+
+    keeps_loads = False
 
     def __init__(self, spec: MoESpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
@@ -40,9 +47,30 @@ class Router(nnx.Module):
         out_dtype = jnp.dtype(jnp.float32) if spec.correction_bias else x.dtype
         logits = linear(x, value_of(self.kernel), value_of(self.bias), out_dtype=out_dtype)
         logits = self.runtime.placement.constrain(logits, *RESIDUAL)
+        if self.keeps_loads:
+            self.loads = ExpertLoads(expert_loads(logits, self.spec.experts_per_token))
         return choose_experts(
             logits, spec, self.spec.experts_per_token, value_of(self.correction_bias), value_of(self.expert_scale)
         )
+
+
+def expert_loads(logits: jax.Array, count: int) -> jax.Array:
+    """`ExpertLoads` [2, ..., experts] of logits [..., experts], of which each token chooses `count`."""
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32))
+    likeliest = jax.nn.one_hot(jax.lax.top_k(probabilities, count)[1], logits.shape[-1], dtype=jnp.float32).sum(-2)
+    return jnp.stack([probabilities, likeliest])
+
+
+def load_balancing_loss(loads: jax.Array, rows: jax.Array) -> jax.Array:
+    """How unevenly tokens are spread over experts, a float32 scalar (arXiv 2101.03961, equations 4 to 6, over all
+    layers at once as `load_balancing_loss_func` of transformers).
+
+    Args:
+        loads: [2, experts], `ExpertLoads` summed over the tokens of all layers.
+        rows: float32 scalar, the tokens in each layer times the layers.
+    """
+    probability, share = loads / jnp.maximum(rows, 1)
+    return loads.shape[-1] * (probability * share).sum()
 
 
 class Experts(nnx.Module):

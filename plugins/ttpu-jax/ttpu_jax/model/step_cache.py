@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_jax.model.cache import LayerCache, StateCache
 from ttpu_jax.model.modules import Runtime, Step
@@ -36,12 +37,14 @@ class TokenKeys:
         value: [batch, kv_heads, keys, value_dim].
         positions: [batch, keys].
         own: the keys are those of the step's own tokens, not of the slots of a cache.
+        segments: [batch, keys], the sequence of each key where a row holds several; None where each row holds one.
     """
 
     key: jax.Array
     value: jax.Array
     positions: jax.Array
     own: bool = field(metadata={"static": True})
+    segments: jax.Array | None = None
 
     def attend(
         self,
@@ -64,7 +67,7 @@ class TokenKeys:
         Returns:
             [batch, seq, kv_heads, q_per_kv, value_dim].
         """
-        placement = runtime.placement
+        placement, segments = runtime.placement, self.segments
         return attention_ops.attend(
             runtime.attention,
             query,
@@ -74,6 +77,7 @@ class TokenKeys:
             self.positions,
             spec,
             sinks=sinks,
+            segment_ids=None if segments is None else (segments[:, -query.shape[1] :], segments),
             context=attention_ops.AttentionContext(
                 mesh=placement.mesh,
                 batch_axes=placement.mesh_axes(axes.BATCH, query.shape[0]),
@@ -150,8 +154,10 @@ class LatentReader(Protocol):
     """The forms of latent attention. Each cache calls the form that suits its contents. The result of all of them is
     [batch, queries, heads, v_head_dim]."""
 
-    def expanded(self, queries: LatentQueries, latents: Latents, key_positions: jax.Array) -> jax.Array:
-        """Expand the step's own latents to keys and values of each head and attend to them; key_positions
+    def expanded(
+        self, queries: LatentQueries, latents: Latents, key_positions: jax.Array, segments: jax.Array | None = None
+    ) -> jax.Array:
+        """Expand the step's own latents to keys and values of each head and attend to them; key_positions and segments
         [batch, keys], result [batch, queries, heads, v_head_dim]."""
         ...
 
@@ -172,25 +178,37 @@ class LatentReader(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NoCache:
-    """Keeps nothing between steps: the tokens at `positions` [batch, seq] attend to each other, and states start from
-    zeros."""
+    """Keeps nothing between steps: the tokens at `positions` [batch, seq] attend to each other, to those of the same
+    of `segments` [batch, seq] if these are given, and states start from zeros."""
 
     positions: jax.Array
     held: None = None
+    segments: jax.Array | None = None
 
     def write(self, key: jax.Array, value: jax.Array) -> tuple[NoCache, Keys]:
         """Return the step's own key [batch, kv_heads, seq, head_dim] and value [batch, kv_heads, seq, value_dim] for
         queries to attend to."""
-        return self, TokenKeys(key, value, self.positions, own=True)
+        return self, TokenKeys(key, value, self.positions, own=True, segments=self.segments)
 
     def attend_latents(
         self, reader: LatentReader, queries: LatentQueries, latents: Latents
     ) -> tuple[jax.Array, NoCache]:
         """Attend to the step's own latents; the result is [batch, queries, heads, v_head_dim], and this cache."""
-        return reader.expanded(queries, latents, self.positions), self
+        packed = {} if self.segments is None else {"segments": self.segments}
+        return reader.expanded(queries, latents, self.positions, **packed), self
 
     def recur(self, mixer: Mixer, x: jax.Array, step: Step) -> tuple[jax.Array, NoCache]:
-        """Run a recurrent mixer on x [batch, seq, hidden] from zero states; the output has the same shape."""
+        """Run a recurrent mixer on x [batch, seq, hidden] from zero states; the output has the same shape.
+
+        Raises:
+            UnsupportedError: a row holds several sequences, between which the mixer does not reset its state.
+        """
+        if step.segments is not None and not getattr(mixer, "resets_state", False):
+            raise UnsupportedError(
+                f"rows of several sequences were given to a model whose {type(mixer).__name__} layers carry a state "
+                "from each token to the next, but they do not reset it where a sequence begins: train with "
+                "packing=False, or set `resets_state = True` on a mixer that reads `step.starts`."
+            )
         return mixer(x, step, None)[0], self
 
 
