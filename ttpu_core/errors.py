@@ -14,6 +14,10 @@ class ConfigError(TTPUError):
     """A model's config.json lacks a needed key or holds an unsupported value."""
 
 
+class DataError(TTPUError):
+    """Training data is missing, malformed, or of an unknown kind; or its cache cannot be written."""
+
+
 class MappingError(TTPUError):
     """A checkpoint's tensors and a model's parameters do not match."""
 

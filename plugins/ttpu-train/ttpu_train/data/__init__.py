@@ -1,0 +1,1 @@
+"""Training data: sources, tokens, packing, and the batches that a run reads."""

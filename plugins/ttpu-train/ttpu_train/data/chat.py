@@ -1,0 +1,157 @@
+"""Conversations as tokens with weights. Where the chat template marks what the assistant says (`{% generation %}`), the
+tokenizer gives the mask; elsewhere it comes from rendering the conversation up to each message of the assistant."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from ttpu_core.errors import DataError
+from ttpu_train.data.settings import DataSettings
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Encoded = tuple[np.ndarray, np.ndarray]
+"""int32 [tokens], and uint8 [tokens]: 1 where a token has weight."""
+
+
+class ChatEncoder:
+    """Renders conversations by a tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Any, settings: DataSettings) -> None:
+        self._tokenizer, self._settings = tokenizer, settings
+
+    def conversation(self, example: Mapping[str, Any], place: str) -> Encoded:
+        """Tokens of `example["messages"]`.
+
+        Raises:
+            DataError: messages that are malformed or that the template refuses, or whose assistant cannot be found.
+        """
+        messages = _messages(example["messages"], "messages", place)
+        render = self._options(example)
+        if self._settings.assistant_only_loss:
+            return self._assistant(messages, render, place)
+        tokens = self._tokens(messages, render, place)
+        return tokens, np.ones(len(tokens), np.uint8)
+
+    def completion(self, example: Mapping[str, Any], place: str) -> Encoded:
+        """Tokens of the messages of a prompt and its completion.
+
+        Raises:
+            DataError: as for a conversation.
+        """
+        prompt = _messages(example["prompt"], "prompt", place)
+        whole = prompt + _messages(example["completion"], "completion", place)
+        render = self._options(example)
+        if self._settings.assistant_only_loss:
+            tokens, weights = self._assistant(whole, render, place)
+        else:
+            tokens = self._tokens(whole, render, place)
+            weights = np.ones(len(tokens), np.uint8)
+        if self._settings.completion_only_loss:
+            weights[: common_prefix(self._tokens(prompt, render, place, add_generation_prompt=True), tokens)] = 0
+        return tokens, weights
+
+    def _options(self, example: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the template: tools, and what the example adds."""
+        tools = example.get("tools")
+        extra = example.get("chat_template_kwargs")
+        return {
+            "tools": json.loads(tools) if isinstance(tools, str) else tools,
+            "chat_template": self._settings.chat_template,
+            **(extra or {}),
+        }
+
+    def _assistant(self, messages: list[Any], render: dict[str, Any], place: str) -> Encoded:
+        template = render["chat_template"] or self._tokenizer.get_chat_template(tools=render["tools"])
+        if GENERATION.search(template):
+            given = self._apply(
+                messages, render, place, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            tokens, weights = np.asarray(given["input_ids"], np.int32), np.asarray(given["assistant_masks"], np.uint8)
+        else:
+            tokens, weights = self._by_prefixes(messages, render, place)
+        if not weights.any():
+            raise DataError(
+                f"{place} was given for assistant_only_loss, but no token of it is the assistant's: give each "
+                "conversation a message of the role 'assistant', or leave this one out."
+            )
+        return tokens, weights
+
+    def _by_prefixes(self, messages: list[Any], render: dict[str, Any], place: str) -> Encoded:
+        """What the assistant says lies between the text up to it, with the prompt that a model is given there, and the
+        text with its message."""
+        text: str = self._apply(messages, render, place, tokenize=False)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._apply(messages[:number], render, place, tokenize=False) if number else ""
+            asked = self._apply(messages[:number], render, place, tokenize=False, add_generation_prompt=True)
+            last = number == len(messages) - 1
+            through = text if last else self._apply(messages[: number + 1], render, place, tokenize=False)
+            if not (text.startswith(before) and text.startswith(through)):
+                raise DataError(
+                    f"{place} was given for assistant_only_loss, but the chat template writes message {number} in "
+                    "another way if others follow it, so that the assistant's tokens cannot be told: pass a "
+                    "chat_template with {% generation %} markers, or assistant_only_loss=False."
+                )
+            start = max(len(before), common_prefix(asked, text))
+            spans.append((start, self._end(text, start, len(through))))
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise DataError(
+                "assistant_only_loss was asked for, but this tokenizer does not tell which characters a token stands "
+                "for: pass a fast tokenizer, or a chat_template with {% generation %} markers."
+            )
+        given = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = np.asarray(given["offset_mapping"], np.int64).reshape(-1, 2)
+        weights = np.zeros(len(offsets), np.uint8)
+        for start, end in spans:
+            weights[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = 1
+        return np.asarray(given["input_ids"], np.int32), weights
+
+    def _end(self, text: str, start: int, end: int) -> int:
+        """The end of a message without the white space after its last special token, which no model says."""
+        said = text[start:end].rstrip()
+        closed = said.endswith(tuple(self._tokenizer.all_special_tokens))
+        return start + len(said) if closed else end
+
+    def _tokens(self, messages: list[Any], render: dict[str, Any], place: str, **options: Any) -> np.ndarray:
+        given = self._apply(messages, render, place, tokenize=True, return_dict=True, **options)
+        return np.asarray(given["input_ids"], np.int32)
+
+    def _apply(self, messages: list[Any], render: dict[str, Any], place: str, **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(messages, **{**render, **options})
+        except Exception as error:  # a template raises what it likes, most often jinja2's TemplateError
+            raise DataError(
+                f"{place} was given as a conversation, but the tokenizer's chat template refuses it "
+                f"({type(error).__name__}: {error}): correct the messages, or pass another chat_template."
+            ) from error
+
+
+def common_prefix(one: Sequence[Any] | np.ndarray, other: Sequence[Any] | np.ndarray) -> int:
+    """How many items are equal from the start."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _messages(value: Any, field: str, place: str) -> list[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not len(value):
+        raise DataError(
+            f"{place} was given as a conversation, but its field {field!r} holds {type(value).__name__} "
+            f"{str(value)[:40]!r}: it must be a list of at least one message; correct it."
+        )
+    for number, message in enumerate(value):
+        missing = "role" if not isinstance(message, Mapping) or "role" not in message else None
+        if missing is None and "content" not in message and "tool_calls" not in message:
+            missing = "content"
+        if missing is not None:
+            raise DataError(
+                f"{place} was given as a conversation, but message {number} of its field {field!r} has no {missing!r}: "
+                'write each as {"role": "user", "content": "..."}.'
+            )
+    return list(value)
