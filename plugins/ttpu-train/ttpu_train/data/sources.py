@@ -215,8 +215,8 @@ def _decoded(data: bytes, path: Path, first_line: int = 1) -> str:
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
         raise DataError(
-            f"{path}, line {line}, was given as training data, but its byte 0x{data[error.start]:02x} is not UTF-8, the "
-            "only encoding that is read: convert the file, as with iconv -t UTF-8."
+            f"{path}, line {line}, was given as training data, but its byte 0x{data[error.start]:02x} is not UTF-8, "
+            "the only encoding that is read: convert the file, as with iconv -t UTF-8."
         ) from error
 
 

@@ -135,8 +135,8 @@ class Tokenization:
                 f"{place} was given with the field 'completion', but it is empty: write what the model shall say, or "
                 "leave the example out."
             )
-        # The completion is all that comes after the tokens of the prompt alone: where the two merge into one token at the
-        # boundary, that token is the completion's.
+        # The completion is all that comes after the tokens of the prompt alone. A token that both share at the boundary
+        # is the completion's.
         given = self._tokenizer([prompt, prompt + completion], return_attention_mask=False, verbose=False)["input_ids"]
         ids = self._ended(given[1])
         weights = np.ones(len(ids), np.uint8)
