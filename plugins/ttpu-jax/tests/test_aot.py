@@ -178,6 +178,8 @@ class TestEstimate:
         result = schedule.estimate(text, "v5e")
         assert [one.roofline_seconds for one in result.unmodelled] == [pytest.approx(2e-6), pytest.approx(1e-6)]
         assert result.seconds == 0 and result.kernel_seconds == pytest.approx(3e-6)
+        assert result.seconds_with_kernels == pytest.approx(3e-6)
+        assert schedule.estimate(text, "v5e", {"a": 5e-6}).seconds_with_kernels == pytest.approx(6e-6)
 
     def test_an_asynchronous_collective_costs_only_what_is_waited_for(self) -> None:
         text = entry(

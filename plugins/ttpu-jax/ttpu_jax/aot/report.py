@@ -79,7 +79,8 @@ class ProgramReport:
     aliased_bytes: int  # results stored in donated arguments
 
     collectives: tuple[CollectiveTotal, ...]
-    predicted_seconds: float
+    predicted_seconds: float  # without kernels
+    seconds_with_kernels: float  # see `ttpu_jax.aot.schedule.ScheduleEstimate`
     roofline_seconds: float  # lower bound of any program, see `_roofline_seconds`
     breakdown: Breakdown
     unmodelled: tuple[UnmodelledTotal, ...]
@@ -96,7 +97,7 @@ class ProgramReport:
 
     @property
     def kernel_seconds(self) -> float:
-        """The least time of the kernels that state their cost, on top of `predicted_seconds`."""
+        """The least time of the kernels that state their cost, which `predicted_seconds` leaves out."""
         return sum(one.roofline_seconds or 0.0 for one in self.unmodelled)
 
     @property
@@ -201,6 +202,7 @@ def compile_report(
         aliased_bytes=program.alias_bytes,
         collectives=_collective_totals(program),
         predicted_seconds=program.estimate.seconds,
+        seconds_with_kernels=program.estimate.seconds_with_kernels,
         roofline_seconds=_roofline_seconds(step.spec, topology, step, batch, tokens, task),
         breakdown=program.estimate.breakdown,
         unmodelled=_unmodelled_totals(program),

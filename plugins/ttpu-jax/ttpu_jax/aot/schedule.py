@@ -9,7 +9,8 @@ negative."""
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 
 from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds
 
@@ -64,9 +65,12 @@ class Unmodelled:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleEstimate:
-    """Estimated seconds of one execution (all devices work at the same time), and the parts without an estimate."""
+    """Estimated seconds of one execution (all devices work at the same time), and the parts without an estimate.
+    `seconds` counts kernels as no time. `seconds_with_kernels` counts them with the least time that the cost they state
+    allows, during which copies and collectives in the background go on."""
 
     seconds: float
+    seconds_with_kernels: float
     breakdown: Breakdown
     top: tuple[InstructionCost, ...]  # the costliest instructions, costliest first
     unmodelled: tuple[Unmodelled, ...]
@@ -78,8 +82,11 @@ class ScheduleEstimate:
         return sum(one.count * (one.roofline_seconds or 0.0) for one in self.unmodelled)
 
 
-def estimate(hlo_text: str, chip: str) -> ScheduleEstimate:
+def estimate(hlo_text: str, chip: str, kernels: Mapping[str, float] | None = None) -> ScheduleEstimate:
     """Estimate a program from its scheduled HLO text and the name of its chip ("v5e").
+
+    Args:
+        kernels: seconds of one execution of kernels, by their names without a number.
 
     Raises:
         UnsupportedError: an unknown chip.
@@ -90,6 +97,7 @@ def estimate(hlo_text: str, chip: str) -> ScheduleEstimate:
     seconds = walk.run(walk.module.entry, 1, ledger)
     return ScheduleEstimate(
         seconds=seconds,
+        seconds_with_kernels=replace(walk, kernels=kernels or {}).run(walk.module.entry, 1, _Ledger()),
         breakdown=ledger.breakdown(),
         top=ledger.top(),
         unmodelled=tuple(ledger.unmodelled),
@@ -155,6 +163,7 @@ class _Walk:
 
     module: Module
     chip: Chip
+    kernels: Mapping[str, float] | None = None  # None: they take no time
 
     def run(self, computation: str, count: int, ledger: _Ledger) -> float:
         """Seconds of one execution. The seconds of all `count` executions are entered into the ledger."""
@@ -186,7 +195,10 @@ class _Walk:
         elif op in _WORK_WITHOUT_FUSION or (
             op == "custom-call" and not _FREE_CUSTOM_CALL.search(instruction.attributes)
         ):
-            ledger.unmodelled.append(Unmodelled(instruction.name, op, count, self._roofline(instruction)))
+            roofline = self._roofline(instruction)
+            ledger.unmodelled.append(Unmodelled(instruction.name, op, count, roofline))
+            if self.kernels is not None:
+                clocks.core += self.kernels.get(instruction.name.partition(".")[0], roofline or 0.0)
 
     def _roofline(self, kernel: Instruction) -> float | None:
         stated, chip = kernel.stated_cost, self.chip

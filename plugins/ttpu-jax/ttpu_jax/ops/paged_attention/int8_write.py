@@ -132,13 +132,18 @@ def _write(
         else:
             jax.lax.while_loop(lambda at: at[0] < end, lambda at: (at[0] + one(*at), at[1] + 1), (begin, jnp.int32(0)))
 
-    def read(slot: Any, run: Any) -> Any:
+    def reading(slot: Any, run: Any) -> Any:
+        """The copy of the scales of a run's page into VMEM."""
         return pltpu.make_async_copy(scales.at[jax.lax.div(slot, page_size)], held.at[run], finished.at[0])
 
-    def copies(token: Any, slot: Any, count: Any, run: Any) -> list[tuple[Any, Any]]:
-        """Of a run's page of scales and its rows: whether to copy, and the copy."""
+    def writing(slot: Any, run: Any) -> Any:
+        """The copy of the scales of a run's page from VMEM."""
+        return pltpu.make_async_copy(held.at[run], scales.at[jax.lax.div(slot, page_size)], finished.at[1])
+
+    def copies(token: Any, slot: Any, count: Any) -> list[tuple[Any, Any]]:
+        """The copies of a run's rows, in sizes of powers of two, and whether each takes place."""
         page, offset = jax.lax.div(slot, page_size), jax.lax.rem(slot, page_size)
-        found = [(True, pltpu.make_async_copy(held.at[run], scales.at[page], finished.at[1]))]
+        found = []
         for bit in reversed(range(1 if single else min(page_size, block).bit_length())):
             size = 1 << bit
             before = 0 if single else (count >> (bit + 1)) << (bit + 1)
@@ -147,20 +152,24 @@ def _write(
             found.append((single or (count & size) > 0, pltpu.make_async_copy(source, target, finished.at[1])))
         return found
 
-    for_each_run(lambda token, slot, count, run: read(slot, run).start())
-    _quantize(key, value, staged, words, entries)
-    for_each_run(lambda token, slot, count, run: read(slot, run).wait())
-
-    def write_run(token: Any, slot: Any, count: Any, run: Any) -> None:
-        _merge(entries, held, run, token - begin, jax.lax.rem(slot, page_size), count, single=single)
-        for there, copy in copies(token, slot, count, run):
+    def write_rows(token: Any, slot: Any, count: Any, run: Any) -> None:
+        for there, copy in copies(token, slot, count):
             _when(there, copy.start)
 
-    def wait_for_run(token: Any, slot: Any, count: Any, run: Any) -> None:
-        for there, copy in copies(token, slot, count, run):
-            _when(there, copy.wait)
+    def write_scales(token: Any, slot: Any, count: Any, run: Any) -> None:
+        _merge(entries, held, run, token - begin, jax.lax.rem(slot, page_size), count, single=single)
+        writing(slot, run).start()
 
-    for_each_run(write_run)
+    def wait_for_run(token: Any, slot: Any, count: Any, run: Any) -> None:
+        for there, copy in copies(token, slot, count):
+            _when(there, copy.wait)
+        writing(slot, run).wait()
+
+    for_each_run(lambda token, slot, count, run: reading(slot, run).start())
+    _quantize(key, value, staged, words, entries)
+    for_each_run(write_rows)
+    for_each_run(lambda token, slot, count, run: reading(slot, run).wait())
+    for_each_run(write_scales)
     for_each_run(wait_for_run)
 
 
