@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_plan_memory import LLAMA, published
@@ -13,7 +14,8 @@ from ttpu_core.registry import Registry
 from ttpu_core.sharding.hardware import CHIPS, parse_topology
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import MESH_AXES
-from ttpu_plan.plan import HEADROOM, Plan
+from ttpu_core.spec.kernel_format import ActivationFormat, KernelFormat
+from ttpu_plan.plan import HEADROOM, Plan, fingerprint_of
 from ttpu_plan.plan_file import load_plan, plan_json, read_plan, save_plan
 from ttpu_plan.planner import (
     Request,
@@ -229,6 +231,25 @@ def test_a_plan_serves_the_model_that_it_was_made_for(plan: Plan) -> None:
     plan.check(published(LLAMA))
     with pytest.raises(PlanError, match="made for a llama with other parameters"):
         plan.check(published(MIXTRAL))
+
+
+def test_plans_tell_formats_of_quantized_checkpoints_apart() -> None:
+    spec, path, form = published(LLAMA), "layers.0.mlp.down.kernel", KernelFormat("int4", 128)
+
+    def fingerprint(**changes: Any) -> str:
+        return fingerprint_of(replace(spec, kernel_formats=((path, replace(form, **changes)),)))
+
+    other: list[dict[str, Any]] = [
+        {"dtype": "int8"},
+        {"group_size": 64},
+        {"symmetric": False},
+        {"activation": ActivationFormat("int8")},
+        {"activation": ActivationFormat("int8", static=True)},
+    ]
+    found = [fingerprint(**changes) for changes in ({}, *other)]
+    assert len({fingerprint_of(spec), *found}) == len(found) + 1
+    # A config.json alone does not say these for sure.
+    assert fingerprint(scale_dtype="bfloat16") == fingerprint(input_order=True) == found[0]
 
 
 @pytest.mark.parametrize(

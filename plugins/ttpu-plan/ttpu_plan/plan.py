@@ -166,10 +166,14 @@ def replica_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def fingerprint_of(spec: ArchitectureSpec) -> str:
-    """A hash of the names and shapes of a model's parameters, and of the dtypes of quantized ones, in sixteen
-    characters."""
+    """A hash of the names and shapes of a model's parameters, and of the dtype, groups, zero points and quantization of
+    inputs of quantized ones, in sixteen characters. The dtype of scales and an order of inputs do not count: only a
+    checkpoint's files say them for sure, and a plan that was made of its config.json is to suit it."""
     text = repr([(path, parameter.shape) for path, parameter in spec.parameters.items()])
     if spec.kernel_formats:
-        text += repr([(path, form.dtype) for path, form in spec.kernel_formats])
+        known = [
+            (path, form.dtype, form.group_size, form.symmetric, form.activation) for path, form in spec.kernel_formats
+        ]
+        text += repr(known)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -173,35 +173,70 @@ def test_a_group_that_does_not_divide_becomes_finer_and_says_so(checkpoint: Path
     assert groups["group_1"]["targets"] == ["Linear"]
 
 
-def test_experts_in_one_tensor_are_quantized_as_those_in_many(tmp_path: Path) -> None:
-    config = {
-        "model_type": "qwen3_moe",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 16,
-        "num_experts": 3,
-        "num_experts_per_tok": 2,
-        "dtype": "float32",
-    }
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "dtype": "float32",
+}
+
+
+def expert_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Random weights under the names of a checkpoint that has a tensor for each expert."""
     mapping = default_registry().architecture(ModelConfig.from_dict(config)).mapping
     random = np.random.default_rng(0)
-    weights = {name: random.standard_normal(shape).astype(np.float32) for name, shape in mapping.tensors.items()}
+    return {name: random.standard_normal(shape).astype(np.float32) for name, shape in mapping.tensors.items()}
+
+
+def in_one_tensor(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weights of `EXPERTS` with a tensor for all experts."""
     experts = "model.layers.0.mlp.experts"
     whole = {name: array for name, array in weights.items() if not name.startswith(experts)}
     gates, ups, downs = (
         np.stack([weights[f"{experts}.{index}.{name}.weight"] for index in range(3)])
         for name in ("gate_proj", "up_proj", "down_proj")
     )
-    whole |= {f"{experts}.gate_up_proj": np.concatenate([gates, ups], axis=1), f"{experts}.down_proj": downs}
+    return whole | {f"{experts}.gate_up_proj": np.concatenate([gates, ups], axis=1), f"{experts}.down_proj": downs}
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen3_moe", "gptq"), ("mixtral", "awq")])
+def test_calibrated_methods_lower_the_error_of_every_matrix_of_experts(
+    family: str, method: str, checkpoint: Path, text: Path, tmp_path: Path
+) -> None:
+    config = EXPERTS
+    if family == "mixtral":
+        config = {key: value for key, value in EXPERTS.items() if key not in ("moe_intermediate_size", "num_experts")}
+        config |= {"model_type": family, "intermediate_size": 16, "num_local_experts": 3}
+    weights = expert_tensors(config)
+    folder = tmp_path / family
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
+    save_file(in_one_tensor(weights) if family == "qwen3_moe" else weights, folder / "model.safetensors")
+    calibration = ["--method", method, "--calibrate", text, "--num-samples", 3, "--seq-len", 32]
+    result = invoke(folder, "--scheme", "w4a16-g16", *calibration, "--out", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    errors = json.loads(result.stdout)["errors"]
+    assert sum("experts" in name for name in errors) == 3
+    assert all(one[method] < one["rounding"] for one in errors.values())
+    assert sum(".experts." in name and name.endswith("weight_packed") for name in tensors_in(tmp_path / "out")) == 9
+
+
+def test_experts_in_one_tensor_are_quantized_as_those_in_many(tmp_path: Path) -> None:
+    weights = expert_tensors(EXPERTS)
+    experts = "model.layers.0.mlp.experts"
     found = []
-    for name, tensors in {"many": weights, "one": whole}.items():
+    for name, tensors in {"many": weights, "one": in_one_tensor(weights)}.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        (tmp_path / name / "config.json").write_text(json.dumps(EXPERTS))
         save_file(tensors, tmp_path / name / "model.safetensors")
         result = invoke(tmp_path / name, "--scheme", "w4a16-g16-asym", "--out", tmp_path / f"{name}-w4")
         assert result.exit_code == 0, result.output
