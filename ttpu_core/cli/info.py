@@ -145,7 +145,7 @@ def _quantized(
 
     from ttpu_core.errors import TTPUError
     from ttpu_core.quantization import QuantizationConfig, choices, quantize_spec
-    from ttpu_core.quantization.mapping import formats_of
+    from ttpu_core.quantization.mapping import dequantized_kernels, formats_of
     from ttpu_core.quantization.report import report_of
     from ttpu_core.quantization.schemes import open_quantized, quantization_of
 
@@ -166,7 +166,8 @@ def _quantized(
         return architecture, {"scheme": written["quant_method"]}, None
     mapping = architecture.mapping.suited_to(held.shapes)
     spec = formats_of(architecture.spec, mapping, held)
-    return replace(architecture, spec=spec), report_of(spec, held.scheme, dtype).to_dict(), held.shapes
+    report = report_of(spec, held.scheme, dtype, dequantized=dequantized_kernels(spec, mapping, held))
+    return replace(architecture, spec=spec), report.to_dict(), held.shapes
 
 
 def _file_facts(

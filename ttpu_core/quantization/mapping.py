@@ -16,7 +16,7 @@ from ttpu_core.errors import MappingError, UnsupportedError
 from ttpu_core.mapping import Expression, FlaxMapping, Padded, Stack, Tensor
 from ttpu_core.mapping.padding import Padding, merged_runs
 from ttpu_core.quantization.grouping import Grouping, places_of
-from ttpu_core.quantization.reading import largest_scale, regrouped
+from ttpu_core.quantization.reading import dequantized, largest_scale, regrouped
 from ttpu_core.quantization.schemes import QuantizedCheckpoint, QuantizedTensor
 from ttpu_core.quantization.schemes.tensor import Source
 from ttpu_core.spec import ArchitectureSpec, axes
@@ -32,7 +32,7 @@ class StoredMapping:
 
     Attributes:
         mapping: rules for `ttpu_core.spec.kernel_format.stored_parameters`.
-        sources: the tensors of the rules by name, without those of dense parameters.
+        sources: the tensors of the rules by name, without those that are stored dense.
         dense: the rules' names of dense tensors → the checkpoint's.
     """
 
@@ -42,7 +42,8 @@ class StoredMapping:
 
 
 def formats_of(spec: ArchitectureSpec, mapping: FlaxMapping, held: QuantizedCheckpoint) -> ArchitectureSpec:
-    """The architecture with the format of each kernel as the checkpoint stores it.
+    """The architecture with the format of each kernel as the checkpoint stores it. A kernel that consists of several
+    weights, of which some are not quantized or are quantized in another way, has none (`dequantized_kernels`).
 
     Args:
         spec: the architecture.
@@ -51,20 +52,32 @@ def formats_of(spec: ArchitectureSpec, mapping: FlaxMapping, held: QuantizedChec
 
     Raises:
         MappingError: tensors are missing, unknown or have other shapes.
-        UnsupportedError: weights that are held in one kernel differ in what it cannot hold.
     """
     names = mapping.resolve(held.shapes, held.source)
     formats = []
     for path, rule in mapping.rules:
-        found = [held.weights.get(names[leaf.name]) for leaf in rule.leaves()]
-        weights = [one for one in found if one is not None]
-        if not weights:
-            continue
-        if len(weights) < len(found):
-            dense = next(names[leaf.name] for leaf, one in zip(rule.leaves(), found, strict=True) if one is None)
-            raise _mixed(path, held.source, f"{weights[0].name!r} is quantized and {dense!r} is not")
-        formats.append((path, common_format(path, [(one.name, one.format) for one in weights], held.source)))
+        weights = [held.weights.get(names[leaf.name]) for leaf in rule.leaves()]
+        form = common_format([None if one is None else one.format for one in weights])
+        if form is not None:
+            formats.append((path, form))
     return replace(spec, kernel_formats=tuple(formats))
+
+
+def dequantized_kernels(spec: ArchitectureSpec, mapping: FlaxMapping, held: QuantizedCheckpoint) -> tuple[str, ...]:
+    """Paths of the kernels that have no format although the checkpoint quantizes weights in them.
+
+    Args:
+        spec: the architecture with the checkpoint's formats (`formats_of`).
+        mapping: its rules, suited to the checkpoint.
+        held: the checkpoint.
+    """
+    names = mapping.resolve(held.shapes, held.source)
+    formats = dict(spec.kernel_formats)
+    return tuple(
+        path
+        for path, rule in mapping.rules
+        if path not in formats and any(names[leaf.name] in held.weights for leaf in rule.leaves())
+    )
 
 
 def stored_mapping(
@@ -97,7 +110,12 @@ def stored_mapping(
         padding = paddings.get(path)
         if path not in formats:
             rules.append((path, rule if padding is None else Padded(rule, padding)))
-            dense |= {leaf.name: held.dense[names[leaf.name]] for leaf in rule.leaves()}
+            for leaf in rule.leaves():
+                stored = held.weights.get(names[leaf.name])
+                if stored is None:
+                    dense[leaf.name] = held.dense[names[leaf.name]]
+                else:
+                    sources[leaf.name] = dequantized(stored)
             continue
         weights = {leaf.name: held.weights[names[leaf.name]] for leaf in rule.leaves()}
         one = _Kernel(path, rule, weights, groupings[path], padding)
@@ -109,38 +127,24 @@ def stored_mapping(
     return StoredMapping(FlaxMapping(tuple(rules)), sources, dense)
 
 
-def common_format(path: str, weights: Sequence[tuple[str, KernelFormat]], source: str) -> KernelFormat:
-    """The format that holds all weights of a kernel exactly.
-
-    Args:
-        path: the kernel's Flax path.
-        weights: name and format of each.
-        source: the checkpoint's name.
-
-    Raises:
-        UnsupportedError: the weights differ in what one kernel cannot hold.
-    """
-    (name, first), *others = weights
-    dtype, scale, symmetric, size = first.dtype, first.scale_dtype, first.symmetric, first.group_size
-    for other, form in others:
-        if form.dtype != dtype:
-            if {form.dtype, dtype} != {"int4", "int8"}:
-                raise _mixed(path, source, f"{name!r} is stored in {dtype} and {other!r} in {form.dtype}")
-            dtype = "int8"
-        if form.activation != first.activation:
-            raise _mixed(path, source, f"the inputs of {name!r} and {other!r} are quantized differently")
-        scale = scale if form.scale_dtype == scale else "float32"
-        symmetric = symmetric and form.symmetric
-        sizes = [one for one in (size, form.group_size) if one is not None]
-        size = gcd(*sizes) if sizes else None
-    order = any(form.input_order for _, form in weights)
-    return KernelFormat(dtype, size, symmetric, scale, order, first.activation)
-
-
-def _mixed(path: str, source: str, found: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{source} is to be read into one kernel {path!r}, but {found}: take a checkpoint that quantizes them "
-        "alike, or the original weights."
+def common_format(formats: Sequence[KernelFormat | None]) -> KernelFormat | None:
+    """The format that holds all weights of a kernel exactly. None if there is none: some are not quantized, or they
+    differ in how their inputs are quantized, or in their dtype otherwise than in the bits of integers."""
+    found = [form for form in formats if form is not None]
+    dtypes = {form.dtype for form in found}
+    mixed = len({form.activation for form in found}) != 1 or (len(dtypes) > 1 and dtypes != {"int4", "int8"})
+    if len(found) < len(formats) or mixed:
+        return None
+    first = found[0]
+    scales = {form.scale_dtype for form in found}
+    sizes = [form.group_size for form in found if form.group_size is not None]
+    return KernelFormat(
+        first.dtype if len(dtypes) == 1 else "int8",
+        gcd(*sizes) if sizes else None,
+        all(form.symmetric for form in found),
+        first.scale_dtype if len(scales) == 1 else "float32",
+        any(form.input_order for form in found),
+        first.activation,
     )
 
 

@@ -12,6 +12,17 @@ if TYPE_CHECKING:
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The numbers of float4_e2m1fn by code."""
 
+def _e4m3() -> Array:
+    codes = np.arange(256)
+    exponent, fraction = codes >> 3 & 15, (codes & 7) / 8
+    magnitude = np.where(exponent == 0, fraction * 2.0**-6, (1 + fraction) * 2.0 ** (exponent - 7))
+    magnitude[codes & 127 == 127] = np.nan
+    return np.where(codes < 128, magnitude, -magnitude).astype(np.float32)
+
+
+E4M3 = _e4m3()
+"""The numbers of float8_e4m3fn by code."""
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """AWQ's gemm layout: the i-th 4 bits of a word, from the lowest, hold this one of the word's 8 columns."""
 

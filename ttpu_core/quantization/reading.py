@@ -1,5 +1,5 @@
 """Reads the parts of one weight of a quantized checkpoint: its scales for groups as fine as a mesh needs them, the
-static scale of an input that several weights share, and all parts as numpy arrays."""
+static scale of an input that several weights share, all parts as numpy arrays, and the numbers that it stands for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import numpy as np
 
 from ttpu_core.checkpoint.decoded import DecodedTensor, raw_rows
 from ttpu_core.checkpoint.header import TensorReader
+from ttpu_core.quantization.packing import E4M3
+from ttpu_core.quantization.rounding import dequantize
 from ttpu_core.quantization.schemes.tensor import QuantizedTensor, Source
 from ttpu_core.spec.kernel_format import PartName
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
+
+
+SCALES: tuple[PartName, ...] = ("scale", "zero_point")
 
 
 def read_parts(weight: QuantizedTensor, reader: TensorReader, group_size: int | None = None) -> dict[PartName, Array]:
@@ -36,7 +41,7 @@ def read_parts(weight: QuantizedTensor, reader: TensorReader, group_size: int | 
     fitted = group_size or weight.group_size
     groups = 1 if fitted is None else inputs // fitted
     found: dict[PartName, Array] = {"values": _whole(weight.parts["values"], reader).reshape(weight.shape)}
-    for part in ("scale", "zero_point"):
+    for part in SCALES:
         if part in weight.parts:
             whole = _whole(regrouped(weight, part, groups, fitted), reader)
             found[part] = whole.reshape(*out, groups) if fitted is not None else whole.reshape(out)
@@ -53,6 +58,24 @@ def static_scale(weights: Iterable[QuantizedTensor], reader: TensorReader) -> fl
     """
     scales = [one.parts["input_scale"] for one in weights if "input_scale" in one.parts]
     return float(_whole(largest_scale("input_scale", scales), reader)[0, 0]) if scales else None
+
+
+def dequantized(weight: QuantizedTensor) -> DecodedTensor:
+    """What a weight [*lead, out, in] stands for, float32, its inputs in the order of the input's features."""
+    groups = 1 if weight.group_size is None else weight.shape[-1] // weight.group_size
+    values = weight.parts["values"]
+    parts = [part for part in SCALES if part in weight.parts]
+    by_group = {part: regrouped(weight, part, groups, weight.group_size) for part in parts}
+
+    def rows(reader: TensorReader, start: int, stop: int) -> Array:
+        stored = _rows(values, reader, start, stop)
+        found = {part: _rows(source, reader, start, stop) for part, source in by_group.items()}
+        found["values"] = E4M3[stored] if weight.dtype == "float8_e4m3fn" else stored
+        if weight.order is not None:
+            found["input_order"] = weight.order
+        return dequantize(found, weight.format)
+
+    return DecodedTensor(weight.name, weight.shape, np.dtype(np.float32), rows)
 
 
 def regrouped(weight: QuantizedTensor, part: PartName, columns: int, fitted: int | None) -> Source:
@@ -96,3 +119,10 @@ def _whole(source: Source, reader: TensorReader) -> Array:
         return source.rows(reader, 0, source.num_rows)
     rows = source.size // source.shape[-1] if source.shape else 1
     return raw_rows(reader, source, 0, rows)
+
+
+def _rows(source: Source, reader: TensorReader, start: int, stop: int) -> Array:
+    """Rows [stop - start, last]."""
+    if isinstance(source, DecodedTensor):
+        return source.rows(reader, start, stop)
+    return raw_rows(reader, source, start, stop)

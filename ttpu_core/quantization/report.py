@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ from ttpu_core.quantization.quantize import Choice, by_reason, is_matrix
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.arithmetic import BITS
 from ttpu_core.spec.kernel_format import KernelFormat, stored_parameters
+
+MIXED = "dequantized, because the checkpoint quantizes the weights in this kernel in different ways or not all of them"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,11 @@ class QuantizationReport:
 
 
 def report_of(
-    spec: ArchitectureSpec, scheme: str, dtype: str, found: tuple[Choice, ...] | None = None
+    spec: ArchitectureSpec,
+    scheme: str,
+    dtype: str,
+    found: tuple[Choice, ...] | None = None,
+    dequantized: Collection[str] = (),
 ) -> QuantizationReport:
     """The report of an architecture with kernel formats.
 
@@ -66,12 +72,13 @@ def report_of(
         scheme: see `QuantizationReport`.
         dtype: of the parameters that are not quantized.
         found: the decisions about its matrices; None for a checkpoint that stores them so.
+        dequantized: paths of the kernels of such a checkpoint that are held dequantized.
     """
     formats = stored_formats(spec)
     quantized = dict(spec.kernel_formats)
     if found is None:
         found = tuple(
-            Choice(path, None, "stored so in the checkpoint")
+            Choice(path, None, MIXED if path in dequantized else "stored so in the checkpoint")
             for path in spec.parameters
             if is_matrix(path) and path not in quantized
         )

@@ -58,7 +58,7 @@ def _announced(architecture: Architecture, config: ModelConfig) -> tuple[tuple[s
         if not is_matrix(path) or (path != HEAD and why_dense(path, parameter, spec, LINEAR)):
             continue
         shapes = {leaf.name.removesuffix(".weight"): leaf.shape for leaf in rule.leaves()}
-        formats = [(name, form) for name, shape in shapes.items() if (form := of_module(name, shape)) is not None]
-        if formats:
-            found.append((path, common_format(path, formats, config.source)))
+        form = common_format([of_module(name, shape) for name, shape in shapes.items()])
+        if form is not None:
+            found.append((path, form))
     return tuple(found)

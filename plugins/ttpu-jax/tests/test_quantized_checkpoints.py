@@ -86,6 +86,32 @@ def test_a_checkpoint_gives_the_logits_of_its_own_dequantization(name: str, dens
     assert len(stored) == 4 * len(architecture.spec.layers)
 
 
+@pytest.mark.parametrize("name", ["int4 activation order", "fine-grained fp8"])
+def test_a_kernel_of_which_a_part_is_quantized_is_held_dequantized(name: str, dense: Path, tmp_path: Path) -> None:
+    quantized, expected = SCHEMES[name](dense, tmp_path)
+    layers = range(len(default_registry().architecture(open_config(dense)).spec.layers))
+    kept = [f"model.layers.{layer}.{part}" for layer in layers for part in ("self_attn.k_proj", "mlp.up_proj")]
+    numbers = load_file(expected / "model.safetensors")
+    tensors = load_file(quantized / "model.safetensors")
+    tensors = {key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] not in kept}
+    save_file(tensors | {f"{one}.weight": numbers[f"{one}.weight"] for one in kept}, quantized / "model.safetensors")
+    config = json.loads((quantized / "config.json").read_text())
+    settings = config["quantization_config"]
+    skipped = "ignore" if settings["quant_method"] == "compressed-tensors" else "modules_to_not_convert"
+    settings[skipped] = [*(settings.get(skipped) or ()), *kept]
+    (quantized / "config.json").write_text(json.dumps(config))
+    model = load(quantized)
+    assert_equal(logits(model), reference(expected))
+    formats = dict(model.spec.kernel_formats)
+    assert {path.removeprefix("layers.0.") for path in formats if path.startswith("layers.0.")} == {
+        "attention.output.kernel",
+        "mlp.down.kernel",
+    }
+    assert "dequantized, because the checkpoint" in str(model.quantization)
+    announced = stored_architecture(default_registry().architecture(open_config(quantized)), open_config(quantized))
+    assert dict(announced.spec.kernel_formats) == formats
+
+
 def test_experts_are_read_too(mixture: Path, tmp_path: Path) -> None:
     quantized, expected = SCHEMES["int4 groups asymmetric"](mixture, tmp_path)
     model = load(quantized)

@@ -22,7 +22,7 @@ from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_core.mapping import FlaxMapping, pad_mapping
 from ttpu_core.quantization import QuantizationConfig, choices, quantize_architecture
 from ttpu_core.quantization.grouping import fit_formats
-from ttpu_core.quantization.mapping import StoredMapping, formats_of, stored_mapping
+from ttpu_core.quantization.mapping import StoredMapping, dequantized_kernels, formats_of, stored_mapping
 from ttpu_core.quantization.quantize import EMBEDDING
 from ttpu_core.quantization.report import format_words, report_of
 from ttpu_core.quantization.schemes import open_quantized, refuse_again
@@ -104,7 +104,8 @@ class JaxBackend:
                 raise refuse_again(checkpoint.source, quantized.scheme, options.quantization)
             spec = formats_of(architecture.spec, architecture.mapping, quantized)
             architecture = replace(architecture, spec=spec)
-            report = report_of(spec, quantized.scheme, model_dtype(options.dtype, checkpoint).name)
+            mixed = dequantized_kernels(spec, architecture.mapping, quantized)
+            report = report_of(spec, quantized.scheme, model_dtype(options.dtype, checkpoint).name, dequantized=mixed)
         elif options.quantization is not None:
             asked = QuantizationConfig.read(options.quantization)
             use_pallas = asked.use_pallas
