@@ -86,6 +86,18 @@ def test_a_sequence_in_parts_gives_what_the_whole_does(cuts: tuple[int, ...]) ->
     assert_close(state, last)
 
 
+def test_the_state_becomes_zero_before_each_start() -> None:
+    """Token by token, a decay to nothing does the same. Starts lie in, at the end and at the beginning of chunks of 8,
+    and two are neighbours."""
+    query, key, value, decay, beta = inputs()
+    starts = jnp.zeros((BATCH, SEQ), bool).at[0, jnp.array([5, 15, 16, 27])].set(True).at[1, 3].set(True)
+    forgetting = jnp.where(starts[..., None, None], -1e4, decay)
+    wanted = recurrent(query, key, value, forgetting, beta, some_state())
+    found = chunked(query, key, value, decay, beta, some_state(), chunk=8, starts=starts)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_close(ours, theirs)
+
+
 def test_tokens_without_decay_and_beta_leave_the_state_as_it_is() -> None:
     query, key, value, decay, beta = inputs()
     state = some_state()

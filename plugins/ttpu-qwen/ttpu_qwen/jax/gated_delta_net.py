@@ -5,6 +5,8 @@ shards between groups. Everything between the projections is computed in float32
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -22,6 +24,8 @@ State = dict[str, jax.Array]
 
 class GatedDeltaNet(nnx.Module):
     """A short causal convolution over queries, keys and values, the gated delta rule, and a gated norm."""
+
+    resets_state = True
 
     def __init__(self, spec: MixerSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
@@ -47,14 +51,14 @@ class GatedDeltaNet(nnx.Module):
         ba = self._whole_sequence(self.ba(x, jnp.dtype(jnp.float32)))  # [batch, seq, key_heads, 2, values_per_key]
         features = self.conv.shape[-1]
         mixed, window = causal_convolution(
-            fused[..., :features], self.conv[...], None if state is None else state["conv"], step.valid
+            fused[..., :features], self.conv[...], None if state is None else state["conv"], step.valid, step.segments
         )
         query, key, value = self._heads(activate(mixed, ActivationSpec(self.spec.option("activation"))))
         decay = -jnp.exp(self.decay_log[...]) * jax.nn.softplus(ba[..., 1, :] + self.decay_bias[...])
         decay = jnp.where(valid[..., None], decay, 0.0)
         beta = jnp.where(valid[..., None], jax.nn.sigmoid(ba[..., 0, :]), 0.0)
         before = None if state is None else state["recurrent"]
-        rule = recurrent_gated_delta_rule if x.shape[1] == 1 else chunk_gated_delta_rule
+        rule = recurrent_gated_delta_rule if x.shape[1] == 1 else partial(chunk_gated_delta_rule, starts=step.starts)
         out, recurrent = rule(l2_normalize(query), l2_normalize(key), value, decay, beta, before)
         gate = fused[..., features:].reshape(out.shape)
         if step.last_only:
@@ -75,7 +79,11 @@ class GatedDeltaNet(nnx.Module):
 
 
 def causal_convolution(
-    x: jax.Array, kernel: jax.Array, window: jax.Array | None = None, valid: jax.Array | None = None
+    x: jax.Array,
+    kernel: jax.Array,
+    window: jax.Array | None = None,
+    valid: jax.Array | None = None,
+    segments: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """A depthwise convolution over each token and the kernel - 1 tokens before it.
 
@@ -84,6 +92,8 @@ def causal_convolution(
         kernel: [kernel, *features]; the last entry weighs the token itself.
         window: [batch, kernel - 1, *features], the inputs before the first token; None is zeros.
         valid: bool [batch, seq], False for padding; None means no padding. The valid tokens of a row are contiguous.
+        segments: int [batch, seq], the sequence of each token; the tokens before are of its own sequence alone. None:
+            each row is one sequence.
 
     Returns:
         float32 [batch, seq, *features], and the window after the last valid token in x's dtype.
@@ -93,7 +103,15 @@ def causal_convolution(
         window = jnp.zeros((x.shape[0], width - 1, *x.shape[2:]), x.dtype)
     inputs = jnp.concatenate([window.astype(x.dtype), x], axis=1)
     taps = kernel.astype(jnp.float32)
-    out = sum((inputs[:, i : i + seq].astype(jnp.float32) * taps[i] for i in range(width)), jnp.zeros((), jnp.float32))
+
+    def tap(i: int) -> jax.Array:
+        earlier = inputs[:, i : i + seq].astype(jnp.float32)
+        if segments is not None:
+            its = jnp.pad(segments, ((0, 0), (width - 1, 0)))[:, i : i + seq]
+            earlier = jnp.where((its == segments).reshape(*its.shape, *(1,) * (x.ndim - 2)), earlier, 0)
+        return earlier * taps[i]
+
+    out = sum((tap(i) for i in range(width)), jnp.zeros((), jnp.float32))
     if valid is None:
         return out, inputs[:, seq:]
     if seq == 1:
@@ -163,6 +181,7 @@ def chunk_gated_delta_rule(
     state: jax.Array | None = None,
     *,
     chunk: int = CHUNK,
+    starts: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The gated delta rule by matrix products over chunks of tokens, so that only chunks are sequential (arXiv
     2412.06464). The results are those of `recurrent_gated_delta_rule`.
@@ -181,6 +200,7 @@ def chunk_gated_delta_rule(
         beta: [batch, seq, key_heads, values_per_key].
         state: [batch, key_heads, values_per_key, key_dim, value_dim]; None is zeros.
         chunk: tokens per chunk, a power of two; the sequence may have any length.
+        starts: bool [batch, seq], true for tokens before which the state becomes zero; None is nowhere.
 
     Returns:
         float32 [batch, seq, key_heads, values_per_key, value_dim], and the float32 state after the last token.
@@ -196,15 +216,21 @@ def chunk_gated_delta_rule(
     total = jnp.cumsum(decay, axis=-1)
     pairs = total[..., :, None] - total[..., None, :]
     earlier_or_same = jnp.tri(chunk, dtype=bool)
+    if starts is not None:
+        number = jnp.cumsum(_in_chunks(starts, chunk), axis=-1)[:, :, None, None]  # [b, n, 1, 1, i], starts so far
+        earlier_or_same = earlier_or_same & (number[..., :, None] == number[..., None, :])
     pairs = jnp.exp(jnp.where(earlier_or_same, pairs, -jnp.inf))  # masked first: later tokens would overflow
     coupling = _product("...ik,...jk->...ij", key, key) * pairs * beta[..., None]
     solve = unit_lower_inverse(jnp.where(jnp.tri(chunk, k=-1, dtype=bool), coupling, 0.0))
     written = _product("...ij,...jv->...iv", solve, value * beta[..., None])
-    recalled = _product("...ij,...jk->...ik", solve, key * (beta * jnp.exp(total))[..., None])
-    attention = _product("...ik,...jk->...ij", query, key) * pairs
-    query = query * jnp.exp(total)[..., None]
     last = total[..., -1:]
-    key = key * jnp.exp(last - total)[..., None]
+    since, kept, until = jnp.exp(total), jnp.exp(last), jnp.exp(last - total)
+    if starts is not None:  # the state before a chunk reaches its first sequence, and the last one the state after it
+        since, kept = jnp.where(number == 0, since, 0.0), jnp.where(number[..., -1:] == 0, kept, 0.0)
+        until = jnp.where(number == number[..., -1:], until, 0.0)
+    recalled = _product("...ij,...jk->...ik", solve, key * (beta * since)[..., None])
+    attention = _product("...ik,...jk->...ij", query, key) * pairs
+    query, key = query * since[..., None], key * until[..., None]
 
     def step(state: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         written, recalled, attention, query, key, kept = inputs
@@ -212,7 +238,7 @@ def chunk_gated_delta_rule(
         out = _product("...ik,...kv->...iv", query, state) + _product("...ij,...jv->...iv", attention, new)
         return state * kept[..., None] + _product("...ik,...iv->...kv", key, new), out
 
-    inputs = (written, recalled, attention, query, key, jnp.exp(last))
+    inputs = (written, recalled, attention, query, key, kept)
     after, out = jax.lax.scan(step, before, jax.tree.map(lambda each: each.swapaxes(0, 1), inputs))
     out = out.transpose(1, 0, 4, 2, 3, 5)  # [n, b, h, r, i, v] → [b, n, i, h, r, v]
     return out.reshape(batch, -1, *out.shape[3:])[:, :seq], after

@@ -104,7 +104,7 @@ def _local(
         return x if x.shape[1] == kv * group else jnp.repeat(x, group, axis=1)
 
     queries = prepared(query.transpose(0, 2, 3, 1, 4).reshape(batch, kv * group, seq, dim))
-    ids = (pad_sequence(ids, length, 1, PADDING) for ids in (query_segments, key_segments))
+    ids = flash.SegmentIds(*(pad_sequence(ids, length, 1, PADDING) for ids in (query_segments, key_segments)))
     blocks = flash.BlockSizes(
         block_q=block,
         block_k_major=block,
@@ -120,12 +120,12 @@ def _local(
     )
     kernel = partial(
         flash.flash_attention,
-        segment_ids=flash.SegmentIds(*ids),
         causal=spec.causal,
         sm_scale=spec.softmax_scale,
         block_sizes=blocks,
     )
-    mixed = (_interpreted(kernel) if interpret else kernel)(queries, prepared(key), prepared(value))
+    attend = _interpreted(kernel) if interpret else kernel
+    mixed = attend(queries, prepared(key), prepared(value), segment_ids=ids)
     return mixed[:, :, :seq, :value_dim].reshape(batch, kv, group, seq, value_dim).transpose(0, 3, 1, 2, 4)
 
 
@@ -138,17 +138,17 @@ def _interpreted(kernel: Any) -> Any:
     plain: Any = True
 
     @jax.custom_vjp
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any) -> jax.Array:
         with pltpu.force_tpu_interpret_mode(plain):
-            return kernel(q, k, v)
+            return kernel(q, k, v, segment_ids=segment_ids)
 
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any) -> tuple[jax.Array, Any]:
         with pltpu.force_tpu_interpret_mode(plain):
-            return jax.vjp(kernel, q, k, v)
+            return jax.vjp(partial(kernel, segment_ids=segment_ids), q, k, v)
 
     def backward(gradient_of: Any, gradient: jax.Array) -> Any:
         with pltpu.force_tpu_interpret_mode(plain):
-            return gradient_of(gradient)
+            return (*gradient_of(gradient), None)
 
     run.defvjp(forward, backward)
     return run
