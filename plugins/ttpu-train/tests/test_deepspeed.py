@@ -73,9 +73,9 @@ def test_a_logarithmic_warmup_is_said_to_be_linear_here() -> None:
         read_deepspeed({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = read_deepspeed({
-            "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "cos_min_ratio": 0.1}}
-        })
+        found = read_deepspeed(
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "cos_min_ratio": 0.1}}}
+        )
     assert found == {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
 
 

@@ -112,7 +112,7 @@ class _Reader:
                 yield from sections[key](value)
             elif key == "train_batch_size":
                 raise _refused(
-                    key, value, 'auto: it follows from train_micro_batch_size_per_gpu, the accumulation and the mesh'
+                    key, value, "auto: it follows from train_micro_batch_size_per_gpu, the accumulation and the mesh"
                 )
             else:
                 raise RequestError(

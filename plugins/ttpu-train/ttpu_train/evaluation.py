@@ -119,6 +119,4 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _sum(one: EvalValues, other: EvalValues) -> EvalValues:
-    return EvalValues(
-        one.cross_entropy + other.cross_entropy, one.tokens + other.tokens, one.correct + other.correct
-    )
+    return EvalValues(one.cross_entropy + other.cross_entropy, one.tokens + other.tokens, one.correct + other.correct)

@@ -316,5 +316,3 @@ class TrainingRun:
 
     def _tell(self, event: str, **more: Any) -> None:
         self.callbacks.call(event, self.args, self.state, self.control, model=self.runner, **more)
-
-

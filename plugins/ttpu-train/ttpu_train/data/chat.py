@@ -15,6 +15,8 @@ from ttpu_core.errors import DataError
 from ttpu_train.data.settings import DataSettings
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+TOKENS = {"tokenize": True, "return_dict": True, "tokenizer_kwargs": {"verbose": False}}
 Encoded = tuple[np.ndarray, np.ndarray]
 """int32 [tokens], and uint8 [tokens]: 1 where a token has weight."""
 
@@ -68,10 +70,8 @@ class ChatEncoder:
 
     def _assistant(self, messages: list[Any], render: dict[str, Any], place: str) -> Encoded:
         template = render["chat_template"] or self._tokenizer.get_chat_template(tools=render["tools"])
-        if GENERATION.search(template):
-            given = self._apply(
-                messages, render, place, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
+        if GENERATION.search(COMMENT.sub("", template)):
+            given = self._apply(messages, render, place, **TOKENS, return_assistant_tokens_mask=True)
             tokens, weights = np.asarray(given["input_ids"], np.int32), np.asarray(given["assistant_masks"], np.uint8)
         else:
             tokens, weights = self._by_prefixes(messages, render, place)
@@ -90,11 +90,11 @@ class ChatEncoder:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._apply(messages[:number], render, place, tokenize=False) if number else ""
+            before = self._through(messages[:number], text, render, place) if number else ""
             asked = self._apply(messages[:number], render, place, tokenize=False, add_generation_prompt=True)
             last = number == len(messages) - 1
-            through = text if last else self._apply(messages[: number + 1], render, place, tokenize=False)
-            if not (text.startswith(before) and text.startswith(through)):
+            through = text if last else self._through(messages[: number + 1], text, render, place)
+            if through is None or before is None:
                 raise DataError(
                     f"{place} was given for assistant_only_loss, but the chat template writes message {number} in "
                     "another way if others follow it, so that the assistant's tokens cannot be told: pass a "
@@ -114,6 +114,16 @@ class ChatEncoder:
             weights[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = 1
         return np.asarray(given["input_ids"], np.int32), weights
 
+    def _through(self, messages: list[Any], text: str, render: dict[str, Any], place: str) -> str | None:
+        """The text of a conversation's first messages, or None if the whole text does not begin with it."""
+        found: str = self._apply(messages, render, place, tokenize=False)
+        if text.startswith(found):
+            return found
+        # Some templates end a conversation, not a message, by the end-of-sequence token, as that of Phi-3.
+        found = found.removesuffix(self._tokenizer.eos_token or "")
+        closed = found.rstrip().endswith(tuple(self._tokenizer.all_special_tokens))
+        return found if closed and text.startswith(found) else None
+
     def _end(self, text: str, start: int, end: int) -> int:
         """The end of a message without the white space after its last special token, which no model says."""
         said = text[start:end].rstrip()
@@ -121,7 +131,7 @@ class ChatEncoder:
         return start + len(said) if closed else end
 
     def _tokens(self, messages: list[Any], render: dict[str, Any], place: str, **options: Any) -> np.ndarray:
-        given = self._apply(messages, render, place, tokenize=True, return_dict=True, **options)
+        given = self._apply(messages, render, place, **TOKENS, **options)
         return np.asarray(given["input_ids"], np.int32)
 
     def _apply(self, messages: list[Any], render: dict[str, Any], place: str, **options: Any) -> Any:

@@ -66,6 +66,7 @@ class BatchLoader(Iterator[Batch]):
     """An iterator over a process's part of each global batch.
 
     Attributes:
+        epoch: passes over the data so far: the share of rows in the present one; whole after an epoch's last batch.
         steps_per_epoch: batches of the first epoch.
         rows_seen: rows of all processes so far, without those that only fill a batch.
     """
@@ -83,16 +84,10 @@ class BatchLoader(Iterator[Batch]):
                 param="drop_last",
             )
         self.rows_seen = 0
-        self._epoch, self._row = 0, 0  # the next batch begins at this row of this epoch
-        self._epoch_rows = rows
+        self._place(0, 0, rows)
         self._iterator: Any = None
         self._batches: _Batches | None = None
         self._given = 0
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the data so far: the share of rows in the present one; whole after an epoch's last batch."""
-        return self._epoch + self._row / self._epoch_rows
 
     def __next__(self) -> Batch:
         if self._batches is None:
@@ -108,8 +103,13 @@ class BatchLoader(Iterator[Batch]):
         first, end = batches.first_row(epoch, number), min(batches.first_row(epoch, number + 1), rows)
         self.rows_seen += end - first
         last = number + 1 == batches.count(epoch)
-        self._epoch, self._row, self._epoch_rows = (epoch + 1, 0, rows) if last else (epoch, end, rows)
+        self._place(epoch + 1 if last else epoch, 0 if last else end, rows)
         return batch
+
+    def _place(self, epoch: int, row: int, rows: int) -> None:
+        """The next batch begins at a row of an epoch, which has `rows` of them."""
+        self._epoch, self._row, self._epoch_rows = epoch, row, rows
+        self.epoch = epoch + row / rows
 
     def state(self) -> dict[str, Any]:
         """The position, for JSON: of the batch that comes next, not of those that are read ahead. It holds for any
@@ -136,7 +136,7 @@ class BatchLoader(Iterator[Batch]):
                     f"{name}={ours!r}: resume with the same data and settings, or start a new run from the weights."
                 )
         self.close()
-        self._epoch, self._row, self._epoch_rows = state["epoch"], state["row"], state["epoch_rows"]
+        self._place(state["epoch"], state["row"], state["epoch_rows"])
         self.rows_seen = state["rows_seen"]
 
     def close(self) -> None:

@@ -244,7 +244,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Example]]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 place = f"{path}, line {number}"
-                yield place, _object(_json(_decoded(line, path, number), place), place)
+                yield place, _object(_json(_decoded(line.rstrip(), path, number), place), place)
 
 
 def _array(path: Path) -> Iterator[tuple[str, Example]]:

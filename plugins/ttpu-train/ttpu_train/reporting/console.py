@@ -78,9 +78,7 @@ class ConsoleReporter(TrainerCallback):
             shown = "compiling" if latest is None else f"loss {latest.loss:.3f}"
             self._progress.update(self._task, completed=state.global_step, description=shown)
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Print a line."""
         if logs and state.is_world_process_zero:
             self._console.print(line_of(logs), soft_wrap=True, markup=False)

@@ -24,9 +24,7 @@ class JsonLinesReporter(TrainerCallback):
             args.folder.mkdir(parents=True, exist_ok=True)
             self._write_all(args, state)
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Append a line."""
         if not (state.is_world_process_zero and logs):
             return

@@ -40,9 +40,7 @@ class Tracker(TrainerCallback):
             config = {key: value for key, value in asdict(args).items() if isinstance(value, str | int | float | bool)}
             self._log, self._end = self._open(name, args.folder, config)
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Send a line: figures of evaluations as eval/..., others as train/..."""
         if self._log is not None and logs:
             self._log(_grouped(logs), logs["step"])
