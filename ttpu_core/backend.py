@@ -175,7 +175,7 @@ class Plans(Protocol):
             mesh: of one replica.
             strategy: which mesh axes shard which logical axes.
             limits: of the engine.
-            dtype: of weights, activations and cache.
+            dtype: of weights, activations, and a cache that is not quantized.
 
         Raises:
             UnsupportedError: an engine cannot serve the model.

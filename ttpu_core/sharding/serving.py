@@ -14,17 +14,19 @@ BATCHED_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """An engine's limits: sequences that run at once, tokens of the longest one, tokens of a step, tokens of a page."""
+    """An engine's limits: sequences that run at once, tokens of the longest one, tokens of a step, tokens of a page.
+    `kv_cache` is int8 or fp8 where keys and values are quantized, else None."""
 
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int
     page_size: int = PAGE_SIZE
+    kv_cache: str | None = None
 
     @classmethod
-    def of(cls, rows: int, context: int) -> ServingLimits:
+    def of(cls, rows: int, context: int, kv_cache: str | None = None) -> ServingLimits:
         """An engine on TPUs for `rows` sequences of up to `context` tokens, whose other limits are the usual ones."""
-        return cls(rows, context, max(BATCHED_TOKENS, rows))
+        return cls(rows, context, max(BATCHED_TOKENS, rows), kv_cache=kv_cache)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Cost formulas of a model: bits per dtype, FLOPs of products and of attention, and KV cache elements per token. The
-planner, engine metrics and the compiler's reports use them."""
+"""Cost formulas of a model: bits per dtype and cached element, FLOPs of products and of attention, and KV cache
+elements per token. The planner, engine metrics, kernels and the compiler's reports use them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ BITS: Mapping[str, int] = MappingProxyType(
     | {"float6_e2m3fn": 6, "float6_e3m2fn": 6, "float4_e2m1fn": 4}
 )
 """Bits per element by dtype name, as numpy and ml_dtypes spell it."""
+
+
+CACHE_DTYPES: Mapping[str, str] = MappingProxyType({"int8": "int8", "fp8": "float8_e4m3fn"})
+"""The dtypes of quantized keys and values, by the names that users write."""
+
+
+def cached_bits(dtype: str, features: int) -> float:
+    """Bits per element of cached keys or values with this many features per head. int8 has a float32 scale for each
+    token and head."""
+    return BITS[dtype] + (BITS["float32"] / features if dtype == "int8" else 0.0)
 
 
 def product_flops(elements: float, tokens: float) -> float:

@@ -192,6 +192,8 @@ def test_where_nothing_can_be_written_nothing_is_planned(
         (("--topology", "v9:2x2"), "the chips are v4, v5e, v5p, v6e, tpu7x"),
         (("--batch", "0"), "batch 0 was asked for, but it must be at least 1"),
         (("--task", "training", "--quantization", "int8"), "leave the quantization out"),
+        (("--task", "generation", "--kv-cache-dtype", "int8"), "only a serving engine quantizes them"),
+        (("--kv-cache-dtype", "int4"), "only int8, fp8 are known"),
         (("--picture", "memory.gif"), "a picture is written as .html or .png"),
     ],
 )

@@ -152,6 +152,15 @@ def test_the_cache_is_cut_by_rows_heads_and_slots() -> None:
         assert estimate_memory(spec, mesh, DECODE).cache == whole // 4, mesh
 
 
+def test_int8_pages_have_a_scale_for_each_key_and_value() -> None:
+    """32 layers, 2 of 8 KV heads on each device, pages of 128 tokens for 8 sequences of 2,048 and the null page."""
+    model = shard_model(published(LLAMA), {"tensor": 4})
+    limits = ServingLimits.of(8, 2048, "int8")
+    shapes = shapes_for(planning_backend(), model, limits, "bfloat16")
+    assert shapes.cache_bytes == 32 * (8 * 16 + 1) * 128 * 2 * 2 * (128 + 4)
+    assert {one.kv_cache for one in served_workloads(shapes, limits, "bfloat16", None)} == {"int8"}
+
+
 def test_heads_that_do_not_divide_cost_their_padding() -> None:
     """8 KV heads on 16 devices are held twice, so that a device's cache is that of 8 devices."""
     spec = published(LLAMA)

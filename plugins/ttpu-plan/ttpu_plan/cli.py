@@ -65,6 +65,9 @@ def plan(
         str | None,
         typer.Option(metavar="FORMAT", help="Of the layers' weights, to serve: w8a16, w4a16-g128, fp8, mxfp4."),
     ] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="Of keys and values, to serve: auto (the model's), int8, fp8.")
+    ] = "auto",
     best: Annotated[int, typer.Option(min=1, metavar="N", help="How many plans are shown for a topology.")] = 5,
     verify: Annotated[
         bool,
@@ -109,7 +112,8 @@ def plan(
         check_picture_file(picture)
     if save is not None:
         check_plan_file(save)
-    request = Request(task.value, batch, context, quantization=quantization)
+    kept = None if kv_cache_dtype == "auto" else kv_cache_dtype
+    request = Request(task.value, batch, context, quantization=quantization, kv_cache=kept)
     architecture = planned_architecture(checkpoint, patch_pack or None)
     quantize_architecture(architecture, quantization)  # says what is wrong before all else
     shown, nothing, without = _plans(architecture, topology, request, max(best, candidates) if verify else best)
@@ -243,6 +247,7 @@ def _serve_with(checkpoint: str, one: Plan, saved: Path) -> str:
         return ""
     workload = one.programs[0].workload
     limits = f"--max-num-seqs {workload.batch} --max-model-len {workload.context}"
+    limits += f" --kv-cache-dtype {workload.kv_cache}" if workload.kv_cache else ""
     each = "" if one.replicas == 1 else f", once for each of the {one.replicas} replicas"
     return f"; serve it with `ttpu serve {checkpoint} --plan {saved} {limits}`{each}"
 
@@ -286,6 +291,7 @@ def _as_json(
             "context": request.context,
             "dtype": request.dtype,
             "quantization": request.quantization,
+            "kv_cache": request.kv_cache,
         },
         "note": NOTE,
         "patch_packs": list(architecture.patch_packs),
@@ -345,7 +351,8 @@ def _print(
     if kernels:
         console.print("\n".join(kernels), end="\n\n")
     stored = "; ".join(stored_formats(spec)) or request.dtype
-    words = f"{spec.model_type}, {spec.num_parameters:,} parameters in {request.quantization or stored}. {NOTE}"
+    cache = f", keys and values in {request.kv_cache}" if request.kv_cache else ""
+    words = f"{spec.model_type}, {spec.num_parameters:,} parameters in {request.quantization or stored}{cache}. {NOTE}"
     console.print(f"{words} {VERIFIED_NOTE}" if verified else words)
 
 

@@ -15,7 +15,7 @@ from ttpu_core.sharding.serving import ServedShapes
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MoESpec, axes
-from ttpu_core.spec.arithmetic import BITS
+from ttpu_core.spec.arithmetic import BITS, cached_bits
 from ttpu_core.spec.parameters import norm_names
 from ttpu_plan.estimate import MemoryEstimate
 from ttpu_plan.plan import replica_mesh
@@ -289,18 +289,19 @@ def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
     return rows, workload.tokens // model.devices(axes.SEQUENCE, workload.tokens)
 
 
-def layer_cache_shapes(model: ModelShards, layer: LayerSpec, workload: Workload) -> Iterable[tuple[Shape, int]]:
-    """Return the shape on one device and the bits per element of each array in a layer's cache."""
+def layer_cache_shapes(model: ModelShards, layer: LayerSpec, workload: Workload) -> Iterable[tuple[Shape, float]]:
+    """Return the shape on one device and the bits per element, scales included, of each array in a layer's cache."""
     batch, slots, mixer = workload.batch, workload.context, layer.mixer
     if isinstance(mixer, AttentionSpec):
         if mixer.kv_from_layer is None:
             for dim in (mixer.head_dim, mixer.value_dim):
                 shape = (batch, mixer.num_kv_heads, slots, dim)
-                yield model.local_shape(CACHE_AXES, shape), BITS[workload.dtype]
+                yield model.local_shape(CACHE_AXES, shape), cached_bits(workload.cache_dtype, dim)
         return
     for state in mixer.state:
         sizes = (slots if axis == axes.SEQUENCE else size for size, axis in zip(state.shape, state.axes, strict=True))
-        yield model.local_shape((axes.BATCH, *state.axes), (batch, *sizes)), BITS[state.dtype or workload.dtype]
+        kept = state.dtype or (workload.cache_dtype if axes.SEQUENCE in state.axes else workload.dtype)
+        yield model.local_shape((axes.BATCH, *state.axes), (batch, *sizes)), BITS[kept]
 
 
 def _layer_cache(model: ModelShards, layer: LayerSpec, workload: Workload) -> int:

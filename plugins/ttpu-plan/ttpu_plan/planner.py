@@ -13,6 +13,7 @@ from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.services import Quantization
 from ttpu_core.sharding.hardware import CHIPS, Chip, Topology, slice_sizes
 from ttpu_core.sharding.links import slice_axes
+from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec
 from ttpu_plan.cost import estimate_time
@@ -43,6 +44,7 @@ class Request:
         batch: rows of the decode or training step, over all replicas; None is 32, and one a device to train.
         context: slots of each row's cache, and tokens of a prompt or of a row to train on.
         one_replica: to serve, propose one engine over all devices alone.
+        kv_cache: to serve, quantize keys and values, to int8 or fp8.
     """
 
     purpose: Purpose = "inference"
@@ -52,6 +54,7 @@ class Request:
     quantization: Quantization | None = None
     strategy: Strategy = DEFAULT_STRATEGY
     one_replica: bool = False
+    kv_cache: str | None = None
 
     def __post_init__(self) -> None:
         """Check the values before meshes are enumerated.
@@ -64,7 +67,9 @@ class Request:
                 f"a plan for {self.purpose!r} was asked for, but there is only {', '.join(get_args(Purpose))}: write "
                 "one of them."
             )
-        self.workloads(1, {})
+        (first, *_) = self.workloads(1, {})
+        step = StepSize(1, 1, 1) if self.purpose == "inference" else None
+        replace(first, step=step, kv_cache=self.kv_cache)
 
     def rows(self, num_devices: int) -> int:
         """The number of rows of the decode or training step."""
@@ -244,7 +249,7 @@ def _plan(spec: ArchitectureSpec, fingerprint: str, topology: Topology, mesh: Me
     dcn, strategy = slice_axes(mesh, topology.slices), request.strategy
     shapes, workloads = None, request.workloads(topology.num_devices, mesh)
     if request.purpose == "inference":
-        limits = limits_for(request.rows(topology.num_devices), request.context, mesh)
+        limits = limits_for(request.rows(topology.num_devices), request.context, mesh, request.kv_cache)
         model = shard_model(spec, replica_mesh(mesh), strategy)
         shapes = shapes_for(planning_backend(), model, limits, request.dtype)
         workloads = served_workloads(shapes, limits, request.dtype, request.quantization)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from ttpu_core.backend import Plans
@@ -59,18 +60,25 @@ def capable_backend(registry: Registry, capability: type) -> object | None:
     return None
 
 
-def limits_for(rows: int, context: int, mesh: Mapping[str, int]) -> ServingLimits:
+def limits_for(rows: int, context: int, mesh: Mapping[str, int], kv_cache: str | None = None) -> ServingLimits:
     """Return the limits of each replica's engine, for `rows` sequences over all replicas."""
-    return ServingLimits.of(rows // mesh.get(REPLICAS, 1), context)
+    return ServingLimits.of(rows // mesh.get(REPLICAS, 1), context, kv_cache)
 
 
 def served_workloads(
     shapes: ServedShapes, limits: ServingLimits, dtype: str, quantization: Quantization | None
 ) -> tuple[Workload, Workload]:
     """Return the decode step of all sequences of a replica, and its largest step, which also reads prompts."""
-    rows, context = limits.max_num_seqs, limits.max_model_len
-    decode = Workload("decode", rows, context, dtype, quantization=quantization, step=shapes.decode)
-    return decode, Workload("mixed", rows, context, dtype, quantization=quantization, step=shapes.mixed)
+    decode = Workload(
+        "decode",
+        limits.max_num_seqs,
+        limits.max_model_len,
+        dtype,
+        quantization=quantization,
+        step=shapes.decode,
+        kv_cache=limits.kv_cache,
+    )
+    return decode, replace(decode, task="mixed", step=shapes.mixed)
 
 
 def shapes_for(backend: Plans, model: ModelShards, limits: ServingLimits, dtype: str) -> ServedShapes:

@@ -11,7 +11,7 @@ from ttpu_core.quantization.config import QuantizationConfig
 from ttpu_core.services import Quantization
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.training_state import ADAMW
-from ttpu_core.spec.arithmetic import BITS
+from ttpu_core.spec.arithmetic import BITS, CACHE_DTYPES
 
 Task = Literal["decode", "prefill", "mixed", "train"]
 Layers = Literal["unrolled", "scan"]
@@ -27,11 +27,13 @@ class Workload:
         task: decode, prefill, mixed or train; mixed, and decode with `step`, are an engine's steps.
         batch: number of rows.
         context: tokens, or cache slots, per row.
-        dtype: dtype of weights, activations and cache; a training step also keeps float32 weights and moments.
+        dtype: dtype of weights, activations, and a cache that is not quantized; a training step also keeps float32
+            weights and moments.
         layers: "unrolled" compiles each layer; otherwise a loop over stacked parameters compiles one.
         remat: a training step recomputes each layer's activations for its gradient instead of keeping them.
         quantization: a shorthand of how the layers' kernels are quantized, for decode and prefill.
         step: sizes of an engine's step; None for contiguous caches and for training.
+        kv_cache: how an engine's keys and values are quantized, int8 or fp8; None if they are not.
 
     Raises:
         RequestError: a size below 1, or an unknown task, dtype or quantization.
@@ -45,12 +47,14 @@ class Workload:
     remat: bool = ADAMW.remat
     quantization: Quantization | None = None
     step: StepSize | None = None
+    kv_cache: str | None = None
 
     def __post_init__(self) -> None:
         for name, word, allowed in (
             ("task", self.task, get_args(Task)),
             ("dtype", self.dtype, DTYPES),
             ("layers", self.layers, get_args(Layers)),
+            ("kv_cache", self.kv_cache or "int8", tuple(CACHE_DTYPES)),
         ):
             if word not in allowed:
                 raise RequestError(
@@ -67,6 +71,11 @@ class Workload:
                 f"a {self.task} program {'with' if self.step else 'without'} the sizes of an engine's step was asked "
                 "for, but mixed steps have them, decode steps may, and others have none: correct the step."
             )
+        if self.kv_cache is not None and self.step is None:
+            raise RequestError(
+                f"{self.kv_cache} keys and values of a {self.task} program were asked for, but only a serving engine "
+                "quantizes them: leave kv_cache out, or plan to serve."
+            )
         if self.task == "train" and self.quantization is not None:
             raise RequestError(
                 f"training in {self.quantization} was asked for, but the weights that a training step updates are "
@@ -82,8 +91,13 @@ class Workload:
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes per element of activations and cache."""
+        """Bytes per element of activations, and of a cache that is not quantized."""
         return BITS[self.dtype] // 8
+
+    @property
+    def cache_dtype(self) -> str:
+        """The dtype of cached keys and values."""
+        return self.dtype if self.kv_cache is None else CACHE_DTYPES[self.kv_cache]
 
     def with_batch(self, batch: int) -> Workload:
         """Return the same workload with another number of rows."""

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from ttpu_core.sharding.serving import ServedShapes, ServingLimits, StepSize
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, axes
-from ttpu_core.spec.arithmetic import BITS
+from ttpu_core.spec.arithmetic import BITS, CACHE_DTYPES
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_jax.model.latent_attention import latent_pages
 from ttpu_jax.model.paged import PagedLayout, group_page_bytes, paged_layout, state_bytes
@@ -50,7 +50,7 @@ def served_shapes(
         mesh: mesh axis → devices along it, of one replica.
         strategy: the mesh axes that shard each logical axis.
         limits: of the engine.
-        dtype: of weights, activations and cache.
+        dtype: of weights, activations, and a cache that is not quantized.
 
     Raises:
         UnsupportedError: an engine cannot serve the model.
@@ -66,7 +66,8 @@ def served_shapes(
     abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     placement = _PlannedPlacement(abstract, strategy)  # type: ignore[arg-type]
     held = model_dtype(dtype)
-    pages = group_page_bytes(spec, layout, limits.page_size, placement, held)
+    kept = held if limits.kv_cache is None else np.dtype(CACHE_DTYPES[limits.kv_cache])
+    pages = group_page_bytes(spec, layout, limits.page_size, placement, kept)
     demand = Demand(
         tuple(group.window or group.chunk for group in layout.groups),
         limits.page_size,

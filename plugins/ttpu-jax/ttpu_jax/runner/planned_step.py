@@ -43,6 +43,7 @@ def compile_planned_step(
         "max_model_len": limits.max_model_len,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "page_size": limits.page_size,
+        "kv_cache_dtype": workload.kv_cache or "auto",
     })
     runner = abstract_runner(architecture, topology, settings, workload.dtype, mesh or {"tensor": 1}, strategy)
     pages = limits.max_num_seqs * -(-limits.max_model_len // limits.page_size) + 1  # and the null page
