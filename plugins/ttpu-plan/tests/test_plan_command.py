@@ -146,6 +146,7 @@ def test_the_request_is_part_of_what_is_printed_as_json(config: Path) -> None:
         "context": 2048,
         "dtype": "bfloat16",
         "quantization": None,
+        "kv_cache": None,
     }
     serving = as_json(config, "--quantization", "int8")
     assert (serving["request"]["topology"], serving["request"]["batch"]) == (None, 32)
