@@ -363,43 +363,39 @@ class Calibrates(Protocol[Options]):
         ...
 
 
-class TrainStep(Protocol):
-    """One update of a model's parameters on a batch of rows. What it holds for each parameter is a
-    `ttpu_core.sharding.training_state.TrainingState`."""
-
-    def init(self, params: Mapping[str, Any]) -> Any:
-        """The optimizer's state before the first step."""
-        ...
-
-    def __call__(
-        self, params: Mapping[str, Any], state: Any, tokens: Any, mask: Any = None
-    ) -> tuple[Mapping[str, Any], Any, Any]:
-        """Parameters and optimizer state after an update on tokens [batch, seq], and the mean loss before it; mask
-        [batch, seq] marks the real tokens, None where all are."""
-        ...
-
-
 @runtime_checkable
 class Trains(Protocol):
-    """A backend whose models can be trained."""
+    """A backend whose models can be trained. `ttpu_train.runner.TrainsWithRunner` is the same with the types of the
+    trainer."""
 
-    def train_step(
-        self,
-        model: Any,
-        *,
-        optimizer: Any = None,
-        loss: Any = None,
-        accumulation: int = 1,
-        trainable: Callable[[str], bool] | None = None,
-    ) -> TrainStep:
-        """A training step for a loaded model.
+    def row_layout(self, model: Any) -> Any:
+        """Which rows of a batch a loaded model's mesh gives this process (`ttpu_train.runner.RowLayout`)."""
+        ...
+
+    def train_runner(self, model: Any, settings: Any) -> Any:
+        """A runner (`ttpu_train.runner.TrainRunner`) that takes over a loaded model's weights.
 
         Args:
             model: as the backend loaded it.
-            optimizer: the backend's kind of optimizer; None is AdamW.
-            loss: what is minimized; None is the cross-entropy of each next token.
-            accumulation: parts that a batch is computed in, one after the other.
-            trainable: path → whether a parameter is trained; None trains all of them.
+            settings: of the run (`ttpu_train.runner.StepSettings`).
+
+        Raises:
+            RequestError: settings that contradict the model or each other.
+            UnsupportedError: the backend cannot train this model so.
+        """
+        ...
+
+    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str) -> int:
+        """Write a run's checkpoint as a Hugging Face checkpoint, without devices of a slice; return its step.
+
+        Args:
+            folder: of the run's checkpoints.
+            out: the folder to write.
+            step: which checkpoint; None takes the newest that is whole.
+            dtype: of the written weights.
+
+        Raises:
+            CheckpointError: no whole checkpoint is there.
         """
         ...
 

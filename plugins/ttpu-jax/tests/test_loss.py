@@ -16,7 +16,7 @@ from ttpu_core import ModelConfig, default_registry, open_checkpoint
 from ttpu_core.errors import RequestError
 from ttpu_core.mapping import stack_layers
 from ttpu_core.spec.parameters import stacked_parameters
-from ttpu_jax.model.causal_model import DecoderModel, causal_model
+from ttpu_jax.model.causal_model import DecoderModel, Remat, causal_model
 from ttpu_jax.model.loss import TokenBatch, next_token_loss, settings_for, summed_loss, summed_next_token_loss
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.params.initialize import random_parameters
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     params = load_parameters(checkpoint, architecture.mapping, spec.parameters, placement, np.dtype(np.float32))
     runtime = Runtime(placement, ropes=different_ropes(spec.layers))
 
-    def make(*, remat: bool = False) -> DecoderModel:
+    def make(*, remat: Remat = "none") -> DecoderModel:
         return causal_model(spec, runtime, remat=remat)
 
     return make, params
@@ -67,7 +67,7 @@ def test_gradients_are_the_same_when_activations_are_computed_again(model: tuple
     make, params = model
     kept = jax.jit(jax.grad(lambda params: plain_loss(make(), params, TOKENS, REAL)))(params)
     again = jax.jit(
-        jax.grad(lambda params: next_token_loss(make(remat=True), params, TOKENS, jnp.asarray(REAL)))
+        jax.grad(lambda params: next_token_loss(make(remat="full"), params, TOKENS, jnp.asarray(REAL)))
     )(params)
     for path, gradient in kept.items():
         scale = np.abs(gradient).max()
@@ -194,12 +194,12 @@ def test_gradients_of_stacked_layers_are_the_same_when_activations_are_computed_
     params = random_parameters(table, placement, np.dtype(np.float32))
     runtime = Runtime(placement, ropes=different_ropes(spec.layers))
 
-    def gradients(*, remat: bool) -> Any:
+    def gradients(*, remat: Remat) -> Any:
         def loss(params: Any) -> jax.Array:
             return plain_loss(causal_model(spec, runtime, stacked=True, remat=remat), params, TOKENS, REAL)
 
         return jax.jit(jax.grad(loss))(params)
 
-    kept, again = gradients(remat=False), gradients(remat=True)
+    kept, again = gradients(remat="none"), gradients(remat="full")
     for path, gradient in kept.items():
         np.testing.assert_allclose(again[path], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=path)

@@ -53,16 +53,15 @@ from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.quantized import groupings_for
 
 if TYPE_CHECKING:
-    from optax import GradientTransformation
-
     from ttpu_core.loading import ProgressCallback
     from ttpu_jax.runner.ahead import Ahead
     from ttpu_jax.runner.compilation_cache import CacheCounts
     from ttpu_jax.runner.runner import Runner
-    from ttpu_jax.train.step import Loss, TrainStep
+    from ttpu_jax.train.runner import JaxTrainRunner, Rows
     from ttpu_plan.plan import Plan
     from ttpu_serve.api.engine_config import EngineConfig
     from ttpu_serve.runner import AdapterWeights
+    from ttpu_train.runner import StepSettings
 
 
 logger = logging.getLogger(__name__)
@@ -193,27 +192,36 @@ class JaxBackend:
 
         return model_runner(model, config, adapters)
 
-    def train_step(
-        self,
-        model: JaxCausalLM,
-        *,
-        optimizer: GradientTransformation | None = None,
-        loss: Loss | None = None,
-        accumulation: int = 1,
-        trainable: Callable[[str], bool] | None = None,
-    ) -> TrainStep:
-        """A training step for a loaded model; see `ttpu_jax.train.step`.
+    def row_layout(self, model: JaxCausalLM) -> Rows:
+        """Which rows of a batch a loaded model's mesh gives this process.
 
-        Args:
-            model: as `open` gives it.
-            optimizer: an optax transformation; None is AdamW.
-            loss: the function to minimize; None is the cross-entropy of each next token.
-            accumulation: parts that a batch is computed in, one after the other.
-            trainable: path → whether a parameter is trained; None trains all of them.
+        Raises:
+            UnsupportedError: processes share rows.
         """
-        from ttpu_jax.train.step import step_for
+        from ttpu_jax.train.runner import row_layout
 
-        return step_for(model, optimizer=optimizer, loss=loss, accumulation=accumulation, trainable=trainable)
+        return row_layout(model.programs.runtime.placement)
+
+    def train_runner(self, model: JaxCausalLM, settings: StepSettings) -> JaxTrainRunner:
+        """A runner that takes over a loaded model's weights; see `ttpu_jax.train.runner`.
+
+        Raises:
+            RequestError: settings that contradict the model or each other.
+            UnsupportedError: the model cannot be trained so.
+        """
+        from ttpu_jax.train.runner import JaxTrainRunner
+
+        return JaxTrainRunner(model, settings)
+
+    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str) -> int:
+        """Write a run's checkpoint as a Hugging Face checkpoint; see `ttpu_jax.train.export`.
+
+        Raises:
+            CheckpointError: no whole checkpoint is there.
+        """
+        from ttpu_jax.train.export import export_checkpoint
+
+        return export_checkpoint(folder, out, step=step, dtype=dtype)
 
     def text_logits(self, model: JaxCausalLM, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
         """Compute the logits [batch, seq, vocab] of texts, tokens [batch, seq] of the given lengths [batch]; see

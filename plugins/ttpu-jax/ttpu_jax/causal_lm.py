@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.events import StreamEvent, Timings
 from ttpu_core.generation.options import GenerationOptions, options_from
-from ttpu_core.mapping import pad_mapping
+from ttpu_core.mapping import FlaxMapping, pad_mapping
 from ttpu_core.quantization.report import QuantizationReport
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec
@@ -204,15 +204,42 @@ class JaxCausalLM:
                 "save_pretrained was called on a quantized model, but it writes dense weights, which this model no "
                 "longer has: write a quantized checkpoint from the original one with `ttpu quantize`."
             )
+        return self.save_parameters(
+            directory, pad_mapping(self.architecture.mapping, self.paddings), self.params, self.dtype
+        )
+
+    def save_parameters(
+        self, directory: str | Path, mapping: FlaxMapping, parameters: Mapping[str, Any], dtype: np.dtype[Any]
+    ) -> Path:
+        """Write a checkpoint with other parameters, and this model's config and small files; returns its directory.
+
+        Args:
+            directory: the checkpoint's folder.
+            mapping: from the checkpoint's tensors to the parameters.
+            parameters: path → array.
+            dtype: of the parameters, which the config then states.
+
+        Raises:
+            RequestError: `directory` is a file.
+        """
+        source = self._checkpoint.path if self._checkpoint else None
+        return save_checkpoint(directory, mapping, parameters, self.saved_config(dtype), source)
+
+    def saved_config(self, dtype: np.dtype[Any]) -> dict[str, Any]:
+        """The content of config.json for weights in a dtype."""
         source = self._checkpoint.path if self._checkpoint else None
         raw = source / "config.json" if source else None
         config = json.loads(raw.read_text()) if raw and raw.is_file() else self.architecture.config.to_dict()
         config.pop("torch_dtype", None)
-        config["dtype"] = self.dtype.name
+        config["dtype"] = dtype.name
         if self._checkpoint and self._checkpoint.config.get("tie_word_embeddings") is False:
             config["tie_word_embeddings"] = False  # also where the weights said so against the file
-        mapping = pad_mapping(self.architecture.mapping, self.paddings)
-        return save_checkpoint(directory, mapping, self.params, config, source)
+        return config
+
+    @property
+    def files(self) -> Path | None:
+        """The folder of the checkpoint that the model was loaded from."""
+        return self._checkpoint.path if self._checkpoint else None
 
     def _request(
         self, inputs: Any, config: Any, mask: Any, arguments: dict[str, Any]

@@ -18,6 +18,7 @@ from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.causal_model import causal_model
+from ttpu_jax.model.loss import token_batch
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.ops.sampling import SamplingFeatures, sample, sampling_inputs
 from ttpu_jax.params.initialize import abstract_parameters
@@ -109,13 +110,14 @@ def train_step(
     """
     placement = runtime.placement
     spec, paddings = pad_for(spec, placement)
-    model = causal_model(spec, runtime, stacked=stacked, remat=ADAMW.remat)
+    model = causal_model(spec, runtime, stacked=stacked, remat="full" if ADAMW.remat else "none")
     step = TrainStep(model, dtype, paddings, optimizer=optimizer or adamw())
     params = abstract_parameters(model.parameters, placement, np.dtype(ADAMW.master_dtype))
     state = step.abstract_state(params)
     arguments = (params, state, abstract_tokens(batch, tokens, placement))
 
     def update(params: dict[str, jax.Array], state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        return step(params, state, tokens)  # a function, whose name errors can show
+        params, state, figures = step(params, state, token_batch(tokens))
+        return params, state, figures.loss
 
     return AbstractProgram(update, arguments, (0, 1), (params, state), spec)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -24,6 +24,10 @@ from ttpu_jax.params.quantized import shardings_of
 Params = Mapping[str, Any]
 """Flax path → kernel or other array."""
 
+Remat = Literal["full", "dots", "none"]
+"""What the backward pass computes again instead of keeping it: all of a layer but its input, all but the products of
+weights, or nothing."""
+
 
 @dataclass(frozen=True)
 class DecoderModel:
@@ -33,13 +37,13 @@ class DecoderModel:
         spec: the architecture, padded for the mesh.
         runtime: the placement of arrays and the attention implementation.
         stacked: stack equal layers and scan over them instead of unrolling them.
-        remat: recompute a layer's activations in the backward pass instead of keeping them.
+        remat: what the backward pass computes again.
     """
 
     spec: ArchitectureSpec
     runtime: Runtime
     stacked: bool = False
-    remat: bool = False
+    remat: Remat = "none"
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
@@ -189,7 +193,7 @@ def causal_model(
     runtime: Runtime,
     *,
     stacked: bool = False,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> DecoderModel:
     """Make the model of an architecture. No other function makes a decoder.
 
@@ -197,7 +201,7 @@ def causal_model(
         spec: the architecture, padded for the runtime's mesh by `ttpu_jax.params.padding.pad_for`.
         runtime: the placement of arrays and the attention implementation.
         stacked: stack equal layers and scan over them instead of unrolling them.
-        remat: recompute a layer's activations in the backward pass instead of keeping them.
+        remat: what the backward pass computes again.
     """
     if runtime.placement.platform == "tpu" and _rounds_all_inputs(spec):
         runtime = replace(runtime, cuts_stream=True)

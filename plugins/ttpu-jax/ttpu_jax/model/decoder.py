@@ -47,7 +47,7 @@ class Decoder(nnx.Module):
         table: Flax path → shape and logical axes.
         runtime: the placement of arrays and the attention implementation.
         stacked: the parameters are stacked, and a scan runs over the layers.
-        remat: recompute a layer's activations in the backward pass instead of keeping them.
+        remat: what the backward pass computes again, see `ttpu_jax.model.causal_model.Remat`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Decoder(nnx.Module):
         runtime: Runtime,
         *,
         stacked: bool = False,
-        remat: bool = False,
+        remat: str = "none",
     ) -> None:
         self.spec, self.runtime, self.stacked, self.remat = spec, runtime, stacked, remat
         values = Parameters(arrays, table)
@@ -246,7 +246,7 @@ class Decoder(nnx.Module):
                 step = replace(step, last_only=True)
             inputs = _inputs(layer.spec, shared, None if beside is None else beside[index])
             is_source = index in self.spec.kv_sources
-            apply = jax.checkpoint(_apply_layer, static_argnums=(0, 1)) if self.remat else _apply_layer
+            apply = _apply_layer if self.remat == "none" else _recomputed(_apply_layer, self.remat, (0, 1))
             x, held, keys, load = apply(definition, is_source, state, x, step, bind(caches[index], None), inputs)
             if keys is not None:
                 shared[index] = keys
@@ -274,8 +274,8 @@ class Decoder(nnx.Module):
             last: list[Keys | None] = []
             once = group.repeats == 1
             apply: Any = _run_layer
-            if self.remat:
-                apply = jax.checkpoint(_run_layer, static_argnums=0, prevent_cse=once)
+            if self.remat != "none":
+                apply = _recomputed(_run_layer, self.remat, (0,), prevent_cse=once)
 
             def body(
                 carry: Any,
@@ -364,6 +364,13 @@ def _run_layer(
     kept = jax.tree.leaves(nnx.pop(layer, ExpertLoads))
     load = jnp.where(step.valid[..., None], kept[0], 0).sum((1, 2)) if kept else None
     return x, cache.held, keys, load
+
+
+def _recomputed(apply: Any, remat: str, static: tuple[int, ...], *, prevent_cse: bool = True) -> Any:
+    """A layer whose activations are computed again in the backward pass: all of them, or with "dots" all but the
+    products of weights."""
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    return jax.checkpoint(apply, policy=policy, static_argnums=static, prevent_cse=prevent_cse)
 
 
 def _inputs(layer: LayerSpec, shared: Mapping[int, Keys], beside: jax.Array | None) -> LayerInputs:

@@ -81,6 +81,25 @@ def summed_loss(model: DecoderModel, params: Params, batch: TokenBatch, settings
     return sums._replace(total=sums.total + coefficient * balance * sums.weight) if coefficient else sums
 
 
+def summed_cross_entropy(model: DecoderModel, params: Params, batch: TokenBatch) -> LossSums:
+    """Sum the cross-entropy of a batch, which is all that is minimized."""
+    hidden = model.hidden(params, batch.tokens, batch.positions, batch.segments)
+    return _over_parts(model, params, hidden, batch, 0.0, 0.0, ADAMW.loss_tokens)
+
+
+def token_batch(tokens: jax.Array, mask: jax.Array | None = None) -> TokenBatch:
+    """A batch in which each token after the first of its row counts 1.
+
+    Args:
+        tokens: int [batch, seq].
+        mask: bool [batch, seq], true for real tokens; padding is neither attended to nor predicted. None: all are real.
+    """
+    mask = jnp.ones(tokens.shape, jnp.bool_) if mask is None else mask
+    positions = jnp.where(mask, jnp.cumsum(mask, axis=1) - 1, -1).astype(jnp.int32)
+    weights = (mask & jnp.roll(mask, 1, axis=1)).astype(jnp.float32)
+    return TokenBatch(tokens, weights, positions)
+
+
 def settings_for(settings: LossSettings, config: ModelConfig) -> LossSettings:
     """The settings with the coefficient of the experts' load balance that a model's config asks for, if they name none:
     its `router_aux_loss_coef` if its `output_router_logits` is true, else 0."""
@@ -122,11 +141,9 @@ def summed_next_token_loss(
         mask: bool [batch, seq], true for real tokens; padding is neither attended to nor predicted. None: all are real.
         tokens_at_once: number of tokens of each row whose logits are held at once.
     """
-    mask = jnp.ones(tokens.shape, jnp.bool_) if mask is None else mask
-    positions = jnp.where(mask, jnp.cumsum(mask, axis=1) - 1, -1).astype(jnp.int32)
-    weights = (mask & jnp.roll(mask, 1, axis=1)).astype(jnp.float32)
-    batch = TokenBatch(tokens, weights, positions)
-    sums = _over_parts(model, params, model.hidden(params, tokens, positions), batch, 0.0, 0.0, tokens_at_once)
+    batch = token_batch(tokens, mask)
+    hidden = model.hidden(params, tokens, batch.positions)
+    sums = _over_parts(model, params, hidden, batch, 0.0, 0.0, tokens_at_once)
     return sums.cross_entropy, sums.weight
 
 

@@ -24,7 +24,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
 
 
-def export_tensors(mapping: FlaxMapping, parameters: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+def export_tensors(mapping: FlaxMapping, parameters: Mapping[str, jax.Array | np.ndarray]) -> dict[str, np.ndarray]:
     """Every checkpoint tensor by name, on the host. All processes must call this, and each gets all tensors.
 
     Padded parameters need the mapping of `ttpu_core.mapping.pad_mapping`, which removes the padding."""
@@ -44,7 +44,7 @@ def export_tensors(mapping: FlaxMapping, parameters: Mapping[str, jax.Array]) ->
 def save_checkpoint(
     directory: str | Path,
     mapping: FlaxMapping,
-    parameters: Mapping[str, jax.Array],
+    parameters: Mapping[str, jax.Array | np.ndarray],
     config: dict[str, Any],
     source: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -98,7 +98,7 @@ def save_checkpoint(
             (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         for file in names:  # safetensors creates files that only their owner can read: apply the umask
             (staging / file).chmod((staging / "config.json").stat().st_mode)
-        _copy_small_files(source, staging)
+        copy_small_files(source, staging)
         for file in sorted(path.name for path in staging.iterdir()):
             (staging / file).replace(target / file)
         _remove_stale_weights(target, {*names, INDEX} if len(names) > 1 else set(names))
@@ -106,8 +106,10 @@ def save_checkpoint(
     return target
 
 
-def _on_host(array: jax.Array) -> np.ndarray:
+def _on_host(array: jax.Array | np.ndarray) -> np.ndarray:
     """The whole array, including parts that other processes hold."""
+    if isinstance(array, np.ndarray):
+        return array
     if array.is_fully_addressable:
         return np.asarray(jax.device_get(array))
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
@@ -118,7 +120,7 @@ def _wait_for_all() -> None:
         multihost_utils.sync_global_devices("a checkpoint is saved")
 
 
-def _shards(mapping: FlaxMapping, parameters: Mapping[str, jax.Array], limit: int) -> list[list[str]]:
+def _shards(mapping: FlaxMapping, parameters: Mapping[str, jax.Array | np.ndarray], limit: int) -> list[list[str]]:
     """Parameter paths per file. Parameters that share a checkpoint tensor stay together, and files stay below the
     limit."""
     together: dict[str, list[str]] = defaultdict(list)
@@ -141,7 +143,9 @@ def _shards(mapping: FlaxMapping, parameters: Mapping[str, jax.Array], limit: in
     return shards
 
 
-def _copy_small_files(source: Path | None, staging: Path) -> None:
+def copy_small_files(source: Path | None, staging: Path) -> None:
+    """Copy the files of a checkpoint that hold no weights, and are not in `staging` yet: tokenizer, generation config.
+    """
     if source is None:
         return
     for file in sorted(source.iterdir()):

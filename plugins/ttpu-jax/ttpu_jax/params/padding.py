@@ -47,6 +47,35 @@ def project_gradients(
     return result
 
 
+def squared_norm(
+    gradients: Mapping[str, jax.Array], padded: ArchitectureSpec, paddings: Paddings, *, stacked: bool = False
+) -> jax.Array:
+    """The sum of the squares of projected gradients, as the unpadded parameters have it: of equal copies one counts. A
+    float32 scalar, for use inside jit; the arguments are those of `project_gradients`."""
+    copies: dict[str, tuple[Padding | None, ...]] = {path: (one,) for path, one in paddings.items()}
+    if stacked:
+        copies |= stacked_paddings(padded, paddings)
+    total = jnp.float32(0)
+    for path, gradient in gradients.items():
+        squares = jnp.square(gradient.astype(jnp.float32))
+        if path not in copies or not any(one is not None and one.has_replicas for one in copies[path]):
+            total += squares.sum()
+        elif path in paddings:
+            total += (_shares(paddings[path]) * squares.reshape(paddings[path].taken)).sum()
+        else:
+            for one, square in zip(copies[path], squares, strict=True):
+                total += square.sum() if one is None else (_shares(one) * square.reshape(one.taken)).sum()
+    return total
+
+
+def _shares(padding: Padding) -> np.ndarray:
+    """What each entry counts, along the padding's axis: equal copies count 1 together."""
+    index = np.asarray(padding.index)
+    counts = np.bincount(index[index >= 0], minlength=padding.view[padding.axis])
+    shares = np.where(index >= 0, 1 / counts[index], 0).astype(np.float32)
+    return np.expand_dims(shares, [axis for axis in range(len(padding.taken)) if axis != padding.axis])
+
+
 def _project_stacked(gradient: jax.Array, copies: tuple[Padding | None, ...]) -> jax.Array:
     first = copies[0]
     if first is not None and all(copy == first for copy in copies):

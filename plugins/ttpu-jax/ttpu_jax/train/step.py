@@ -1,11 +1,11 @@
 """A training step: one optimizer update of a model's parameters on a batch of rows. Loss, optimizer, gradient
-accumulation and the trained parameters are arguments."""
+accumulation, the trained parameters and the stage of ZeRO are arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +15,46 @@ import optax
 from ttpu_core.errors import RequestError
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.sharding.training_state import ADAMW, TrainingState
-from ttpu_core.spec import axes
+from ttpu_core.spec import Parameter, axes
 from ttpu_jax.model.causal_model import DecoderModel, Params
-from ttpu_jax.model.loss import summed_next_token_loss
-from ttpu_jax.params.padding import project_gradients
+from ttpu_jax.model.loss import LossSums, TokenBatch, summed_cross_entropy
+from ttpu_jax.params.padding import project_gradients, squared_norm
 from ttpu_jax.params.placement import Placement
-
-if TYPE_CHECKING:
-    from ttpu_jax.causal_lm import JaxCausalLM
+from ttpu_jax.train.zero import ZeroPlacements
 
 LEARNING_RATE = 1e-4
+CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class Loss(Protocol):
     """The function to minimize."""
 
-    def __call__(
-        self, model: DecoderModel, params: Params, tokens: jax.Array, mask: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """The loss of tokens [batch, seq], as a float32 sum and the number of what was summed; mask [batch, seq] marks
-        the real tokens, None where all are."""
+    def __call__(self, model: DecoderModel, params: Params, batch: TokenBatch) -> LossSums:
+        """Its sums over a batch."""
         ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Figures:
+    """What an update says of itself: scalars on devices.
+
+    Attributes:
+        sums: of the whole batch, before the update.
+        grad_norm: float32, of all trained parameters' gradients before clipping; copies count once.
+        learning_rate: float32; 0 if the optimizer has its own.
+        skipped: bool, nothing was changed because the gradients were not finite.
+    """
+
+    sums: LossSums
+    grad_norm: jax.Array
+    learning_rate: jax.Array
+    skipped: jax.Array
+
+    @property
+    def loss(self) -> jax.Array:
+        """What is minimized, as the mean by weight: a float32 scalar."""
+        return mean_of(self.sums, self.sums.total)
 
 
 def every_parameter(path: str) -> bool:
@@ -60,27 +79,38 @@ class TrainStep:
         optimizer: an optax transformation; its state is that of the trained parameters alone.
         accumulation: parts that a batch is computed in, one after the other; the update is that of the whole batch.
         trainable: path → whether a parameter is trained. The others leave the step bit for bit as they came.
+        learning_rate: number of the update → what the optimizer's direction is multiplied by; None if the optimizer
+            does so.
+        max_grad_norm: gradients are scaled down to this norm; None clips nothing.
+        skip_nonfinite: an update whose gradients are not finite changes nothing.
+        zero: where weights, gradients and optimizer state lie; None: all of them where the weights do.
     """
 
     model: DecoderModel
     dtype: np.dtype[Any]
     paddings: Paddings = field(default_factory=dict)
-    loss: Loss = summed_next_token_loss
+    loss: Loss = summed_cross_entropy
     optimizer: optax.GradientTransformation = field(default_factory=adamw)
     accumulation: int = 1
     trainable: Callable[[str], bool] = every_parameter
+    learning_rate: Callable[[jax.Array], jax.Array] | None = None
+    max_grad_norm: float | None = None
+    skip_nonfinite: bool = False
+    zero: ZeroPlacements | None = None
 
     def init(self, params: Params) -> Any:
         """The optimizer's state before the first step; for use inside jit, or of shapes with `jax.eval_shape`."""
         return self.optimizer.init(self._trained(params))
 
     def abstract_state(self, params: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
-        """Shapes and shardings of the optimizer's state: moments lie where their weights do."""
+        """Shapes and shardings of the optimizer's state: moments lie where their weights do, and what has another shape
+        lies whole on every device."""
         placement, trained = self.model.runtime.placement, self._trained(params)
         whole = placement.sharding((), (), "the step count")
 
         def like(leaf: Any, parameter: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parameter.sharding)
+            sharding = parameter.sharding if leaf.shape == parameter.shape else whole
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         return optax.tree_utils.tree_map_params(
             self.optimizer,
@@ -91,71 +121,100 @@ class TrainStep:
         )
 
     def __call__(
-        self, params: Params, state: Any, tokens: jax.Array, mask: jax.Array | None = None
-    ) -> tuple[dict[str, Any], Any, jax.Array]:
+        self, params: Params, state: Any, batch: TokenBatch, number: jax.Array | int = 0
+    ) -> tuple[dict[str, Any], Any, Figures]:
         """One update.
 
         Args:
             params: path → master weight.
             state: of the optimizer.
-            tokens: int [batch, seq].
-            mask: bool [batch, seq], the real tokens; None: all are.
+            batch: rows of tokens.
+            number: int32 scalar, how many updates came before.
 
         Returns:
-            The parameters and the optimizer's state after the update, and the mean loss before it, a float32 scalar.
+            The parameters and the optimizer's state after the update, and its figures.
 
         Raises:
             RequestError: rows that `accumulation` does not divide.
         """
         trained = self._trained(params)
-        value, gradients = self._gradients(params, trained, tokens, mask)
+        sums, gradients = self._gradients(self.computed(params), batch)
         gradients = project_gradients(gradients, self.model.spec, self.paddings, stacked=self.model.stacked)
-        updates, state = self.optimizer.update(gradients, state, trained)
-        return {**params, **optax.apply_updates(trained, updates)}, state, value
+        squares = squared_norm(gradients, self.model.spec, self.paddings, stacked=self.model.stacked)
+        norm = jnp.sqrt(squares)
+        if self.max_grad_norm is not None:
+            scale = jnp.minimum(1.0, self.max_grad_norm / (norm + CLIP_EPSILON))
+            gradients = jax.tree.map(lambda gradient: gradient * scale, gradients)
+        updates, after = self.optimizer.update(gradients, state, trained)
+        rate = jnp.float32(0)
+        if self.learning_rate is not None:
+            rate = self.learning_rate(jnp.asarray(number))
+            updates = jax.tree.map(lambda update: -rate * update, updates)
+        updated, skipped = optax.apply_updates(trained, updates), jnp.asarray(False)
+        if self.skip_nonfinite:
+            skipped = ~(jnp.isfinite(norm) & jnp.isfinite(sums.total))
+            updated, after = jax.tree.map(
+                lambda new, old: jnp.where(skipped, old, new), (updated, after), (trained, state)
+            )
+        return {**params, **updated}, after, Figures(sums, norm, rate, skipped)
+
+    def computed(self, params: Params) -> dict[str, Any]:
+        """The parameters as the model computes with them: dense ones rounded to `dtype`, where weights lie."""
+        table = self.model.parameters
+
+        def rounded(path: str, value: Any) -> Any:
+            if not isinstance(value, jax.Array):
+                return value
+            value = value.astype(self.dtype) if table[path].dtype is None else value
+            return value if self.zero is None else _constrained(value, self.zero.weight(path, table[path]))
+
+        return {path: rounded(path, value) for path, value in params.items()}
 
     def _trained(self, params: Mapping[str, Any]) -> dict[str, Any]:
         return {path: value for path, value in params.items() if self.trainable(path)}
 
-    def _gradients(
-        self, params: Params, trained: dict[str, Any], tokens: jax.Array, mask: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The mean loss, and its gradient for each trained parameter."""
+    def _gradients(self, weights: dict[str, Any], batch: TokenBatch) -> tuple[LossSums, dict[str, jax.Array]]:
+        """The sums of the loss, and the gradient of its mean for each trained parameter."""
+        trained = self._trained(weights)
 
-        def summed(
-            trained: dict[str, Any], tokens: jax.Array, mask: jax.Array | None
-        ) -> tuple[jax.Array, jax.Array]:
-            return self.loss(self.model, self._computed_in({**params, **trained}), tokens, mask)
+        def summed(trained: dict[str, Any], batch: TokenBatch) -> tuple[jax.Array, LossSums]:
+            sums = self.loss(self.model, {**weights, **trained}, batch)
+            return sums.total, sums
 
         if self.accumulation == 1:
 
-            def mean(trained: dict[str, Any]) -> jax.Array:
-                total, count = summed(trained, tokens, mask)
-                return total / jnp.maximum(count, 1)
+            def mean(trained: dict[str, Any]) -> tuple[jax.Array, LossSums]:
+                total, sums = summed(trained, batch)
+                return total / _count(sums), sums
 
-            return jax.value_and_grad(mean)(trained)
+            gradients, sums = jax.grad(mean, has_aux=True)(trained)
+            return sums, self._as_given(gradients)
 
-        part_gradients = jax.value_and_grad(summed, has_aux=True)
+        part_gradients = jax.grad(summed, has_aux=True)
 
-        def add(so_far: Any, part: tuple[jax.Array, jax.Array | None]) -> tuple[Any, None]:
-            (total, count), gradients = part_gradients(trained, *part)
-            return jax.tree.map(jnp.add, so_far, (total, count, gradients)), None
+        def add(so_far: Any, part: TokenBatch) -> tuple[Any, None]:
+            gradients, sums = part_gradients(trained, part)
+            return jax.tree.map(jnp.add, so_far, (sums, self._as_given(gradients))), None
 
-        parts = self._in_parts(tokens), None if mask is None else self._in_parts(mask)
-        shapes = jax.eval_shape(part_gradients, trained, *jax.tree.map(lambda array: array[0], parts))
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (*shapes[0], shapes[1]))
-        (total, count, gradients), _ = jax.lax.scan(add, zeros, parts)
-        count = jnp.maximum(count, 1)
-        return total / count, jax.tree.map(lambda gradient: gradient / count, gradients)
+        parts = jax.tree.map(self._in_parts, batch)
+        sums = jax.eval_shape(summed, trained, jax.tree.map(lambda array: array[0], parts))[1]
+        zeros = (
+            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums),
+            self._as_given(jax.tree.map(jnp.zeros_like, trained)),
+        )
+        (sums, gradients), _ = jax.lax.scan(add, zeros, parts)
+        return sums, jax.tree.map(lambda gradient: gradient / _count(sums), gradients)
 
-    def _computed_in(self, params: Params) -> dict[str, Any]:
-        """The parameters as the model computes with them: dense ones rounded to `dtype`."""
-        table = self.model.parameters
+    def _as_given(self, gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Gradients as the optimizer is given them: in the dtype of gradients, where they lie."""
+        table: Mapping[str, Parameter] = self.model.parameters
+        kind = np.dtype(ADAMW.gradient_dtype)
 
-        def rounded(path: str, value: Any) -> Any:
-            dense = isinstance(value, jax.Array) and table[path].dtype is None
-            return value.astype(self.dtype) if dense else value
+        def given(path: str, gradient: jax.Array) -> jax.Array:
+            gradient = gradient.astype(kind)
+            return gradient if self.zero is None else _constrained(gradient, self.zero.gradient(path, table[path]))
 
-        return {path: rounded(path, value) for path, value in params.items()}
+        return {path: given(path, gradient) for path, gradient in gradients.items()}
 
     def _in_parts(self, rows: jax.Array) -> jax.Array:
         """rows [batch, seq] as [accumulation, batch / accumulation, seq], every device keeping its own rows."""
@@ -169,32 +228,20 @@ class TrainStep:
         return self.model.runtime.placement.constrain(parts, None, axes.BATCH, None)
 
 
-def step_for(
-    model: JaxCausalLM,
-    *,
-    optimizer: optax.GradientTransformation | None = None,
-    loss: Loss | None = None,
-    accumulation: int = 1,
-    trainable: Callable[[str], bool] | None = None,
-) -> TrainStep:
-    """Make the training step of a loaded model, which computes in the dtype that it was loaded in.
+def mean_of(sums: LossSums, value: jax.Array) -> jax.Array:
+    """One of the sums as the mean by weight."""
+    return value / _count(sums)
 
-    Args:
-        model: its parameters are what the step updates, or float32 copies of them.
-        optimizer: an optax transformation; None is `adamw`.
-        loss: the function to minimize; None is the cross-entropy of each next token.
-        accumulation: parts that a batch is computed in, one after the other.
-        trainable: path → whether a parameter is trained; None trains all of them.
-    """
-    return TrainStep(
-        replace(model.programs.model, remat=ADAMW.remat),
-        model.dtype,
-        model.paddings,
-        loss or summed_next_token_loss,
-        optimizer or adamw(),
-        accumulation,
-        trainable or every_parameter,
-    )
+
+def _count(sums: LossSums) -> jax.Array:
+    """What a sum is divided by: the weight, and 1 for a batch without any."""
+    return jnp.where(sums.weight > 0, sums.weight, 1.0)
+
+
+def _constrained(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return value
+    return jax.lax.with_sharding_constraint(value, sharding)
 
 
 def abstract_tokens(batch: int, tokens: int, placement: Placement) -> jax.ShapeDtypeStruct:

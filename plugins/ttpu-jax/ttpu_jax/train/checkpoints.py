@@ -1,0 +1,249 @@
+"""The checkpoints of a training run, written by orbax: master weights, optimizer state and what the trainer gives are
+committed together or not at all. Arrays are stored without padding and layers stacked, so that every mesh and every
+stage of ZeRO reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
+
+from ttpu_core.errors import CheckpointError
+from ttpu_core.spec import Parameter
+from ttpu_jax.params.export import copy_small_files
+
+if TYPE_CHECKING:
+    from ttpu_jax.train.runner import JaxTrainRunner
+    from ttpu_train.runner import CheckpointPolicy
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+FORMAT = 1
+"""The version of what a checkpoint holds."""
+PARAMS, OPTIMIZER, RUN, IDENTITY = "params", "optimizer", "run", "identity"
+MODEL = "model"
+"""The folder beside the checkpoints with the model's config and tokenizer."""
+
+
+def identity_of(model_type: str, table: Mapping[str, Parameter]) -> dict[str, Any]:
+    """What says whose checkpoint it is: the version of the format, and the parameters without padding."""
+    shapes = {path: list(parameter.shape) for path, parameter in table.items()}
+    digest = hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()
+    return {"format": FORMAT, "model_type": model_type, "parameters": digest}
+
+
+class OrbaxStore:
+    """The checkpoints of one run in one folder; see `ttpu_train.runner.CheckpointStore`.
+
+    Args:
+        runner: whose state is saved and restored.
+        folder: of the checkpoints; config and tokenizer are written beside it at the first save.
+        policy: which checkpoints stay.
+    """
+
+    def __init__(self, runner: JaxTrainRunner, folder: Path, policy: CheckpointPolicy) -> None:
+        self._runner, self._folder, self._policy = runner, folder.resolve(), policy
+        metric = policy.best_metric
+        kept: Any = managers.LatestN(policy.keep)
+        if metric is not None and policy.keep is not None:
+            best = managers.BestN(
+                get_metric_fn=self._value, reverse=False, n=1, keep_checkpoints_without_metrics=False
+            )
+            kept = managers.AnyPreservationPolicy([kept, best])
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=kept,
+            best_fn=None if metric is None else self._value,
+            cleanup_tmp_directories=True,
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        handlers = {PARAMS: ocp.PyTreeCheckpointHandler(), OPTIMIZER: ocp.PyTreeCheckpointHandler()}
+        handlers |= {RUN: ocp.JsonCheckpointHandler(), IDENTITY: ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
+
+    def save(
+        self, step: int, trainer: Mapping[str, Any], metrics: Mapping[str, float] | None = None, *, wait: bool = False
+    ) -> None:
+        """Write the runner's state after update number `step`, in the background unless `wait`.
+
+        Args:
+            step: updates so far.
+            trainer: what JSON holds.
+            metrics: of an evaluation, from which the best is chosen.
+            wait: return when the checkpoint is committed.
+
+        Raises:
+            CheckpointError: an earlier save failed; earlier checkpoints are untouched.
+        """
+        self._checked(self._manager.wait_until_finished)
+        self._keep_model()
+        if step in self.steps():
+            return
+        params, state = self._runner.stored_arrays()
+        items = ocp.args.Composite(**{
+            PARAMS: ocp.args.PyTreeSave(params),
+            OPTIMIZER: ocp.args.PyTreeSave(state),
+            RUN: ocp.args.JsonSave({"step": step, "trainer": dict(trainer), "metrics": dict(metrics or {})}),
+            IDENTITY: ocp.args.JsonSave(self._identity()),
+        })
+        best = None if self._policy.best_metric is None or not metrics else dict(metrics)
+        if best is not None and self._policy.best_metric not in best:
+            best = None
+        self._checked(lambda: self._manager.save(step, args=items, metrics=best, force=True))
+        if wait:
+            self.wait()
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps of all whole checkpoints, in order."""
+        return tuple(sorted(self._manager.all_steps()))
+
+    def best_step(self) -> int | None:
+        """The step with the best metric, or None."""
+        if self._policy.best_metric is None:
+            return None
+        found = {step: self._manager.metrics(step) for step in self.steps()}
+        values = {step: self._value(metrics) for step, metrics in found.items() if metrics}
+        return max(values, key=lambda step: values[step]) if values else None
+
+    def restore(self, step: int | None = None) -> Mapping[str, Any]:
+        """Put a checkpoint into the runner, whatever mesh and ZeRO stage wrote it, and return what the trainer gave.
+
+        Args:
+            step: None takes the newest that is whole, with a warning for each newer one that is damaged.
+
+        Raises:
+            CheckpointError: none is there, it is damaged, or it is another model's.
+        """
+        self.wait()
+        steps = self.steps()
+        if not steps or (step is not None and step not in steps):
+            raise CheckpointError(
+                f"{'a checkpoint' if step is None else f'the checkpoint of step {step}'} was to be restored from "
+                f"{self._folder}, but {f'it has those of {list(steps)}' if steps else 'it has none'}: use the folder "
+                "and the step of a whole one."
+            )
+        for candidate in (step,) if step is not None else reversed(steps):
+            try:
+                return self._restore(candidate)
+            except CheckpointError:
+                raise
+            except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
+                reason = _first_line(error)
+                if step is not None or candidate == steps[0]:
+                    raise CheckpointError(
+                        f"the checkpoint {self._folder / str(candidate)} was to be restored, but its files are damaged "
+                        f"({reason}): delete it and restore another."
+                    ) from error
+                logger.warning(
+                    "the checkpoint %s is damaged (%s): the one before it is restored", self._folder / str(candidate),
+                    reason,
+                )
+        raise AssertionError("a loop over checkpoints ended without one")
+
+    def wait(self) -> None:
+        """Wait for saves in the background.
+
+        Raises:
+            CheckpointError: one failed.
+        """
+        self._checked(self._manager.wait_until_finished)
+
+    def close(self) -> None:
+        """Wait, and release threads.
+
+        Raises:
+            CheckpointError: a save in the background failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def _restore(self, step: int) -> Mapping[str, Any]:
+        read = self._manager.restore
+        found = read(step, args=ocp.args.Composite(**{IDENTITY: ocp.args.JsonRestore()}))[IDENTITY]
+        check_identity(found, self._identity(), self._folder / str(step))
+        shapes = dict(zip((PARAMS, OPTIMIZER), self._runner.stored_shapes(), strict=True))
+        self._check_optimizer(step, shapes[OPTIMIZER])
+        items: dict[str, Any] = {
+            name: ocp.args.PyTreeRestore(tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
+            for name, tree in shapes.items()
+        }
+        items[RUN] = ocp.args.JsonRestore()
+        restored = read(step, args=ocp.args.Composite(**items))
+        self._runner.put(restored[PARAMS], restored[OPTIMIZER], restored[RUN]["step"])
+        trainer: Mapping[str, Any] = restored[RUN]["trainer"]
+        return trainer
+
+    def _check_optimizer(self, step: int, shapes: Mapping[str, Any]) -> None:
+        """Refuse the state of another optimizer, or of other trained parameters."""
+        stored = set(self._manager.item_metadata(step)[OPTIMIZER].tree)
+        if stored != set(shapes):
+            raise CheckpointError(
+                f"the checkpoint {self._folder / str(step)} was to be restored, but it holds the state of another "
+                "optimizer or of other trained parameters: use the run's own optimizer and trainable patterns, or "
+                "another folder."
+            )
+
+    def _identity(self) -> dict[str, Any]:
+        return identity_of(self._runner.source.spec.model_type, self._runner.held.stored)
+
+    def _value(self, metrics: Any) -> float:
+        """What is greater for better metrics."""
+        value = float(metrics[self._policy.best_metric])
+        return value if self._policy.greater_is_better else -value
+
+    def _keep_model(self) -> None:
+        """Write config.json and the tokenizer's files beside the checkpoints, once."""
+        folder = self._folder.parent / MODEL
+        if jax.process_index() or (folder / "config.json").is_file():
+            return
+        model = self._runner.source
+        staging = self._folder.parent / f".{MODEL}"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        (staging / "config.json").write_text(json.dumps(model.saved_config(model.dtype), indent=2, sort_keys=True))
+        copy_small_files(model.files, staging)
+        folder.mkdir(exist_ok=True)
+        for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
+            file.replace(folder / file.name)
+        staging.rmdir()
+
+    def _checked(self, call: Callable[[], Result]) -> Result:
+        try:
+            return call()
+        except Exception as error:  # whatever stopped a save, as a full disk
+            raise CheckpointError(
+                f"a checkpoint was to be written to {self._folder}, but that failed ({_first_line(error)}): make room "
+                "or use another folder; earlier checkpoints are whole."
+            ) from error
+
+
+def check_identity(found: Mapping[str, Any], wanted: Mapping[str, Any], place: Path) -> None:
+    """Compare what checkpoints say of their model.
+
+    Raises:
+        CheckpointError: they are of another model or of another version of the format.
+    """
+    if found.get("format") != wanted["format"]:
+        raise CheckpointError(
+            f"the checkpoint {place} has format {found.get('format')!r}, but this version reads {wanted['format']}: "
+            "use the version that wrote it."
+        )
+    if found != wanted:
+        raise CheckpointError(
+            f"the checkpoint {place} was to be restored, but it is of another {found.get('model_type')} model, whose "
+            f"parameters are not those of this {wanted['model_type']} model: use the folder of this model's run."
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"

@@ -1,0 +1,153 @@
+"""Parameters as a training step holds them, stacked over equal layers and padded for the mesh, as a loaded model holds
+them, one array for each layer, and as checkpoints hold them, stacked without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from ttpu_core.errors import UnsupportedError
+from ttpu_core.mapping.padding import Padding
+from ttpu_core.sharding.padding import Paddings, stacked_paddings
+from ttpu_core.spec import ArchitectureSpec, Parameter
+from ttpu_core.spec.parameters import stacked_parameters, stacked_paths
+
+
+@dataclass(frozen=True, eq=False)
+class HeldParameters:
+    """How the three forms of a model's parameters become each other.
+
+    Attributes:
+        original: the architecture without padding.
+        padded: the architecture padded for the mesh.
+        paddings: of the parameters of single layers.
+    """
+
+    original: ArchitectureSpec
+    padded: ArchitectureSpec
+    paddings: Paddings
+
+    def __post_init__(self) -> None:
+        if [name for name in self.stored] != [name for name in stacked_parameters(self.padded)]:
+            raise UnsupportedError(
+                f"a {self.original.model_type} model was to be trained on a mesh that pads layers of different sizes "
+                "to one size, but its checkpoints could not be read on other meshes: use a mesh whose tensor axis "
+                "divides the layers' sizes."
+            )
+
+    @cached_property
+    def stored(self) -> Mapping[str, Parameter]:
+        """The table of stacked parameters without padding."""
+        return stacked_parameters(self.original)
+
+    @cached_property
+    def copies(self) -> Mapping[str, tuple[str, ...]]:
+        """Stacked path → the paths of its layers; parameters outside of layers have none."""
+        return dict(stacked_paths(self.padded, self.padded.parameters))
+
+    @cached_property
+    def paddings_by_path(self) -> Mapping[str, tuple[Padding | None, ...]]:
+        """The padding of each layer, by stacked path; of one for a parameter outside of layers."""
+        single = {path: (one,) for path, one in self.paddings.items() if path in self.stored}
+        return {**single, **stacked_paddings(self.padded, self.paddings)}
+
+    def taken_over(
+        self, params: dict[str, Any], shardings: Mapping[str, Sharding], dtypes: Mapping[str, np.dtype[Any]]
+    ) -> dict[str, jax.Array]:
+        """Stack a loaded model's parameters one after another, and take them out of `params` as they are converted.
+
+        Args:
+            params: path → array, of single layers; empty afterwards.
+            shardings: of the stacked parameters.
+            dtypes: of the stacked parameters.
+        """
+
+        def convert(path: str) -> jax.Array:
+            sharding, dtype, layers = shardings[path], dtypes[path], self.copies.get(path)
+            parts = [params.pop(layer) for layer in layers or (path,)]
+            if layers is None and parts[0].dtype == dtype and parts[0].sharding.is_equivalent_to(
+                sharding, parts[0].ndim
+            ):
+                return parts[0]
+
+            def stack(*parts: jax.Array) -> jax.Array:
+                arrays = [part.astype(dtype) for part in parts]
+                return jnp.stack(arrays) if layers is not None else arrays[0]
+
+            converted = jax.block_until_ready(jax.jit(stack, out_shardings=sharding)(*parts))
+            for part in parts:
+                part.delete()
+            return converted
+
+        return {path: convert(path) for path in stacked_parameters(self.padded)}
+
+    def unstacked(
+        self, params: Mapping[str, jax.Array], shardings: Mapping[str, Sharding], dtypes: Mapping[str, np.dtype[Any]]
+    ) -> dict[str, jax.Array]:
+        """Copies of stacked parameters as a loaded model holds them; `shardings` and `dtypes` are those of single
+        layers."""
+        result: dict[str, jax.Array] = {}
+        for path, value in params.items():
+            layers = self.copies.get(path)
+            names = layers or (path,)
+
+            def split(value: jax.Array, names: tuple[str, ...] = names, stacked: bool = layers is not None) -> Any:
+                parts = tuple(value) if stacked else (value,)
+                return tuple(part.astype(dtypes[name]) for name, part in zip(names, parts, strict=True))
+
+            parts = jax.jit(split, out_shardings=tuple(shardings[name] for name in names))(value)
+            # What was neither cut nor converted may be the same buffer, which the next update overwrites.
+            result.update(zip(names, (jnp.copy(one) if one is value else one for one in parts), strict=True))
+        return {path: result[path] for path in shardings}
+
+    def unpadded(self, path: str, value: jax.Array) -> jax.Array:
+        """A parameter, or a moment of its shape, without padding. For use inside jit."""
+        return self._each(path, value, _unpad)
+
+    def repadded(self, path: str, value: jax.Array) -> jax.Array:
+        """Undo `unpadded`. For use inside jit."""
+        return self._each(path, value, _pad)
+
+    def stored_sharding(self, path: str, sharding: Sharding) -> Sharding:
+        """The sharding of a parameter without padding: where devices do not divide a dimension it is whole."""
+        if path not in self.paddings_by_path or not isinstance(sharding, NamedSharding):
+            return sharding
+        sizes, shape = dict(sharding.mesh.shape), self.stored[path].shape
+        spec = [(by,) if isinstance(by, str) else tuple(by or ()) for by in sharding.spec]
+        kept = [
+            by if size % int(np.prod([sizes[axis] for axis in by], dtype=int)) == 0 else ()
+            for by, size in zip(spec, shape, strict=False)
+        ]
+        return NamedSharding(sharding.mesh, PartitionSpec(*(by or None for by in kept)))
+
+    def _each(self, path: str, value: jax.Array, change: Any) -> jax.Array:
+        paddings = self.paddings_by_path.get(path)
+        if paddings is None:
+            return value
+        if path not in self.copies:
+            return change(value, paddings[0])
+        if all(one == paddings[0] for one in paddings):
+            return jax.vmap(lambda one: change(one, paddings[0]))(value)
+        return jnp.stack([
+            one if padding is None else change(one, padding) for one, padding in zip(value, paddings, strict=True)
+        ])
+
+
+def _unpad(value: jax.Array, padding: Padding) -> jax.Array:
+    first = {number: place for place, number in reversed(list(enumerate(padding.index)))}
+    places = np.array([first[number] for number in range(padding.view[padding.axis])])
+    return value.reshape(padding.taken).take(places, axis=padding.axis).reshape(padding.original)
+
+
+def _pad(value: jax.Array, padding: Padding) -> jax.Array:
+    index = np.asarray(padding.index)
+    taken = value.reshape(padding.view).take(np.maximum(index, 0), axis=padding.axis)
+    real = np.expand_dims(index >= 0, [axis for axis in range(taken.ndim) if axis != padding.axis])
+    return jnp.where(real, taken, 0).reshape(padding.shape)

@@ -1,0 +1,91 @@
+"""The stages of ZeRO (arXiv 1910.02054) as placements over one mesh. Mesh axes that shard the batch divide, from stage
+to stage, the optimizer's state, the gradients and the weights; the axes of tensors and experts divide all three in
+every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from ttpu_core.errors import RequestError
+from ttpu_core.sharding.strategy import Strategy
+from ttpu_core.spec import Parameter, axes
+from ttpu_jax.params.placement import Placement
+
+FEATURES = (axes.EMBED, axes.LATENT)
+"""Logical axes of parameters that the axes of the batch may shard."""
+
+
+@dataclass(frozen=True)
+class ZeroPlacements:
+    """Where a training step holds each parameter, its gradient and its optimizer state.
+
+    Attributes:
+        stage: of ZeRO, 0 to 3.
+        weights: of the weights that the model computes with.
+        batch_axes: the mesh axes that shard the batch and, in stages 1 and 2, masters and moments.
+    """
+
+    stage: int
+    weights: Placement
+    batch_axes: tuple[str, ...]
+
+    def weight(self, path: str, parameter: Parameter) -> Sharding:
+        """The sharding of a weight as the model computes with it."""
+        return self.weights.parameter(path, parameter)
+
+    def gradient(self, path: str, parameter: Parameter) -> Sharding:
+        """The sharding of a gradient as the optimizer is given it."""
+        return self.state(path, parameter) if self.stage >= 2 else self.weight(path, parameter)
+
+    def state(self, path: str, parameter: Parameter) -> Sharding:
+        """The sharding of a master weight and of each of its moments."""
+        whole = self.weight(path, parameter)
+        if self.stage not in (1, 2) or not isinstance(whole, NamedSharding):
+            return whole
+        held = [() if by is None else (by,) if isinstance(by, str) else tuple(by) for by in whole.spec]
+        held += [()] * (len(parameter.shape) - len(held))
+        sizes = dict(whole.mesh.shape)
+        for axis in self.batch_axes:
+            for place, (name, size) in enumerate(zip(parameter.axes, parameter.shape, strict=True)):
+                if name in FEATURES and size % (sizes[axis] * prod(sizes[one] for one in held[place])) == 0:
+                    held[place] = (*held[place], axis)
+                    break
+        return NamedSharding(whole.mesh, PartitionSpec(*(by or None for by in held)))
+
+
+def zero_placements(placement: Placement, stage: int | None) -> ZeroPlacements:
+    """The placements of a stage; None is stage 3 where the mesh has an axis "fsdp" of several devices, else 0.
+
+    Stage 3 shards weights as the placement does where that shards any by an axis of the batch, else by all axes of the
+    batch.
+
+    Raises:
+        RequestError: a stage above 0 on a mesh without several devices along an axis of the batch.
+    """
+    batch = placement.axes_of(axes.BATCH)
+    if stage is None:
+        stage = 3 if "fsdp" in batch else 0
+    if stage and not batch:
+        raise RequestError(
+            f"zero_stage={stage} divides the optimizer's state over the devices that rows are divided over, but here "
+            "one device computes all rows: use a mesh with several devices on the axis data or fsdp, or zero_stage=0."
+        )
+    rules = dict(placement.strategy.rules)
+    if stage < 3:
+        placement = _with_features(placement, {name: _without(rules.get(name, ()), batch) for name in FEATURES})
+    elif not set(batch) & {axis for name in FEATURES for axis in rules.get(name, ())}:
+        placement = _with_features(placement, {name: (*rules.get(name, ()), *batch) for name in FEATURES})
+    return ZeroPlacements(stage, placement, batch)
+
+
+def _without(mesh_axes: tuple[str, ...], batch: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in mesh_axes if axis not in batch)
+
+
+def _with_features(placement: Placement, features: Mapping[str, tuple[str, ...]]) -> Placement:
+    rules = {**dict(placement.strategy.rules), **features}
+    return replace(placement, strategy=Strategy(tuple(rules.items())))
