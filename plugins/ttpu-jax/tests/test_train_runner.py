@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
+from ttpu_core.errors import CheckpointError
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.train.runner import JaxTrainRunner
-from ttpu_train.runner import Batch, OptimizerSettings, ScheduleSettings, StepSettings
+from ttpu_train.runner import Batch, CheckpointPolicy, OptimizerSettings, ScheduleSettings, StepSettings
 
 ROWS, SEQ, STEPS = 16, 12, 10
 SCHEDULE = ScheduleSettings("cosine", warmup_steps=3, total_steps=STEPS)
@@ -80,3 +83,111 @@ def test_updates_are_those_of_torch(checkpoint: Path, plain: Any) -> None:
         schedule.step()
         optimizer.zero_grad()
     np.testing.assert_allclose(plain[0], found, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "accumulation"),
+    [
+        ("data=8", 0, 2),
+        ("data=8", 1, 1),
+        ("data=8", 2, 2),
+        ("fsdp=8", None, 1),
+        ("fsdp=4,tensor=2", 3, 2),
+        ("fsdp=4,tensor=2", 2, 1),
+    ],
+)
+def test_every_stage_trains_as_one_device(
+    checkpoint: Path, plain: Any, mesh: str, stage: Any, accumulation: int
+) -> None:
+    one = runner(checkpoint, mesh, zero_stage=stage, accumulation=accumulation)
+    np.testing.assert_allclose(trained(one, 0, 4), plain[0][:4], rtol=1e-5)
+
+
+def stored(one: JaxTrainRunner) -> dict[str, np.ndarray]:
+    params, state = one.stored_arrays()
+    return {name: np.asarray(value) for name, value in {**params, **state}.items()}
+
+
+def assert_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def run(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, np.ndarray]]]:
+    """A run's folder with checkpoints of steps 2 and 4, and what was in the runner then."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    one = runner(checkpoint, "fsdp=4,tensor=2", zero_stage=2)
+    store = one.checkpoints(folder, CheckpointPolicy())
+    states = {}
+    for step in (2, 4):
+        trained(one, step - 2, step)
+        store.save(step, {"position": step})
+        states[step] = stored(one)
+    store.close()
+    return folder, states
+
+
+def test_a_restored_run_goes_on_bit_for_bit(checkpoint: Path, run: Any) -> None:
+    folder, states = run
+    one = runner(checkpoint, "fsdp=4,tensor=2", zero_stage=2)
+    assert one.checkpoints(folder, CheckpointPolicy()).restore(2) == {"position": 2}
+    assert_bits(stored(one), states[2])
+    trained(one, 2, 4)
+    assert one.step_count == 4
+    assert_bits(stored(one), states[4])
+
+
+@pytest.mark.parametrize(("mesh", "stage"), [("fsdp=8", 3), (None, None)])
+def test_other_meshes_and_stages_restore_the_same_bits(checkpoint: Path, run: Any, mesh: Any, stage: Any) -> None:
+    folder, states = run
+    one = runner(checkpoint, mesh, zero_stage=stage)
+    assert one.checkpoints(folder, CheckpointPolicy()).restore() == {"position": 4}
+    assert_bits(stored(one), states[4])
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
+    checkpoint: Path, run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(run[0], folder)
+    for file in (folder / "4" / "params").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    one = runner(checkpoint)
+    store = one.checkpoints(folder, CheckpointPolicy())
+    assert store.restore() == {"position": 2} and "4 is damaged" in caplog.text
+    assert_bits(stored(one), run[1][2])
+    with pytest.raises(CheckpointError, match=r"was to be restored, but its files are damaged"):
+        store.restore(4)
+    with pytest.raises(CheckpointError, match=r"step 3 was to be restored.*it has those of \[2, 4\]"):
+        store.restore(3)
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(checkpoint: Path, run: Any, tmp_path: Path) -> None:
+    other = llama_checkpoint(tmp_path / "other", intermediate_size=32)
+    with pytest.raises(CheckpointError, match="is of another llama model"):
+        runner(other).checkpoints(run[0], CheckpointPolicy()).restore()
+    lion = runner(checkpoint, optimizer=OptimizerSettings("lion"))
+    with pytest.raises(CheckpointError, match="state of another optimizer"):
+        lion.checkpoints(run[0], CheckpointPolicy()).restore()
+
+
+def test_an_export_is_read_by_transformers_with_the_same_logits(checkpoint: Path, run: Any, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    assert JaxBackend().export_checkpoint(run[0], tmp_path / "out", step=None, dtype="float32") == 4
+    one = runner(checkpoint)
+    one.checkpoints(run[0], CheckpointPolicy()).restore()
+    rows = batch(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    mask = torch.tensor(rows.positions >= 0)
+    with torch.no_grad():
+        wanted = model(torch.tensor(rows.tokens).long(), attention_mask=mask.long()).logits[mask].numpy()
+    np.testing.assert_allclose(one.logits(rows)[mask.numpy()], wanted, atol=2e-5)
+    one.save_pretrained(tmp_path / "saved", "float32")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "out"))
+    assert_bits(ours, theirs)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()

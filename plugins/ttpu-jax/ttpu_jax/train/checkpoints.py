@@ -55,9 +55,7 @@ class OrbaxStore:
         metric = policy.best_metric
         kept: Any = managers.LatestN(policy.keep)
         if metric is not None and policy.keep is not None:
-            best = managers.BestN(
-                get_metric_fn=self._value, reverse=False, n=1, keep_checkpoints_without_metrics=False
-            )
+            best = managers.BestN(get_metric_fn=self._value, reverse=False, n=1, keep_checkpoints_without_metrics=False)
             kept = managers.AnyPreservationPolicy([kept, best])
         options = ocp.CheckpointManagerOptions(
             preservation_policy=kept,
@@ -88,12 +86,14 @@ class OrbaxStore:
         if step in self.steps():
             return
         params, state = self._runner.stored_arrays()
-        items = ocp.args.Composite(**{
-            PARAMS: ocp.args.PyTreeSave(params),
-            OPTIMIZER: ocp.args.PyTreeSave(state),
-            RUN: ocp.args.JsonSave({"step": step, "trainer": dict(trainer), "metrics": dict(metrics or {})}),
-            IDENTITY: ocp.args.JsonSave(self._identity()),
-        })
+        items = ocp.args.Composite(
+            **{
+                PARAMS: ocp.args.PyTreeSave(params),
+                OPTIMIZER: ocp.args.PyTreeSave(state),
+                RUN: ocp.args.JsonSave({"step": step, "trainer": dict(trainer), "metrics": dict(metrics or {})}),
+                IDENTITY: ocp.args.JsonSave(self._identity()),
+            }
+        )
         best = None if self._policy.best_metric is None or not metrics else dict(metrics)
         if best is not None and self._policy.best_metric not in best:
             best = None
@@ -143,7 +143,8 @@ class OrbaxStore:
                         f"({reason}): delete it and restore another."
                     ) from error
                 logger.warning(
-                    "the checkpoint %s is damaged (%s): the one before it is restored", self._folder / str(candidate),
+                    "the checkpoint %s is damaged (%s): the one before it is restored",
+                    self._folder / str(candidate),
                     reason,
                 )
         raise AssertionError("a loop over checkpoints ended without one")

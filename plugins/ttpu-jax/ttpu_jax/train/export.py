@@ -50,7 +50,7 @@ def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str) 
             identity = json.loads((place / IDENTITY / "metadata").read_text())
             restore = ocp.RestoreArgs(restore_type=np.ndarray)
             shapes = {path: np.empty(0, np.float32) for path in table}
-            arguments = ocp.args.PyTreeRestore(shapes, restore_args={path: restore for path in table})
+            arguments = ocp.args.PyTreeRestore(shapes, restore_args=dict.fromkeys(table, restore))
             check_identity(identity, identity_of(architecture.spec.model_type, table), place)
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 params = reader.restore(place / PARAMS, args=arguments)

@@ -35,7 +35,7 @@ class HeldParameters:
     paddings: Paddings
 
     def __post_init__(self) -> None:
-        if [name for name in self.stored] != [name for name in stacked_parameters(self.padded)]:
+        if list(self.stored) != list(stacked_parameters(self.padded)):
             raise UnsupportedError(
                 f"a {self.original.model_type} model was to be trained on a mesh that pads layers of different sizes "
                 "to one size, but its checkpoints could not be read on other meshes: use a mesh whose tensor axis "
@@ -72,8 +72,10 @@ class HeldParameters:
         def convert(path: str) -> jax.Array:
             sharding, dtype, layers = shardings[path], dtypes[path], self.copies.get(path)
             parts = [params.pop(layer) for layer in layers or (path,)]
-            if layers is None and parts[0].dtype == dtype and parts[0].sharding.is_equivalent_to(
-                sharding, parts[0].ndim
+            if (
+                layers is None
+                and parts[0].dtype == dtype
+                and parts[0].sharding.is_equivalent_to(sharding, parts[0].ndim)
             ):
                 return parts[0]
 
@@ -135,9 +137,9 @@ class HeldParameters:
             return change(value, paddings[0])
         if all(one == paddings[0] for one in paddings):
             return jax.vmap(lambda one: change(one, paddings[0]))(value)
-        return jnp.stack([
-            one if padding is None else change(one, padding) for one, padding in zip(value, paddings, strict=True)
-        ])
+        return jnp.stack(
+            [one if padding is None else change(one, padding) for one, padding in zip(value, paddings, strict=True)]
+        )
 
 
 def _unpad(value: jax.Array, padding: Padding) -> jax.Array:

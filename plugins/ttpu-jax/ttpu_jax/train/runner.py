@@ -79,7 +79,7 @@ class Pending(Generic[Values]):
 
     def ready(self) -> bool:
         """Whether `values` returns without waiting."""
-        return self.array.is_ready()
+        return bool(cast(Any, self.array).is_ready())
 
     def values(self) -> Values:
         """The figures, when they are there."""
@@ -122,7 +122,8 @@ class JaxTrainRunner:
 
     Raises:
         RequestError: settings that contradict the model or each other.
-        UnsupportedError: the model is quantized or served by an engine, or the mesh pads what the optimizer takes whole.
+        UnsupportedError: the model is quantized or served by an engine, or the mesh pads what the optimizer takes
+            whole.
     """
 
     def __init__(self, model: JaxCausalLM, settings: StepSettings) -> None:
@@ -351,8 +352,8 @@ class JaxTrainRunner:
         for pattern in patterns:
             if not any(matches(path, (pattern,)) for path in every):
                 raise RequestError(
-                    f"trainable={pattern!r} was asked for, but no parameter of this {self._model.spec.model_type} model "
-                    f"has such a path: use patterns of paths such as {every[0]} and {every[-1]}."
+                    f"trainable={pattern!r} was asked for, but no parameter of this {self._model.spec.model_type} "
+                    f"model has such a path: use patterns of paths such as {every[0]} and {every[-1]}."
                 )
         return frozenset(found)
 
@@ -460,18 +461,22 @@ def _rate(settings: StepSettings) -> Callable[[jax.Array], jax.Array]:
 def _as_array(figures: Figures) -> jax.Array:
     """The figures in the order of `Updated`, in one array that one transfer brings to the host."""
     sums = figures.sums
-    return jnp.stack([
-        figures.loss,
-        mean_of(sums, sums.cross_entropy),
-        sums.weight,
-        figures.grad_norm,
-        figures.learning_rate,
-        figures.skipped.astype(jnp.float32),
-    ])
+    return jnp.stack(
+        [
+            figures.loss,
+            mean_of(sums, sums.cross_entropy),
+            sums.weight,
+            figures.grad_norm,
+            figures.learning_rate,
+            figures.skipped.astype(jnp.float32),
+        ]
+    )
 
 
-def _updated(*figures: float) -> Updated:
-    return Updated(*figures[:5], bool(figures[5]))
+def _updated(
+    loss: float, cross_entropy: float, tokens: float, grad_norm: float, learning_rate: float, skipped: float
+) -> Updated:
+    return Updated(loss, cross_entropy, tokens, grad_norm, learning_rate, bool(skipped))
 
 
 def _named(tree: Any) -> dict[str, jax.Array]:
