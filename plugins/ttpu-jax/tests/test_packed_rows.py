@@ -63,9 +63,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 4,
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8,
+        "first_k_dense_replace": 1,
     },
 }
 LENGTHS = (7, 5, 4), (9, 6)  # of the sequences in each row

@@ -58,7 +58,9 @@ def summed_loss(model: DecoderModel, params: Params, batch: TokenBatch, settings
     """Sum the loss of a batch.
 
     Logits are computed for `settings.tokens_at_once` tokens of a row at a time, and again in the backward pass, so that
-    the logits of a whole batch never exist at once. `settings.router_aux_loss` of None is 0: see `settings_for`.
+    the logits of a whole batch never exist at once. The experts' load balance is multiplied by the batch's weight, so
+    that for a batch in several parts it is the mean over the parts. `settings.router_aux_loss` of None is 0: see
+    `settings_for`.
 
     Raises:
         RequestError: a router loss for a model without experts.
