@@ -1,4 +1,4 @@
-"""Distributions made for one test: in goes a few lines of Python and some metadata, out comes a wheel that pip installs
+"""Distributions made for one test: in goes a few lines of Python and some metadata, out comes a wheel that uv installs
 into a folder of the test's own, and a Python process that sees that folder beside the environment it runs in."""
 
 import base64
@@ -13,6 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from uv import find_uv_bin
+
+UV = [find_uv_bin(), "--quiet", "--offline", "--no-cache", "--no-config"]
+"""Installs in a tenth of pip's time, which dozens of tests would wait for."""
 
 PRELUDE = """
 import json, sys
@@ -86,11 +91,10 @@ class Source:
     path: Path
 
     def wheel(self, folder: Path) -> Path:
-        """Have pip build the wheel with what is installed here, so that no network is needed."""
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input", "wheel"]
-        options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(folder)]
+        """Build the wheel with what is installed here, so that no network is needed."""
+        options = ["build", "--wheel", "--no-build-isolation", "--out-dir", str(folder)]
         before = set(folder.glob("*.whl"))
-        subprocess.run([*pip, *options, str(self.path)], check=True, capture_output=True, text=True, timeout=120)
+        subprocess.run([*UV, *options, str(self.path)], check=True, capture_output=True, text=True, timeout=120)
         (made,) = set(folder.glob("*.whl")) - before
         return made
 
@@ -103,12 +107,11 @@ class Environment:
 
     @classmethod
     def install(cls, folder: Path, *distributions: Distribution | Source) -> "Environment":
-        """Build the distributions and have pip install them, from their wheels and from nowhere else."""
+        """Build the distributions and install them, from their wheels and from nowhere else."""
         site = folder / "site"
         wheels = [str(distribution.wheel(folder)) for distribution in distributions]
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input", "install"]
-        options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(site)]
-        subprocess.run([*pip, *options, *wheels], check=True, capture_output=True, text=True, timeout=120)
+        options = ["pip", "install", "--no-index", "--no-deps", "--python", sys.executable, "--target", str(site)]
+        subprocess.run([*UV, *options, *wheels], check=True, capture_output=True, text=True, timeout=120)
         return cls(site)
 
     def run(self, code: str, **variables: str) -> Any:
