@@ -145,8 +145,8 @@ def _quantized(
 
     from ttpu_core.errors import TTPUError
     from ttpu_core.quantization import QuantizationConfig, choices, quantize_spec
-    from ttpu_core.quantization.mapping import dequantized_kernels, formats_of
-    from ttpu_core.quantization.report import report_of
+    from ttpu_core.quantization.mapping import formats_of, mixed_kernels
+    from ttpu_core.quantization.report import DEQUANTIZED, report_of
     from ttpu_core.quantization.schemes import open_quantized, quantization_of
 
     dtype = "bfloat16" if checkpoint is None else checkpoint.dtype
@@ -166,7 +166,7 @@ def _quantized(
         return architecture, {"scheme": written["quant_method"]}, None
     mapping = architecture.mapping.suited_to(held.shapes)
     spec = formats_of(architecture.spec, mapping, held)
-    report = report_of(spec, held.scheme, dtype, dequantized=dequantized_kernels(spec, mapping, held))
+    report = report_of(spec, held.scheme, dtype, mixed=dict.fromkeys(mixed_kernels(spec, mapping, held), DEQUANTIZED))
     return replace(architecture, spec=spec), report.to_dict(), held.shapes
 
 

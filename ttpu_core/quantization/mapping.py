@@ -43,7 +43,7 @@ class StoredMapping:
 
 def formats_of(spec: ArchitectureSpec, mapping: FlaxMapping, held: QuantizedCheckpoint) -> ArchitectureSpec:
     """The architecture with the format of each kernel as the checkpoint stores it. A kernel that consists of several
-    weights, of which some are not quantized or are quantized in another way, has none (`dequantized_kernels`).
+    weights, of which some are not quantized or are quantized in another way, has none (`mixed_kernels`).
 
     Args:
         spec: the architecture.
@@ -63,7 +63,7 @@ def formats_of(spec: ArchitectureSpec, mapping: FlaxMapping, held: QuantizedChec
     return replace(spec, kernel_formats=tuple(formats))
 
 
-def dequantized_kernels(spec: ArchitectureSpec, mapping: FlaxMapping, held: QuantizedCheckpoint) -> tuple[str, ...]:
+def mixed_kernels(spec: ArchitectureSpec, mapping: FlaxMapping, held: QuantizedCheckpoint) -> tuple[str, ...]:
     """Paths of the kernels that have no format although the checkpoint quantizes weights in them.
 
     Args:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from ttpu_core.quantization.quantize import Choice, by_reason, is_matrix
@@ -12,7 +13,8 @@ from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.arithmetic import BITS
 from ttpu_core.spec.kernel_format import KernelFormat, stored_parameters
 
-MIXED = "dequantized, because the checkpoint quantizes the weights in this kernel in different ways or not all of them"
+DEQUANTIZED = "held dequantized because the checkpoint quantizes the weights in it differently, or not all of them"
+BY_LAYER = "as a whole: each of its layers is held as the checkpoint stores it"
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def report_of(
     scheme: str,
     dtype: str,
     found: tuple[Choice, ...] | None = None,
-    dequantized: Collection[str] = (),
+    mixed: Mapping[str, str] = MappingProxyType({}),
 ) -> QuantizationReport:
     """The report of an architecture with kernel formats.
 
@@ -72,13 +74,13 @@ def report_of(
         scheme: see `QuantizationReport`.
         dtype: of the parameters that are not quantized.
         found: the decisions about its matrices; None for a checkpoint that stores them so.
-        dequantized: paths of the kernels of such a checkpoint that are held dequantized.
+        mixed: path → how a kernel of such a checkpoint is held that has no format of its own (`mixed_kernels`).
     """
     formats = stored_formats(spec)
     quantized = dict(spec.kernel_formats)
     if found is None:
         found = tuple(
-            Choice(path, None, MIXED if path in dequantized else "stored so in the checkpoint")
+            Choice(path, None, mixed.get(path, "stored so in the checkpoint"))
             for path in spec.parameters
             if is_matrix(path) and path not in quantized
         )

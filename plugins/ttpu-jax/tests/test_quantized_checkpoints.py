@@ -107,7 +107,7 @@ def test_a_kernel_of_which_a_part_is_quantized_is_held_dequantized(name: str, de
         "attention.output.kernel",
         "mlp.down.kernel",
     }
-    assert "dequantized, because the checkpoint" in str(model.quantization)
+    assert "held dequantized because the checkpoint" in str(model.quantization)
     announced = stored_architecture(default_registry().architecture(open_config(quantized)), open_config(quantized))
     assert dict(announced.spec.kernel_formats) == formats
 

@@ -22,9 +22,9 @@ from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_core.mapping import FlaxMapping, pad_mapping
 from ttpu_core.quantization import QuantizationConfig, choices, quantize_architecture
 from ttpu_core.quantization.grouping import fit_formats
-from ttpu_core.quantization.mapping import StoredMapping, dequantized_kernels, formats_of, stored_mapping
+from ttpu_core.quantization.mapping import StoredMapping, formats_of, mixed_kernels, stored_mapping
 from ttpu_core.quantization.quantize import EMBEDDING
-from ttpu_core.quantization.report import format_words, report_of
+from ttpu_core.quantization.report import DEQUANTIZED, format_words, report_of
 from ttpu_core.quantization.schemes import open_quantized, refuse_again
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.padding import pad_architecture
@@ -103,8 +103,8 @@ class JaxBackend:
                 raise refuse_again(checkpoint.source, quantized.scheme, options.quantization)
             spec = formats_of(architecture.spec, architecture.mapping, quantized)
             architecture = replace(architecture, spec=spec)
-            mixed = dequantized_kernels(spec, architecture.mapping, quantized)
-            report = report_of(spec, quantized.scheme, model_dtype(options.dtype, checkpoint).name, dequantized=mixed)
+            mixed = dict.fromkeys(mixed_kernels(spec, architecture.mapping, quantized), DEQUANTIZED)
+            report = report_of(spec, quantized.scheme, model_dtype(options.dtype, checkpoint).name, mixed=mixed)
         elif options.quantization is not None:
             asked = QuantizationConfig.read(options.quantization)
             use_pallas = asked.use_pallas

@@ -14,8 +14,8 @@ from typing import Any
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint, dtype_name
 from ttpu_core.errors import RequestError
-from ttpu_core.quantization.mapping import formats_of
-from ttpu_core.quantization.report import report_of
+from ttpu_core.quantization.mapping import formats_of, mixed_kernels
+from ttpu_core.quantization.report import BY_LAYER, report_of
 from ttpu_core.quantization.schemes import open_quantized, refuse_again
 from ttpu_torch_xla.handle import Handle, run_on_all_devices
 from ttpu_torch_xla.load import stock_model, tokenizer_of
@@ -115,7 +115,8 @@ class TorchXlaBackend:
             handle.tokenizer = tokenizer_of(checkpoint)
             if stored is not None:
                 stored.fill(model)
-                handle.quantization = report_of(architecture.spec, stored.held.scheme, held)
+                mixed = dict.fromkeys(mixed_kernels(architecture.spec, mapping, stored.held), BY_LAYER)
+                handle.quantization = report_of(architecture.spec, stored.held.scheme, held, mixed=mixed)
             elif quantization_config is not None:
                 keep = kept_layers(model, architecture.spec, mapping, names)
                 devices = devices_along_inputs(model, architecture, parallelism)
