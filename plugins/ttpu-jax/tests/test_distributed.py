@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny
 from devices import xla_flags
+from torchless import torchless
 
 from ttpu import AutoModelForTPU
 from ttpu_jax.distributed import shared_seed
@@ -26,9 +27,9 @@ TWO_BY_FOUR = ["--nproc-per-node", "2", "--devices-per-process", "4"]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This test's, without the eight devices that it simulates."""
+    """This test's, without the eight devices that it simulates, and without torch."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TTPU_")}
-    return kept | {"XLA_FLAGS": xla_flags()} | more
+    return torchless(kept) | {"XLA_FLAGS": xla_flags()} | more
 
 
 def python(code: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -230,7 +231,9 @@ def test_a_seed_is_shared_only_by_the_processes_of_a_mesh(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_every_process_returns_the_same_and_without_a_mesh_waits_for_nobody(tmp_path: Path) -> None:
-    folder = tiny.llama_checkpoint(tmp_path / "checkpoint", num_hidden_layers=1, num_key_value_heads=4, vocab_size=264)
+    folder = tiny.llama_checkpoint(
+        tmp_path / "checkpoint", tokenizer=False, num_hidden_layers=1, num_key_value_heads=4, vocab_size=264
+    )
     script = tmp_path / "generate.py"
     script.write_text(GENERATE)
     stdout = launch(str(script), str(folder), "data=2,tensor=4", cwd=tmp_path)
@@ -245,7 +248,7 @@ def test_every_process_returns_the_same_and_without_a_mesh_waits_for_nobody(tmp_
 
 
 def test_a_mesh_that_leaves_a_process_out_is_refused(tmp_path: Path) -> None:
-    folder = tiny.llama_checkpoint(tmp_path / "checkpoint")
+    folder = tiny.llama_checkpoint(tmp_path / "checkpoint", tokenizer=False)
     done = subprocess.run(
         [sys.executable, "-m", "ttpu_core.cli.main", "launch", *TWO_BY_FOUR, "--",
          "ttpu", "generate", str(folder), "--prompt", "a", "--mesh", "tensor=2"],
@@ -268,7 +271,7 @@ def one_step(checkpoint: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> d
 
 @pytest.mark.slow
 def test_a_training_step_of_two_processes_is_that_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = tiny.llama_checkpoint(tmp_path / "checkpoint", num_hidden_layers=1, vocab_size=264)
+    checkpoint = tiny.llama_checkpoint(tmp_path / "checkpoint", tokenizer=False, num_hidden_layers=1, vocab_size=264)
     file = tmp_path / "two.npz"
     said = launch(str(TRAIN_STEP), str(checkpoint), "--save", str(file), "--mesh", "fsdp=4,tensor=2", cwd=tmp_path)
     assert said_by(0, said).endswith("on 8 devices of 2 processes") and said_by(1, said) == ""

@@ -18,6 +18,7 @@ import pytest
 from devices import xla_flags
 from padded import assert_equal, assert_same_as_one_device, load, qwen_checkpoint
 from safetensors.numpy import load_file
+from torchless import torchless
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.sharding.padding import pad_architecture
@@ -253,7 +254,7 @@ def test_qwen2_5_7bs_heads_on_thirty_two_devices(qwen: Path) -> None:
     meshes = "tensor=32", "data=8,tensor=4"
     flags = {"XLA_FLAGS": xla_flags(32), "JAX_PLATFORMS": "cpu"}
     folders = [str(Path(padded.__file__).parent), *sys.path]
-    environment = {**os.environ, **flags, "PYTHONPATH": os.pathsep.join(folders)}
+    environment = torchless({**os.environ, **flags, "PYTHONPATH": os.pathsep.join(folders)})
     code = f"import pathlib, padded; padded.assert_same_as_one_device(pathlib.Path({str(qwen)!r}), *{meshes!r})"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 import tiny
 from jax.experimental.compilation_cache import compilation_cache
+from torchless import torchless
 from transformers import AutoTokenizer
 
 from ttpu import LLM, SamplingParams
@@ -194,7 +195,7 @@ class TestStore:
         )
         done = subprocess.run(
             [sys.executable, "-c", script, str(Path(__file__).parent)],
-            env={**os.environ, **FLAGS, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            env=torchless({**os.environ, **FLAGS, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}),
             capture_output=True,
             text=True,
         )

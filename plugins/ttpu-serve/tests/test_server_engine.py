@@ -19,6 +19,7 @@ import httpx
 import pytest
 import tiny
 from devices import xla_flags
+from torchless import torchless
 from typer.testing import CliRunner
 
 from ttpu_core.cli.main import app
@@ -66,7 +67,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     log = tmp_path_factory.mktemp("log") / "server.log"  # a pipe that nobody reads would stop it
     command = [sys.executable, "-m", "ttpu_core.cli.main", "serve", str(checkpoint), *OPTIONS]
-    environment = {**os.environ, "TTPU_API_KEY": "secret", "XLA_FLAGS": xla_flags(1)}
+    environment = torchless({**os.environ, "TTPU_API_KEY": "secret", "XLA_FLAGS": xla_flags(1)})
     with log.open("w") as errors:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
