@@ -46,12 +46,12 @@ def test_only_bfloat16_of_many_rows_is_widened() -> None:
 
 
 def test_an_engine_widens_one_kernel_after_another(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 12, "hidden_size": 128, "intermediate_size": 512}
+    sizes = {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 512}
     folder = tiny.llama_checkpoint(tmp_path / "llama", tokenizer=False, dtype="bfloat16", **sizes)
     llm = LLM(
         str(folder), dtype="bfloat16", max_model_len=64, max_num_seqs=8, max_num_batched_tokens=WIDEN_ROWS,
         sequence_buckets=(8,), token_buckets=(WIDEN_ROWS,), num_pages=20, sampling_level="greedy",
-        prompt_logprobs=False, progress=None,
+        penalties=False, prompt_logprobs=False, progress=None,
     )  # fmt: skip
     pool = llm.engine.runner.pool
     (key,) = (key for key in pool.keys if key[0] == "step" and key[1].tokens == WIDEN_ROWS)  # type: ignore[index]

@@ -22,7 +22,7 @@ from ttpu_jax.params.placement import Placement
 pytestmark = pytest.mark.tpu_compile
 
 LLAMA = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128)
-DECODE, MIXED = (16, 1), (128, 64)  # tokens, and the most of one sequence
+DECODE, SHORT, MIXED = (16, 1), (32, 16), (128, 64)  # tokens, and the most of one sequence
 SEQUENCES, PAGES, PAGE_SIZE = 16, 2048, 128
 
 
@@ -95,7 +95,7 @@ def test_the_kernel_compiles_for_decode(topology_name: str) -> None:
     [
         (LLAMA, "float8_e4m3fn"),
         (AttentionSpec(num_heads=32, num_kv_heads=32, head_dim=96, window=4096, logit_softcap=50.0), "bfloat16"),
-        (AttentionSpec(num_heads=40, num_kv_heads=40, head_dim=64, chunk=1024), "bfloat16"),
+        (AttentionSpec(num_heads=16, num_kv_heads=16, head_dim=64, chunk=1024), "bfloat16"),
     ],
     ids=["float8", "window", "chunk"],
 )
@@ -105,7 +105,7 @@ def test_the_kernel_serves_other_layers(spec: AttentionSpec, dtype: str) -> None
 
 def test_int8_pages_have_kernels_for_single_queries_for_blocks_and_to_write() -> None:
     """The second layer is gemma-3's, with heads of 256 features."""
-    assert kernels(compiled("v5e:2x4", LLAMA, MIXED, "int8")) == 3
+    assert kernels(compiled("v5e:2x4", LLAMA, SHORT, "int8")) == 3
     wide = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=256, window=1024)
     program = compiled("v6e:2x4", wide, DECODE, "int8")
     assert kernels(program) == 2 and "scatter" not in program.hlo_text
@@ -125,7 +125,7 @@ def test_the_kernel_that_writes_int8_pages_compiles_for_every_generation(topolog
     ("spec", "dtype", "options"),
     [
         (replace(LLAMA, sinks=True), "bfloat16", {}),
-        (AttentionSpec(16, 1, 576, v_head_dim=512), "bfloat16", {"value_in_key": True}),
+        (AttentionSpec(16, 1, 576, v_head_dim=512), "bfloat16", {"value_in_key": True, "pages_per_sequence": 8}),
     ],
     ids=["sinks", "latent"],
 )

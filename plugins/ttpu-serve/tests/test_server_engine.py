@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}:{{ message.content }} {% endfor %}"
 )
 OPTIONS = (
-    *("--port", "0", "--max-model-len", "384", "--max-num-seqs", "4", "--max-num-batched-tokens", "32"),
+    *("--port", "0", "--max-model-len", "384", "--max-num-seqs", "3", "--max-num-batched-tokens", "32"),
     *("--speculative", "ngram:2", "--enable-admin", "--chat-template", TEMPLATE),
 )
 HELLO: Any = [{"role": "user", "content": "hello"}]
