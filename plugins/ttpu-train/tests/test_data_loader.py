@@ -55,8 +55,8 @@ def test_shapes_and_types(settings: DataSettings) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_four_processes_read_the_rows_of_one(settings: DataSettings, way: dict[str, Any]) -> None:
     given = replace(settings, **way)
-    whole = [arrays(batch) for batch in loader(replace(given, rows=4))]
-    parts = [[arrays(batch) for batch in loader(replace(given, rows=1), index, 4)] for index in range(4)]
+    whole = [arrays(batch) for batch in loader(replace(given, rows=8))]
+    parts = [[arrays(batch) for batch in loader(replace(given, rows=2), index, 4)] for index in range(4)]
     joined = [
         [None if rows[0] is None else list(chain(*rows)) for rows in zip(*each, strict=True)]
         for each in zip(*parts, strict=True)

@@ -66,19 +66,18 @@ class RowPlanner:
         self._files, self._settings = files, settings
         self.sequences = sequences_of(files, settings)
         self.digest = hashlib.blake2b(" ".join(file.digest for file in files).encode(), digest_size=16).hexdigest()
-        self._fixed: EpochPlan | None = None
+        self._latest: tuple[int, EpochPlan] | None = None
 
     def plan(self, epoch: int) -> EpochPlan:
         """The rows of an epoch, numbered from 0."""
         settings = self._settings
-        same = not settings.shuffle and settings.mixture_weights is None
-        if same and self._fixed is not None:
-            return self._fixed
-        order = self._order(epoch)
-        plan = self._packed(order, epoch) if settings.packing else EpochPlan(order, np.arange(len(order) + 1))
-        if same:
-            self._fixed = plan
-        return plan
+        if not settings.shuffle and settings.mixture_weights is None:
+            epoch = 0  # all are alike
+        if self._latest is None or self._latest[0] != epoch:
+            order = self._order(epoch)
+            plan = self._packed(order, epoch) if settings.packing else EpochPlan(order, np.arange(len(order) + 1))
+            self._latest = epoch, plan
+        return self._latest[1]
 
     def batch(self, plan: EpochPlan, first: int, last: int, rows: int) -> Batch:
         """Rows `first` to `last` of an epoch, and empty ones after them.
