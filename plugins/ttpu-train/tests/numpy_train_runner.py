@@ -40,7 +40,7 @@ class BigramModel:
 
 class NumpyTrainRunner:
     """Gradient descent on a `BigramModel`. `break_at` names updates whose gradients are not finite, and `spike_at`
-    those whose loss is a hundred times too large."""
+    those batches, counted from 1, whose loss is a hundred times too large."""
 
     peak_flops = 1e9
 
@@ -62,7 +62,7 @@ class NumpyTrainRunner:
         if self.step_count in self.break_at:
             return Done(StepValues(float("nan"), float("nan"), tokens, float("nan"), rate, skipped=True))
         self.loaded.table -= rate * gradient / max(tokens, 1)
-        mean = loss / max(tokens, 1) * (100 if self.step_count in self.spike_at else 1)
+        mean = loss / max(tokens, 1) * (100 if len(self.rows) in self.spike_at else 1)
         return Done(StepValues(mean, mean, tokens, float(np.linalg.norm(gradient)), rate))
 
     def evaluate(self, batch: Batch) -> Done:

@@ -17,7 +17,8 @@ from transformers import EarlyStoppingCallback
 import ttpu_train.trainer
 from ttpu_core.errors import RequestError
 from ttpu_train.arguments import TrainingArguments
-from ttpu_train.callbacks import EVENTS, TrainerCallback
+from ttpu_train.callbacks import EVENTS, TrainerCallback, TrainerControl, TrainerState
+from ttpu_train.reporting import picture
 from ttpu_train.run import TrainingError
 from ttpu_train.trainer import Trainer
 
@@ -28,6 +29,7 @@ VOCAB, LENGTH, ROWS = 11, 8, 4
 def backend(monkeypatch: pytest.MonkeyPatch) -> NumpyBackend:
     made = NumpyBackend()
     monkeypatch.setattr(ttpu_train.trainer, "training_backend", lambda name: made)
+    monkeypatch.setattr(picture, "draw", lambda *_: None)  # takes two seconds; drawn in a test of its own
     return made
 
 
@@ -67,14 +69,21 @@ def test_a_run_lowers_its_loss_and_leaves_log_checkpoints_and_picture(backend: N
     assert [line["step"] for line in training] == [3, 6, 9, 12]
     assert [line["step"] for line in evaluation] == [6, 12]
     assert training[-1]["loss"] < 0.7 * training[0]["loss"]
-    assert training[-1]["mfu"] == pytest.approx(0.0)  # a model that is not described has no FLOPs
+    assert "mfu" not in training[-1]  # a model that is not described has no FLOPs
     assert evaluation[1]["eval_perplexity"] == pytest.approx(np.exp(evaluation[1]["eval_loss"]))
     assert 0 < evaluation[1]["eval_accuracy"] <= 1
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [5, 10, 12]
-    assert (tmp_path / "training.png").stat().st_size > 10_000
     assert output.global_step == 12
     assert output.metrics["train_tokens"] == 12 * ROWS * (LENGTH - 1)
     assert output.training_loss == pytest.approx(np.mean([line["loss"] for line in training]))
+
+
+def test_a_run_is_drawn_at_its_end(tmp_path: Path) -> None:
+    history = [{"step": step, "loss": 2.0 / step, "eval_loss": 1.0, "grad_norm": 1.0} for step in (1, 2, 3)]
+    picture.PictureReporter().on_train_end(
+        TrainingArguments(output_dir=tmp_path), TrainerState(log_history=history), TrainerControl()
+    )
+    assert (tmp_path / "training.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("at", [5, 7])
@@ -213,6 +222,11 @@ def test_a_spike_brings_the_weights_of_the_newest_checkpoint_back(backend: Numpy
     steps = [line["step"] for line in one.state.log_history]
     assert steps == list(range(1, 13))  # the lines after the checkpoint come once
 
+    endless = trainer(tmp_path / "endless", loss_spike_factor=5.0, loss_spike_action="rollback", logging_steps=1)
+    endless.runner.spike_at = set(range(7, 90))  # type: ignore[attr-defined]
+    with pytest.raises(TrainingError, match="after 3 rollbacks"), pytest.warns(UserWarning, match="are back"):
+        endless.train()
+
     warned = trainer(tmp_path / "warn", loss_spike_factor=5.0, max_steps=9)
     warned.runner.spike_at = {7}  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match="more than 5 times its running mean"):
@@ -253,14 +267,19 @@ def test_old_checkpoints_go_and_the_newest_stay(backend: NumpyBackend, tmp_path:
     assert not (tmp_path / "none" / "checkpoints").exists()
 
 
-def test_resuming_where_nothing_is_begins_anew_with_a_warning(backend: NumpyBackend, tmp_path: Path) -> None:
+def test_checkpoints_of_runs_are_not_mixed_up(backend: NumpyBackend, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="has no checkpoint: the run begins anew"):
-        assert trainer(tmp_path).train(resume_from_checkpoint=True).global_step == 12
-    with pytest.raises(RequestError, match=r"'elsewhere/5' was given, but the checkpoints of this run are .*/5, "):
-        trainer(tmp_path).train(resume_from_checkpoint="elsewhere/5")
-    named = trainer(tmp_path)
-    named.train(resume_from_checkpoint=str(tmp_path / "checkpoints" / "10"))
+        assert trainer(tmp_path / "a").train(resume_from_checkpoint=True).global_step == 12
+    with pytest.raises(RequestError, match=r"has checkpoints of an earlier one \(newest: 12\)"):
+        trainer(tmp_path / "a").train()
+    with pytest.raises(RequestError, match=r"'elsewhere/5' was given, but that is no checkpoint; .*/5, "):
+        trainer(tmp_path / "a").train(resume_from_checkpoint="elsewhere/5")
+    tenth = tmp_path / "a" / "checkpoints" / "10"
+    with pytest.raises(RequestError, match=r"newer checkpoints \(12\)"):
+        trainer(tmp_path / "a").train(resume_from_checkpoint=tenth)
+    trainer(tmp_path / "b").train(resume_from_checkpoint=tenth)
     assert len(backend.runners[-1].rows) == 2
+    assert sorted(int(path.name) for path in (tmp_path / "b" / "checkpoints").iterdir()) == [12]
 
 
 @pytest.mark.parametrize(

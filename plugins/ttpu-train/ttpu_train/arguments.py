@@ -85,6 +85,11 @@ class TrainingArguments:
         packing: whether a row holds several sequences, each of which sees itself alone.
         dataset_text_field: the field of an example that holds text.
         assistant_only_loss: chats are trained on what the assistant says.
+        completion_only_loss: prompts with completions are trained on the completions.
+        document_separator: splits text files into documents; None makes each file one.
+        mixture_weights: the shares of several sources, in their order; None takes every sequence once in an epoch.
+        overlong: what becomes of more than max_length tokens: split, truncate or refuse; None splits text and truncates
+            the rest.
         dataloader_num_workers: processes that prepare rows; 0 prepares them in a thread.
         dataloader_drop_last: leave out the rows at the end of an epoch that fill no batch.
         logging_steps: updates between two lines of the log; below 1, a share of all updates.
@@ -142,6 +147,10 @@ class TrainingArguments:
     packing: bool = False
     dataset_text_field: str = "text"
     assistant_only_loss: bool = False
+    completion_only_loss: bool = True
+    document_separator: str | None = None
+    mixture_weights: Sequence[float] | None = None
+    overlong: Literal["split", "truncate", "refuse"] | None = None
     dataloader_num_workers: int = 0
     dataloader_drop_last: bool = False
     logging_steps: float = 10

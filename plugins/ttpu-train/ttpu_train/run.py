@@ -20,6 +20,8 @@ from ttpu_train.throughput import Meter
 
 AHEAD = 2
 """Updates that devices may have before them, so that they never wait for the host."""
+ROLLBACKS = 3
+"""Rollbacks to one checkpoint after which a run ends: it has no way past what makes its loss grow."""
 SMOOTHING = 0.98
 """Of the running mean of the loss that spikes are compared with."""
 
@@ -137,7 +139,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self._flying: deque[InFlight[StepValues]] = deque()
         self._window = Window()
-        self._not_finite = 0
+        self._not_finite = self._rollbacks = 0
         self._running_mean: float | None = None
         self._losses_sum = self._losses_count = 0.0
         self._last_metrics: dict[str, float] | None = None
@@ -152,7 +154,8 @@ class TrainingRun:
         """Train until the end, or until a callback or a signal ends it; the name of the signal if one did.
 
         Raises:
-            TrainingError: too many updates in a row had gradients that are not finite.
+            TrainingError: too many updates in a row had gradients that are not finite, or spikes come back after
+                several rollbacks.
             CheckpointError: a checkpoint could not be written.
         """
         intervals = Intervals.of(self.args, self.state.max_steps)
@@ -244,6 +247,13 @@ class TrainingRun:
             if self.args.loss_spike_action == "rollback" and self.store is not None and self.store.steps():
                 self._flying.clear()
                 saved = self.store.restore()
+                self._rollbacks += 1
+                if self._rollbacks > ROLLBACKS:
+                    raise TrainingError(
+                        f"the loss of step {step} is {loss:.3g}, more than {factor:g} times its running mean "
+                        f"{mean:.3g}, after {ROLLBACKS} rollbacks to the same checkpoint: lower the learning rate, or "
+                        "raise loss_spike_factor."
+                    )
                 self.state.restore(dict(saved["state"]))
                 self._window = Window()
                 warnings.warn(
@@ -304,7 +314,7 @@ class TrainingRun:
         metrics = self._last_metrics if self.control.should_evaluate else None
         trainer = {"state": self.state.saved(), "data": self.batches.state(), "running_mean": self._running_mean}
         self.store.save(self.state.global_step, trainer, metrics)
-        self._saved_at = self.state.global_step
+        self._saved_at, self._rollbacks = self.state.global_step, 0
         self._tell("on_save")
 
     def resume(self, saved: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from ttpu_train.reporting.jsonl import JsonLinesReporter
 from ttpu_train.reporting.picture import PictureReporter
 from ttpu_train.reporting.trackers import trackers
 from ttpu_train.run import TrainingRun
-from ttpu_train.runner import CheckpointStore, RowLayout, StepSettings, TrainRunner
+from ttpu_train.runner import CheckpointPolicy, CheckpointStore, RowLayout, StepSettings, TrainRunner
 from ttpu_train.throughput import Meter, training_flops
 
 CHECKPOINTS = "checkpoints"
@@ -171,7 +171,7 @@ class Trainer:
                 is none; a folder such as `DIR/checkpoints/500`, from that checkpoint; None as the arguments say.
 
         Raises:
-            RequestError: there are no training data, or fewer than one batch.
+            RequestError: there are no training data, or output_dir holds an earlier run that is not resumed.
             TrainingError: the gradients of too many updates in a row are not finite.
             CheckpointError: a checkpoint cannot be written or read.
         """
@@ -203,6 +203,11 @@ class Trainer:
         )
         if resume and store is not None:
             self._resume(run, store, resume)
+        elif store is not None and store.steps() and state.global_step == 0:
+            raise RequestError(
+                f"a run was to begin in {self.args.folder}, but that has checkpoints of an earlier one (newest: "
+                f"{store.steps()[-1]:,}): pass resume_from_checkpoint=True to go on from it, or another output_dir."
+            )
         seconds_before = state.train_seconds
         try:
             stopped_by = run.run()
@@ -272,30 +277,42 @@ class Trainer:
         """Restore the newest checkpoint, or the one that was named.
 
         Raises:
-            RequestError: the folder is none of this run's checkpoints.
+            RequestError: the folder is no checkpoint, or is followed by newer ones of this run.
             CheckpointError: it cannot be read.
         """
-        steps = store.steps()
+        ours, steps = (self.args.folder / CHECKPOINTS).resolve(), store.steps()
         if resume is True:
             if not steps:
                 warnings.warn(
-                    f"resume_from_checkpoint=True was asked for, but {self.args.folder / CHECKPOINTS} has no "
-                    "checkpoint: the run begins anew",
+                    f"resume_from_checkpoint=True was asked for, but {ours} has no checkpoint: the run begins anew",
                     stacklevel=3,
                 )
                 return
             run.resume(dict(store.restore()))
             return
-        folder = Path(str(resume)).expanduser()
-        ours = (self.args.folder / CHECKPOINTS).resolve()
-        name = folder.name
-        if folder.resolve().parent != ours or not name.isdigit() or int(name) not in steps:
+        folder = Path(str(resume)).expanduser().resolve()
+        step = int(folder.name) if folder.name.isdigit() else -1
+        if not folder.is_dir() or step < 0:
             raise RequestError(
-                f"resume_from_checkpoint={str(resume)!r} was given, but the checkpoints of this run are "
-                f"{', '.join(str(ours / str(step)) for step in steps) or f'none in {ours}'}: name one of them, or "
-                "True for the newest."
+                f"resume_from_checkpoint={str(resume)!r} was given, but that is no checkpoint; those of this run are "
+                f"{', '.join(str(ours / str(one)) for one in steps) or f'none in {ours}'}: name one, or True for the "
+                "newest."
             )
-        run.resume(dict(store.restore(int(name))))
+        if folder.parent == ours:
+            newer = [one for one in steps if one > step]
+            if newer:
+                raise RequestError(
+                    f"resume_from_checkpoint={str(resume)!r} was given, but this run has newer checkpoints "
+                    f"({', '.join(map(str, newer))}), which would be mixed up with those to come: give another "
+                    "output_dir, or remove them."
+                )
+            run.resume(dict(store.restore(step)))
+            return
+        other = self.runner.checkpoints(folder.parent, CheckpointPolicy())
+        try:
+            run.resume(dict(other.restore(step)))
+        finally:
+            other.close()
 
     def _total_steps(self) -> int:
         """The updates of the whole run; 1 without training data."""
@@ -324,6 +341,10 @@ class Trainer:
             epochs=None if training and args.max_steps > 0 else math.ceil(args.num_train_epochs) if training else 1,
             text_field=args.dataset_text_field,
             assistant_only_loss=args.assistant_only_loss,
+            completion_only_loss=args.completion_only_loss,
+            document_separator=args.document_separator,
+            mixture_weights=None if args.mixture_weights is None or not training else tuple(args.mixture_weights),
+            overlong=args.overlong,
             drop_last=training and args.dataloader_drop_last,
             num_workers=args.dataloader_num_workers if training else 0,
             cache_dir=self._cache_dir,
