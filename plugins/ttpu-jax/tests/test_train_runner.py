@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orbax.checkpoint
 import pytest
 from safetensors.numpy import load_file
 from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
-from ttpu_core.errors import CheckpointError
+from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.train.runner import JaxTrainRunner
 from ttpu_train.runner import Batch, CheckpointPolicy, OptimizerSettings, ScheduleSettings, StepSettings
@@ -191,3 +192,67 @@ def test_an_export_is_read_by_transformers_with_the_same_logits(checkpoint: Path
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "out"))
     assert_bits(ours, theirs)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_what_is_not_trained_stays_and_updates_that_are_not_finite_change_nothing(checkpoint: Path) -> None:
+    one = runner(checkpoint, trainable=("layers.*.mlp.*", "final_norm.*"))
+    before, state = stored(one), one.params["embed.embedding"]
+    assert 0 < one.trained_count < one.parameter_count and one.compiled_bytes() is None
+    rows = batch(0)
+    broken = Batch(rows.tokens, np.where(rows.weights > 0, np.float32(np.inf), 0), rows.positions)
+    assert one.step(broken).values().skipped and one.step_count == 1
+    assert_bits(stored(one), before)
+    figures = one.step(rows).values()
+    assert not figures.skipped and figures.learning_rate == pytest.approx(1e-3) and one.compiled_bytes() > 0
+    moved = {path for path in one.params if not np.array_equal(one.params[path], before[path])}
+    assert moved == {path for path in one.params if ".mlp." in path or path.startswith("final_norm")}
+    assert state is one.params["embed.embedding"] or np.array_equal(state, before["embed.embedding"])
+    found = one.evaluate(rows).values()
+    assert found.tokens == figures.tokens and 0 <= found.correct <= found.tokens
+    assert found.cross_entropy / found.tokens < figures.cross_entropy
+    logits = one.model()(rows.tokens[:1, :5]).logits
+    np.testing.assert_allclose(logits, one.logits(rows)[:1, :5], atol=1e-5)
+    with pytest.raises(RequestError, match="another trainer has taken them over"):
+        model = AutoModelForTPU.from_pretrained(str(checkpoint), dtype="float32")
+        JaxBackend().train_runner(model, StepSettings())
+        JaxBackend().train_runner(model, StepSettings())
+
+
+def test_settings_that_contradict_the_model_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(RequestError, match=r"zero_stage=2 divides.*one device computes all rows"):
+        runner(checkpoint, zero_stage=2)
+    with pytest.raises(RequestError, match=r"'\*.router' was asked for, but no parameter"):
+        runner(checkpoint, trainable=("*.router",))
+    with pytest.raises(UnsupportedError, match="equal layers are trained together"):
+        runner(checkpoint, trainable=("layers.1.*",))
+    with pytest.raises(UnsupportedError, match="'muon' was asked for on a mesh that pads"):
+        runner(checkpoint, "tensor=2", optimizer=OptimizerSettings("muon"))
+    with pytest.raises(RequestError, match=r"16 rows was given, but 8 devices.*in 3 parts.*multiple of 24"):
+        runner(checkpoint, "data=8", accumulation=3).step(batch(0))
+
+
+def test_the_newest_and_the_best_checkpoints_stay_and_a_failed_save_is_told(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = runner(checkpoint, trainable=("final_norm.*",))
+    store = one.checkpoints(tmp_path / "run", CheckpointPolicy(keep=2, best_metric="eval_loss"))
+    assert store.best_step() is None and store.steps() == ()
+    for step, loss in enumerate((3.0, 1.0, 2.0, 2.5, None), 1):
+        store.save(step, {}, None if loss is None else {"eval_loss": loss}, wait=True)
+    assert store.steps() == (2, 4, 5) and store.best_step() == 2
+    again = one.checkpoints(tmp_path / "run", CheckpointPolicy(keep=2, best_metric="eval_loss"))
+    assert again.best_step() == 2
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(orbax.checkpoint.PyTreeCheckpointHandler, "async_save", full)
+        with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints are whole"):
+            store.save(6, {})
+            store.wait()
+    assert store.steps() == (2, 4, 5)
+    store.save(7, {}, wait=True)
+    assert 7 in store.steps()
+    store.close()
+    again.close()

@@ -69,7 +69,7 @@ class OptimizerSettings:
     """How weights are updated.
 
     Attributes:
-        name: adamw, adafactor, lion, muon, sgd or adamw_8bit.
+        name: adamw, adafactor, lion, muon or sgd.
         learning_rate: the peak of the schedule.
         schedule: of the learning rate.
         weight_decay: decoupled; of parameters whose path matches none of `no_decay`.

@@ -135,7 +135,7 @@ def _muon(settings: OptimizerSettings, table: Table, adam: optax.GradientTransfo
     labels = {path: "muon" if path in matrices else "adam" for path in table}
     muon = contrib.scale_by_muon(
         beta=settings.momentum or 0.95,
-        weight_dimension_numbers=lambda params: {path: matrices.get(path) for path in params},
+        weight_dimension_numbers=lambda params: {path: matrices.get(path, rest) for path, rest in params.items()},
     )
     return optax.partition({"muon": muon, "adam": optax.chain(adam, optax.scale(EMBEDDING_SHARE))}, labels)
 

@@ -108,17 +108,13 @@ class TrainStep:
         placement, trained = self.model.runtime.placement, self._trained(params)
         whole = placement.sharding((), (), "the step count")
 
-        def like(leaf: Any, parameter: Any) -> jax.ShapeDtypeStruct:
-            sharding = parameter.sharding if leaf.shape == parameter.shape else whole
+        def like(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in trained]
+            own = bool(names) and leaf.shape == trained[names[-1]].shape
+            sharding = trained[names[-1]].sharding if own else whole
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        return optax.tree_utils.tree_map_params(
-            self.optimizer,
-            like,
-            jax.eval_shape(self.optimizer.init, trained),
-            trained,
-            transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
-        )
+        return jax.tree_util.tree_map_with_path(like, jax.eval_shape(self.optimizer.init, trained))
 
     def __call__(
         self, params: Params, state: Any, batch: TokenBatch, number: jax.Array | int = 0

@@ -1,0 +1,99 @@
+"""Learning rates are transformers', and each optimizer updates what it should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ttpu_core.errors import RequestError
+from ttpu_core.spec import Parameter, axes
+from ttpu_jax.train.optimizers import optimizer_for, schedule_of
+from ttpu_train.runner import OptimizerSettings, ScheduleSettings
+
+TOTAL, WARMUP, DECAY = 40, 5, 10
+TABLE = {
+    "groups.0.0.mlp.down.kernel": Parameter((2, 6, 8), (axes.LAYERS, axes.EMBED, axes.MLP)),
+    "embed.embedding": Parameter((9, 6), (axes.VOCAB, axes.EMBED)),
+    "final_norm.scale": Parameter((6,), (axes.NORM,)),
+}
+RANDOM = np.random.default_rng(0)
+PARAMS = {path: jnp.asarray(RANDOM.standard_normal(one.shape), jnp.float32) for path, one in TABLE.items()}
+GRADIENTS = {path: jnp.asarray(RANDOM.standard_normal(one.shape), jnp.float32) for path, one in TABLE.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs", "options"),
+    [
+        ("constant", {}, "constant_with_warmup", {}),
+        ("linear", {}, "linear", {}),
+        ("cosine", {}, "cosine", {}),
+        ("cosine", {"min_ratio": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("inverse_sqrt", {}, "inverse_sqrt", {}),
+        (
+            "warmup_stable_decay",
+            {"decay_steps": DECAY, "min_ratio": 0.1},
+            "warmup_stable_decay",
+            {"num_decay_steps": DECAY, "min_lr_ratio": 0.1},
+        ),
+    ],
+)
+def test_learning_rates_are_those_of_transformers(
+    name: Any, ours: dict[str, Any], theirs: str, options: dict[str, Any]
+) -> None:
+    import torch
+    import transformers
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = transformers.get_scheduler(theirs, optimizer, WARMUP, TOTAL, scheduler_specific_kwargs=options)
+    wanted = []
+    for _ in range(TOTAL + 3):
+        wanted.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    share = schedule_of(ScheduleSettings(name, warmup_steps=WARMUP, total_steps=TOTAL, **ours))
+    np.testing.assert_allclose(share(jnp.arange(TOTAL + 3)), wanted, rtol=1e-5, atol=1e-6)
+
+
+def direction(name: str, **settings: Any) -> dict[str, np.ndarray]:
+    optimizer = optimizer_for(OptimizerSettings(name, **settings), TABLE)
+    updates, _ = optimizer.update(GRADIENTS, optimizer.init(PARAMS), PARAMS)
+    return {path: np.asarray(value) for path, value in updates.items()}
+
+
+def test_directions_of_the_optimizers() -> None:
+    plain, lion, muon = direction("sgd"), direction("lion"), direction("muon")
+    adam, factored = direction("adamw"), direction("adafactor")
+    for path, gradient in GRADIENTS.items():
+        np.testing.assert_array_equal(plain[path], gradient)
+        np.testing.assert_array_equal(lion[path], np.sign(gradient))
+        np.testing.assert_allclose(adam[path], np.sign(gradient), atol=1e-4)
+        assert np.isfinite(factored[path]).all() and np.sqrt(np.square(factored[path]).mean()) <= 1.001
+    for kernel in muon["groups.0.0.mlp.down.kernel"]:  # each layer's is nearly orthogonal
+        values = np.linalg.svd(kernel, compute_uv=False)
+        assert values.max() < 2 * values.min()
+    np.testing.assert_allclose(muon["embed.embedding"], 0.15 * adam["embed.embedding"], rtol=1e-6)
+
+
+def test_weight_decay_leaves_out_what_its_patterns_name() -> None:
+    bare = direction("sgd")
+    for path, value in direction("sgd", weight_decay=0.5).items():
+        decay = 0.0 if path.endswith(".scale") else 0.5
+        np.testing.assert_allclose(value, bare[path] + decay * PARAMS[path], rtol=1e-6)
+
+
+def test_momentum_adds_up_earlier_gradients() -> None:
+    optimizer = optimizer_for(OptimizerSettings("sgd", momentum=0.5), TABLE)
+    _, state = optimizer.update(GRADIENTS, optimizer.init(PARAMS), PARAMS)
+    updates, _ = optimizer.update(GRADIENTS, state, PARAMS)
+    np.testing.assert_allclose(optax.tree.norm(updates), 1.5 * optax.tree.norm(GRADIENTS), rtol=1e-6)
+
+
+def test_unknown_names_are_refused_with_those_there_are() -> None:
+    with pytest.raises(RequestError, match=r"'adamw_8bit' was asked for, but this backend has adamw, lion, sgd"):
+        optimizer_for(OptimizerSettings("adamw_8bit"), TABLE)
+    with pytest.raises(RequestError, match=r"'step' was asked for, but learning rates follow constant, linear"):
+        schedule_of(ScheduleSettings("step"))  # type: ignore[arg-type]
