@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from once import once
 from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
@@ -211,43 +212,49 @@ def test_a_mesh_that_these_devices_cannot_form_leaves_other_models_alone(llama: 
     assert model.generate(IDS, max_new_tokens=2, do_sample=False).shape == (2, 14)
 
 
-@pytest.mark.slow
-def test_a_model_on_one_device_and_one_on_all_are_refused_instead_of_crashing(llama: Path) -> None:
+@pytest.fixture(scope="module")
+def told(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process of two devices is told that trains on the host before it loads a model, and then loads another on
+    a mesh. Starting one takes most of the time, so that one is asked both."""
     code = f"""
+import json, torch, warnings
+torch.ones(1, requires_grad=True).sum().backward()
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import UnsupportedError
-one = AutoModelForTPU.from_pretrained({str(llama)!r}, backend="torch_xla")
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    one = AutoModelForTPU.from_pretrained({str(llama)!r}, backend="torch_xla")
+warned = [str(one.message) for one in told if "cannot be trained here" in str(one.message)]
+shape = list(one.generate(torch.arange(1, 25).reshape(2, 12), max_new_tokens=2, do_sample=False).shape)
+refused = ""
 try:
     AutoModelForTPU.from_pretrained({str(llama)!r}, backend="torch_xla", mesh="fsdp=2")
 except UnsupportedError as error:
-    print(error)
-import torch
+    refused = str(error)
 one(input_ids=torch.ones(1, 4, dtype=torch.long).to(one.device)).logits.cpu()
-print("still there")
+print(json.dumps({{"warned": warned, "shape": shape, "refused": refused, "afterwards": "still there"}}))
 """
-    environment = os.environ | {"CPU_NUM_DEVICES": "2"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "cannot change over" in done.stdout
-    assert done.stdout.strip().endswith("still there")
+
+    def run() -> Any:
+        environment = os.environ | {"CPU_NUM_DEVICES": "2"}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return dict(once(tmp_path_factory, "xla_backend_told", run))
 
 
 @pytest.mark.slow
-def test_a_backward_pass_before_the_device_was_there_is_told(llama: Path) -> None:
-    code = f"""
-import torch, warnings
-torch.ones(1, requires_grad=True).sum().backward()
-from ttpu import AutoModelForTPU
-with warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")
-    model = AutoModelForTPU.from_pretrained({str(llama)!r}, backend="torch_xla")
-print([str(one.message) for one in told if "cannot be trained here" in str(one.message)])
-print(model.generate(torch.arange(1, 25).reshape(2, 12), max_new_tokens=2, do_sample=False).shape)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "load it before training on the CPU" in done.stdout
-    assert "torch.Size([2, 14])" in done.stdout
+def test_a_model_on_one_device_and_one_on_all_are_refused_instead_of_crashing(told: dict[str, Any]) -> None:
+    assert "cannot change over" in told["refused"]
+    assert told["afterwards"] == "still there"
+
+
+@pytest.mark.slow
+def test_a_backward_pass_before_the_device_was_there_is_told(told: dict[str, Any]) -> None:
+    assert any("load it before training on the CPU" in one for one in told["warned"])
+    assert told["shape"] == [2, 14]
 
 
 def test_loading_before_any_backward_pass_tells_nothing(llama: Path, recwarn: pytest.WarningsRecorder) -> None:
