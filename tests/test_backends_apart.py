@@ -54,16 +54,29 @@ def run(command: Sequence[str | Path], folder: Path) -> subprocess.CompletedProc
     return subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=folder, env=environment)
 
 
-def ttpu(folder: Path, bin_folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command line in that environment."""
-    program = "import sys; from ttpu_core.cli.main import main; sys.argv[0] = 'ttpu'; main()"
-    return run([bin_folder / "python", "-c", program, *words], folder)
+PROGRAM = """
+import json, sys
+from typer.testing import CliRunner
+from ttpu_core.cli.main import app
+said = [CliRunner().invoke(app, words) for words in json.loads(sys.argv[1])]
+print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in said]))
+"""
 
 
-def generated(finished: subprocess.CompletedProcess[str]) -> list[int]:
-    """The new token ids that `ttpu generate --json` printed."""
+def ttpu(folder: Path, bin_folder: Path, *lines: Sequence[str | Path]) -> list[tuple[int, str, str]]:
+    """Several command lines in one process of that environment: the status, stdout and stderr of each."""
+    words = json.dumps([[str(word) for word in line] for line in lines])
+    finished = run([bin_folder / "python", "-c", PROGRAM, words], folder)
     assert finished.returncode == 0, finished.stderr
-    ids: list[int] = json.loads(finished.stdout)["token_ids"]
+    said = json.loads(finished.stdout.splitlines()[-1])
+    return [(status, stdout, stderr) for status, stdout, stderr in said]
+
+
+def generated(said: tuple[int, str, str]) -> list[int]:
+    """The new token ids that `ttpu generate --json` printed."""
+    status, stdout, stderr = said
+    assert status == 0, stderr
+    ids: list[int] = json.loads(stdout)["token_ids"]
     return ids
 
 
@@ -76,23 +89,21 @@ def test_each_backend_generates_the_same_where_the_other_is_not_installed(tmp_pa
     for bin_folder, missing in ((without_jax, "jax"), (without_torch, "torch")):
         gone = run([bin_folder / "python", "-c", f"import {missing}"], tmp_path)
         assert "ModuleNotFoundError" in gone.stderr
-    on_torch_xla = generated(ttpu(tmp_path, without_jax, *GENERATE, "--backend", "torch_xla"))
-    on_jax = generated(ttpu(tmp_path, without_torch, *GENERATE))
-    assert len(on_jax) == 8
-    assert on_torch_xla == on_jax
+    splash = (*GENERATE, "--backend", "torch_xla", "--attn-implementation", "splash_attention")
+    on_torch_xla, without_jax_said, kernels = ttpu(
+        tmp_path, without_jax, (*GENERATE, "--backend", "torch_xla"), (*GENERATE, "--backend", "jax"), splash
+    )
+    on_jax, without_torch_said = ttpu(tmp_path, without_torch, GENERATE, (*GENERATE, "--backend", "torch_xla"))
+    assert len(generated(on_jax)) == 8
+    assert generated(on_torch_xla) == generated(on_jax)
 
-    for bin_folder, backend, extra in (
-        (without_jax, "jax", '"ttpu-core[jax]"'),
-        (without_torch, "torch_xla", '"ttpu-core[torch-xla]"'),
+    for (status, _, refusal), package in (
+        (without_jax_said, '"ttpu-core[jax]"'),
+        (without_torch_said, '"ttpu-core[torch-xla]"'),
+        (kernels, '"ttpu-torch-xla[kernels]"'),
     ):
-        refused = ttpu(tmp_path, bin_folder, *GENERATE, "--backend", backend)
-        assert refused.returncode == 2
-        assert f"pip install {extra}" in refused.stderr
-
-    splash = ("--backend", "torch_xla", "--attn-implementation", "splash_attention")
-    kernels = ttpu(tmp_path, without_jax, *GENERATE, *splash)
-    assert kernels.returncode == 2
-    assert 'pip install "ttpu-torch-xla[kernels]"' in kernels.stderr
+        assert status == 2
+        assert f"pip install {package}" in refusal
 
 
 @pytest.mark.parametrize("order", [("jax", "torch_xla", "jax"), ("torch_xla", "jax", "torch_xla")])
