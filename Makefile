@@ -41,13 +41,13 @@ NEWEST_IGNORED += test_mapping.py test_engine_scheduler.py test_engine_numpy.py 
 NEWEST_IGNORED += test_padded.py test_layer_steps.py test_latent_attention_cache.py test_int8_paged_attention.py \
                   test_quantized_load.py test_layer_run.py test_quantize.py test_eval.py \
                   test_causal_model.py test_fake_quantization.py \
-                  test_engine_core.py test_engine_speculative.py test_engine_embed.py
+                  test_engine_core.py test_engine_speculative.py test_engine_embed.py test_engine_quantized.py
 # Single tests that compile for seconds what others of their modules compile as well.
 NEWEST_NOT := an_engine_widens_one_kernel a_prompt_longer_than_a_chunk a_seed_gives_the_same_tokens \
               a_repetition_penalty_changes parts_of_a_prompt_share text_gives_text_and_ids \
               a_transformers_streamer every_event_has_its_logprobs a_token_does_not_depend_on_those \
               tokens_that_a_mesh_does_not_divide the_router_can_read in_bfloat16_results \
-              a_folder_without_weights_opens
+              a_folder_without_weights_opens a_batch_in_parts_gives what_is_not_trained_stays
 NEWEST_TESTS   = tests $(filter-out plugins/ttpu-torch-xla/tests,$(wildcard plugins/*/tests))
 
 PIP := -m pip install --quiet --disable-pip-version-check
