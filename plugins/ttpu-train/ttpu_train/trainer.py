@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
-from ttpu_train.data.loader import BatchLoader, batch_loader, steps_per_epoch
+from ttpu_train.data.loader import BatchLoader, batch_loader
 from ttpu_train.data.settings import DataSettings
 from ttpu_train.deepspeed import merged
 from ttpu_train.evaluation import EvalPrediction, PredictionOutput, evaluate, predict
@@ -103,7 +103,7 @@ class Trainer:
         else:
             given = {**(args or {}), **arguments}
             self.args = TrainingArguments.read(given if deepspeed is None else merged(given, deepspeed))
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.train_dataset, self.eval_dataset = _kept(train_dataset), _kept(eval_dataset)
         self.compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         self._source, self._load_options, self._cache_dir = model, dict(load_options or {}), cache_dir
         self._tokenizer = processing_class if processing_class is not None else tokenizer
@@ -178,7 +178,7 @@ class Trainer:
         if self.train_dataset is None:
             raise RequestError("train() was called on a Trainer without train_dataset: give it some data.")
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        total, loader = self._total_steps(), self._loader(self.train_dataset, training=True)
+        total, loader = self._total_steps(), self._training_batches
         runner = self._made_runner(total)
         state = self.state
         state.max_steps, state.train_batch_size = total, self._rows(training=True) * self.layout.process_count
@@ -214,6 +214,7 @@ class Trainer:
         finally:
             self._console.close()
             loader.close()
+            del self._training_batches
         if self.args.load_best_model_at_end and store is not None and state.best_global_step in store.steps():
             store.restore(state.best_global_step)
         seconds = state.train_seconds - seconds_before
@@ -320,9 +321,12 @@ class Trainer:
             return self.args.max_steps
         if self.train_dataset is None:
             return 1
-        settings = self._data_settings(training=True)
-        each = steps_per_epoch(self.train_dataset, self.tokenizer, settings, self.layout.process_count)
-        return max(1, math.ceil(each * self.args.num_train_epochs))
+        return max(1, math.ceil(self._training_batches.steps_per_epoch * self.args.num_train_epochs))
+
+    @cached_property
+    def _training_batches(self) -> BatchLoader:
+        """The training data from their beginning; made anew for each call of `train`."""
+        return self._loader(self.train_dataset, training=True)
 
     def _rows(self, *, training: bool) -> int:
         """This process's rows of a batch."""
@@ -365,6 +369,11 @@ class Trainer:
         if self._store is None:
             self._store = runner.checkpoints(self.args.folder / CHECKPOINTS, self.args.checkpoint_policy())
         return self._store
+
+
+def _kept(dataset: Any) -> Any:
+    """A dataset that can be read more than once."""
+    return list(dataset) if isinstance(dataset, Iterator) else dataset
 
 
 def training_backend(name: str | None) -> Any:

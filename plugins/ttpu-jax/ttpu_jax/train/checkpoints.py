@@ -8,7 +8,8 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -97,7 +98,8 @@ class OrbaxStore:
         best = None if self._policy.best_metric is None or not metrics else dict(metrics)
         if best is not None and self._policy.best_metric not in best:
             best = None
-        self._checked(lambda: self._manager.save(step, args=items, metrics=best, force=True))
+        with _silent("did not provide metrics"):  # not every checkpoint is evaluated
+            self._checked(lambda: self._manager.save(step, args=items, metrics=best, force=True))
         if wait:
             self.wait()
 
@@ -226,6 +228,21 @@ class OrbaxStore:
                 f"a checkpoint was to be written to {self._folder}, but that failed ({_first_line(error)}): make room "
                 "or use another folder; earlier checkpoints are whole."
             ) from error
+
+
+@contextmanager
+def _silent(phrase: str) -> Iterator[None]:
+    """Keep warnings of orbax with this phrase from the terminal."""
+    absl = logging.getLogger("absl")
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return phrase not in record.getMessage()
+
+    absl.addFilter(wanted)
+    try:
+        yield
+    finally:
+        absl.removeFilter(wanted)
 
 
 def check_identity(found: Mapping[str, Any], wanted: Mapping[str, Any], place: Path) -> None:
