@@ -35,8 +35,9 @@ PACKAGES      := ttpu.py ttpu_core $(foreach part,$(PARTS),plugins/ttpu-$(part)/
 # Wheels, documents, outside projects, the server with its clients (openai, schemathesis), and what is mostly processes.
 NEWEST_IGNORED := test_server_* test_install.py test_packaging.py test_docs.py test_demo_checkpoint.py \
                   test_third_party*.py test_registry.py test_cli.py test_launch*.py test_distributed.py test_plan_command.py
-# Python and numpy alone, searched through by thousands of random cases.
-NEWEST_IGNORED += test_mapping.py test_engine_scheduler.py test_engine_numpy.py test_engine_guided.py
+# Python and numpy alone: searched through by thousands of random cases, or reading files and running a numpy model.
+NEWEST_IGNORED += test_mapping.py test_engine_scheduler.py test_engine_numpy.py test_engine_guided.py test_data_*.py \
+                  test_trainer.py
 # Combinations of operations, the decoder, quantized kernels and the engine, each of which has its own tests here.
 NEWEST_IGNORED += test_padded.py test_layer_steps.py test_latent_attention_cache.py test_int8_paged_attention.py \
                   test_quantized_load.py test_layer_run.py test_quantize.py test_eval.py \
