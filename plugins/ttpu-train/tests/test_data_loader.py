@@ -15,7 +15,7 @@ from data_cases import sequences_in, tokenizer, write_lines
 
 from ttpu_core.errors import CheckpointError, DataError, RequestError
 from ttpu_train.data import token_files
-from ttpu_train.data.loader import BatchLoader, batch_loader, steps_per_epoch
+from ttpu_train.data.loader import BatchLoader, batch_loader
 from ttpu_train.data.settings import DataSettings
 from ttpu_train.data.sources import sources_of
 from ttpu_train.data.token_files import tokenized
@@ -126,7 +126,7 @@ def test_the_last_batch_is_filled_by_rows_without_weight_or_dropped(settings: Da
     assert not batches[-1].weights[3].any()
     assert (batches[-1].positions[3] == -1).all()
     assert len(list(loader(replace(settings, epochs=1, drop_last=True)))) == 11
-    assert steps_per_epoch(EXAMPLES, None, replace(settings, drop_last=True), 2) == 5
+    assert batch_loader(EXAMPLES, None, replace(settings, drop_last=True), 0, 2).steps_per_epoch == 5
     with pytest.raises(RequestError, match=r"drop_last=True .*47 rows and a global batch 64"):
         loader(replace(settings, rows=64, drop_last=True))
 

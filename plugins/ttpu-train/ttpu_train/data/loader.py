@@ -39,17 +39,6 @@ def batch_loader(
     return BatchLoader(row_planner(dataset, tokenizer, settings), settings, process_index, process_count)
 
 
-def steps_per_epoch(dataset: Any, tokenizer: Any, settings: DataSettings, process_count: int = 1) -> int:
-    """Batches of the first epoch. With shuffling and packing, other epochs may have some more or fewer.
-
-    Raises:
-        DataError: data that is missing or malformed.
-        RequestError: settings that contradict the data.
-    """
-    planner = row_planner(dataset, tokenizer, settings)
-    return _batch_count(planner.plan(0).rows, settings, process_count)
-
-
 def row_planner(dataset: Any, tokenizer: Any, settings: DataSettings) -> RowPlanner:
     """The rows of a dataset, which is tokenized first if the cache does not hold its tokens.
 
@@ -67,7 +56,7 @@ class BatchLoader(Iterator[Batch]):
 
     Attributes:
         epoch: passes over the data so far: the share of rows in the present one; whole after an epoch's last batch.
-        steps_per_epoch: batches of the first epoch.
+        steps_per_epoch: batches of the first epoch. With shuffling and packing, others may have some more or fewer.
         rows_seen: rows of all processes so far, without those that only fill a batch.
     """
 
