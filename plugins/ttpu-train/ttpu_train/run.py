@@ -167,7 +167,7 @@ class TrainingRun:
             while self.state.global_step < self.state.max_steps:
                 if not self._update(intervals):
                     break
-                if stop.signal_name is not None or self.control.should_training_stop or self.control.should_epoch_stop:
+                if self._told_to_end(stop) or self.control.should_training_stop or self.control.should_epoch_stop:
                     break
         self._drain()
         if self._window.last is not None:
@@ -178,6 +178,16 @@ class TrainingRun:
             self.store.wait()
         self._tell("on_train_end")
         return stop.signal_name
+
+    def _told_to_end(self, stop: StopRequest) -> bool:
+        """Whether a signal asks for the end. Several processes compare what they heard at the lines of the log, because
+        they must end after the same update."""
+        if self.runner.layout.process_count == 1:
+            return stop.signal_name is not None
+        ends = self.control.should_log and self.runner.any_process(stop.signal_name is not None)
+        if ends and stop.signal_name is None:
+            stop.signal_name = "a signal to another process"
+        return ends
 
     def _update(self, intervals: Intervals) -> bool:
         """One update and what is due after it; False if the data have ended."""

@@ -152,7 +152,7 @@ class DecoderModel:
             params: Flax path → array.
             tokens: [batch, seq].
             positions: [batch, seq], from 0 in each sequence; negative for padding.
-            segments: as for `hidden`.
+            segments: [batch, seq], as for `hidden`.
 
         Raises:
             UnsupportedError: as `hidden`.

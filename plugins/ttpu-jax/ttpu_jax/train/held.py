@@ -35,6 +35,11 @@ class HeldParameters:
     paddings: Paddings
 
     def __post_init__(self) -> None:
+        """Check that checkpoints can be read on other meshes.
+
+        Raises:
+            UnsupportedError: padding makes layers of different sizes equal.
+        """
         if list(self.stored) != list(stacked_parameters(self.padded)):
             raise UnsupportedError(
                 f"a {self.original.model_type} model was to be trained on a mesh that pads layers of different sizes "
@@ -110,11 +115,12 @@ class HeldParameters:
         return {path: result[path] for path in shardings}
 
     def unpadded(self, path: str, value: jax.Array) -> jax.Array:
-        """A parameter, or a moment of its shape, without padding. For use inside jit."""
+        """A parameter, or a moment of its shape, `value` [*padded shape] without padding: [*stored shape]. For use
+        inside jit."""
         return self._each(path, value, _unpad)
 
     def repadded(self, path: str, value: jax.Array) -> jax.Array:
-        """Undo `unpadded`. For use inside jit."""
+        """Undo `unpadded`: `value` [*stored shape] padded to [*padded shape]. For use inside jit."""
         return self._each(path, value, _pad)
 
     def stored_sharding(self, path: str, sharding: Sharding) -> Sharding:

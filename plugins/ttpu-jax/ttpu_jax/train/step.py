@@ -225,7 +225,7 @@ class TrainStep:
 
 
 def mean_of(sums: LossSums, value: jax.Array) -> jax.Array:
-    """One of the sums as the mean by weight."""
+    """One of the sums, a float32 scalar [], as the mean by weight, a float32 scalar []."""
     return value / _count(sums)
 
 

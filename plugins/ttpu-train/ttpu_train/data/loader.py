@@ -58,6 +58,9 @@ class BatchLoader(Iterator[Batch]):
         epoch: passes over the data so far: the share of rows in the present one; whole after an epoch's last batch.
         steps_per_epoch: batches of the first epoch. With shuffling and packing, others may have some more or fewer.
         rows_seen: rows of all processes so far, without those that only fill a batch.
+
+    Raises:
+        RequestError: drop_last leaves no batch in an epoch.
     """
 
     def __init__(self, planner: RowPlanner, settings: DataSettings, process_index: int, process_count: int) -> None:

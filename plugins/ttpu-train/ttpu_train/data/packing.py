@@ -53,6 +53,9 @@ class RowPlanner:
     Attributes:
         sequences: that an epoch may hold.
         digest: a hash of all documents.
+
+    Raises:
+        RequestError: mixture_weights are not as many as the sources.
     """
 
     def __init__(self, files: tuple[TokenFile, ...], settings: DataSettings) -> None:
@@ -221,6 +224,6 @@ def best_fit(lengths: np.ndarray, width: int) -> list[np.ndarray]:
 
 
 def permutation(size: int, *stream: int) -> np.ndarray:
-    """A random order of `size` things, the same with every release of numpy, which promises that for raw bits alone."""
+    """A random order int64 [size] of `size` things, the same with every release of numpy, which promises that for raw bits alone."""
     bits = np.random.Philox(np.random.SeedSequence(stream)).random_raw(size)
     return np.argsort(bits, kind="stable")

@@ -60,6 +60,11 @@ class DataSettings:
     cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            RequestError: one is out of range.
+        """
         least = {"max_length": 2, "rows": 1, "seed": 0, "num_workers": 0, "prefetch": 1}
         for name, minimum in least.items():
             value = getattr(self, name)

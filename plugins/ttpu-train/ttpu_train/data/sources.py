@@ -64,6 +64,11 @@ class Files:
         )
 
     def examples(self) -> Iterator[tuple[str, Example]]:
+        """Each example after its file and line.
+
+        Raises:
+            DataError: a file cannot be read or does not hold what its suffix says.
+        """
         for path in self.paths:
             found = 0
             try:
@@ -120,6 +125,11 @@ class Examples:
         return f"examples {digest.hexdigest()}"
 
     def examples(self) -> Iterator[tuple[str, Example]]:
+        """Each example after its number.
+
+        Raises:
+            DataError: there is none.
+        """
         if len(self._examples) == 0:
             raise DataError(
                 f"{self.name} was given as training data, but it is empty: training needs at least one example; pass "

@@ -156,8 +156,8 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
 
 
 def scales_of(largest: jax.Array) -> jax.Array:
-    """The scales of paired rows whose largest magnitudes are `largest`, float32 like the scales, which are exact in
-    bfloat16. An infinity or a NaN would reach other tokens' pages in the products that distribute scales."""
+    """The scales [...] of paired rows whose largest magnitudes are `largest` [...], both float32; the scales are exact
+    in bfloat16. An infinity or a NaN would reach other tokens' pages in the products that distribute scales."""
     kept = jnp.where(largest < LARGEST, jnp.maximum(largest, SMALLEST), LARGEST)
     return (kept / INT8_LIMIT).astype(jnp.bfloat16).astype(jnp.float32)
 
