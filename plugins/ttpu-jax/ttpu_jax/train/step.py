@@ -225,7 +225,7 @@ class TrainStep:
 
 
 def mean_of(sums: LossSums, value: jax.Array) -> jax.Array:
-    """One of the sums, a float32 scalar [], as the mean by weight, a float32 scalar []."""
+    """One of the sums, `value` [], as the mean by weight []; both float32."""
     return value / _count(sums)
 
 

@@ -224,6 +224,7 @@ def best_fit(lengths: np.ndarray, width: int) -> list[np.ndarray]:
 
 
 def permutation(size: int, *stream: int) -> np.ndarray:
-    """A random order int64 [size] of `size` things, the same with every release of numpy, which promises that for raw bits alone."""
+    """A random order of `size` things, int64 [size], the same with every release of numpy, which promises that for raw
+    bits alone."""
     bits = np.random.Philox(np.random.SeedSequence(stream)).random_raw(size)
     return np.argsort(bits, kind="stable")
