@@ -400,6 +400,36 @@ class Trains(Protocol):
         ...
 
 
+@runtime_checkable
+class CompilesTraining(Protocol):
+    """A backend that compiles the update of a training run for devices that need not be there, for `ttpu train
+    --dry-run`."""
+
+    def compile_training(
+        self,
+        architecture: Architecture,
+        topology: str,
+        settings: Any,
+        *,
+        rows: int,
+        length: int,
+        packed: bool = False,
+        parallelism_strategy: str | None = None,
+    ) -> Any:
+        """Compile it and return the compiler's figures (`ttpu_train.runner.CompiledTraining`).
+
+        Args:
+            architecture: the model.
+            topology: the slice, as in v5e:4x4.
+            settings: of the run (`ttpu_train.runner.StepSettings`).
+            rows: that a device computes at once.
+            length: tokens of a row.
+            packed: rows hold several sequences.
+            parallelism_strategy: how the model is sharded.
+        """
+        ...
+
+
 class Launches(Protocol):
     """What a backend declares for `ttpu launch`, if its processes need variables of their own beside their place among
     the others: an object named by an entry point of the group `ttpu.launches`, whose name is the backend's. Its module

@@ -54,6 +54,7 @@ from ttpu_jax.params.quantized import groupings_for
 
 if TYPE_CHECKING:
     from ttpu_core.loading import ProgressCallback
+    from ttpu_jax.aot.training import CompiledUpdate
     from ttpu_jax.runner.ahead import Ahead
     from ttpu_jax.runner.compilation_cache import CacheCounts
     from ttpu_jax.runner.runner import Runner
@@ -212,6 +213,45 @@ class JaxBackend:
         from ttpu_jax.train.runner import JaxTrainRunner
 
         return JaxTrainRunner(model, settings)
+
+    def compile_training(
+        self,
+        architecture: Architecture,
+        topology: str,
+        settings: StepSettings,
+        *,
+        rows: int,
+        length: int,
+        packed: bool = False,
+        parallelism_strategy: str | None = None,
+    ) -> CompiledUpdate:
+        """Compile the update of a run for a slice that need not be there; see `ttpu_jax.aot.training`.
+
+        Args:
+            architecture: the model.
+            topology: the slice, as in v5e:4x4.
+            settings: of the run.
+            rows: that a device computes at once.
+            length: tokens of a row.
+            packed: rows hold several sequences.
+            parallelism_strategy: how the model is sharded; None is fsdp over all devices.
+
+        Raises:
+            UnsupportedError: no such slice or mesh, or the update does not fit.
+            RequestError: settings that contradict the model or each other.
+            MissingDependencyError: libtpu is not installed.
+        """
+        from ttpu_jax.aot.training import compile_update
+
+        return compile_update(
+            architecture,
+            topology,
+            settings,
+            rows=rows,
+            length=length,
+            packed=packed,
+            parallelism_strategy=parallelism_strategy,
+        )
 
     def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str) -> int:
         """Write a run's checkpoint as a Hugging Face checkpoint; see `ttpu_jax.train.export`.

@@ -17,6 +17,7 @@ def test_paths_are_beside_the_file_and_changes_win(tmp_path: Path) -> None:
     (tmp_path / "b1.txt").write_text("x")
     file = tmp_path / "run.yaml"
     file.write_text(YAML)
+    assert read_training_file(file).arguments == {"learning_rate": 1e-4}
     changes = ["max_steps=6", "output-dir=./D", "resume=true", "load_options.dtype=bfloat16", "learning_rate=3e-5"]
     read = read_training_file(file, changes)
     assert read.trainer == {

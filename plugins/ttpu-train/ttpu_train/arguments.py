@@ -42,6 +42,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "lion_32bit": "lion",
 }
 """Names of optimizers, transformers' among them."""
+KINDS = {"int": "a whole number", "float": "a number"}
 REPORTERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -180,6 +181,8 @@ class TrainingArguments:
         Raises:
             RequestError: one is out of range, or two contradict each other.
         """
+        for one in fields(self):
+            _of_kind(one.name, str(one.type), getattr(self, one.name))
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             _need(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         _need(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, "-1 or at least 1")
@@ -299,6 +302,18 @@ def steps_of(value: float, total: int, *, least: int = 1) -> int:
     """A number of updates, or if it is below 1 a share of `total`, rounded up; at least `least`."""
     steps = value if value >= 1 else -(-value * total // 1)
     return max(least, int(steps))
+
+
+def _of_kind(name: str, kind: str, value: Any) -> None:
+    """Refuse what is no number, or no yes or no, where one is needed; `kind` is a field's annotation."""
+    wanted, _, optional = kind.partition(" | ")
+    if wanted not in ("int", "float", "bool") or (value is None and optional == "None"):
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if wanted == "bool":
+        _need(isinstance(value, bool) or "str" in optional, name, value, "true or false")
+    else:
+        _need(whole or (wanted == "float" and isinstance(value, float)), name, value, KINDS[wanted])
 
 
 def _need(holds: bool, name: str, value: Any, allowed: str) -> None:

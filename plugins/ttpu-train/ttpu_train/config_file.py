@@ -51,7 +51,7 @@ def read_training_file(path: str | Path, changes: Sequence[str] = ()) -> Trainin
     """
     source = Path(path).expanduser()
     content = _content(source)
-    content = {key: _beside(value, source.parent) if key in ("model", "deepspeed", *DATASETS) else value
+    content = {key: _beside(value, source.parent) if key in ("model", "deepspeed", *DATASETS) else _number(value)
                for key, value in content.items()}  # fmt: skip
     for change in changes:
         _apply(content, change)
@@ -152,12 +152,17 @@ def _apply(content: dict[str, Any], change: str) -> None:
         raise RequestError(
             f"{change!r} was given, but its value is no YAML ({' '.join(str(error).split())}): quote it."
         ) from error
-    if isinstance(value, str):  # YAML reads 1e-4 as text
-        with suppress(ValueError):
-            value = float(value)
     *path, last = key.replace("-", "_").split(".")
     for part in path:
         content = content.setdefault(part, {})
         if not isinstance(content, dict):
             raise RequestError(f"{change!r} was given, but {part} holds a value and no keys: correct it.")
-    content[last] = value
+    content[last] = _number(value)
+
+
+def _number(value: Any) -> Any:
+    """The number in a text such as 1e-4, which YAML reads as text."""
+    if isinstance(value, str) and not value.isalpha():  # nan and inf are words
+        with suppress(ValueError):
+            return float(value)
+    return value

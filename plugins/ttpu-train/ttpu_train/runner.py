@@ -356,3 +356,35 @@ class TrainsWithRunner(Protocol):
             CheckpointError: no whole checkpoint is there.
         """
         ...
+
+
+class CompiledTraining(Protocol):
+    """What the compiler of a slice says of a run's update.
+
+    Attributes:
+        topology: the slice.
+        devices: of the slice.
+        mesh: as text.
+        rows: of one update, over all devices and parts.
+        length: tokens of a row.
+        peak_bytes: of a device.
+        hbm_bytes: that a program may use on a device.
+        held_bytes: master weights and optimizer state of a device.
+        seconds: predicted for an update, without kernels.
+        kernel_seconds: the least time of kernels that state their cost.
+        peak_flops: of a device, per second, in bfloat16.
+        compile_seconds: that compiling took.
+    """
+
+    topology: str
+    devices: int
+    mesh: str
+    rows: int
+    length: int
+    peak_bytes: int
+    hbm_bytes: int
+    held_bytes: int
+    seconds: float
+    kernel_seconds: float
+    peak_flops: float
+    compile_seconds: float

@@ -6,24 +6,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ttpu_core.architecture import Architecture
 from ttpu_core.generation.token_choice import TokenChoice
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import ArchitectureSpec
+from ttpu_core.spec.parameters import stacked_parameters, stacked_paths
 from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.causal_model import causal_model
-from ttpu_jax.model.loss import token_batch
+from ttpu_jax.model.loss import TokenBatch, token_batch
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.ops.sampling import SamplingFeatures, sample, sampling_inputs
 from ttpu_jax.params.initialize import abstract_parameters
 from ttpu_jax.params.padding import pad_for
+from ttpu_jax.train.from_settings import step_from_settings, trained_paths
 from ttpu_jax.train.step import TrainStep, abstract_tokens, adamw
+
+if TYPE_CHECKING:
+    from ttpu_train.runner import StepSettings
 
 Task = Literal["decode", "prefill", "train"]
 
@@ -121,3 +127,53 @@ def train_step(
         return params, state, figures.loss
 
     return AbstractProgram(update, arguments, (0, 1), (params, state), spec)
+
+
+def run_step(
+    architecture: Architecture,
+    runtime: Runtime,
+    settings: StepSettings,
+    *,
+    batch: int,
+    tokens: int,
+    packed: bool,
+) -> AbstractProgram:
+    """Make the update of a training run, as its runner compiles it.
+
+    Args:
+        architecture: the model, not padded yet.
+        runtime: the placement of arrays and the attention implementation.
+        settings: of the run.
+        batch: number of rows, of all parts of an update together.
+        tokens: tokens of each row.
+        packed: rows hold several sequences.
+
+    Raises:
+        RequestError: settings that contradict the model or the mesh.
+        UnsupportedError: the model cannot be trained so.
+    """
+    spec, paddings = pad_for(architecture.spec, runtime.placement)
+    table = stacked_parameters(spec)
+    copies = dict(stacked_paths(spec, spec.parameters))
+    trained = trained_paths(settings.trainable, table, copies, spec.model_type)
+    step = step_from_settings(settings, spec, runtime, paddings, architecture.config, table, trained)
+    zero = step.zero
+    assert zero is not None
+    params = {
+        path: jax.ShapeDtypeStruct(
+            parameter.shape,
+            ADAMW.master_dtype if path in trained else parameter.dtype or step.dtype,
+            sharding=(zero.state if path in trained else zero.weight)(path, parameter),
+        )
+        for path, parameter in table.items()
+    }
+    state = step.abstract_state(params)
+    ids: Any = abstract_tokens(batch, tokens, zero.weights)
+    weights: Any = jax.ShapeDtypeStruct(ids.shape, jnp.float32, sharding=ids.sharding)
+    rows = TokenBatch(ids, weights, ids, ids if packed else None)
+
+    def update(params: dict[str, jax.Array], state: Any, batch: TokenBatch, number: jax.Array) -> tuple[Any, Any, Any]:
+        return step(params, state, batch, number)
+
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=zero.weights.whole())
+    return AbstractProgram(update, (params, state, rows, number), (0, 1), (params, state), spec)

@@ -21,14 +21,13 @@ from ttpu_core.sharding.hardware import chip_of_device_kind
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import axes
 from ttpu_core.spec.parameters import stacked_parameters
-from ttpu_jax.model.causal_model import Remat, causal_model
-from ttpu_jax.model.loss import LossSums, TokenBatch, settings_for, summed_loss
+from ttpu_jax.model.causal_model import Remat
+from ttpu_jax.model.loss import TokenBatch
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.placement import Placement
+from ttpu_jax.train.from_settings import step_from_settings, trained_paths
 from ttpu_jax.train.held import HeldParameters
-from ttpu_jax.train.optimizers import ELEMENTWISE, matches, optimizer_for, schedule_of
-from ttpu_jax.train.step import Figures, TrainStep, mean_of
-from ttpu_jax.train.zero import zero_placements
+from ttpu_jax.train.step import Figures, mean_of
 
 if TYPE_CHECKING:
     from ttpu_jax.causal_lm import JaxCausalLM
@@ -132,32 +131,15 @@ class JaxTrainRunner:
         self.step_count = 0
         programs = model.programs
         self.layout = row_layout(programs.runtime.placement)
-        self._zero = zero_placements(programs.runtime.placement, settings.zero_stage)
-        dtype = model_dtype(settings.compute_dtype)
-        runtime = replace(programs.runtime, placement=self._zero.weights, dtype=dtype)
         self.held = HeldParameters(model.spec, programs.spec, model.paddings)
         self._table = stacked_parameters(programs.spec)
-        trained = self._trained_paths()
-        if model.paddings and settings.optimizer.name not in ELEMENTWISE:
-            raise UnsupportedError(
-                f"the optimizer {settings.optimizer.name!r} was asked for on a mesh that pads parameters, but it "
-                f"computes with whole matrices: use {', '.join(ELEMENTWISE)}, or a mesh whose tensor axis divides the "
-                "model's heads and sizes."
-            )
-        loss_settings = settings_for(settings.loss, model.architecture.config)
-        self._step = TrainStep(
-            causal_model(programs.spec, runtime, stacked=True, remat="full"),
-            dtype,
-            model.paddings,
-            partial(_loss, loss_settings),
-            optimizer_for(settings.optimizer, {path: self._table[path] for path in trained}),
-            settings.accumulation,
-            trained.__contains__,
-            _rate(settings),
-            settings.optimizer.max_grad_norm,
-            settings.skip_nonfinite,
-            self._zero,
+        trained = trained_paths(settings.trainable, self._table, self.held.copies, model.spec.model_type)
+        config = model.architecture.config
+        self._step = step_from_settings(
+            settings, programs.spec, programs.runtime, model.paddings, config, self._table, trained
         )
+        assert self._step.zero is not None
+        self._zero, dtype = self._step.zero, self._step.dtype
         self._remat = cast("Remat | None", None if settings.remat == "auto" else settings.remat)
         self._whole = self._zero.weights.whole()
         self._shardings = {
@@ -333,30 +315,6 @@ class JaxTrainRunner:
             value.delete()
         self._model.params.clear()
 
-    def _trained_paths(self) -> frozenset[str]:
-        """The stacked paths of the trained parameters, whose patterns are of the paths of layers."""
-        patterns = self.settings.trainable
-        if patterns is None:
-            return frozenset(self._table)
-        found = set()
-        for path in self._table:
-            chosen = [matches(layer, patterns) for layer in self.held.copies.get(path, (path,))]
-            if any(chosen) and not all(chosen):
-                raise UnsupportedError(
-                    f"trainable={list(patterns)} chooses {path} in some layers and not in others, but equal layers are "
-                    "trained together: use patterns that choose all of them, as layers.*.mlp.*."
-                )
-            if all(chosen):
-                found.add(path)
-        every = [layer for path in self._table for layer in self.held.copies.get(path, (path,))]
-        for pattern in patterns:
-            if not any(matches(path, (pattern,)) for path in every):
-                raise RequestError(
-                    f"trainable={pattern!r} was asked for, but no parameter of this {self._model.spec.model_type} "
-                    f"model has such a path: use patterns of paths such as {every[0]} and {every[-1]}."
-                )
-        return frozenset(found)
-
     def _placed(self, batch: Batch, parts: int = 1) -> TokenBatch:
         """The batch on devices, each process giving its own rows."""
         rows = batch.tokens.shape[0] * self.layout.process_count
@@ -447,15 +405,6 @@ def _refuse(model: JaxCausalLM, settings: StepSettings) -> None:
         raise RequestError(
             f"an accumulation of {settings.accumulation} parts was asked for, but a batch has at least 1: raise it."
         )
-
-
-def _loss(settings: Any, model: Any, params: Any, batch: TokenBatch) -> LossSums:
-    return summed_loss(model, params, batch, settings)
-
-
-def _rate(settings: StepSettings) -> Callable[[jax.Array], jax.Array]:
-    peak, share = settings.optimizer.learning_rate, schedule_of(settings.optimizer.schedule)
-    return lambda number: peak * share(number)
 
 
 def _as_array(figures: Figures) -> jax.Array:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ttpu_core.cli.console import note, print_json
+from ttpu_core.cli.console import in_bytes, note, print_facts, print_json
+
+if TYPE_CHECKING:
+    from ttpu_train.config_file import TrainingFile
 
 INTERRUPTED = 130
 
@@ -15,6 +18,13 @@ def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A .yaml or .json file.")],
     changes: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the file, as in max_steps=20.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Compile the update for --topology, and train nothing.")
+    ] = False,
+    topology: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --dry-run: a TPU slice that need not be there, as in v5e:4x4."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON object.")] = False,
 ) -> None:
@@ -30,11 +40,26 @@ def train(
       ttpu train examples/train/pydoc.yaml max_steps=20
       ttpu train run.yaml output_dir=./run learning_rate=1e-4 parallelism_strategy=fsdp
       ttpu train run.yaml output_dir=./run resume=true
+      ttpu train run.yaml --dry-run --topology v5e:4x4
+
+    \f
+    Raises:
+        RequestError: --dry-run without --topology, or the other way round.
     """
+    from ttpu_core.errors import RequestError
     from ttpu_train.config_file import read_training_file
     from ttpu_train.trainer import Trainer
 
     asked = read_training_file(config, changes or ())
+    if dry_run != (topology is not None):
+        raise RequestError(
+            f"{'--dry-run' if dry_run else '--topology'} was given without "
+            f"{'--topology' if dry_run else '--dry-run'}, but they belong together: pass both, as in --dry-run "
+            "--topology v5e:4x4."
+        )
+    if topology is not None:
+        _compile(asked, topology, as_json=as_json)
+        return
     trainer = Trainer(**asked.trainer, args=asked.arguments)
     output = trainer.train()
     if not trainer.state.is_world_process_zero:
@@ -53,3 +78,30 @@ def train(
             f"{folder}: {output.global_step:,} updates, loss {output.training_loss:.4f}; `ttpu export {folder} --out "
             "DIR` writes the model"
         )
+
+
+def _compile(asked: TrainingFile, topology: str, *, as_json: bool) -> None:
+    """Compile the update of a run and print the compiler's figures."""
+    from ttpu_train.dry_run import dry_run
+
+    found = dry_run(asked, topology)
+    if as_json:
+        print_json(found)
+        return
+    memory = (
+        f"{in_bytes(found['peak_bytes'])} of {in_bytes(found['hbm_bytes'])} at the peak, "
+        f"{in_bytes(found['held_bytes'])} of it master weights and optimizer state"
+    )
+    time = (
+        f"{found['seconds'] * 1e3:,.1f} ms an update ({found['kernel_seconds'] * 1e3:,.1f} of it the least time of "
+        f"kernels), {found['tokens_per_second_per_device']:,.0f} tokens/s/device, MFU {found['mfu']:.1%}"
+    )
+    print_facts(
+        [
+            ("slice", [f"{found['topology']}, {found['devices']} devices, mesh {found['mesh']}"]),
+            ("update", [f"{found['rows']:,} rows of {found['length']:,} tokens"]),
+            ("memory of a device", [memory]),
+            ("predicted time", [time]),
+            ("compiled in", [f"{found['compile_seconds']:,.0f} s; nothing ran on a TPU"]),
+        ]
+    )

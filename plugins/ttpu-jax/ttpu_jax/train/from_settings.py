@@ -1,0 +1,122 @@
+"""The training step that a run's settings describe: for a runner, and for a slice that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+
+from ttpu_core.config import ModelConfig
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.sharding.padding import Paddings
+from ttpu_core.spec import ArchitectureSpec, Parameter
+from ttpu_jax.model.causal_model import Remat, causal_model
+from ttpu_jax.model.loss import LossSums, TokenBatch, settings_for, summed_loss
+from ttpu_jax.model.modules import Runtime
+from ttpu_jax.params.dtypes import model_dtype
+from ttpu_jax.train.optimizers import ELEMENTWISE, matches, optimizer_for, schedule_of
+from ttpu_jax.train.step import TrainStep
+from ttpu_jax.train.zero import zero_placements
+
+if TYPE_CHECKING:
+    from ttpu_train.runner import StepSettings
+
+
+def step_from_settings(
+    settings: StepSettings,
+    spec: ArchitectureSpec,
+    runtime: Runtime,
+    paddings: Paddings,
+    config: ModelConfig,
+    table: Mapping[str, Parameter],
+    trained: frozenset[str],
+) -> TrainStep:
+    """Make the step of a run.
+
+    Args:
+        settings: of the run; `remat="auto"` is made as "full".
+        spec: padded for the mesh.
+        runtime: of the model; ZeRO decides where weights are, and the settings in what dtype they are multiplied.
+        paddings: of the parameters of single layers.
+        config: of the checkpoint.
+        table: stacked path → parameter.
+        trained: the stacked paths that are trained.
+
+    Raises:
+        RequestError: settings that contradict the mesh.
+        UnsupportedError: the mesh pads what the optimizer takes whole.
+    """
+    if paddings and settings.optimizer.name not in ELEMENTWISE:
+        raise UnsupportedError(
+            f"the optimizer {settings.optimizer.name!r} was asked for on a mesh that pads parameters, but it "
+            f"computes with whole matrices: use {', '.join(ELEMENTWISE)}, or a mesh whose tensor axis divides the "
+            "model's heads and sizes."
+        )
+    zero = zero_placements(runtime.placement, settings.zero_stage)
+    usual = "float32" if runtime.placement.platform == "cpu" else "bfloat16"
+    dtype = model_dtype(usual if settings.compute_dtype == "auto" else settings.compute_dtype)
+    runtime = replace(runtime, placement=zero.weights, dtype=dtype)
+    remat = cast("Remat", "full" if settings.remat == "auto" else settings.remat)
+    return TrainStep(
+        causal_model(spec, runtime, stacked=True, remat=remat),
+        dtype,
+        paddings,
+        partial(_loss, settings_for(settings.loss, config)),
+        optimizer_for(settings.optimizer, {path: table[path] for path in trained}),
+        settings.accumulation,
+        trained.__contains__,
+        _rate(settings),
+        settings.optimizer.max_grad_norm,
+        settings.skip_nonfinite,
+        zero,
+    )
+
+
+def trained_paths(
+    patterns: Iterable[str] | None, table: Iterable[str], copies: Mapping[str, tuple[str, ...]], model_type: str
+) -> frozenset[str]:
+    """The stacked paths of the trained parameters, whose patterns are of the paths of layers.
+
+    Args:
+        patterns: fnmatch patterns; None trains all.
+        table: all stacked paths.
+        copies: stacked path → the paths of its layers.
+        model_type: of the model, for errors.
+
+    Raises:
+        RequestError: a pattern that matches nothing.
+        UnsupportedError: a pattern that chooses some of equal layers.
+    """
+    table = list(table)
+    if patterns is None:
+        return frozenset(table)
+    patterns, found = tuple(patterns), set()
+    for path in table:
+        chosen = [matches(layer, patterns) for layer in copies.get(path, (path,))]
+        if any(chosen) and not all(chosen):
+            raise UnsupportedError(
+                f"trainable={list(patterns)} chooses {path} in some layers and not in others, but equal layers are "
+                "trained together: use patterns that choose all of them, as layers.*.mlp.*."
+            )
+        if all(chosen):
+            found.add(path)
+    every = [layer for path in table for layer in copies.get(path, (path,))]
+    for pattern in patterns:
+        if not any(matches(path, (pattern,)) for path in every):
+            raise RequestError(
+                f"trainable={pattern!r} was asked for, but no parameter of this {model_type} model has such a path: "
+                f"use patterns of paths such as {every[0]} and {every[-1]}."
+            )
+    return frozenset(found)
+
+
+def _loss(settings: Any, model: Any, params: Any, batch: TokenBatch) -> LossSums:
+    return summed_loss(model, params, batch, settings)
+
+
+def _rate(settings: StepSettings) -> Callable[[jax.Array], jax.Array]:
+    peak, share = settings.optimizer.learning_rate, schedule_of(settings.optimizer.schedule)
+    return lambda number: peak * share(number)

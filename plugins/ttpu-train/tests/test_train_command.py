@@ -1,0 +1,78 @@
+"""`ttpu train` and `ttpu export`, on JAX."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import llama_checkpoint
+from typer.testing import CliRunner
+
+from ttpu import AutoModelForTPU
+from ttpu_core.cli.main import app
+
+TEXT = "The trainer reads this text again and again, until the model knows what comes next in it.\n" * 8
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A training file beside its model and its text."""
+    llama_checkpoint(tmp_path / "llama", num_hidden_layers=1, vocab_size=260)
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "run.yaml").write_text(
+        "model: llama\ntrain_dataset: text.txt\nmax_length: 16\nper_device_train_batch_size: 2\npacking: true\n"
+        "learning_rate: 1e-2\nlr_scheduler_type: constant\nlogging_steps: 1\nsave_steps: 2\n"
+    )
+    return tmp_path / "run.yaml"
+
+
+def ttpu(*arguments: object) -> str:
+    done = CliRunner().invoke(app, [str(one) for one in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_run_is_resumed_and_exported(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTPU_CACHE", str(tmp_path / "cache"))
+    run = f"output_dir={tmp_path / 'run'}"
+    assert "2 updates, loss" in ttpu("train", file, run, "max_steps=2")
+    done = json.loads(ttpu("train", file, run, "max_steps=6", "resume=true", "--json"))
+    assert done["global_step"] == 6
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.5
+
+    exported = ttpu("export", tmp_path / "run", "--out", tmp_path / "out", "--dtype", "float32")
+    assert "after update 6, in float32" in exported
+    trained, before = (AutoModelForTPU.from_pretrained(tmp_path / name) for name in ("out", "llama"))
+    tokens = np.asarray(trained.tokenizer(TEXT[:16])["input_ids"])[None]
+
+    def loss(model: object) -> float:
+        logits = np.asarray(model(tokens).logits)[0, :-1]  # type: ignore[operator]
+        shifted = logits - logits.max(-1, keepdims=True)
+        chosen = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+        return float(-np.take_along_axis(chosen, tokens[0, 1:, None], -1).mean())
+
+    assert loss(trained) < loss(before) - 0.5
+
+
+@pytest.mark.tpu_compile
+def test_a_dry_run_says_what_a_slice_holds(file: Path) -> None:
+    pytest.importorskip("libtpu")
+    whole, sharded = (
+        json.loads(ttpu("train", file, "--dry-run", "--topology", "v5e:2x2", f"zero_stage={stage}", "--json"))
+        for stage in (0, 1)
+    )
+    for figures in (whole, sharded):
+        assert figures["rows"] == 2 * 4
+        assert 0 < figures["held_bytes"] < figures["peak_bytes"] < figures["hbm_bytes"]
+        assert 0 < figures["mfu"] < 1
+    assert sharded["held_bytes"] == pytest.approx(whole["held_bytes"] / 4, rel=0.05)  # but for norms and the count
+
+
+def test_a_dry_run_needs_a_slice(file: Path) -> None:
+    done = CliRunner().invoke(app, ["train", str(file), "--dry-run"])
+    assert done.exit_code == 2
+    assert "--dry-run was given without --topology" in done.stderr

@@ -1,0 +1,58 @@
+"""Compiles the update of a run for a slice that need not be there: `ttpu train --dry-run`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_train.arguments import TrainingArguments
+from ttpu_train.config_file import TrainingFile
+from ttpu_train.deepspeed import merged
+from ttpu_train.runner import CompiledTraining
+from ttpu_train.throughput import training_flops
+
+
+def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:
+    """Compile the update that a training file describes. Neither data nor weights are read.
+
+    Returns:
+        The figures of `CompiledTraining` by name, where `seconds` counts kernels with their least time, and
+        tokens_per_second_per_device and mfu.
+
+    Raises:
+        RequestError: a mesh that is no text, or settings that contradict the model.
+        UnsupportedError: the backend cannot compile for absent devices, or the update does not fit.
+    """
+    from ttpu_core.backend import CompilesTraining
+    from ttpu_core.loading import planned_architecture
+    from ttpu_train.trainer import training_backend
+
+    runs = training_backend(asked.trainer.get("backend"))
+    if not isinstance(runs, CompilesTraining):
+        raise UnsupportedError(
+            f"an update was to be compiled for {topology}, but the backend {runs.name!r} compiles only for devices "
+            "that are there: use backend: jax."
+        )
+    deepspeed = asked.trainer.get("deepspeed")
+    args = TrainingArguments.read(asked.arguments if deepspeed is None else merged(asked.arguments, deepspeed))
+    strategy = args.parallelism_strategy
+    if strategy is not None and not isinstance(strategy, str):
+        raise RequestError(
+            f"parallelism_strategy={strategy!r} was given, but a slice is divided by a name or a mesh: write text such "
+            "as fsdp or data=2,tensor=8."
+        )
+    architecture = planned_architecture(str(asked.trainer["model"]))
+    found: CompiledTraining = runs.compile_training(
+        architecture,
+        topology,
+        args.step_settings(max(args.max_steps, 1)),
+        rows=args.per_device_train_batch_size,
+        length=args.max_length,
+        packed=args.packing,
+        parallelism_strategy=strategy,
+    )
+    figures = {name: getattr(found, name) for name in CompiledTraining.__annotations__}
+    seconds = found.seconds + found.kernel_seconds
+    rate = found.rows * found.length / seconds / found.devices
+    mfu = rate * training_flops(architecture.spec, found.length) / found.peak_flops
+    return {**figures, "seconds": seconds, "tokens_per_second_per_device": rate, "mfu": mfu}
