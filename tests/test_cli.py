@@ -872,10 +872,11 @@ def test_auto_model_passes_dtype_and_options_to_the_backend(checkpoint: Path, ca
 def test_the_ttpu_module_has_exactly_its_public_names() -> None:
     assert ttpu.AutoModelForTPU is AutoModelForTPU
     names = ["LLM", "AsyncEngine", "AutoModelForTPU", "AutoXLAModelForCausalLM", "GuidedDecoding", "SamplingParams"]
+    names += ["Trainer", "TrainerCallback", "TrainingArguments"]
     assert ttpu.__all__ == names
     assert [name for name in dir(ttpu) if not name.startswith("__")] == sorted(names)
-    with pytest.raises(AttributeError, match=r"no attribute 'Trainer'; it has AsyncEngine, AutoModelForTPU"):
-        _ = ttpu.Trainer
+    with pytest.raises(AttributeError, match=r"no attribute 'Trainr'; it has AsyncEngine, AutoModelForTPU"):
+        _ = ttpu.Trainr
 
 
 def test_a_name_of_a_backend_that_is_missing_says_what_brings_it() -> None:

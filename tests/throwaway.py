@@ -92,7 +92,7 @@ class Source:
 
     def wheel(self, folder: Path) -> Path:
         """Build the wheel with what is installed here, so that no network is needed."""
-        options = ["build", "--wheel", "--no-build-isolation", "--out-dir", str(folder)]
+        options = ["build", "--wheel", "--no-build-isolation", "--python", sys.executable, "--out-dir", str(folder)]
         before = set(folder.glob("*.whl"))
         subprocess.run([*UV, *options, str(self.path)], check=True, capture_output=True, text=True, timeout=120)
         (made,) = set(folder.glob("*.whl")) - before
