@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from throwaway import UV
 
 ROOT = Path(__file__).parent.parent
 DISTRIBUTIONS = {
@@ -39,8 +40,8 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("folder", DISTRIBUTIONS)
 def test_a_wheel_holds_its_modules_its_licence_and_nothing_else(folder: str, tmp_path: Path) -> None:
     # hatchling is installed with the tests, so that building needs no network
-    options = ["--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
-    command = [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(tmp_path), str(ROOT / folder)]
+    options = ["--wheel", "--no-build-isolation", "--python", sys.executable, "--out-dir", str(tmp_path)]
+    command = [*UV, "build", *options, str(ROOT / folder)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())

@@ -25,6 +25,7 @@ PARAMS = {path: jnp.asarray(RANDOM.standard_normal(one.shape), jnp.float32) for 
 GRADIENTS = {path: jnp.asarray(RANDOM.standard_normal(one.shape), jnp.float32) for path, one in TABLE.items()}
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("name", "ours", "theirs", "options"),
     [

@@ -58,6 +58,7 @@ def plain(checkpoint: Path) -> tuple[list[list[float]], dict[str, np.ndarray]]:
     return figures, {path: np.asarray(value) for path, value in one.model().params.items()}
 
 
+@pytest.mark.torch
 def test_updates_are_those_of_torch(checkpoint: Path, plain: Any) -> None:
     import torch
     import transformers
@@ -175,6 +176,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(checkpoint: Path,
         lion.checkpoints(run[0], CheckpointPolicy()).restore()
 
 
+@pytest.mark.torch
 def test_an_export_is_read_by_transformers_with_the_same_logits(checkpoint: Path, run: Any, tmp_path: Path) -> None:
     import torch
     import transformers

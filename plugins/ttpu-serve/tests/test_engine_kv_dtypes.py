@@ -41,6 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engines(checkpoint: Path) -> dict[str, EngineCore]:
     """By the dtype of keys and values, with pages for the same memory."""
     options = {"num_pages": None, "kv_cache_memory": MEMORY, "prompt_logprobs": True, "max_logprobs": 1}
+    options |= {"penalties": False}
     made = {name: small_engine(checkpoint, kv_cache_dtype=name, **options) for name in ("float32", "int8", "fp8")}
     made["int8 on two devices"] = small_engine(
         checkpoint, kv_cache_dtype="int8", parallelism_strategy="tensor=2", **options
