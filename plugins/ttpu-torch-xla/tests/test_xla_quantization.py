@@ -509,23 +509,77 @@ def test_the_report_says_what_was_quantized_and_what_it_saved() -> None:
     assert "in exclude_layers: model.layers.0.self_attn.q_proj" in str(report)
 
 
-def test_experts_and_routers_stay_and_the_report_says_so(tokens: Any) -> None:
+def mixture() -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.Qwen2MoeConfig(
         **sizes, num_key_value_heads=2, vocab_size=128, num_experts=4, moe_intermediate_size=16,
         shared_expert_intermediate_size=16, decoder_sparse_step=1,
     )  # fmt: skip
-    model = transformers.Qwen2MoeForCausalLM(config).eval()
-    report = quantize(model, QuantizationConfig())
+    torch.manual_seed(4)
+    return transformers.Qwen2MoeForCausalLM(config).eval()
+
+
+def test_experts_are_quantized_and_routers_stay_and_the_report_says_so(tokens: Any) -> None:
+    model, stock = mixture(), mixture()
+    report = quantize(model, QuantizationConfig(bits=4, block_size=8))
     mlp = "model.layers.0.mlp"
     assert set(report.quantized) == {
         *(f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"),
         *(f"{mlp}.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+        *(f"{mlp}.experts.{name}_proj" for name in ("gate_up", "down")),
     }
-    assert report.kept[f"{mlp}.experts.gate_up_proj"] == "a tensor of Qwen2MoeExperts, no nn.Linear"
+    assert "7 linear layers and 2 tensors of experts held as W4A16" in str(report)
     assert report.kept[f"{mlp}.shared_expert_gate"] == "a router"
     assert f"{mlp}.gate.weight" in report.kept
-    assert logits(model, tokens).isfinite().all()
+    assert report.bytes_before - report.bytes_after > 4 * 3 * 16 * 32 * 7 // 2 - 4 * 4 * 3 * 16 * 32 // 8
+    with torch.no_grad():
+        for name in report.quantized:
+            path, _, last = name.rpartition(".")
+            rounded = model.get_submodule(path).get_submodule(last).weight if "experts" not in name else None
+            rounded = getattr(model.get_submodule(path), last) if rounded is None else rounded
+            dense = stock.get_parameter(name if "experts" in name else f"{name}.weight")
+            assert (dense - rounded).abs().max() <= dense.abs().max() / 14 + 1e-6
+            dense.copy_(rounded)
+    assert torch.allclose(logits(model, tokens), logits(stock, tokens), atol=1e-5)
+    assert torch.equal(logits(copy.deepcopy(model), tokens), logits(model, tokens))
+    assert experts_of(model.bfloat16()).down_proj.dtype == torch.bfloat16
+    assert {one.dtype for one in experts_of(model).buffers()} == {torch.uint8, torch.float32}
+
+
+def experts_of(model: Any) -> Any:
+    return model.model.layers[0].mlp.experts
+
+
+def test_experts_stay_where_they_are_excluded_or_no_stack_holds_them() -> None:
+    model = mixture()
+    report = quantize(model, QuantizationConfig(exclude_layers=("experts.down_proj",)))
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert report.kept[name] == "in exclude_layers"
+    assert isinstance(experts_of(model).down_proj, nn.Parameter)
+    assert not isinstance(experts_of(model).gate_up_proj, nn.Parameter)
+    other = mixture()
+    experts_of(other).is_transposed = True
+    assert quantize(other).kept[name] == "experts with their inputs before their outputs"
+
+
+@pytest.mark.parametrize("config", [MODES[3], MODES[8], MODES[14]], ids=name_of)
+def test_few_chosen_experts_are_dequantized_alone(config: QuantizationConfig, device: Any) -> None:
+    """One expert of four for one token: the same numbers as of the whole tensors, which are never made."""
+    experts = experts_of(mixture())
+    holder = nn.Module()
+    holder.add_module("experts", experts)
+    holder.linear = nn.Linear(32, 32)
+    quantize(holder, dataclasses.replace(config, group_size=8) if config.group_size else config)
+    hidden, index, share = torch.randn(1, 32), torch.tensor([[2]]), torch.ones(1, 1)
+    experts.config._experts_implementation = "grouped_mm"
+    with torch.no_grad(), applied([patch for patch in DEFAULTS if "experts" in patch.replacement]):
+        expected = experts(hidden, index, share)
+        there = experts.to(device)
+        given = [one.to(device) for one in (hidden, index, share)]
+        runtime.current().sync()
+        found = there(*given)
+        assert "[4,32,32]" not in re.sub(r"(u8|s8)\[4,32,32\]", "", hlo(found))
+    assert torch.allclose(found.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_tied_head_gets_a_quantized_copy(tokens: Any) -> None:

@@ -15,12 +15,16 @@ pytest.importorskip("ttpu_jax")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
+import quantized_files  # noqa: E402
 from quantized_files import SCHEMES, TOKENS, compressed_tensors, write  # noqa: E402
 from tiny import llama_checkpoint  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
 
 from ttpu import AutoModelForTPU  # noqa: E402
+from ttpu_core.cli.main import app  # noqa: E402
 from ttpu_core.errors import RequestError, UnsupportedError  # noqa: E402
 from ttpu_torch_xla.quantization import QuantizedLinear  # noqa: E402
+from ttpu_torch_xla.quantization.experts import QuantizedStack  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -151,13 +155,70 @@ def test_no_dense_weight_of_a_quantized_layer_is_made(
     assert not any("proj" in name for name, _ in model.named_parameters())
 
 
-def test_stacked_experts_and_formats_without_a_layer_are_refused(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    more = {"num_key_value_heads": 2, "vocab_size": 250, "num_local_experts": 2, "num_experts_per_tok": 1}
-    transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **more)).save_pretrained(tmp_path / "mixtral")
-    experts, _ = SCHEMES["awq"](tmp_path / "mixtral", tmp_path / "experts")
-    with pytest.raises(UnsupportedError, match=r"makes a tensor of stacked experts, .* use backend='jax', or"):
-        load(experts)
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four experts, of which a token takes two, with 48 features inside."""
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 250, "num_experts": 4, "num_experts_per_tok": 2}
+    folder = tmp_path_factory.mktemp("mixture") / "qwen3_moe"
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(**sizes, **more, tie_word_embeddings=False, initializer_range=0.1)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def stacks_of(model: Any) -> list[QuantizedStack]:
+    return [one for one in model.modules() if isinstance(one, QuantizedStack)]
+
+
+@pytest.mark.parametrize("text", ["w8a16", "w4a16-g32", "w8a16-fp8", "w4a8-g16-asym"])
+def test_a_shorthand_for_experts_means_the_same_on_both_backends(text: str, mixture: Path) -> None:
+    model = load(mixture, quantization=text)
+    assert len(stacks_of(model)) == model.ttpu.quantization.stacks == 2
+    assert error(logits(model), on_jax(mixture, quantization=text)) <= 1e-5
+
+
+@pytest.mark.parametrize("text", ["w8a16", "w4a16-g16"])
+def test_quantized_experts_that_ttpu_wrote_are_the_same_on_both_backends(
+    text: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ttpu_quantize")
+    out = tmp_path / "quantized"
+    result = CliRunner().invoke(app, ["quantize", str(mixture), "--scheme", text, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    with monkeypatch.context() as watched:
+        watched.setattr(QuantizedStack, "_dequantized", lambda *_: pytest.fail("experts are dense on the host"))
+        model = load(out)
+    assert {one.packed for one in stacks_of(model)} == {text.startswith("w4")}
+    assert not any("experts" in name for name, _ in model.named_parameters())
+    assert error(logits(model), on_jax(out)) <= 1e-5
+
+
+def test_experts_with_an_input_order_of_their_own_are_put_back_in_order(mixture: Path, tmp_path: Path) -> None:
+    quantized, expected = SCHEMES["gptq asymmetric, activation order"](mixture, tmp_path)
+    model = load(quantized)
+    [up, down] = stacks_of(model)
+    assert up.input_place is not None and down.input_place is not None
+    ours = logits(model)
+    assert error(ours, on_jax(quantized)) <= 1e-5
+    assert error(ours, logits(stock(expected))) <= 1e-4
+    which = torch.tensor([3, 1, 3], device=model.device)
+    assert torch.equal(down[which].cpu(), down.weight.cpu()[which.cpu()])
+
+
+def test_experts_and_formats_that_no_layer_holds_are_refused(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    static = compressed_tensors(
+        mixture, tmp_path / "static", CHANNELS, "int-quantized", TOKENS | {"strategy": "tensor", "dynamic": False}
+    )[0]
+    with pytest.raises(UnsupportedError, match=r"experts with a static scale of their inputs: use backend='jax', or"):
+        load(static)
+    with monkeypatch.context() as changed:
+        changed.setattr(quantized_files, "SKIPPED", (*quantized_files.SKIPPED, "experts.2.up_proj"))
+        mixed = SCHEMES["awq"](mixture, tmp_path / "mixed")[0]
+    with pytest.raises(UnsupportedError, match=r"gate_up_proj' .* not all quantized in one way: use backend='jax', or"):
+        load(mixed)
     wide = llama_checkpoint(tmp_path / "wide", num_hidden_layers=1, intermediate_size=64)
     floats, _ = write(wide, tmp_path / "floats", MXFP4, microscaled)
     with pytest.raises(UnsupportedError, match=r"as float4_e2m1fn, groups of 32, but .* use backend='jax', or"):

@@ -524,6 +524,15 @@ def test_quantized_checkpoints_are_cut_with_their_scales(scheme: str, packed: bo
 
 
 @pytest.mark.slow
+def test_quantized_experts_are_cut_by_experts_and_along_their_inner_size(cases: dict[str, Any]) -> None:
+    found = cases["experts"]
+    assert found["logits"] < 1e-5
+    assert found["blocks"] == 16  # a part of the stored 32, so that each of four devices has one of 64 inputs' groups
+    assert all("[2,1,4]" in found["sharding"][name] for name in ("weight_q", "scale", "zero_point"))
+    assert "[2,1,4]" in found["sharding"]["input_place"]
+
+
+@pytest.mark.slow
 def test_weights_rounded_on_a_mesh_are_those_of_the_host(cases: dict[str, Any]) -> None:
     assert cases["while_loading"]["logits"] < 1e-5
     assert cases["while_loading"]["blocks"] == 4

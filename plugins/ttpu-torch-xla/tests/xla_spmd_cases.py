@@ -184,6 +184,7 @@ def quantized_checkpoints() -> dict[str, Any]:
         return {
             "quantized": {scheme: quantized(folder / scheme) for scheme in ("gptq", "fp8")},
             "while_loading": quantized_while_loading(folder / "gptq"),
+            "experts": quantized_experts(folder),
         }
 
 
@@ -200,6 +201,26 @@ def quantized(folder: Path) -> dict[str, Any]:
         "logits": _error(found, expected),
         "blocks": layer.block_size,
         "sharding": {name: current().sharding_of(one) for name, one in layer.named_buffers()},
+    }
+
+
+def quantized_experts(folder: Path) -> dict[str, Any]:
+    """Experts of a quantized checkpoint, cut by experts and along their inner size, beside the dense ones."""
+    sizes = SIZES | {"num_hidden_layers": 1}
+    MixtralForCausalLM(MixtralConfig(vocab_size=96, num_local_experts=4, **sizes)).save_pretrained(folder / "mixtral")
+    made, same = gptq(
+        folder / "mixtral", folder / "experts", size=32, symmetric=False, version="gptq", desc_act=True
+    )
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(same).eval()(ids).logits
+        model = AutoModelForTPU.from_pretrained(made, backend="torch_xla", mesh="expert=2,tensor=4")
+        found = model(ids.to(model.device), use_cache=False).logits.cpu()
+    held = model.model.layers[0].mlp.experts.down_proj_quantized
+    return {
+        "logits": _error(found, expected),
+        "blocks": held.format.group_size,
+        "sharding": {name: current().sharding_of(one) for name, one in held.named_buffers()},
     }
 
 

@@ -20,7 +20,7 @@ class TorchXlaLoadOptions(LoadOptions):
         auto_shard: False leaves the model whole, whatever the strategy.
         use_fsdp_wrap: wrap the layers in torch_xla's FSDPv2 after they were sharded; "auto" does so where the mesh has
             devices along "fsdp".
-        do_quant: quantize the linear layers as `quantization_config` says (int8 per channel where it is None).
+        do_quant: quantize linear layers and experts as `quantization_config` says (int8 per channel where it is None).
         quantization_config: AutoXLA's name of `quantization`, with `do_quant`.
         gradient_checkpointing: recompute each layer's activations in the backward pass.
         scan_layers: trace equal layers once; compiles faster, and takes more memory for temporaries.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.integrations.moe import batched_mm_experts_forward
 
+from ttpu_torch_xla.quantization.experts import by_choice
 from ttpu_torch_xla.runtime import current, is_device
 
 ROW_BYTES = 256 * 2**20
@@ -29,7 +30,7 @@ def grouped_experts(original: Forward) -> Forward:
         if not is_device(hidden) or experts._is_expert_parallel:
             return original(experts, hidden, top_k_index, top_k_weights)
         if few_chosen(top_k_index.numel(), experts.num_experts):
-            return batched_mm_experts_forward(experts, hidden, top_k_index, top_k_weights)
+            return batched_mm_experts_forward(by_choice(experts), hidden, top_k_index, top_k_weights)
         return all_experts(experts, hidden, top_k_index, top_k_weights)
 
     return forward

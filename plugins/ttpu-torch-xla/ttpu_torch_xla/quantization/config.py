@@ -14,7 +14,7 @@ from ttpu_core.services import Quantization
 
 @dataclass(frozen=True, init=False)
 class QuantizationConfig(CoreConfig):
-    """The format of the weights of linear layers, and whether their inputs are quantized too; see
+    """The format of the weights of linear layers and experts, and whether their inputs are quantized too; see
     `ttpu_core.quantization.QuantizationConfig`, whose arguments and AutoXLA names it takes.
 
     W8A16 is the default; `bits=4` makes W4A16, `quantize_activation=True` W8A8 or W4A8, `dtype="fp8"` float8_e4m3fn.
@@ -42,8 +42,8 @@ class QuantizationConfig(CoreConfig):
         object.__setattr__(self, "pack_4bit", pack)
         if self.embeddings:
             raise RequestError(
-                "quantized embeddings were asked for, but this backend quantizes only linear layers: leave them out; "
-                "lm_head=True quantizes a head that is tied to the embeddings, as a copy."
+                "quantized embeddings were asked for, but this backend quantizes only linear layers and experts: leave "
+                "them out; lm_head=True quantizes a head that is tied to the embeddings, as a copy."
             )
         if self.dtype == "mxfp4":
             raise RequestError(

@@ -1,5 +1,5 @@
-"""Replaces the linear layers of a stock transformers model by quantized ones, in place, and reports which layers were
-replaced."""
+"""Replaces the linear layers and the stacked experts of a stock transformers model by quantized ones, in place, and
+reports which were replaced."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.quantization.quantize import why_finer
 from ttpu_torch_xla.quantization.config import QuantizationConfig
+from ttpu_torch_xla.quantization.experts import QuantizedStack, hold, stacks_in, why_dense
 from ttpu_torch_xla.quantization.linear import QuantizedLinear, format_for
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
@@ -29,11 +30,12 @@ class Report:
 
     Attributes:
         config: what was asked for.
-        quantized: names of the layers that were swapped.
+        quantized: names of the layers that were swapped, and of the tensors of stacked experts.
         kept: layers and matrices that were not, and why.
         bytes_before: of all parameters and buffers, shared ones once.
         bytes_after: the same.
         finer: layers whose blocks are finer than those asked for, and why.
+        stacks: how many of `quantized` are tensors of stacked experts.
     """
 
     config: QuantizationConfig
@@ -42,10 +44,13 @@ class Report:
     bytes_before: int
     bytes_after: int
     finer: Mapping[str, str] = field(default_factory=dict)
+    stacks: int = 0
 
     def __str__(self) -> str:
+        layers = f"{len(self.quantized) - self.stacks} linear layers"
+        what = f"{layers} and {self.stacks} tensors of experts" if self.stacks else layers
         lines = [
-            f"{len(self.quantized)} linear layers held as {self.config.name}: {self.bytes_before / 1e6:.1f} MB before, "
+            f"{what} held as {self.config.name}: {self.bytes_before / 1e6:.1f} MB before, "
             f"{self.bytes_after / 1e6:.1f} MB now"
         ]
         return "\n".join([*lines, *self.finer_lines, *(f"not quantized, {line}" for line in _lines(self.kept))])
@@ -62,8 +67,8 @@ def quantize(
     keep: Mapping[str, str] = MappingProxyType({}),
     devices: Mapping[str, int] = MappingProxyType({}),
 ) -> Report:
-    """Swap the linear layers of a model, in place. Routers, the head and what `exclude_layers` names stay; so does what
-    is not an `nn.Linear`, such as the experts that transformers 5 holds as one tensor.
+    """Swap the linear layers of a model, and the experts that transformers 5 holds as one tensor, in place. Routers,
+    the head and what `exclude_layers` names stay; so do experts that no `QuantizedStack` holds (`why_dense`).
 
     A model on the meta device, or one with any weights, becomes what a quantized model's `state_dict` loads into. Its
     `save_pretrained` refuses from then on: transformers would read such a checkpoint with weights at random.
@@ -72,17 +77,19 @@ def quantize(
         model: the stock model.
         config: how to quantize, or its arguments.
         keep: more layers that stay as they are, and why.
-        devices: layer → number of devices that will share its inputs; blocks are split so that each has whole ones.
+        devices: layer or tensor of experts → number of devices that will share its inputs; blocks are split so that
+            each has whole ones.
 
     Raises:
         RequestError: there is nothing to quantize, no blocks suit a layer, or an excluded name matches no layer.
     """
     config = QuantizationConfig() if config is None else QuantizationConfig.read(config)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
+    stacks = {name: (module, projection) for name, module, projection in stacks_in(model)}
+    if any(isinstance(module, QuantizedLinear | QuantizedStack) for module in model.modules()):
         raise RequestError("a model was to be quantized, but it has quantized layers already: quantize it once.")
     for pattern in config.exclude_layers:
-        if not any(_named(name, pattern) for name in linears):
+        if not any(_named(name, pattern) for name in (*linears, *stacks)):
             raise RequestError(
                 f"exclude_layers names {pattern!r}, but no linear layer of this model is called that: take names such "
                 f"as {', '.join(list(linears)[:3])}, or a run of their parts."
@@ -90,7 +97,12 @@ def quantize(
     head = _head(model)
     kept = {name: reason for name, module in linears.items() if (reason := _reason(name, module, head, config))}
     kept |= {name: reason for name, reason in keep.items() if name in linears and name not in kept}
-    chosen = [name for name in linears if name not in kept]
+    for name, (experts, _) in stacks.items():
+        excluded = any(_named(name, pattern) for pattern in config.exclude_layers)
+        reason = "in exclude_layers" if excluded else why_dense(experts, config.kernel_format.activation)
+        if reason is not None:
+            kept[name] = reason
+    chosen = [name for name in (*linears, *stacks) if name not in kept]
     if not chosen:
         raise RequestError(
             f"{type(model).__name__} was to be quantized, but none of its {len(linears)} linear layers may be: exclude "
@@ -98,12 +110,17 @@ def quantize(
         )
     finer = {}
     for name in chosen:
-        inputs = linears[name].in_features
+        inputs = linears[name].in_features if name in linears else model.get_parameter(name).shape[-1]
         if reason := why_finer(format_for(inputs, config, name), config.kernel_format, inputs):
             finer[name] = reason
-    before = nbytes(model)
-    untied = _tied(model) and any(linears[name] is head for name in chosen)
+    before, held_stacks = nbytes(model), sum(name in stacks for name in chosen)
+    untied = _tied(model) and any(linears.get(name) is head for name in chosen)
     for name in chosen:
+        if name in stacks:
+            experts, projection = stacks.pop(name)
+            weight = getattr(experts, projection).detach()
+            hold(experts, projection, QuantizedStack.from_weight(weight, config, name, devices.get(name, 1)))
+            continue
         parent, _, last = name.rpartition(".")
         layer = QuantizedLinear.from_linear(linears.pop(name), config, devices.get(name, 1))
         setattr(model.get_submodule(parent), last, layer)
@@ -111,7 +128,8 @@ def quantize(
         model.config.tie_word_embeddings = False
     if hasattr(model, "save_pretrained"):  # before the class's, which a patch may have replaced
         model.save_pretrained = refuse_to_save
-    report = Report(config, tuple(chosen), kept | dict(_other_matrices(model)), before, nbytes(model), finer)
+    kept |= {name: reason for name, reason in _other_matrices(model) if name not in kept}
+    report = Report(config, tuple(chosen), kept, before, nbytes(model), finer, held_stacks)
     logger.info("%s", report)
     for line in report.finer_lines:
         logger.warning("the weights are quantized in %s", line)

@@ -17,7 +17,7 @@ from ttpu_core.sharding.strategy import MeshAxes
 from ttpu_core.spec import axes
 from ttpu_torch_xla.moving import move
 from ttpu_torch_xla.runtime import TorchRuntime
-from ttpu_torch_xla.sharding.axes import parameter_axes
+from ttpu_torch_xla.sharding.axes import is_stack, parameter_axes
 from ttpu_torch_xla.sharding.resolve import partition_spec_of
 
 
@@ -148,7 +148,7 @@ def parameter_partition_specs(
 def devices_along_inputs(
     model: torch.nn.Module, architecture: Architecture, parallelism: Parallelism | None
 ) -> dict[str, int]:
-    """Linear layer → number of devices that share its inputs; none for one device."""
+    """Linear layer, or projection of stacked experts → number of devices that share its inputs; none for one device."""
     if parallelism is None:
         return {}
     sizes = dict(parallelism.mesh)
@@ -156,7 +156,7 @@ def devices_along_inputs(
     return {
         name.removesuffix(".weight"): prod(sizes[axis] for axis in one[-1])
         for name, one in specs.items()
-        if name.endswith(".weight") and one
+        if one
     }
 
 
@@ -184,7 +184,7 @@ def linears_sharded_along(
     found: list[torch.nn.Module] = []
     for path, module in model.named_modules():
         runs = getattr(module, "dimensions", None)  # of a quantized layer
-        if not isinstance(runs, Mapping):
+        if not isinstance(runs, Mapping) or is_stack(runs):
             runs = {"weight": ("out", "in")} if isinstance(module, torch.nn.Linear) else {}
         pairs = ((name, partition_specs.get(f"{path}.{name}")) for name in runs)
         sharded_by = {

@@ -25,6 +25,9 @@ them, a device holds whole heads, experts, ...; along a later one the result is 
 Dimensions = tuple[Dimension, ...]
 Logical = tuple[str | None, ...]
 
+HELD = "_quantized"
+"""Behind the name of a projection of experts, that of the module which holds it quantized."""
+
 
 @dataclass(frozen=True)
 class _Source:
@@ -38,14 +41,15 @@ def parameter_axes(architecture: Architecture, model: Any) -> dict[str, Dimensio
     """Parameter name → logical axes of each dimension, for the parameters that the architecture describes.
 
     transformers holds some tensors under other names than checkpoints have, and the experts of a layer as one tensor:
-    its own conversion of names and tensors is followed. A quantized layer says in `dimensions` what its buffers run
-    along ("in" or "out"), and they are in the result under their own names. What is not described (towers for images
-    and sound) is not in it.
+    its own conversion of names and tensors is followed. A quantized layer, or projection of experts, says in
+    `dimensions` what its buffers run along ("expert", "in" or "out"), and they are in the result under their own names.
+    What is not described (towers for images and sound) is not in it.
     """
     parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     quantized = _quantized(model)
     ranks = {name: one.ndim for name, one in parameters.items()}
-    ranks |= {f"{path}.{name}": rank for path in quantized for name, rank in (("weight", 2), ("bias", 1))}
+    for path, runs in quantized.items():
+        ranks |= {path.removesuffix(HELD): 3} if is_stack(runs) else {f"{path}.weight": 2, f"{path}.bias": 1}
     found: dict[str, Dimensions] = {}
     for rules in (architecture.mapping.rules, *architecture.mapping.alternatives):
         on_disk = tensor_axes(rules, {path: one.axes for path, one in architecture.spec.parameters.items()})
@@ -55,8 +59,9 @@ def parameter_axes(architecture: Architecture, model: Any) -> dict[str, Dimensio
     by_identity = {id(parameters[name]): dimensions for name, dimensions in found.items() if name in parameters}
     result = {name: by_identity[id(one)] for name, one in parameters.items() if id(one) in by_identity}
     for path, runs in quantized.items():
-        if (weight := found.get(f"{path}.weight")) is not None:
-            along = {"out": weight[0], "in": weight[1]}
+        weight = found.get(path.removesuffix(HELD) if is_stack(runs) else f"{path}.weight")
+        if weight is not None:
+            along = {"expert": weight[0], "out": weight[-2], "in": weight[-1]}
             result |= {f"{path}.{name}": tuple(along.get(run or "", ()) for run in each) for name, each in runs.items()}
     return result
 
@@ -65,6 +70,11 @@ def _quantized(model: Any) -> dict[str, Mapping[str, Logical]]:
     """The modules that hold a weight in other tensors, and what the dimensions of those run along."""
     found = ((path, getattr(module, "dimensions", None)) for path, module in model.named_modules())
     return {path: runs for path, runs in found if isinstance(runs, Mapping)}
+
+
+def is_stack(runs: Mapping[str, Logical]) -> bool:
+    """Whether a module with these `dimensions` holds the weights of experts."""
+    return any("expert" in dimensions for dimensions in runs.values())
 
 
 def tensor_axes(rules: Iterable[tuple[str, Expression]], table: Mapping[str, Logical]) -> dict[str, Dimensions]:
