@@ -99,6 +99,7 @@ class Window:
     losses: list[float] = field(default_factory=list)
     skipped: int = 0
     last: StepValues | None = None
+    metrics: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, values: StepValues) -> None:
         """Add an update's figures."""
@@ -107,6 +108,8 @@ class Window:
             self.skipped += 1
         else:
             self.losses.append(values.loss)
+            for name, value in values.metrics.items():
+                self.metrics.setdefault(name, []).append(value)
 
 
 @dataclass
@@ -291,6 +294,7 @@ class TrainingRun:
             logs["cross_entropy"] = last.cross_entropy
         if window.skipped:
             logs["skipped_updates"] = window.skipped
+        logs |= {name: sum(values) / len(values) for name, values in window.metrics.items()}
         self.log({**logs, **figures, "num_input_tokens_seen": self.state.num_input_tokens_seen})
 
     def log(self, logs: dict[str, Any]) -> None:

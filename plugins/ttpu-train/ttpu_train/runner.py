@@ -17,6 +17,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from ttpu_train.objectives import Objective
+
 ZeroStage = Literal[0, 1, 2, 3]
 Values = TypeVar("Values", covariant=True)
 ScheduleName = Literal["constant", "linear", "cosine", "inverse_sqrt", "warmup_stable_decay"]
@@ -36,12 +38,14 @@ class Batch:
         positions: int32 [rows, seq], from 0 in each sequence; negative for padding.
         segments: int32 [rows, seq], the number of the sequence that a token belongs to, from 1; 0 for padding. Tokens
             attend to their own sequence alone. None if each row holds one sequence.
+        extra: name → float32 [rows, ...], of rows or of their tokens, what an objective reads beside them.
     """
 
     tokens: np.ndarray
     weights: np.ndarray
     positions: np.ndarray
     segments: np.ndarray | None = None
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,8 @@ class StepSettings:
         trainable: patterns (fnmatch) of the paths of trained parameters; None trains all.
         skip_nonfinite: an update whose gradients are not finite changes nothing.
         seed: of whatever is random in a step.
+        objective: what is minimized in place of the cross-entropy of the next tokens; None for that. Its
+            `rows_per_example` rows belong together: a batch holds a multiple of them for each device and part.
     """
 
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -137,6 +143,7 @@ class StepSettings:
     trainable: tuple[str, ...] | None = None
     skip_nonfinite: bool = True
     seed: int = 42
+    objective: Objective | None = None
 
 
 @dataclass(frozen=True)
@@ -180,12 +187,13 @@ class StepValues:
     """Figures of one update.
 
     Attributes:
-        loss: the mean over the batch by weight, before the update, with all that is minimized.
+        loss: the mean over the batch, before the update, with all that is minimized.
         cross_entropy: its part that is cross-entropy alone, in nats.
         tokens: the sum of the weights over all processes.
         grad_norm: of all trained parameters' gradients, before clipping.
         learning_rate: of this update.
         skipped: nothing was changed, because the gradients were not finite.
+        metrics: means of the objective's own figures, by name.
     """
 
     loss: float
@@ -194,6 +202,7 @@ class StepValues:
     grad_norm: float
     learning_rate: float
     skipped: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -204,11 +213,17 @@ class EvalValues:
         cross_entropy: in nats, summed by weight.
         tokens: the sum of the weights.
         correct: the weight of the tokens that were the likeliest.
+        total: all that is minimized, and `divisor` what it is divided by.
+        divisor: the weight of tokens, or the number of examples, as the objective says.
+        metrics: name → the sum of a figure of the objective, and what that is divided by.
     """
 
     cross_entropy: float
     tokens: float
     correct: float
+    total: float = 0.0
+    divisor: float = 0.0
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class InFlight(Protocol[Values]):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,28 +31,36 @@ class TokenBatch:
         positions: int32 [batch, seq], from 0 in each sequence; negative for padding.
         segments: int32 [batch, seq], the sequence of each token in its row, from 1; 0 for padding. None: each row holds
             one.
+        extra: name → float32 [batch, ...], what an objective reads beside them.
+        shared: what is the same for all rows: figures of the whole batch, and weights that are not trained.
     """
 
     tokens: jax.Array
     weights: jax.Array
     positions: jax.Array
     segments: jax.Array | None = None
+    extra: Mapping[str, jax.Array] = field(default_factory=dict)
+    shared: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LossSums(NamedTuple):
     """Sums over the tokens of a batch, each times its weight, which add up over batches: float32 scalars.
 
     Attributes:
-        total: all that is minimized. Divided by `weight`, the loss.
+        total: all that is minimized. Divided by `divisor`, the loss.
         cross_entropy: in nats.
         weight: the weights alone.
         correct: the weight of the tokens that were the likeliest.
+        metrics: name → the sum of a figure, and what that is divided by.
+        divisor: the number of things that `total` sums over, such as pairs. None: the weight of tokens.
     """
 
     total: jax.Array
     cross_entropy: jax.Array
     weight: jax.Array
     correct: jax.Array
+    metrics: Mapping[str, tuple[jax.Array, jax.Array]] = {}
+    divisor: jax.Array | None = None
 
 
 def summed_loss(model: DecoderModel, params: Params, batch: TokenBatch, settings: LossSettings) -> LossSums:
@@ -77,9 +86,7 @@ def summed_loss(model: DecoderModel, params: Params, batch: TokenBatch, settings
         balance = load_balancing_loss(loads.sum(0), len(loads) * (batch.positions >= 0).sum().astype(jnp.float32))
     else:
         hidden = model.hidden(params, batch.tokens, batch.positions, batch.segments)
-    sums = _over_parts(
-        model, params, hidden, batch, settings.label_smoothing, settings.z_loss, settings.tokens_at_once
-    )
+    sums = _over_parts(model, params, hidden, batch, settings.label_smoothing, settings.z_loss, settings.tokens_at_once)
     return sums._replace(total=sums.total + coefficient * balance * sums.weight) if coefficient else sums
 
 
@@ -111,9 +118,7 @@ def settings_for(settings: LossSettings, config: ModelConfig) -> LossSettings:
     return replace(settings, router_aux_loss=float(config.get("router_aux_loss_coef") or 0.0) if asked else 0.0)
 
 
-def next_token_loss(
-    model: DecoderModel, params: Params, tokens: jax.Array, mask: jax.Array | None = None
-) -> jax.Array:
+def next_token_loss(model: DecoderModel, params: Params, tokens: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     """Return the mean cross-entropy of the next tokens in nats, a float32 scalar.
 
     Args:
@@ -192,4 +197,4 @@ def _over_parts(
         return LossSums(summed(minimized), summed(losses), weight.sum(), summed(likeliest))
 
     sums = jax.lax.map(lambda part: part_sums(*part), (parts(hidden), parts(targets), parts(weights)))
-    return LossSums(*(each.sum() for each in sums))
+    return jax.tree.map(lambda each: each.sum(), sums)

@@ -4,7 +4,7 @@ evaluate and read them. It implements `ttpu_train.runner.TrainRunner`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -58,6 +58,7 @@ class Updated:
     grad_norm: float
     learning_rate: float
     skipped: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ class Evaluated:
     cross_entropy: float
     tokens: float
     correct: float
+    total: float
+    divisor: float
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,8 @@ class JaxTrainRunner:
         self.peak_flops = chip.bf16_flops if chip is not None and dtype.name == "bfloat16" else None
         self._programs: dict[Any, Any] = {}
         self._compiled_bytes: int | None = None
+        self._metrics: tuple[str, ...] = ()
+        """The names of the objective's figures, in the order of a program's results; known when one was traced."""
 
     def step(self, batch: Batch) -> Pending[Updated]:
         """Update the weights. The first batch of a shape compiles its program.
@@ -171,14 +177,14 @@ class JaxTrainRunner:
         self._take_back()
         placed = self._placed(batch, self.settings.accumulation)
         number = np.int32(self.step_count)
-        key = "update", placed.tokens.shape, placed.segments is None
+        key = "update", _form(placed)
         if key not in self._programs:
             self._programs[key] = self._compiled_update(placed, number)
         self.params, self.optimizer_state, figures = self._programs[key](
             self.params, self.optimizer_state, placed, number
         )
         self.step_count += 1
-        return Pending(figures, _updated)
+        return Pending(figures, partial(_updated, self._metrics))
 
     def evaluate(self, batch: Batch) -> Pending[Evaluated]:
         """The loss of a batch with the weights as they are.
@@ -188,10 +194,14 @@ class JaxTrainRunner:
         """
 
         def sums(params: Mapping[str, Any], batch: TokenBatch) -> jax.Array:
-            found = self._step.loss(self._step.model, self._step.computed(params), batch)
-            return jnp.stack([found.cross_entropy, found.weight, found.correct])
+            found = self._step.sums(self._step.computed(params), batch)
+            self._metrics = tuple(found.metrics)
+            divisor = found.weight if found.divisor is None else found.divisor
+            metrics = [figure for pair in found.metrics.values() for figure in pair]
+            return jnp.stack([found.cross_entropy, found.weight, found.correct, found.total, divisor, *metrics])
 
-        return Pending(self._run("evaluate", sums, self._placed(batch)), Evaluated)
+        array = self._run("evaluate", sums, self._placed(batch))
+        return Pending(array, partial(_evaluated, self._metrics))
 
     def logits(self, batch: Batch) -> np.ndarray:
         """float32 [rows, seq, vocab], of this process's rows.
@@ -318,17 +328,20 @@ class JaxTrainRunner:
     def _placed(self, batch: Batch, parts: int = 1) -> TokenBatch:
         """The batch on devices, each process giving its own rows."""
         rows = batch.tokens.shape[0] * self.layout.process_count
-        if rows % (self.layout.shards * parts) or not rows:
+        together = self._step.rows_per_example
+        least = self.layout.shards * parts * together
+        if rows % least or not rows:
             raise RequestError(
                 f"a batch of {rows} rows was given, but {self.layout.shards} devices take equal shares of it"
-                f"{f' in {parts} parts' if parts > 1 else ''}: give a multiple of {self.layout.shards * parts} rows."
+                f"{f' in {parts} parts' if parts > 1 else ''}{f', {together} rows together' if together > 1 else ''}: "
+                f"give a multiple of {least} rows."
             )
         placement = self._zero.weights
-        shape = (rows, batch.tokens.shape[1])
-        sharding = placement.sharding((axes.BATCH, None), shape, "the tokens")
 
         def put(array: np.ndarray, dtype: Any) -> jax.Array:
             array = np.ascontiguousarray(array, dtype)
+            shape = (rows, *array.shape[1:])
+            sharding = placement.sharding((axes.BATCH, *(None for _ in shape[1:])), shape, "the rows")
             if self.layout.process_count == 1:
                 return jax.device_put(array, sharding)
             return jax.make_array_from_process_local_data(sharding, array, shape)
@@ -338,11 +351,12 @@ class JaxTrainRunner:
             put(batch.weights, np.float32),
             put(batch.positions, np.int32),
             None if batch.segments is None else put(batch.segments, np.int32),
+            {name: put(array, np.float32) for name, array in batch.extra.items()},
         )
 
     def _run(self, name: str, function: Any, batch: TokenBatch, sharding: Any = None) -> jax.Array:
         """Compute something of a batch with the weights as they are."""
-        key = name, batch.tokens.shape, batch.segments is None
+        key = name, _form(batch)
         if key not in self._programs:
             self._programs[key] = jax.jit(function, out_shardings=sharding or self._whole)
         result: jax.Array = self._programs[key](self.params, batch)
@@ -374,6 +388,7 @@ class JaxTrainRunner:
             params: dict[str, Any], state: Any, batch: TokenBatch, number: jax.Array
         ) -> tuple[dict[str, Any], Any, jax.Array]:
             params, state, figures = step(params, state, batch, number)
+            self._metrics = tuple(figures.sums.metrics)
             return params, state, _as_array(figures)
 
         shardings = self._shardings, self._state_shardings, self._whole
@@ -418,14 +433,42 @@ def _as_array(figures: Figures) -> jax.Array:
             figures.grad_norm,
             figures.learning_rate,
             figures.skipped.astype(jnp.float32),
+            *(total / jnp.where(count > 0, count, 1.0) for total, count in sums.metrics.values()),
         ]
     )
 
 
 def _updated(
-    loss: float, cross_entropy: float, tokens: float, grad_norm: float, learning_rate: float, skipped: float
+    names: tuple[str, ...],
+    loss: float,
+    cross_entropy: float,
+    tokens: float,
+    grad_norm: float,
+    learning_rate: float,
+    skipped: float,
+    *metrics: float,
 ) -> Updated:
-    return Updated(loss, cross_entropy, tokens, grad_norm, learning_rate, bool(skipped))
+    named = dict(zip(names, metrics, strict=True))
+    return Updated(loss, cross_entropy, tokens, grad_norm, learning_rate, bool(skipped), named)
+
+
+def _evaluated(
+    names: tuple[str, ...],
+    cross_entropy: float,
+    tokens: float,
+    correct: float,
+    total: float,
+    divisor: float,
+    *metrics: float,
+) -> Evaluated:
+    pairs = zip(metrics[::2], metrics[1::2], strict=True)
+    return Evaluated(cross_entropy, tokens, correct, total, divisor, dict(zip(names, pairs, strict=True)))
+
+
+def _form(batch: TokenBatch) -> Any:
+    """What a program is compiled for."""
+    shapes = tuple((name, array.shape) for name, array in sorted(batch.extra.items()))
+    return batch.tokens.shape, batch.segments is None, shapes
 
 
 def _named(tree: Any) -> dict[str, jax.Array]:

@@ -4,7 +4,7 @@ accumulation, the trained parameters and the stage of ZeRO are arguments."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -34,6 +34,14 @@ class Loss(Protocol):
         ...
 
 
+class WholeBatch(Protocol):
+    """Figures of a batch that the loss of each of its rows depends on."""
+
+    def __call__(self, model: DecoderModel, params: Params, batch: TokenBatch) -> Mapping[str, jax.Array]:
+        """Their sums, float32 scalars, which add up over parts of a batch."""
+        ...
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Figures:
@@ -53,8 +61,8 @@ class Figures:
 
     @property
     def loss(self) -> jax.Array:
-        """What is minimized, as the mean by weight: a float32 scalar."""
-        return mean_of(self.sums, self.sums.total)
+        """What is minimized, as the mean over the batch: a float32 scalar."""
+        return self.sums.total / _count(self.sums)
 
 
 def every_parameter(path: str) -> bool:
@@ -84,6 +92,9 @@ class TrainStep:
         max_grad_norm: gradients are scaled down to this norm; None clips nothing.
         skip_nonfinite: an update whose gradients are not finite changes nothing.
         zero: where weights, gradients and optimizer state lie; None: all of them where the weights do.
+        rows_per_example: rows that belong together, such as the two of a pair: parts of a batch do not divide them.
+        of_whole_batch: sums over all rows that the loss of each row depends on, computed without gradients before the
+            loss, which finds their totals in `TokenBatch.shared`.
     """
 
     model: DecoderModel
@@ -97,6 +108,8 @@ class TrainStep:
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
     zero: ZeroPlacements | None = None
+    rows_per_example: int = 1
+    of_whole_batch: WholeBatch | None = None
 
     def init(self, params: Params) -> Any:
         """The optimizer's state before the first step; for use inside jit, or of shapes with `jax.eval_shape`."""
@@ -154,6 +167,10 @@ class TrainStep:
             )
         return {**params, **updated}, after, Figures(sums, norm, rate, skipped)
 
+    def sums(self, weights: Params, batch: TokenBatch) -> LossSums:
+        """The sums of a batch that is computed at once, with weights as `computed` gives them."""
+        return self.loss(self.model, weights, self._with_whole(weights, batch, 1))
+
     def computed(self, params: Params) -> dict[str, Any]:
         """The parameters as the model computes with them: dense ones rounded to `dtype`, where weights lie."""
         table = self.model.parameters
@@ -172,6 +189,8 @@ class TrainStep:
     def _gradients(self, weights: dict[str, Any], batch: TokenBatch) -> tuple[LossSums, dict[str, jax.Array]]:
         """The sums of the loss, and the gradient of its mean for each trained parameter."""
         trained = self._trained(weights)
+        batch = self._with_whole(weights, batch, self.accumulation)
+        shared = batch.shared
 
         def summed(trained: dict[str, Any], batch: TokenBatch) -> tuple[jax.Array, LossSums]:
             sums = self.loss(self.model, {**weights, **trained}, batch)
@@ -189,11 +208,12 @@ class TrainStep:
         part_gradients = jax.grad(summed, has_aux=True)
 
         def add(so_far: Any, part: TokenBatch) -> tuple[Any, None]:
-            gradients, sums = part_gradients(trained, part)
+            gradients, sums = part_gradients(trained, replace(part, shared=shared))
             return jax.tree.map(jnp.add, so_far, (sums, self._as_given(gradients))), None
 
-        parts = jax.tree.map(self._in_parts, batch)
-        sums = jax.eval_shape(summed, trained, jax.tree.map(lambda array: array[0], parts))[1]
+        parts = jax.tree.map(self._in_parts, replace(batch, shared={}))
+        first = replace(jax.tree.map(lambda array: array[0], parts), shared=shared)
+        sums = jax.eval_shape(summed, trained, first)[1]
         zeros = (
             jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums),
             self._as_given(jax.tree.map(jnp.zeros_like, trained)),
@@ -212,26 +232,52 @@ class TrainStep:
 
         return {path: given(path, gradient) for path, gradient in gradients.items()}
 
+    def _with_whole(self, weights: Params, batch: TokenBatch, accumulation: int) -> TokenBatch:
+        """The batch with the totals of `of_whole_batch` among what its rows share, computed in parts."""
+        if self.of_whole_batch is None:
+            return batch
+        given, shared = self.of_whole_batch, batch.shared
+        fixed = jax.lax.stop_gradient(weights)
+
+        def of_part(part: TokenBatch) -> Mapping[str, jax.Array]:
+            return given(self.model, fixed, replace(part, shared=shared))
+
+        if accumulation == 1:
+            found = of_part(batch)
+        else:
+            parts = jax.tree.map(self._in_parts, replace(batch, shared={}))
+            found = jax.tree.map(lambda each: each.sum(), jax.lax.map(of_part, parts))
+        return replace(batch, shared={**shared, **jax.lax.stop_gradient(found)})
+
     def _in_parts(self, rows: jax.Array) -> jax.Array:
-        """rows [batch, seq] as [accumulation, batch / accumulation, seq], every device keeping its own rows."""
-        batch, seq = rows.shape
-        if batch % self.accumulation:
+        """rows [batch, ...] as [accumulation, batch / accumulation, ...], every device keeping its own rows, and the
+        rows of one example together."""
+        batch, *rest = rows.shape
+        together = self.rows_per_example
+        if batch % (self.accumulation * together):
             raise RequestError(
                 f"a batch of {batch} rows was to be computed in {self.accumulation} parts, but they would differ in "
-                f"size: use a batch that is a multiple of {self.accumulation}, or another accumulation."
+                f"size: use a batch that is a multiple of {self.accumulation * together}, or another accumulation."
             )
-        parts = rows.reshape(batch // self.accumulation, self.accumulation, seq).swapaxes(0, 1)
-        return self.model.runtime.placement.constrain(parts, None, axes.BATCH, None)
+        each = batch // self.accumulation
+        parts = rows.reshape(each // together, self.accumulation, together, *rest).swapaxes(0, 1)
+        return self.model.runtime.placement.constrain(
+            parts.reshape(self.accumulation, each, *rest), None, axes.BATCH, *(None for _ in rest)
+        )
 
 
 def mean_of(sums: LossSums, value: jax.Array) -> jax.Array:
     """One of the sums, `value` [], as the mean by weight []; both float32."""
-    return value / _count(sums)
+    return value / _at_least_one(sums.weight)
 
 
 def _count(sums: LossSums) -> jax.Array:
-    """What a sum is divided by: the weight, and 1 for a batch without any."""
-    return jnp.where(sums.weight > 0, sums.weight, 1.0)
+    """What the sum of all that is minimized is divided by, and 1 for a batch without any."""
+    return _at_least_one(sums.weight if sums.divisor is None else sums.divisor)
+
+
+def _at_least_one(count: jax.Array) -> jax.Array:
+    return jnp.where(count > 0, count, 1.0)
 
 
 def _constrained(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -1,0 +1,51 @@
+"""Log-probabilities of tokens with their gradients. The logits of a whole batch never exist at once."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ttpu_jax.model.causal_model import DecoderModel, Params
+from ttpu_jax.model.loss import TokenBatch
+
+
+def token_logprobs(
+    model: DecoderModel, params: Params, batch: TokenBatch, temperature: float = 1.0, tokens_at_once: int = 512
+) -> tuple[jax.Array, jax.Array]:
+    """The log-probability of each token given those before it, and the entropy of what it was chosen from, both float32
+    [batch, seq] in nats. The first token of a row has no meaning.
+
+    Args:
+        model: computes the logits.
+        params: path → array.
+        batch: rows.
+        temperature: that logits are divided by.
+        tokens_at_once: tokens of each row whose logits exist at once; in the backward pass they are computed again.
+    """
+    hidden = model.hidden(params, batch.tokens, batch.positions, batch.segments)
+    rows, seq = batch.tokens.shape
+    targets = jnp.roll(batch.tokens, -1, axis=1)
+    size = min(seq, tokens_at_once)
+    whole = -(-seq // size) * size
+
+    def parts(x: jax.Array) -> jax.Array:
+        """[batch, seq, ...] as [parts, batch, size, ...]."""
+        padded = jnp.pad(x, ((0, 0), (0, whole - seq), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(rows, whole // size, size, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def of_part(x: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = model.logits(params, x) / temperature
+        words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+        # A sum over the vocabulary instead of a gather, which a mesh that shards it would need to see whole.
+        chosen = jnp.where(words == target[..., None], logits, 0.0).sum(-1)
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        fixed = jax.lax.stop_gradient(logits - normalizer[..., None])
+        entropy = -jnp.where(jnp.isfinite(fixed), jnp.exp(fixed) * fixed, 0.0).sum(-1)  # padding rows are -inf
+        return chosen - normalizer, entropy
+
+    def together(x: jax.Array) -> jax.Array:
+        return jnp.roll(jnp.moveaxis(x, 0, 1).reshape(rows, whole)[:, :seq], 1, axis=1)
+
+    logprobs, entropies = jax.lax.map(lambda part: of_part(*part), (parts(hidden), parts(targets)))
+    return together(logprobs), together(entropies)

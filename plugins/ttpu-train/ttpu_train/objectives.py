@@ -1,0 +1,118 @@
+"""What a run minimizes in place of the cross-entropy of the next tokens: one frozen dataclass for each method. Names
+and defaults are those of TRL's configurations where the meaning is the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+DPOLoss = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "sigmoid_norm",
+]
+KTOLoss = Literal["kto", "apo_zero_unpaired"]
+
+
+@dataclass(frozen=True)
+class DPO:
+    """Direct preference optimization (arXiv 2305.18290) on pairs of rows: chosen, then rejected.
+
+    `Batch.extra` has `ref_logps`, float32 [rows], unless `reference_free`: the log-probability of each completion by
+    the reference.
+
+    Attributes:
+        beta: how much a departure from the reference costs.
+        loss_type: the loss of a pair, as TRL names them.
+        label_smoothing: the share of pairs whose labels are taken to be wrong (sigmoid, robust, exo_pair).
+        reference_free: compare with a reference by which all completions are equally likely.
+    """
+
+    method: ClassVar[str] = "dpo"
+    rows_per_example: ClassVar[int] = 2
+    beta: float = 0.1
+    loss_type: DPOLoss = "sigmoid"
+    label_smoothing: float = 0.0
+    reference_free: bool = False
+
+
+@dataclass(frozen=True)
+class ORPO:
+    """Odds ratio preference optimization (arXiv 2403.07691) on pairs of rows: chosen, then rejected. It needs no
+    reference.
+
+    Attributes:
+        beta: what the loss of the odds ratio is multiplied by (lambda in the paper).
+    """
+
+    method: ClassVar[str] = "orpo"
+    rows_per_example: ClassVar[int] = 2
+    beta: float = 0.1
+
+
+@dataclass(frozen=True)
+class KTO:
+    """Kahneman-Tversky optimization (arXiv 2402.01306) on completions that are desirable or not.
+
+    `Batch.extra` has, float32 [rows]: `labels`, 1 for a desirable completion and 0 for an undesirable one, -1 for a
+    filler row; and `ref_logps` as for DPO. Of loss_type "kto", every example has a second row with another example's
+    completion, whose `labels` are -1: the divergence from the reference is estimated from these over the whole batch.
+
+    Attributes:
+        beta: how much a departure from the reference costs.
+        loss_type: "kto", or "apo_zero_unpaired", which estimates no divergence.
+        desirable_weight: of the losses of desirable completions.
+        undesirable_weight: of the losses of undesirable completions.
+    """
+
+    method: ClassVar[str] = "kto"
+    beta: float = 0.1
+    loss_type: KTOLoss = "kto"
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    @property
+    def rows_per_example(self) -> int:
+        """Rows that belong together."""
+        return 2 if self.loss_type == "kto" else 1
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward model: a scalar at the last token of a row, trained on pairs of rows, chosen, then rejected, by the
+    model of Bradley and Terry.
+
+    Attributes:
+        center_rewards_coefficient: of the squared sum of a pair's rewards (arXiv 2312.09244); 0 leaves it out.
+    """
+
+    method: ClassVar[str] = "reward"
+    rows_per_example: ClassVar[int] = 2
+    center_rewards_coefficient: float = 0.0
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Knowledge distillation: the distance from a teacher's distribution of each token (arXiv 2306.13649).
+
+    Attributes:
+        beta: 0 is the forward KL divergence, from the teacher to the model, 1 the reverse one, and between them lies
+            the generalized Jensen-Shannon divergence.
+        temperature: that logits of both are divided by.
+    """
+
+    method: ClassVar[str] = "distillation"
+    rows_per_example: ClassVar[int] = 1
+    beta: float = 0.5
+    temperature: float = 1.0
+
+
+Objective = DPO | ORPO | KTO | Reward | Distillation
