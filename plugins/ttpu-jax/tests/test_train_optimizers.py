@@ -94,7 +94,7 @@ def test_momentum_adds_up_earlier_gradients() -> None:
 
 
 def test_unknown_names_are_refused_with_those_there_are() -> None:
-    with pytest.raises(RequestError, match=r"'adamw_8bit' was asked for, but this backend has adamw, lion, sgd"):
-        optimizer_for(OptimizerSettings("adamw_8bit"), TABLE)
+    with pytest.raises(RequestError, match=r"'adam_4bit' was asked for, but this backend has adamw, adamw_8bit, lion"):
+        optimizer_for(OptimizerSettings("adam_4bit"), TABLE)
     with pytest.raises(RequestError, match=r"'step' was asked for, but learning rates follow constant, linear"):
         schedule_of(ScheduleSettings("step"))  # type: ignore[arg-type]

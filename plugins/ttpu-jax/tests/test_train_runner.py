@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,23 @@ def test_other_meshes_and_stages_restore_the_same_bits(checkpoint: Path, run: An
     one = runner(checkpoint, mesh, zero_stage=stage)
     assert one.checkpoints(folder, CheckpointPolicy()).restore() == {"position": 4}
     assert_bits(stored(one), states[4])
+
+
+def test_moments_of_8_bits_are_sharded_and_restored_on_another_mesh_bit_for_bit(
+    checkpoint: Path, plain: Any, tmp_path: Path
+) -> None:
+    settings = {"optimizer": replace(OPTIMIZER, name="adamw_8bit"), "trainable": ("embed.*", "final_norm.*")}
+    one = runner(checkpoint, "fsdp=8", **settings)
+    np.testing.assert_allclose([row[0] for row in trained(one, 0, 3)], [row[0] for row in plain[0][:3]], rtol=0.02)
+    codes = one.optimizer_state[0].mu["embed.embedding"].codes
+    assert codes.dtype == np.int8 and codes.sharding == one.params["embed.embedding"].sharding
+    store = one.checkpoints(tmp_path / "8bit", CheckpointPolicy())
+    store.save(3, {}, wait=True)
+    other = runner(checkpoint, **settings)
+    assert other.checkpoints(tmp_path / "8bit", CheckpointPolicy()).restore() == {}
+    assert_bits(stored(other), stored(one))
+    with pytest.raises(UnsupportedError, match="'adamw_8bit' was asked for on a mesh that pads"):
+        runner(checkpoint, "tensor=2", **settings)
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(

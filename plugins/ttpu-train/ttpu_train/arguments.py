@@ -21,7 +21,7 @@ from ttpu_train.runner import (
 )
 
 Interval = Literal["no", "steps", "epoch"]
-Optimizer = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
+Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
 Remat = Literal["auto", "full", "dots", "none"]
 
 SCHEDULES: Mapping[str, ScheduleName] = {
@@ -39,6 +39,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
     "adamw_hf": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit",
     "lion_32bit": "lion",
 }
 """Names of optimizers, transformers' among them."""
@@ -64,7 +65,7 @@ class TrainingArguments:
             (warmup_stable_decay).
         warmup_steps: updates over which the rate rises; below 1, their share of all updates.
         warmup_ratio: their share of all updates, if warmup_steps is 0.
-        optim: adamw, adafactor, lion, muon or sgd.
+        optim: adamw, adamw_8bit (moments of 8 bits), adafactor, lion, muon or sgd.
         weight_decay: decoupled; biases and norm scales have none.
         adam_beta1: decay of the first moment.
         adam_beta2: decay of the second moment.

@@ -73,7 +73,7 @@ class OptimizerSettings:
     """How weights are updated.
 
     Attributes:
-        name: adamw, adafactor, lion, muon or sgd.
+        name: adamw, adamw_8bit, adafactor, lion, muon or sgd.
         learning_rate: the peak of the schedule.
         schedule: of the learning rate.
         weight_decay: decoupled; of parameters whose path matches none of `no_decay`.

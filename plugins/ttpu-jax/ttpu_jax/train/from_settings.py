@@ -52,8 +52,8 @@ def step_from_settings(
     if paddings and settings.optimizer.name not in ELEMENTWISE:
         raise UnsupportedError(
             f"the optimizer {settings.optimizer.name!r} was asked for on a mesh that pads parameters, but it "
-            f"computes with whole matrices: use {', '.join(ELEMENTWISE)}, or a mesh whose tensor axis divides the "
-            "model's heads and sizes."
+            f"computes with whole matrices or rows: use {', '.join(ELEMENTWISE)}, or a mesh whose tensor axis divides "
+            "the model's heads and sizes."
         )
     zero = zero_placements(runtime.placement, settings.zero_stage)
     usual = "float32" if runtime.placement.platform == "cpu" else "bfloat16"

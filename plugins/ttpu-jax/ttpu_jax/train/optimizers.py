@@ -16,6 +16,7 @@ from optax import contrib
 from ttpu_core.errors import RequestError
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import Parameter, axes
+from ttpu_jax.train.adam_8bit import scale_by_adam_8bit
 
 if TYPE_CHECKING:
     from ttpu_train.runner import OptimizerSettings, ScheduleSettings
@@ -92,9 +93,9 @@ def optimizer_for(settings: OptimizerSettings, table: Table) -> optax.GradientTr
     """The transformation of gradients into the direction of an update, with decoupled weight decay, before the learning
     rate.
 
-    AdamW, Lion and SGD treat each number by itself. Muon orthogonalizes kernels, as matrices [out, in] of each layer
-    and expert; embeddings, the head, biases and norms are updated by AdamW. Adafactor keeps the second moment of each
-    matrix as its rows' and columns' means.
+    AdamW, Lion and SGD treat each number by itself; adamw_8bit holds AdamW's moments in 8 bits. Muon orthogonalizes
+    kernels, as matrices [out, in] of each layer and expert; embeddings, the head, biases and norms are updated by
+    AdamW. Adafactor keeps the second moment of each matrix as its rows' and columns' means.
 
     Args:
         settings: of the run.
@@ -108,6 +109,7 @@ def optimizer_for(settings: OptimizerSettings, table: Table) -> optax.GradientTr
     )
     makers: dict[str, Callable[[], optax.GradientTransformation]] = {
         "adamw": adam,
+        "adamw_8bit": lambda: scale_by_adam_8bit(settings.beta1, settings.beta2, settings.epsilon, table),
         "lion": lambda: optax.scale_by_lion(settings.beta1, settings.beta2),
         "sgd": lambda: optax.trace(settings.momentum) if settings.momentum else optax.identity(),
         "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(), _clip_each_layer(table)),

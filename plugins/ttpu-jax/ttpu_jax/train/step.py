@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Protocol
 
 import jax
@@ -116,15 +117,19 @@ class TrainStep:
         return self.optimizer.init(self._trained(params))
 
     def abstract_state(self, params: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
-        """Shapes and shardings of the optimizer's state: moments lie where their weights do, and what has another shape
-        lies whole on every device."""
+        """Shapes and shardings of the optimizer's state: moments lie where their weights do, the scales of their blocks
+        too where devices divide the blocks, and what has another shape lies whole on every device."""
         placement, trained = self.model.runtime.placement, self._trained(params)
         whole = placement.sharding((), (), "the step count")
 
         def like(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in trained]
-            own = bool(names) and leaf.shape == trained[names[-1]].shape
-            sharding = trained[names[-1]].sharding if own else whole
+            weight = trained[names[-1]] if names else None
+            sharding = whole
+            if weight is not None and leaf.shape == weight.shape:
+                sharding = weight.sharding
+            elif weight is not None and leaf.ndim == weight.ndim and leaf.shape[:-1] == weight.shape[:-1]:
+                sharding = _of_blocks(weight.sharding, leaf.shape)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         return jax.tree_util.tree_map_with_path(like, jax.eval_shape(self.optimizer.init, trained))
@@ -278,6 +283,18 @@ def _count(sums: LossSums) -> jax.Array:
 
 def _at_least_one(count: jax.Array) -> jax.Array:
     return jnp.where(count > 0, count, 1.0)
+
+
+def _of_blocks(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+    """The sharding of an array with one number for each block along a weight's last axis: the weight's, but for that
+    axis where devices do not divide the blocks."""
+    if not isinstance(sharding, jax.sharding.NamedSharding) or len(sharding.spec) < len(shape):
+        return sharding
+    last = sharding.spec[-1]
+    names = () if last is None else (last,) if isinstance(last, str) else tuple(last)
+    if shape[-1] % prod(sharding.mesh.shape[name] for name in names) == 0:
+        return sharding
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:-1], None))
 
 
 def _constrained(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
