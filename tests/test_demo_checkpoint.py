@@ -1,5 +1,5 @@
 """The checkpoint that ships in examples/: small, loadable by transformers, fluent in what it was trained on, and made
-again by the script beside it."""
+again by the configuration beside it."""
 
 import json
 import os
@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from ttpu_core import default_registry, open_checkpoint
+from ttpu_core.cli.main import app
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CHECKPOINT = EXAMPLES / "checkpoints" / "pydoc-llama"
-SCRIPT = EXAMPLES / "train_demo_checkpoint.py"
+SCRIPT = EXAMPLES / "train" / "pydoc_llama.py"
 LARGEST = 6_000_000  # bytes: what a repository can carry for the sake of its demo
 PROMPT = "The with statement"
 
@@ -27,13 +29,15 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(CHECKPOINT)
 
 
-def train(output: Path, hash_seed: str) -> None:
-    """Two steps of the training script, as a user runs it but with one layer: the second step is the first with a
-    learning rate above 0."""
-    command = [sys.executable, str(SCRIPT), "--steps", "2", "--batch-size", "1", "--evaluate-rows", "2"]
-    command += ["--layers", "1", "--output", str(output)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": hash_seed}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+def make_data(out: Path, hash_seed: str) -> None:
+    """The data and the model's folder, as a user makes them, but with one layer."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "data", str(out), "--layers", "1"],
+        env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -143,18 +147,27 @@ def test_transformers_and_the_decoder_continue_with_the_same_words_of_the_docume
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_the_training_script_makes_a_loadable_checkpoint_and_the_same_one_again(tmp_path: Path) -> None:
-    first, again = tmp_path / "first", tmp_path / "again"
-    train(first, hash_seed="1")
-    train(again, hash_seed="2")
-    assert {file.name for file in first.iterdir()} == {file.name for file in CHECKPOINT.iterdir()}
-    for name in ("model.safetensors", "tokenizer.json"):
-        assert (first / name).read_bytes() == (again / name).read_bytes()
-    assert len(greedy([1, 100, 200], 4, first)) > 0
+def test_the_checkpoint_can_be_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two updates of the run that made it: the second is the first with a learning rate above 0."""
+    make_data(tmp_path / "pydoc-data", hash_seed="1")
+    make_data(tmp_path / "again", hash_seed="2")
+    for file in sorted((tmp_path / "again").rglob("*.json*")):
+        assert file.read_bytes() == (tmp_path / "pydoc-data" / file.relative_to(tmp_path / "again")).read_bytes(), file
+    monkeypatch.chdir(tmp_path)
+    changes = ["max_steps=2", "per_device_train_batch_size=1", "eval_strategy=no", "cache_dir=cache"]
+    for command in (
+        ["train", str(EXAMPLES / "train" / "pydoc-llama.yaml"), *changes],
+        ["export", "pydoc-llama-run", "--out", "made"],
+    ):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+    made = {file.name for file in Path("made").iterdir()}
+    assert made == {file.name for file in CHECKPOINT.iterdir()} - {"README.md"}
+    assert (tmp_path / "made" / "tokenizer.json").read_bytes() == (CHECKPOINT / "tokenizer.json").read_bytes()
+    assert len(greedy([1, 100, 200], 4, tmp_path / "made")) > 0
 
 
-def test_the_training_script_explains_itself() -> None:
+def test_the_script_beside_it_explains_itself() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
-    for expected in ("--steps", "--output", "--seed", "Example"):
-        assert expected in done.stdout
+    assert "data" in done.stdout and "card" in done.stdout

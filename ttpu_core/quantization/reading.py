@@ -93,8 +93,8 @@ def regrouped(weight: QuantizedTensor, part: PartName, columns: int, fitted: int
     stored = source.shape[-1]
     if stored == columns:
         return source
-    width = weight.scale_width or weight.group_size
-    places = np.arange(columns) * (fitted or 0) // (width or 1)
+    width = weight.scale_width or weight.group_size or weight.shape[-1]
+    places = np.arange(columns) * (fitted or 0) // width
     decode = source.rows
 
     def rows(reader: TensorReader, start: int, stop: int) -> Array:

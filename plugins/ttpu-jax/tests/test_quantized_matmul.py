@@ -4,6 +4,7 @@ explain, in every formulation; and their gradients are the dequantized kernel's.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ttpu_core.quantization.rounding import round_kernel
-from ttpu_core.spec import Parameter, axes
+from ttpu_core.spec import ActivationSpec, MoESpec, Parameter, axes
 from ttpu_core.spec.kernel_format import ActivationFormat, KernelFormat, parts_of
 from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
@@ -36,6 +37,7 @@ from ttpu_jax.ops.matmul import quantized_matmul, xla
 from ttpu_jax.ops.matmul.dense import Product
 from ttpu_jax.ops.matmul.devices import Devices
 from ttpu_jax.ops.matmul.reference import reference
+from ttpu_jax.ops.moe import ExpertKernels, run_experts
 from ttpu_jax.params.placement import local_placement
 
 INT8, FLOAT8 = ActivationFormat("int8"), ActivationFormat("float8_e4m3fn")
@@ -283,3 +285,20 @@ def test_the_gradient_of_experts_is_that_of_their_dequantized_kernels() -> None:
         for kernels in (kernels, dense(kernels))
     )
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_static_scale_rounds_the_inner_features_before_the_router_weighs_them() -> None:
+    step = np.asarray([0.03, 0.05], np.float32)
+    form = KernelFormat("int8", activation=ActivationFormat("int8", static=True))
+    up, down = random(2, 24, 16), kernel_of(random(2, 16, 24, seed=1), form)
+    down = replace(down, input_scale=jnp.asarray(step))
+    bias, x = random(2, 16, seed=2), random(6, 16, seed=3)
+    spec = MoESpec(2, 1, 24, ActivationSpec("relu2"), gated=False, expert_bias=True)
+    chosen, weights = np.asarray([[0], [1], [1], [0], [1], [0]]), np.full((6, 1), 0.3, np.float32)
+    kernels = ExpertKernels(jnp.asarray(up), down, down_bias=jnp.asarray(bias))
+    out = run_experts(jnp.asarray(x), jnp.asarray(chosen), jnp.asarray(weights), kernels, spec, "cpu")
+    of_down = np.asarray(dense(down))
+    for row, (expert,) in enumerate(chosen):
+        inner = np.maximum(up[expert] @ x[row], 0) ** 2
+        rounded = np.clip(np.round(inner / step[expert]), -127, 127) * step[expert]
+        np.testing.assert_allclose(out[row], 0.3 * (of_down[expert] @ rounded + bias[expert]), rtol=1e-4, atol=1e-3)

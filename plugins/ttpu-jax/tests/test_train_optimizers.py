@@ -17,6 +17,7 @@ from ttpu_train.runner import OptimizerSettings, ScheduleSettings
 TOTAL, WARMUP, DECAY = 40, 5, 10
 TABLE = {
     "groups.0.0.mlp.down.kernel": Parameter((2, 6, 8), (axes.LAYERS, axes.EMBED, axes.MLP)),
+    "groups.0.0.mlp.up.kernel": Parameter((2, 2, 8, 6), (axes.LAYERS, None, axes.MLP, axes.EMBED)),
     "embed.embedding": Parameter((9, 6), (axes.VOCAB, axes.EMBED)),
     "final_norm.scale": Parameter((6,), (axes.NORM,)),
 }
@@ -76,6 +77,10 @@ def test_directions_of_the_optimizers() -> None:
     for kernel in muon["groups.0.0.mlp.down.kernel"]:  # each layer's is nearly orthogonal
         values = np.linalg.svd(kernel, compute_uv=False)
         assert values.max() < 2 * values.min()
+    for kernel in muon["groups.0.0.mlp.up.kernel"]:  # a taller matrix [out, in] takes larger steps
+        matrix = kernel.reshape(-1, kernel.shape[-1])
+        values = np.linalg.svd(matrix, compute_uv=False) / (matrix.shape[0] / matrix.shape[1]) ** 0.5
+        assert 0.5 < values.min() <= values.max() < 1.3
     np.testing.assert_allclose(muon["embed.embedding"], 0.15 * adam["embed.embedding"], rtol=1e-6)
 
 

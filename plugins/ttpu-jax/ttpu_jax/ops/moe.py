@@ -158,18 +158,22 @@ def run_experts(
     else:
         inner = activate(inner.astype(jnp.float32), spec.activation)
     down_bias = None if kernels.down_bias is None else _of_expert(kernels.down_bias.astype(x.dtype), expert)
-    if spec.router.weight_on == "output":
-        # Equal to weighting the output, but for fewer features and before the rounding to x's dtype.
+    down, on_output = kernels.down, spec.router.weight_on == "output"
+    static_step = isinstance(down, QuantizedKernel) and down.input_scale is not None
+    if on_output and not static_step:
+        # Equal to weighting the output, but for fewer features and before the rounding to x's dtype. A static scale
+        # belongs to features without weight.
         inner = inner * weight
         down_bias = None if down_bias is None else down_bias * weight
-    inner, down = inner.astype(x.dtype), kernels.down
+    inner = inner.astype(x.dtype)
     if inner_axes and isinstance(down, QuantizedKernel) and down.input_order is not None:
         # The features that meet this shard's columns may have been computed by another.
         features = jax.lax.all_gather(inner, inner_axes, axis=-1, tiled=True)
         inner = jnp.take_along_axis(features, down.input_order.at[expert].get(mode="clip"), axis=-1)
         down = replace(down, input_order=None)
     out = _linear(inner, down, None, expert, sizes, platform)
-    return _combine(out if down_bias is None else out + down_bias, sorting, count)
+    out = out if down_bias is None else out + down_bias
+    return _combine(out * weight if on_output and static_step else out, sorting, count)
 
 
 def _where(kept: jax.Array | None, x: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -94,8 +95,9 @@ def optimizer_for(settings: OptimizerSettings, table: Table) -> optax.GradientTr
     rate.
 
     AdamW, Lion and SGD treat each number by itself; adamw_8bit holds AdamW's moments in 8 bits. Muon orthogonalizes
-    kernels, as matrices [out, in] of each layer and expert; embeddings, the head, biases and norms are updated by
-    AdamW. Adafactor keeps the second moment of each matrix as its rows' and columns' means.
+    kernels, as matrices [out, in] of each layer and expert, times sqrt(max(1, out / in))
+    (https://kellerjordan.github.io/posts/muon/); embeddings, the head, biases and norms are updated by AdamW.
+    Adafactor keeps the second moment of each matrix as its rows' and columns' means.
 
     Args:
         settings: of the run.
@@ -135,11 +137,25 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 def _muon(settings: OptimizerSettings, table: Table, adam: optax.GradientTransformation) -> Any:
     matrices = {path: _as_matrix(parameter) for path, parameter in table.items() if _is_matrix(path)}
     labels = {path: "muon" if path in matrices else "adam" for path in table}
-    muon = contrib.scale_by_muon(
-        beta=settings.momentum or 0.95,
-        weight_dimension_numbers=lambda params: {path: matrices.get(path, rest) for path, rest in params.items()},
+
+    def numbers(params: Mapping[str, Any]) -> dict[str, Any]:
+        return {path: matrices.get(path, rest) for path, rest in params.items()}
+
+    def scaled(updates: Mapping[str, Any], _: Any) -> dict[str, Any]:
+        return {
+            path: update * _width_scale(update.shape, matrices[path]) if path in matrices else update
+            for path, update in updates.items()
+        }
+
+    muon = optax.chain(
+        contrib.scale_by_muon(beta=settings.momentum or 0.95, weight_dimension_numbers=numbers), optax.stateless(scaled)
     )
     return optax.partition({"muon": muon, "adam": optax.chain(adam, optax.scale(EMBEDDING_SHARE))}, labels)
+
+
+def _width_scale(shape: tuple[int, ...], numbers: contrib.MuonDimensionNumbers) -> float:
+    outputs = prod(shape[place] for place in numbers.output_axis)
+    return float(max(1.0, outputs / shape[numbers.reduction_axis]) ** 0.5)
 
 
 def _is_matrix(path: str) -> bool:

@@ -1,5 +1,5 @@
 """The training text of the demo checkpoint: the Python language documentation that every Python contains
-(`pydoc_data.topics`). The module trains a tokenizer on it and yields batches of its tokens."""
+(`pydoc_data.topics`). The module trains a tokenizer on it and yields rows of its tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ VOCABULARY = 2048
 PAD, BOS, EOS, USER, ASSISTANT = SPECIAL = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
 PAD_ID, BOS_ID, EOS_ID, USER_ID, ASSISTANT_ID = range(len(SPECIAL))
 HELD_OUT_EVERY = 25  # one passage in 25 is held out
-CHATS = 0.2  # share of rows that are a question with its answer
 ASCII = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "-", "…": "...", "\xa0": " "})
 
 UNDERLINE = re.compile(r"[*=\-~^]{3,}")
@@ -164,7 +163,7 @@ def build_corpus(topics: list[tuple[str, list[str]]], tokenizer: Tokenizer) -> C
         for question in dict.fromkeys(q.format(name) for q in QUESTIONS for name in section.names):
             for asked in dict.fromkeys((question, question.lower())):
                 chat = [BOS_ID, USER_ID, *encode(asked), ASSISTANT_ID, *answer, EOS_ID]
-                chats.append(np.array(chat[: CONTEXT + 1], np.int32))
+                chats.append(np.array(chat[:CONTEXT], np.int32))
     return Corpus(
         np.array(stream, np.int32),
         np.array(starts, np.int32),
@@ -173,20 +172,13 @@ def build_corpus(topics: list[tuple[str, list[str]]], tokenizer: Tokenizer) -> C
     )
 
 
-def batches(corpus: Corpus, seed: int, size: int) -> Iterator[np.ndarray]:
-    """Endless batches [size, CONTEXT + 1]. Most rows begin at a paragraph (each paragraph once per round); a share
-    of `CHATS` are padded questions with their answers."""
-    chance = np.random.default_rng(seed)
-    order: list[int] = []
-    while True:
-        batch = np.full((size, CONTEXT + 1), PAD_ID, np.int32)
-        for row in batch:
-            if chance.random() < CHATS:
-                tokens = corpus.chats[chance.integers(len(corpus.chats))]
-                row[: len(tokens)] = tokens
-                continue
-            order = order or chance.permutation(corpus.starts).tolist()
-            start = order.pop()
-            tokens = corpus.stream[start : start + CONTEXT]
-            row[0], row[1 : len(tokens) + 1] = BOS_ID, tokens
-        yield batch
+def rows(corpus: Corpus) -> Iterator[np.ndarray]:
+    """The text in rows of a BOS and up to CONTEXT - 1 tokens, one from each paragraph on."""
+    for start in corpus.starts:
+        yield np.concatenate([np.array([BOS_ID], np.int32), corpus.stream[start : start + CONTEXT - 1]])
+
+
+def windows(corpus: Corpus) -> Iterator[np.ndarray]:
+    """The text in rows of a BOS and up to CONTEXT - 1 tokens, each token in one row."""
+    for start in range(0, len(corpus.stream), CONTEXT - 1):
+        yield np.concatenate([np.array([BOS_ID], np.int32), corpus.stream[start : start + CONTEXT - 1]])

@@ -1,0 +1,158 @@
+"""What the TPU compiler says of training steps, without a TPU: the bytes of a device for each ZeRO stage of
+Llama-3.1-8B on 16 chips, and whole steps of models of 8, 70 and 235 billion parameters on slices of v5p and v6e,
+one of them two slices that the data centre network joins.
+
+A row has the compiler's peak, the part of it that is held between steps (master weights and moments) beside the formula's
+for the stage, and the predicted time: the compiler's, kernels added with their least time. All layers are compiled.
+
+    python benchmarks/training_programs.py --output benchmarks/results/training_programs.json
+    python benchmarks/training_programs.py --only zero
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import json
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ttpu_core.architecture import Architecture
+from ttpu_core.config import ModelConfig
+from ttpu_core.errors import TTPUError
+from ttpu_core.registry import default_registry
+from ttpu_core.sharding.hardware import parse_topology
+from ttpu_core.sharding.parallelism import resolve_parallelism
+from ttpu_core.sharding.training_state import ADAMW
+from ttpu_jax.aot.training import compile_update
+from ttpu_train.arguments import TrainingArguments
+from ttpu_train.throughput import training_flops
+
+GIB = 2**30
+CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Llama-3.1-8B": ("ttpu_llama", "llama-3.1-8b.json", {}),
+    "Llama-3.1-70B": (
+        "ttpu_llama",
+        "llama-3.1-8b.json",
+        {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    ),
+    "Qwen3-235B-A22B": (
+        "ttpu_qwen",
+        "qwen3-30b-a3b.json",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "max_window_layers": 94,
+        },
+    ),
+}
+"""Name → plugin, a config that it ships, and what is different (the published configs' values)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step to compile: `rows` for each device that rows are divided over."""
+
+    group: str
+    model: str
+    topology: str
+    mesh: str
+    zero_stage: int | None
+    rows: int
+    length: int
+
+
+ROWS = (
+    *(
+        Row("zero", "Llama-3.1-8B", topology, "data=4,tensor=4", stage, 1, 2048)
+        for topology in ("v5p:2x2x4", "v5e:4x4")
+        for stage in (0, 1, 2, 3)
+    ),
+    Row("zero", "Llama-3.1-8B", "v5e:4x4", "fsdp", 3, 1, 2048),
+    Row("slices", "Llama-3.1-8B", "v5p:2x2x4", "fsdp", 3, 2, 4096),
+    Row("slices", "Llama-3.1-8B", "v6e:4x4", "fsdp", 3, 1, 4096),
+    Row("slices", "Llama-3.1-8B", "2*v5e:4x4", "dcn.data=2,fsdp=16", 3, 1, 2048),
+    Row("slices", "Llama-3.1-70B", "v5p:4x4x4", "fsdp=64", 3, 1, 4096),
+    Row("slices", "Llama-3.1-70B", "v6e:8x16", "fsdp=32,tensor=4", 3, 1, 4096),
+    Row("slices", "Qwen3-235B-A22B", "v5p:4x4x8", "fsdp=16,expert=8", 3, 1, 4096),
+    Row("slices", "Qwen3-235B-A22B", "v6e:16x16", "fsdp=32,expert=8", 3, 1, 4096),
+)
+
+
+def main() -> None:
+    """Compile the rows, one after the other, and print each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=sorted({row.group for row in ROWS}), help="rows of one group")
+    parser.add_argument("--model", choices=CONFIGS, help="rows of one model")
+    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
+    options = parser.parse_args()
+    rows = [row for row in ROWS if options.only in (None, row.group) and options.model in (None, row.model)]
+    found = []
+    for row in rows:
+        found.append(compiled(row))
+        print(json.dumps(found[-1]), flush=True)
+        if options.output:
+            versions = {name: metadata.version(name) for name in ("jax", "libtpu", "optax")}
+            options.output.write_text(json.dumps({"versions": versions, "rows": found}, indent=2) + "\n")
+
+
+def compiled(row: Row) -> dict[str, Any]:
+    """The figures of one row, or what the compiler refused it with."""
+    architecture = architecture_of(row.model)
+    asked = {"group": row.group, "model": row.model, "slice": row.topology, "mesh": row.mesh, "zero": row.zero_stage}
+    settings = TrainingArguments(zero_stage=row.zero_stage, bf16=True, remat="full").step_settings(1000)
+    began = time.monotonic()
+    try:
+        step = compile_update(
+            architecture,
+            row.topology,
+            settings,
+            rows=row.rows,
+            length=row.length,
+            parallelism_strategy=row.mesh,
+        )
+    except TTPUError as error:
+        return {**asked, "refused": str(error), "minutes": (time.monotonic() - began) / 60}
+    seconds = step.seconds + step.kernel_seconds
+    flops = step.rows * step.length * training_flops(architecture.spec, step.length)
+    return {
+        **asked,
+        "rows": step.rows,
+        "length": step.length,
+        "peak_gib": step.peak_bytes / GIB,
+        "held_gib": step.held_bytes / GIB,
+        "formula_gib": held_by_formula(architecture, row) / GIB,
+        "seconds": seconds,
+        "kernel_seconds": step.kernel_seconds,
+        "mfu": flops / seconds / step.devices / step.peak_flops,
+        "minutes": (time.monotonic() - began) / 60,
+    }
+
+
+def held_by_formula(architecture: Architecture, row: Row) -> float:
+    """Bytes of master weights and moments of a device: 12 for each parameter, divided over the axes of tensors and
+    experts, and from stage 1 on over those of the batch too (arXiv 1910.02054, figure 1)."""
+    sizes = dict(resolve_parallelism(row.mesh, parse_topology(row.topology).num_devices).mesh)
+    batch = prod(size for axis, size in sizes.items() if axis in ("data", "fsdp"))
+    others = prod(sizes.values()) // batch
+    count = sum(prod(parameter.shape) for parameter in architecture.spec.parameters.values())
+    return count * ADAMW.held_bytes / others / (batch if row.zero_stage else 1)
+
+
+def architecture_of(model: str) -> Architecture:
+    """The architecture of a shipped config with changes."""
+    package, name, changes = CONFIGS[model]
+    config = json.loads((Path(str(importlib.resources.files(package))) / "configs" / name).read_text())
+    return default_registry().architecture(ModelConfig.from_dict({**config, **changes}))
+
+
+if __name__ == "__main__":
+    main()
