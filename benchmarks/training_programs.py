@@ -2,8 +2,9 @@
 Llama-3.1-8B on 16 chips, and whole steps of models of 8, 70 and 235 billion parameters on slices of v5p and v6e,
 one of them two slices that the data centre network joins.
 
-A row has the compiler's peak, the part of it that is held between steps (master weights and moments) beside the formula's
-for the stage, and the predicted time: the compiler's, kernels added with their least time. All layers are compiled.
+A row has the compiler's peak, the part of it that is held between steps (master weights and moments) beside the
+formula's for the stage, and the predicted time: the compiler's, kernels added with their least time. All layers are
+compiled.
 
     python benchmarks/training_programs.py --output benchmarks/results/training_programs.json
     python benchmarks/training_programs.py --only zero
