@@ -39,7 +39,7 @@ NEWEST_IGNORED := test_server_* test_install.py test_packaging.py test_docs.py t
 NEWEST_IGNORED += test_mapping.py test_engine_scheduler.py test_engine_numpy.py test_engine_guided.py test_data_*.py \
                   test_trainer.py
 # Combinations of operations, the decoder, quantized kernels and the engine, each of which has its own tests here.
-NEWEST_IGNORED += test_padded.py test_layer_steps.py test_latent_attention_cache.py test_int8_paged_attention.py \
+NEWEST_IGNORED += test_train_[!r]*.py test_packed_rows.py test_loss.py test_quantized_matmul.py test_padded.py test_layer_steps.py test_latent_attention_cache.py test_int8_paged_attention.py \
                   test_quantized_load.py test_layer_run.py test_quantize.py test_eval.py \
                   test_causal_model.py test_fake_quantization.py \
                   test_engine_core.py test_engine_speculative.py test_engine_embed.py test_engine_quantized.py
@@ -48,7 +48,7 @@ NEWEST_NOT := an_engine_widens_one_kernel a_prompt_longer_than_a_chunk a_seed_gi
               a_repetition_penalty_changes parts_of_a_prompt_share text_gives_text_and_ids \
               a_transformers_streamer every_event_has_its_logprobs a_token_does_not_depend_on_those \
               tokens_that_a_mesh_does_not_divide the_router_can_read in_bfloat16_results \
-              a_folder_without_weights_opens a_batch_in_parts_gives what_is_not_trained_stays
+              frequencies_match a_folder_without_weights_opens a_batch_in_parts_gives what_is_not_trained_stays
 NEWEST_TESTS   = tests $(filter-out plugins/ttpu-torch-xla/tests,$(wildcard plugins/*/tests))
 
 PIP := -m pip install --quiet --disable-pip-version-check
@@ -76,10 +76,10 @@ COMPILE_FASTER := $(COMPILE_FAST) --xla_cpu_use_fusion_emitters=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test conformance lint newest bench dist clean
+.PHONY: help demo test conformance environment lint newest bench dist clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## Generate text from the checkpoint in this repository, and print tokens per second
 	$(VENV)/bin/ttpu generate $(CHECKPOINT) --prompt "$(PROMPT)" --echo --max-new-tokens $(MAX_NEW_TOKENS)
@@ -89,6 +89,8 @@ test: $(VENV_TEST)/.installed  ## Run every test with the pinned versions (PYTES
 
 conformance: $(VENV_TEST)/.installed  ## Run every conformance check of every variant of the families
 	$(MAKE) --no-print-directory test TTPU_CONFORMANCE_LEVEL=full PYTEST_ARGS="$(wildcard plugins/*/tests/test_*_conformance.py) $(PYTEST_ARGS)"
+
+environment: $(VENV_TEST)/.installed  ## Install what tests and linters need, into .venv-test
 
 lint: $(VENV_TEST)/.installed  ## Check style (ruff), types (mypy), docstrings, and who imports whom (import-linter)
 	$(VENV_TEST)/bin/ruff check --output-format concise .

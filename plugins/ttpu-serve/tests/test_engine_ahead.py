@@ -68,7 +68,7 @@ def is_mixed_step(program: Program) -> bool:
 class TestLlama8B:
     """Each of the two steps that serve, on eight devices."""
 
-    @pytest.fixture(scope="class", params=["v5e:2x4", "v6e:2x4"])
+    @pytest.fixture(scope="class", params=["v6e:2x4"])
     @staticmethod
     def engine(request: pytest.FixtureRequest) -> Ahead:
         pytest.importorskip("libtpu")
