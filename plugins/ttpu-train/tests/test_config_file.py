@@ -30,6 +30,15 @@ def test_paths_are_beside_the_file_and_changes_win(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_mixtures_files_are_beside_the_file_and_no_is_a_word(tmp_path: Path) -> None:
+    (tmp_path / "b1.txt").write_text("x")
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ntrain_dataset: {one: b1.txt, two: c.txt}\neval_strategy: no\nbf16: no\n")
+    read = read_training_file(file, ["save_strategy=no"])
+    assert read.trainer["train_dataset"] == {"one": str(tmp_path / "b1.txt"), "two": "c.txt"}
+    assert read.arguments == {"eval_strategy": "no", "save_strategy": "no", "bf16": False}
+
+
 def test_examples_can_be_imported(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text(

@@ -19,6 +19,8 @@ from ttpu_train.arguments import TrainingArguments
 
 TRAINER_KEYS = ("model", "backend", "train_dataset", "eval_dataset", "load_options", "cache_dir", "deepspeed")
 DATASETS = ("train_dataset", "eval_dataset")
+INTERVALS = ("eval_strategy", "save_strategy")
+"""Fields with the choice "no", which YAML reads as False."""
 IMPORTED_KEYS = ("import", "skip", "take")
 
 
@@ -69,7 +71,11 @@ def read_training_file(path: str | Path, changes: Sequence[str] = ()) -> Trainin
     for key in DATASETS:
         if key in trainer:
             trainer[key] = resolved(trainer[key])
-    return TrainingFile(trainer, {key: value for key, value in content.items() if key not in TRAINER_KEYS})
+    given = {key: value for key, value in content.items() if key not in TRAINER_KEYS}
+    for key in INTERVALS:
+        if given.get(key) is False:
+            given[key] = "no"
+    return TrainingFile(trainer, given)
 
 
 def resolved(dataset: Any) -> Any:
@@ -138,7 +144,7 @@ def _beside(value: Any, folder: Path) -> Any:
     if isinstance(value, list):
         return [_beside(one, folder) for one in value]
     if isinstance(value, dict):
-        return {key: _beside(one, folder) if key == "path" else one for key, one in value.items()}
+        return {key: one if key in IMPORTED_KEYS else _beside(one, folder) for key, one in value.items()}
     return value
 
 
