@@ -88,6 +88,9 @@ class EagerRuntime:
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(tensors)
+
     def shard(self, tensor: torch.Tensor, mesh: Any, partition_spec: PartitionSpec) -> None: ...
 
     def sharding_of(self, tensor: torch.Tensor) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import metadata, util
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint, dtype_name
@@ -25,6 +26,10 @@ from ttpu_torch_xla.patches.choice import patches_for
 from ttpu_torch_xla.patches.patch import Patch, applied
 from ttpu_torch_xla.runtime import current
 from ttpu_torch_xla.streaming import StreamingModel
+
+if TYPE_CHECKING:
+    from ttpu_torch_xla.train.runner import Layout, TorchXlaTrainRunner
+    from ttpu_train.runner import StepSettings
 
 
 class TorchXlaBackend:
@@ -149,6 +154,38 @@ class TorchXlaBackend:
             steps.close()
             raise
         return model
+
+    def row_layout(self, model: Any) -> Layout:
+        """Which rows of a batch a loaded model's mesh gives this process.
+
+        Raises:
+            RequestError: this backend did not load the model.
+            UnsupportedError: this is one of several processes.
+        """
+        from ttpu_torch_xla.train.runner import row_layout
+
+        return row_layout(model)
+
+    def train_runner(self, model: Any, settings: StepSettings) -> TorchXlaTrainRunner:
+        """A runner that trains a loaded model's own parameters; see `ttpu_torch_xla.train.runner`.
+
+        Raises:
+            RequestError: settings that contradict the model or each other.
+            UnsupportedError: the model or the settings cannot be trained with so.
+        """
+        from ttpu_torch_xla.train.runner import TorchXlaTrainRunner
+
+        return TorchXlaTrainRunner(model, settings)
+
+    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str) -> int:
+        """Write a run's checkpoint as a Hugging Face checkpoint; see `ttpu_torch_xla.train.export`.
+
+        Raises:
+            CheckpointError: no whole checkpoint is there.
+        """
+        from ttpu_torch_xla.train.export import export_checkpoint
+
+        return export_checkpoint(folder, out, step=step, dtype=dtype)
 
     def streaming(self, model: Any) -> StreamingModel:
         """Return the model with the interface that the command line needs."""

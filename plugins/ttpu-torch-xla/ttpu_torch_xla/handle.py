@@ -53,6 +53,7 @@ class Handle:
         tokenizer: the checkpoint's, or None.
         quantization: what `quantize` reports, or None.
         load_seconds: wall-clock time from the checkpoint's files to the device.
+        backend: that trains and serves the model.
     """
 
     architecture: Architecture
@@ -65,6 +66,7 @@ class Handle:
     tokenizer: Any = None
     quantization: Any = None
     load_seconds: float = 0.0
+    backend: str = "torch_xla"
     _model: weakref.ref[Any] | None = field(default=None, repr=False)
     _undo: Any = field(default=None, repr=False)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ttpu_torch_xla.runtime import device_type
+from ttpu_torch_xla.runtime import current, device_type, is_device
 
 
 def save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,13 +32,6 @@ save_pretrained.wraps_original = True  # type: ignore[attr-defined]
 
 def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors whole on the host. Tensors that share their values still do."""
-    moved: dict[int, torch.Tensor] = {}
-    result: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if tensor.device.type == "cpu":
-            result[name] = tensor
-            continue
-        if id(tensor) not in moved:
-            moved[id(tensor)] = tensor.detach().cpu().contiguous()
-        result[name] = moved[id(tensor)]
-    return result
+    there = {id(tensor): tensor for tensor in tensors.values() if is_device(tensor)}
+    moved = dict(zip(there, current().fetch(list(there.values())), strict=True)) if there else {}
+    return {name: moved.get(id(tensor), tensor) for name, tensor in tensors.items()}

@@ -107,7 +107,7 @@ class Trainer:
         self.compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         self._source, self._load_options, self._cache_dir = model, dict(load_options or {}), cache_dir
         self._tokenizer = processing_class if processing_class is not None else tokenizer
-        self.backend = training_backend(backend if backend is not None else getattr(model, "backend", None))
+        self.backend = training_backend(backend if backend is not None else getattr(_described(model), "backend", None))
         self.state, self.control = TrainerState(), TrainerControl()
         self._console = ConsoleReporter(bar=None if self.args.disable_tqdm is None else not self.args.disable_tqdm)
         reporters = trackers(self.args.reporters, all_installed=self.args.report_to == "all")
@@ -146,7 +146,7 @@ class Trainer:
     @property
     def tokenizer(self) -> Any:
         """The tokenizer of the data."""
-        return self._tokenizer if self._tokenizer is not None else getattr(self.loaded, "tokenizer", None)
+        return self._tokenizer if self._tokenizer is not None else getattr(_described(self.loaded), "tokenizer", None)
 
     @property
     def model(self) -> Any:
@@ -185,7 +185,7 @@ class Trainer:
         state.num_train_epochs = math.ceil(self.args.num_train_epochs)
         state.is_world_process_zero = state.is_local_process_zero = self.layout.process_index == 0
         store = None if self.args.save_strategy == "no" and not resume else self._made_store(runner)
-        spec = getattr(getattr(self.loaded, "architecture", None), "spec", None)
+        spec = getattr(getattr(_described(self.loaded), "architecture", None), "spec", None)
         flops = 0.0 if spec is None else training_flops(spec, self.args.max_length)
         meter = Meter(flops, self.layout.device_count, runner.peak_flops)
         with_eval = self.eval_dataset is not None and self.args.eval_strategy != "no"
@@ -376,6 +376,11 @@ def _kept(dataset: Any) -> Any:
     return list(dataset) if isinstance(dataset, Iterator) else dataset
 
 
+def _described(model: Any) -> Any:
+    """What a loaded model says of itself: a stock model of transformers does so in its attribute `ttpu`."""
+    return getattr(model, "ttpu", model)
+
+
 def training_backend(name: str | None) -> Any:
     """An installed backend that trains.
 
@@ -389,6 +394,7 @@ def training_backend(name: str | None) -> Any:
     runs = default_registry().backend(name)
     if not isinstance(runs, Trains):
         raise UnsupportedError(
-            f"a model was to be trained by the backend {runs.name!r}, which trains none: use backend='jax'."
+            f"a model was to be trained by the backend {runs.name!r}, which trains none: use backend='jax' or "
+            "'torch_xla'."
         )
     return runs

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from ttpu_core.architecture import Architecture
-from ttpu_core.errors import RequestError
+from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.spec import AttentionSpec
 from ttpu_torch_xla.attention import KERNELS
 
@@ -34,7 +34,7 @@ def attention_for(
 
     Raises:
         RequestError: an unknown name, or settings that the kernel does not have.
-        UnsupportedError: a kernel was asked for by name, but serves no layer.
+        UnsupportedError: a kernel was asked for by name, but serves no layer, or is one of transformers for GPUs.
         MissingDependencyError: a kernel was asked for, but ttpu-jax is not installed.
     """
     chosen = [one for one in architecture.spec.kernels if (one.backend, one.operation) == ("torch_xla", "attention")]
@@ -118,12 +118,28 @@ def _check_splash(config: Mapping[str, Any] | None) -> None:
 def _check_name(name: str) -> None:
     from transformers import AttentionInterface
 
-    known = (EAGER, *AttentionInterface().valid_keys())
+    if (why := refused(name)) is not None:
+        raise UnsupportedError(
+            f"attn_implementation {name!r} was asked for, but {why}, which torch_xla does not run: use {SPLASH}, or "
+            f"{AUTO}, which takes the fastest that the device has."
+        )
+    known = (EAGER, *(one for one in AttentionInterface().valid_keys() if refused(one) is None))
     if name not in known:
         raise RequestError(
             f"attn_implementation {name!r} was asked for, but there is none: use {AUTO}, {EAGER}, "
             f"{', '.join(KERNELS)}, or what transformers registers ({', '.join(known[1:])})."
         )
+
+
+def refused(name: str) -> str | None:
+    """Why one of transformers' own attentions cannot run on the device; None for all others."""
+    if name.startswith("paged|"):
+        return "that reads the paged cache of transformers' continuous batching"
+    if name == "flex_attention":
+        return "that is compiled for GPUs by torch.compile"
+    if "/" in name or name.startswith("flash_attention"):
+        return "that is a kernel for GPUs"
+    return None
 
 
 def _has_kernels() -> bool:

@@ -101,6 +101,10 @@ class TorchRuntime(Protocol):
         """Move a tensor of any shape from the host to the device; the result has the same shape."""
         ...
 
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy whole tensors of any shapes to the host, in their order, without a program for each."""
+        ...
+
     def shard(self, tensor: torch.Tensor, mesh: Any, partition_spec: PartitionSpec) -> None:
         """Shard a tensor of any shape along mesh axes."""
         ...

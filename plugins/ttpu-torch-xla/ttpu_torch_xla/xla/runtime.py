@@ -147,6 +147,17 @@ class TorchXla:
         """A copy of a tensor of any shape, of the same shape; torch_xla sends the values when a program needs them."""
         return tensor.to(self.device())
 
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What was recorded runs first, as one program. The shards of this process's devices are joined on the host:
+        torch_xla itself would compile a program for each shape and sharding that joins them."""
+        self.sync(wait=True)
+        found = [one.detach() for one in tensors]
+        if not self.is_spmd() or self.process()[1] > 1:
+            return [one.cpu().contiguous() for one in found]
+        parts = self._xla._XLAC._get_local_shards(found)
+        places = self._xla._XLAC._get_local_shard_replica_and_indices(found)
+        return [_joined(one, *each) for one, *each in zip(found, parts, places, strict=True)]
+
     def shard(self, tensor: torch.Tensor, mesh: Any, partition_spec: PartitionSpec) -> None:
         """`xs.mark_sharding`, which annotates a tensor of any shape in place."""
         import torch_xla.distributed.spmd as xs
@@ -285,6 +296,16 @@ class TorchXla:
         import torch_xla.debug.metrics as metrics
 
         metrics.clear_all()
+
+
+def _joined(tensor: torch.Tensor, parts: Sequence[Any], places: Sequence[Any]) -> torch.Tensor:
+    """A whole tensor of any shape on the host, from the part of each device and its place."""
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for (part, _), (_, indices) in zip(parts, places, strict=True):
+        if indices is Ellipsis:
+            return part.clone()
+        whole[tuple(indices)] = part[tuple(slice(0, one.stop - one.start) for one in indices)]  # the last may be padded
+    return whole
 
 
 def _sharded_already(output: Any, mesh: Any) -> None:
