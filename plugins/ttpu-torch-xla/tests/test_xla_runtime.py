@@ -21,6 +21,7 @@ from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_torch_xla.attention import interface
 from ttpu_torch_xla.checkpointing import checkpoint_or_recompute
 from ttpu_torch_xla.patches import experts, linalg, packing, tracing
+from ttpu_torch_xla.patches.patch import Patch
 from ttpu_torch_xla.quantization.ops import quantized_linear
 from ttpu_torch_xla.runtime import (
     Counters,
@@ -48,6 +49,7 @@ class EagerRuntime:
     name: ClassVar[str] = "eager"
     device_type: ClassVar[str] = "cpu"
     packages: ClassVar[tuple[str, ...]] = ()
+    patches: ClassVar[tuple[Patch, ...]] = ()
 
     def __init__(self) -> None:
         self.asked: list[str] = []

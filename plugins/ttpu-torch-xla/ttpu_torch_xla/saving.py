@@ -30,6 +30,18 @@ def save_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
 save_pretrained.wraps_original = True  # type: ignore[attr-defined]
 
 
+def find_shared_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """safetensors' search for tensors that share storage, among those that have any."""
+
+    def find(tensors: Mapping[str, torch.Tensor]) -> Any:
+        return original({name: one for name, one in tensors.items() if not is_device(one)})
+
+    return find
+
+
+find_shared_tensors.wraps_original = True  # type: ignore[attr-defined]
+
+
 def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors whole on the host. Tensors that share their values still do."""
     there = {id(tensor): tensor for tensor in tensors.values() if is_device(tensor)}

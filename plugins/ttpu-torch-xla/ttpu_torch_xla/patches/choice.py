@@ -6,6 +6,7 @@ from __future__ import annotations
 from ttpu_core.architecture import Architecture
 from ttpu_torch_xla.patches.defaults import DEFAULTS
 from ttpu_torch_xla.patches.patch import Patch, from_family
+from ttpu_torch_xla.runtime import runtime_class
 
 
 def patches_for(architecture: Architecture, attention: str, *, optional: bool = True) -> tuple[Patch, ...]:
@@ -17,7 +18,7 @@ def patches_for(architecture: Architecture, attention: str, *, optional: bool = 
     """
     from ttpu_torch_xla.attention import patches as attention_patches
 
-    own = tuple(patch for patch in DEFAULTS if optional or patch.needed)
+    own = tuple(patch for patch in (*DEFAULTS, *runtime_class().patches) if optional or patch.needed)
     kernels = attention_patches(attention)
     family = [from_family(patch, architecture.family) for patch in architecture.spec.torch_patches] if optional else []
     return tuple({patch.target: patch for patch in (*own, *kernels, *family)}.values())

@@ -69,4 +69,28 @@ DEFAULTS: tuple[Patch, ...] = (
         "safetensors writes tensors of the host only.",
         needed=True,
     ),
+    Patch(
+        "adapters from the device",
+        "safetensors.torch:_find_shared_tensors",
+        "ttpu_torch_xla.saving:find_shared_tensors",
+        "safetensors compares addresses of storage, which tensors of XLA devices do not have.",
+        "save_pretrained of a peft model",
+        needed=True,
+    ),
+    Patch(
+        "Adam without a fused kernel",
+        "torch.optim.adam:Adam.__init__",
+        "ttpu_torch_xla.patches.optimizers:without_fused",
+        "XLA devices have no fused kernel of Adam, and fuse the whole step.",
+        "fused=True, the default of transformers' Trainer",
+        needed=True,
+    ),
+    Patch(
+        "batches that are not pinned",
+        "torch.utils.data._utils.pin_memory:pin_memory",
+        "ttpu_torch_xla.patches.pinning:pin_memory",
+        "an XLA device cannot pin memory, and the loader's thread dies where it is asked to.",
+        "pin_memory=True, the default of transformers' Trainer",
+        needed=True,
+    ),
 )

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from ttpu_torch_xla.patches.patch import Patch
+
 PartitionSpec = tuple[tuple[str, ...] | str | None, ...]
 """The mesh axes that shard each dimension of a tensor; None or () for one that is whole on every device."""
 
@@ -38,11 +40,13 @@ class TorchRuntime(Protocol):
         name: of the runtime, as its entry point is called.
         device_type: `torch.device.type` of its tensors; known before anything is started.
         packages: top-level packages whose code is the runtime's own, and not the model's.
+        patches: of the runtime's own library.
     """
 
     name: ClassVar[str]
     device_type: ClassVar[str]
     packages: ClassVar[tuple[str, ...]]
+    patches: ClassVar[tuple[Patch, ...]]
 
     @classmethod
     def start(cls) -> TorchRuntime:

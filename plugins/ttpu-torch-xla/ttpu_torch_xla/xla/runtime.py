@@ -13,9 +13,11 @@ import torch
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
 from ttpu_core.sharding.links import slice_axes
+from ttpu_torch_xla.patches.patch import Patch
 from ttpu_torch_xla.runtime import Counters, JaxOperation, PartitionSpec, TorchRuntime, current
 from ttpu_torch_xla.runtime.protocol import Step
 from ttpu_torch_xla.xla.distributed import after_start, before_start
+from ttpu_torch_xla.xla.patches import PATCHES
 
 
 class TorchXla:
@@ -24,6 +26,7 @@ class TorchXla:
     name: ClassVar[str] = "torch_xla"
     device_type: ClassVar[str] = "xla"
     packages: ClassVar[tuple[str, ...]] = ("torch_xla",)
+    patches: ClassVar[tuple[Patch, ...]] = PATCHES
 
     @classmethod
     def start(cls) -> TorchXla:
