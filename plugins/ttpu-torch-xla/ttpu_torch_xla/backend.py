@@ -108,7 +108,8 @@ class TorchXlaBackend:
             run_on_all_devices(runtime)
         asked = options.attn_implementation or "auto"
         attention, settings = attention_for(architecture, asked, runtime.platform(), options.attention_config)
-        chosen = patches_for(architecture, attention, optional=options.patches)
+        has_quantized = quantized is not None or quantization_config is not None
+        chosen = patches_for(architecture, attention, optional=options.patches, quantized=has_quantized)
         steps = ExitStack()
         steps.enter_context(applied(chosen))
         try:

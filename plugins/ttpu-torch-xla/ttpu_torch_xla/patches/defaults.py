@@ -94,3 +94,12 @@ DEFAULTS: tuple[Patch, ...] = (
         needed=True,
     ),
 )
+
+ADAPTERS = Patch(
+    "LoRA beside quantized layers",
+    "peft.tuners.lora.model:dispatch_default",
+    "ttpu_torch_xla.quantization.adapters:dispatch",
+    "peft knows no quantized layers of this backend, and refuses them.",
+    "quantized models, where peft is installed",
+    needed=True,
+)

@@ -19,13 +19,12 @@ Tensors = list[torch.Tensor]
 
 
 class Optimizer(Protocol):
-    """Turns gradients into directions.
+    """Turns gradients into directions."""
 
-    Attributes:
-        per_parameter: names of the state that has a parameter's shape, float32 and 0 at first.
-    """
-
-    per_parameter: tuple[str, ...]
+    @property
+    def per_parameter(self) -> tuple[str, ...]:
+        """The names of the state that has a parameter's shape, float32 and 0 at first."""
+        ...
 
     def directions(self, gradients: Sequence[torch.Tensor], state: Sequence[Tensors], count: torch.Tensor) -> Tensors:
         """What is added to each parameter times the learning rate; changes the state in place.

@@ -185,7 +185,7 @@ class TorchXlaTrainRunner:
             rows = self._placed(batch, slice(number, None, parts))
             with self._runtime.use_random_state(self._seed(number)), self._autocast():
                 sums = summed_loss(self.source, rows, self.settings.loss, self._balance)
-                sums.total.backward()  # type: ignore[no-untyped-call]
+                sums.total.backward()
             self._hold_gradients()
             self._sums += torch.stack([sums.total.detach(), sums.cross_entropy.detach(), sums.weight])
             if parts > 1:
@@ -305,8 +305,8 @@ class TorchXlaTrainRunner:
                 updated = one + rate * (direction - decay * one if decay else direction)
                 one.copy_(torch.where(skipped, one, updated))
             for held, new in zip(self.state.values(), after, strict=True):
-                for one, value in zip(held, new, strict=True):
-                    one.copy_(torch.where(skipped, one, value))
+                for moment, value in zip(held, new, strict=True):
+                    moment.copy_(torch.where(skipped, moment, value))
             self.count += torch.where(skipped, 0.0, 1.0)
             figures = torch.stack([total / count, cross_entropy / count, weight, norm, rate, skipped.float()])
             self._sums.zero_()

@@ -4,12 +4,14 @@ and write checkpoints through it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from queue import Queue
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ttpu_core.errors import UnsupportedError
 from ttpu_torch_xla.patches.patch import Patch
 from ttpu_torch_xla.runtime import current, is_device
 
@@ -29,6 +31,14 @@ PATCHES: tuple[Patch, ...] = (
         "ttpu_torch_xla.xla.patches:convert_to_cpu",
         "on several devices torch_xla compiles a program for each shape and sharding that it copies.",
         "checkpoints of transformers' Trainer, and xm.save",
+    ),
+    Patch(
+        "FSDPv2 around what is sharded already",
+        "torch_xla.experimental.spmd_fully_sharded_data_parallel:SpmdFullyShardedDataParallel.__init__",
+        "ttpu_torch_xla.xla.patches:wrapping",
+        "transformers' Trainer wraps models in FSDPv2 and then makes no optimizer for them, and layers that are "
+        "wrapped already fail.",
+        "fsdp_config={'xla_fsdp_v2': True} of transformers' Trainer",
     ),
 )
 
@@ -80,3 +90,23 @@ def convert_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 convert_to_cpu.wraps_original = True  # type: ignore[attr-defined]
+
+
+def wrapping(original: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of FSDPv2, which refuses whole models of this backend."""
+
+    @wraps(original)
+    def init(self: Any, module: Any, *args: Any, **options: Any) -> None:
+        if hasattr(module, "ttpu") and hasattr(module, "generate"):
+            raise UnsupportedError(
+                f"FSDPv2 was to be wrapped around {type(module).__name__}, as transformers' Trainer does for "
+                "fsdp_config={'xla_fsdp_v2': True}, but a model is sharded when it is loaded: leave fsdp out of the "
+                "Trainer's arguments, and pass parallelism_strategy='fsdp' to AutoModelForTPU.from_pretrained, with "
+                "use_fsdp_wrap=True for FSDPv2."
+            )
+        original(self, module, *args, **options)
+
+    return init
+
+
+wrapping.wraps_original = True  # type: ignore[attr-defined]
