@@ -1,5 +1,6 @@
 """Runs what the tests ask of eight simulated devices, in one process: starting one costs as much as several cases.
-Run as a script, it prints one JSON object, of which the tests of attention, generation and sharding read parts."""
+Run as a script, it prints one JSON object, of which the tests of attention, generation, sharding and training read
+parts."""
 
 from __future__ import annotations
 
@@ -33,17 +34,23 @@ def _run() -> Any:
 
 
 def main() -> None:
-    """Every case of the three modules."""
+    """Every case of the modules."""
     import xla_attention_cases
     import xla_spmd_cases
     import xla_spmd_generate
+    import xla_training_cases
 
     from ttpu_torch_xla.runtime import current
 
     runtime = current()
     runtime.use_spmd()
     assert runtime.num_devices() == DEVICES  # torch counts them at the first backward pass of a process
-    parts = {"attention": xla_attention_cases, "cases": xla_spmd_cases, "generated": xla_spmd_generate}
+    parts: dict[str, Any] = {
+        "attention": xla_attention_cases,
+        "cases": xla_spmd_cases,
+        "generated": xla_spmd_generate,
+        "training": xla_training_cases,
+    }
     json.dump({name: part.cases() for name, part in parts.items()}, sys.stdout)
 
 

@@ -4,7 +4,7 @@ clipping, the optimizer and its state. It implements `ttpu_train.runner.TrainRun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 
 Values = TypeVar("Values")
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+KNOWN = (
+    "optimizer", "loss", "accumulation", "zero_stage", "compute_dtype", "remat", "trainable", "skip_nonfinite", "seed",
+)  # fmt: skip
+KNOWN_OF_OPTIMIZERS = (
+    "name", "learning_rate", "schedule", "weight_decay", "beta1", "beta2", "epsilon", "momentum", "max_grad_norm",
+    "no_decay",
+)  # fmt: skip
+KNOWN_OF_LOSSES = ("label_smoothing", "z_loss", "router_aux_loss")
+"""The settings that this runner follows; others are refused by name."""
 COUNT = "count"
 """The optimizer state's name of the number of updates that were not skipped."""
 
@@ -56,6 +65,7 @@ class Updated:
     grad_norm: float
     learning_rate: float
     skipped: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,9 @@ class Evaluated:
     cross_entropy: float
     tokens: float
     correct: float
+    total: float
+    divisor: float
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -155,10 +168,10 @@ class TorchXlaTrainRunner:
         self.trained_count = sum(one.numel() for one in self.trained.values())
         chip = self._runtime.chip()
         self.peak_flops = chip_named(chip).bf16_flops if chip and self._dtype is torch.bfloat16 else None
-        if settings.remat == "none":
-            model.gradient_checkpointing_disable()
-        else:
+        if settings.remat != "none":
             checkpoint_layers(model)
+        elif getattr(model, "supports_gradient_checkpointing", False):
+            model._set_gradient_checkpointing(enable=False)
         self.state = {
             name: [self._zeros(path, one, self._placements.state) for path, one in self.trained.items()]
             for name in self._optimizer.per_parameter
@@ -204,9 +217,9 @@ class TorchXlaTrainRunner:
         """
         self._check(batch)
         sums: Sums = self._forward(
-            lambda rows: summed_loss(self.source, rows, replace(self.settings.loss, z_loss=0.0), 0.0), batch
+            lambda rows: summed_loss(self.source, rows, self.settings.loss, self._balance), batch
         )
-        figures = torch.stack([sums.cross_entropy, sums.weight, sums.correct])
+        figures = torch.stack([sums.cross_entropy, sums.weight, sums.correct, sums.total, sums.weight])
         self._runtime.sync()
         return Pending(figures, Evaluated)
 
@@ -392,7 +405,21 @@ def _updated(
     return Updated(loss, cross_entropy, tokens, grad_norm, learning_rate, bool(skipped))
 
 
+def _refuse_unknown(settings: Any, known: tuple[str, ...]) -> None:
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        usual = one.default_factory() if one.default_factory is not MISSING else one.default
+        if one.name not in known and value != usual:
+            raise UnsupportedError(
+                f"{one.name}={value!r} was asked for, but training on the torch_xla backend knows nothing of it: leave "
+                "it out, or use backend='jax'."
+            )
+
+
 def _refuse(model: Any, settings: StepSettings) -> None:
+    _refuse_unknown(settings, KNOWN)
+    _refuse_unknown(settings.optimizer, KNOWN_OF_OPTIMIZERS)
+    _refuse_unknown(settings.loss, KNOWN_OF_LOSSES)
     if model.ttpu.quantization is not None:
         raise UnsupportedError(
             "a quantized model was to be trained, but updates are smaller than the steps between its numbers: load the "
