@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ttpu_torch_xla.auto import AutoXLAModelForCausalLM
     from ttpu_train.arguments import TrainingArguments
     from ttpu_train.callbacks import TrainerCallback
+    from ttpu_train.initialize import initialize
     from ttpu_train.trainer import Trainer
 
 _EXPORTS = {
@@ -24,6 +25,7 @@ _EXPORTS = {
     "Trainer": "ttpu_train.trainer",
     "TrainerCallback": "ttpu_train.callbacks",
     "TrainingArguments": "ttpu_train.arguments",
+    "initialize": "ttpu_train.initialize",
 }
 __all__ = [
     "LLM",
@@ -35,6 +37,7 @@ __all__ = [
     "Trainer",
     "TrainerCallback",
     "TrainingArguments",
+    "initialize",
 ]
 
 

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 from tiny import llama_checkpoint
 
+import ttpu
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_jax.backend import JaxBackend
@@ -104,6 +105,30 @@ def test_every_stage_trains_as_one_device(
 ) -> None:
     one = runner(checkpoint, mesh, zero_stage=stage, accumulation=accumulation)
     np.testing.assert_allclose(trained(one, 0, 4), plain[0][:4], rtol=1e-5)
+
+
+def test_a_loop_of_deepspeed_trains_as_one_device(checkpoint: Path, plain: Any) -> None:
+    config = {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"warmup_num_steps": 3, "total_num_steps": STEPS, "warmup_type": "linear"},
+        },
+    }
+    engine, optimizer, _, _ = ttpu.initialize(model=str(checkpoint), config=config, load_options={"dtype": "float32"})
+    assert engine.world_size == 8 and engine.train_micro_batch_size_per_gpu() == 1
+    for number in range(2):
+        rows = batch(number)
+        for half in (slice(0, 8), slice(8, 16)):
+            loss = engine(input_ids=rows.tokens[half], attention_mask=rows.positions[half] >= 0)
+            engine.backward(loss)
+            engine.step()
+        found = [loss.item(), rows.weights.sum(), engine.get_global_grad_norm(), optimizer.param_groups[0]["lr"]]
+        np.testing.assert_allclose(found, plain[0][number], rtol=1e-5)
 
 
 def stored(one: JaxTrainRunner) -> dict[str, np.ndarray]:

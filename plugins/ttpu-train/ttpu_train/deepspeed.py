@@ -46,7 +46,7 @@ def read_deepspeed(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RequestError: the file cannot be read, or holds a key or a value that is not supported.
     """
-    content = dict(config) if isinstance(config, Mapping) else _content(Path(config).expanduser())
+    content = read_content(config)
     reader = _Reader()
     found = dict(reader.arguments(content))
     if reader.unused:
@@ -56,6 +56,15 @@ def read_deepspeed(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
             stacklevel=3,
         )
     return found
+
+
+def read_content(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a configuration: of a JSON file, or a copy of its content.
+
+    Raises:
+        RequestError: the file cannot be read.
+    """
+    return dict(config) if isinstance(config, Mapping) else _content(Path(config).expanduser())
 
 
 def merged(arguments: Mapping[str, Any], config: str | Path | Mapping[str, Any]) -> dict[str, Any]:

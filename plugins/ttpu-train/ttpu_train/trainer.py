@@ -178,7 +178,7 @@ class Trainer:
         if self.train_dataset is None:
             raise RequestError("train() was called on a Trainer without train_dataset: give it some data.")
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        total, loader = self._total_steps(), self._training_batches
+        total, loader = self._total_steps(), self.training_batches
         runner = self._made_runner(total)
         state = self.state
         state.max_steps, state.train_batch_size = total, self._rows(training=True) * self.layout.process_count
@@ -214,7 +214,7 @@ class Trainer:
         finally:
             self._console.close()
             loader.close()
-            del self._training_batches
+            del self.training_batches
         if self.args.load_best_model_at_end and store is not None and state.best_global_step in store.steps():
             store.restore(state.best_global_step)
         seconds = state.train_seconds - seconds_before
@@ -321,10 +321,10 @@ class Trainer:
             return self.args.max_steps
         if self.train_dataset is None:
             return 1
-        return max(1, math.ceil(self._training_batches.steps_per_epoch * self.args.num_train_epochs))
+        return max(1, math.ceil(self.training_batches.steps_per_epoch * self.args.num_train_epochs))
 
     @cached_property
-    def _training_batches(self) -> BatchLoader:
+    def training_batches(self) -> BatchLoader:
         """The training data from their beginning; made anew for each call of `train`."""
         return self._loader(self.train_dataset, training=True)
 

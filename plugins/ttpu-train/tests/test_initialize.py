@@ -1,0 +1,156 @@
+"""`ttpu.initialize`: a loop written for DeepSpeed trains as the trainer does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy_train_runner import BigramModel, NumpyBackend
+
+import ttpu_train.trainer
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_train.engine import Engine
+from ttpu_train.initialize import initialize
+from ttpu_train.reporting import picture
+from ttpu_train.trainer import Trainer
+
+VOCAB, LENGTH, UPDATES = 11, 8, 6
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 5.0}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "linear", "total_num_steps": UPDATES}},
+}
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> NumpyBackend:
+    made = NumpyBackend()
+    monkeypatch.setattr(ttpu_train.trainer, "training_backend", lambda name: made)
+    monkeypatch.setattr(picture, "draw", lambda *_: None)
+    return made
+
+
+def examples(count: int = 20) -> list[dict[str, Any]]:
+    random = np.random.default_rng(0)
+    starts = random.integers(VOCAB, size=count)
+    return [{"input_ids": [(int(start) + place) % VOCAB for place in range(LENGTH)]} for start in starts]
+
+
+def engine_of(config: dict[str, Any] = CONFIG, **given: Any) -> Any:
+    return initialize(model=BigramModel(VOCAB), config=config, max_length=LENGTH, disable_tqdm=True, **given)
+
+
+def test_a_loop_of_deepspeed_trains_as_the_trainer(backend: NumpyBackend, tmp_path: Path) -> None:
+    engine, optimizer, loader, schedule = engine_of(training_data=examples())
+    assert (engine.train_batch_size(), engine.gradient_accumulation_steps(), len(loader)) == (8, 2, 6)
+    losses, boundaries = [], []
+    for _ in range(2):
+        for batch in loader:
+            loss = engine(batch)
+            engine.backward(loss)
+            boundaries.append(engine.is_gradient_accumulation_boundary())
+            engine.step()
+            if boundaries[-1]:
+                losses.append(loss.item())
+    assert boundaries == [False, True] * UPDATES and engine.global_steps == UPDATES
+    assert (engine.micro_steps, engine.global_samples, engine.skipped_steps) == (12, 48, 0)
+    trainer = Trainer(
+        BigramModel(VOCAB),
+        deepspeed={**CONFIG, "train_batch_size": "auto", "gradient_accumulation_steps": 2},
+        train_dataset=examples(),
+        max_length=LENGTH,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        output_dir=tmp_path,
+    )
+    trainer.train()
+    assert losses == [line["loss"] for line in trainer.state.log_history]
+    assert (trainer.loaded.table == engine.module.table).all()
+    assert (
+        schedule.get_last_lr() == [optimizer.param_groups[0]["lr"]] == [trainer.state.log_history[-1]["learning_rate"]]
+    )
+    assert engine.get_global_grad_norm() == trainer.state.log_history[-1]["grad_norm"] and engine.was_step_applied()
+
+
+def test_rows_of_the_users_own_loader_are_trained_on_and_evaluated(backend: NumpyBackend) -> None:
+    engine, _, loader, schedule = engine_of({"gradient_accumulation_steps": 2, "optimizer": {}})
+    assert loader is None and schedule is None
+    assert engine.runner.settings.optimizer.max_grad_norm is None  # as DeepSpeed without gradient_clipping
+    tokens = np.asarray([one["input_ids"] for one in examples(4)])
+    labels = np.where(np.arange(LENGTH) < 3, -100, tokens)
+    mask = (np.arange(LENGTH) < 7).astype(int)[None].repeat(4, 0)
+    before = engine(input_ids=tokens)
+    assert f"{before:.3f}" == f"{np.log(VOCAB):.3f}" and float(before) == before.item()
+    for batch in ({"input_ids": tokens, "labels": labels}, {"input_ids": tokens[:, :7], "attention_mask": mask[:, :7]}):
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+    assert engine.runner.rows[0].shape == (8, LENGTH)  # padded to the longest
+    assert engine._update.values().tokens == 4 * 5 + 4 * 6
+    engine.eval()
+    assert engine(input_ids=tokens).item() < before.item() and engine.micro_steps == 2
+
+
+def test_checkpoints_restore_weights_counters_and_the_clients_state(backend: NumpyBackend, tmp_path: Path) -> None:
+    engine, _, loader, _ = engine_of(training_data=examples())
+    update(engine, loader)
+    table = engine.module.table.copy()
+    assert engine.save_checkpoint(tmp_path, client_state={"data": loader.state(), "note": 1})
+    assert (tmp_path / "latest").read_text() == "global_step1"
+    update(engine, loader)
+    other, _, data, _ = engine_of(training_data=examples())
+    place, client_state = other.load_checkpoint(tmp_path)
+    assert place == str(tmp_path / "global_step1") and client_state["note"] == 1
+    assert (other.module.table == table).all() and (other.global_steps, other.micro_steps) == (1, 2)
+    data.restore(client_state["data"])
+    update(other, data)
+    assert (other.module.table == engine.module.table).all()
+    with pytest.raises(RequestError, match=r"'best' was to be loaded.*name one of global_step1"):
+        other.load_checkpoint(tmp_path, "best")
+    with pytest.warns(UserWarning, match="has no file 'latest'"):
+        assert other.load_checkpoint(tmp_path / "global_step1") == (None, {})
+    loss = other(next(iter(data)))
+    other.backward(loss)
+    with pytest.raises(RequestError, match="after 1 of 2 micro-batches of an update"):
+        other.save_checkpoint(tmp_path)
+
+
+def update(engine: Engine, loader: Any) -> None:
+    for _, batch in zip(range(2), loader, strict=False):
+        engine.backward(engine(batch))
+        engine.step()
+
+
+def test_what_a_compiled_update_cannot_do_is_refused_by_name(backend: NumpyBackend) -> None:
+    engine, optimizer, _, schedule = engine_of()
+    rows = {"input_ids": np.ones((4, LENGTH), int)}
+    with pytest.raises(RequestError, match=r"backward\(\) was given a float that is not what the engine's last call"):
+        engine.backward(2.0 * float(engine(rows)))
+    with pytest.raises(RequestError, match=r"step\(\) was called without a backward"):
+        engine.step()
+    engine.backward(engine(rows))
+    with pytest.raises(RequestError, match=r"micro-batch of 2 rows was given after one of 4"):
+        engine(input_ids=np.ones((2, LENGTH), int))
+    with pytest.raises(RequestError, match="labels are other tokens than its input_ids"):
+        engine(input_ids=np.ones((4, LENGTH), int), labels=np.zeros((4, LENGTH), int))
+    with pytest.raises(RequestError, match="was given with tokens, but it holds input_ids"):
+        engine(tokens=1)
+    with pytest.raises(RequestError, match=r"labels has the shape \[4\] and input_ids \[4, 8\]"):
+        engine({**rows, "labels": np.ones(4)})
+    for what in (lambda: engine.parameters(), lambda: engine.no_sync(), optimizer.step, schedule.step):
+        with pytest.raises(UnsupportedError, match=r"compiled update|held by the backend"):
+            what()
+    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+        engine.unknown  # noqa: B018
+    with pytest.raises(UnsupportedError, match="was given optimizer, but the optimizer is part of the compiled update"):
+        engine_of(optimizer=object())
+    with pytest.raises(RequestError, match=r"train_batch_size = 9, but.*here 4 x 2 x 1"):
+        engine_of({**CONFIG, "train_batch_size": 9})
+    with pytest.raises(RequestError, match=r"'cosine' was asked for, but it ends after a number of updates"):
+        engine_of({"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_type": "linear"}}})
+    with pytest.raises(RequestError, match="called without config"):
+        initialize(model=BigramModel(VOCAB))
