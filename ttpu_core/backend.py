@@ -385,7 +385,7 @@ class Trains(Protocol):
         """
         ...
 
-    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str) -> int:
+    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
         """Write a run's checkpoint as a Hugging Face checkpoint, without devices of a slice; return its step.
 
         Args:
@@ -393,6 +393,7 @@ class Trains(Protocol):
             out: the folder to write.
             step: which checkpoint; None takes the newest that is whole.
             dtype: of the written weights.
+            merge: of a run that trains adapters, write the base model with them merged, and not the adapter.
 
         Raises:
             CheckpointError: no whole checkpoint is there.

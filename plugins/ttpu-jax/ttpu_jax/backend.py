@@ -253,15 +253,15 @@ class JaxBackend:
             parallelism_strategy=parallelism_strategy,
         )
 
-    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str) -> int:
-        """Write a run's checkpoint as a Hugging Face checkpoint; see `ttpu_jax.train.export`.
+    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
+        """Write a run's checkpoint as a Hugging Face checkpoint, or its adapters; see `ttpu_jax.train.export`.
 
         Raises:
             CheckpointError: no whole checkpoint is there.
         """
         from ttpu_jax.train.export import export_checkpoint
 
-        return export_checkpoint(folder, out, step=step, dtype=dtype)
+        return export_checkpoint(folder, out, step=step, dtype=dtype, merge=merge)
 
     def text_logits(self, model: JaxCausalLM, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
         """Compute the logits [batch, seq, vocab] of texts, tokens [batch, seq] of the given lengths [batch]; see

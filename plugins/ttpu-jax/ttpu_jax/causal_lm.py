@@ -23,6 +23,7 @@ from ttpu_jax.generation.programs import Programs
 from ttpu_jax.generation.prompts import Prompts, left_pad, read_prompts, rectangle
 from ttpu_jax.generation.results import CausalLMOutput, Completion, GenerateOutput
 from ttpu_jax.model.decoder import Decoder
+from ttpu_jax.ops.kernels import AdaptedKernel
 from ttpu_jax.params.export import save_checkpoint
 
 if TYPE_CHECKING:
@@ -197,8 +198,13 @@ class JaxCausalLM:
         """Write a checkpoint that transformers loads with identical tensors; returns its directory.
 
         Raises:
-            RequestError: the model is quantized, or `directory` is a file.
+            RequestError: the model is quantized, adapters are trained beside it, or `directory` is a file.
         """
+        if any(isinstance(value, AdaptedKernel) for value in self.params.values()):
+            raise RequestError(
+                "save_pretrained was called on a model beside which adapters are trained, but it writes weights alone: "
+                "write the adapters with the trainer's save_model, or merge them with `ttpu export --merge`."
+            )
         if self.programs.spec.kernel_formats:
             raise RequestError(
                 "save_pretrained was called on a quantized model, but it writes dense weights, which this model no "
@@ -235,6 +241,14 @@ class JaxCausalLM:
         if self._checkpoint and self._checkpoint.config.get("tie_word_embeddings") is False:
             config["tie_word_embeddings"] = False  # also where the weights said so against the file
         return config
+
+    @property
+    def source(self) -> str | None:
+        """The Hub id or the folder, as an absolute path, that the model was loaded from."""
+        if self._checkpoint is None:
+            return None
+        path = Path(self._checkpoint.source).expanduser()
+        return str(path.resolve()) if path.exists() else str(self._checkpoint.source)
 
     @property
     def files(self) -> Path | None:

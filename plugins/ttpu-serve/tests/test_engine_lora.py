@@ -28,8 +28,9 @@ from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
 from ttpu_jax.model.modules import Linear, Parameters, Runtime
 from ttpu_jax.ops.kernels import LowRankKernel, dense, map_arrays, quantize, with_adapters
+from ttpu_jax.params.adapter_sites import make_site, reached_tensors
 from ttpu_jax.params.placement import Placement
-from ttpu_jax.runner.lora import make_site, reached_tensors, tensor_updates
+from ttpu_jax.runner.lora import tensor_updates
 from ttpu_serve.adapters.files import read_adapter
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.execution.engine_core import EngineCore

@@ -170,5 +170,5 @@ class NumpyBackend:
         self.runners.append(NumpyTrainRunner(model, settings))
         return self.runners[-1]
 
-    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str) -> int:
+    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
         raise NotImplementedError

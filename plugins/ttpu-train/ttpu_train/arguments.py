@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, get_args
 
 from ttpu_core.errors import RequestError
 from ttpu_core.loading import refuse_unknown
+from ttpu_train.adapters import AdapterSettings, adapter_settings
 from ttpu_train.runner import (
     CheckpointPolicy,
     LossSettings,
@@ -83,6 +84,10 @@ class TrainingArguments:
             axis, else 0.
         parallelism_strategy: how the model is sharded, as for `AutoModelForTPU.from_pretrained`.
         trainable: patterns of the paths of trained parameters, as in "layers.*.attn.*"; None trains all.
+        peft_config: train low-rank adapters in place of the weights: the fields of peft's LoraConfig as a mapping, as in
+            {"r": 16, "target_modules": "all-linear"}, or a LoraConfig.
+        adapter_name_or_path: the folder of an adapter in peft's format to begin with; its config counts where
+            peft_config is None.
         max_length: tokens of a row.
         packing: whether a row holds several sequences, each of which sees itself alone.
         dataset_text_field: the field of an example that holds text.
@@ -145,6 +150,8 @@ class TrainingArguments:
     zero_stage: ZeroStage | None = None
     parallelism_strategy: Any = None
     trainable: Sequence[str] | None = None
+    peft_config: Any = None
+    adapter_name_or_path: str | Path | None = None
     max_length: int = 1024
     packing: bool = False
     dataset_text_field: str = "text"
@@ -223,6 +230,11 @@ class TrainingArguments:
             )
         for name in self.reporters:
             _among(name, "report_to", REPORTERS)
+        if self.adapters is not None and self.trainable is not None:
+            raise RequestError(
+                "trainable was given with adapters, but these leave all weights as they are: name whole modules in "
+                "peft_config's modules_to_save, or leave one of the two out."
+            )
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
@@ -233,6 +245,13 @@ class TrainingArguments:
         """
         refuse_unknown(given, (one.name for one in fields(cls)), "the trainer", "it", " (see docs/training.md)")
         return cls(**given)
+
+    @property
+    def adapters(self) -> AdapterSettings | None:
+        """The adapters that are trained; None trains weights."""
+        if self.peft_config is None and self.adapter_name_or_path is None:
+            return None
+        return adapter_settings(self.peft_config, self.adapter_name_or_path)
 
     @property
     def folder(self) -> Path:
@@ -291,6 +310,7 @@ class TrainingArguments:
             kept,
             None if self.trainable is None else tuple(self.trainable),
             seed=self.seed,
+            adapters=self.adapters,
         )
 
     def checkpoint_policy(self) -> CheckpointPolicy:

@@ -21,6 +21,7 @@ TRAINER_KEYS = ("model", "backend", "train_dataset", "eval_dataset", "load_optio
 DATASETS = ("train_dataset", "eval_dataset")
 INTERVALS = ("eval_strategy", "save_strategy")
 """Fields with the choice "no", which YAML reads as False."""
+PATHS = ("model", "deepspeed", "adapter_name_or_path")
 IMPORTED_KEYS = ("import", "skip", "take")
 
 
@@ -53,7 +54,7 @@ def read_training_file(path: str | Path, changes: Sequence[str] = ()) -> Trainin
     """
     source = Path(path).expanduser()
     content = _content(source)
-    content = {key: _beside(value, source.parent) if key in ("model", "deepspeed", *DATASETS) else _number(value)
+    content = {key: _beside(value, source.parent) if key in (*PATHS, *DATASETS) else _number(value)
                for key, value in content.items()}  # fmt: skip
     for change in changes:
         _apply(content, change)

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from ttpu_train.adapters import AdapterSettings
 from ttpu_train.objectives import Objective
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -128,6 +129,7 @@ class StepSettings:
         remat: what is computed again in the backward pass: "full" (all of a layer but its input), "dots" (all but the
             products of weights), "none", or "auto" (the first of none, dots and full that fits).
         trainable: patterns (fnmatch) of the paths of trained parameters; None trains all.
+        adapters: low-rank adapters that are trained in place of the model's parameters.
         skip_nonfinite: an update whose gradients are not finite changes nothing.
         seed: of whatever is random in a step.
         objective: what is minimized in place of the cross-entropy of the next tokens; None for that. Its
@@ -144,6 +146,7 @@ class StepSettings:
     skip_nonfinite: bool = True
     seed: int = 42
     objective: Objective | None = None
+    adapters: AdapterSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -338,7 +341,8 @@ class TrainRunner(Protocol):
         ...
 
     def save_pretrained(self, folder: Path, dtype: str) -> Path:
-        """Write the weights as a Hugging Face checkpoint, in `dtype`."""
+        """Write the weights as a Hugging Face checkpoint, in `dtype`; where adapters are trained, the adapter in
+        peft's format."""
         ...
 
     def model(self) -> Any:
@@ -364,8 +368,9 @@ class TrainsWithRunner(Protocol):
         """
         ...
 
-    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str) -> int:
-        """Write a run's checkpoint as a Hugging Face checkpoint, without devices of a slice; return its step.
+    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
+        """Write a run's checkpoint as a Hugging Face checkpoint, without devices of a slice; return its step. Of a run
+        that trains adapters, write the adapter in peft's format, or with `merge` the base model with it merged.
 
         Raises:
             CheckpointError: no whole checkpoint is there.

@@ -126,7 +126,8 @@ class Trainer:
 
     @cached_property
     def loaded(self) -> Any:
-        """The model as its backend opened it: with float32 weights, unless it was opened already."""
+        """The model as its backend opened it, unless it was opened already: with float32 weights, or beside adapters with
+        weights in their own dtype."""
         if not isinstance(self._source, str | Path):
             return self._source
         from ttpu_core.cli.console import LoadProgress
@@ -134,7 +135,7 @@ class Trainer:
 
         with LoadProgress(quiet=bool(self.args.disable_tqdm)) as progress:
             given = {
-                "dtype": "float32",
+                "dtype": "float32" if self.args.adapters is None else "auto",
                 "parallelism_strategy": self.args.parallelism_strategy,
                 "purpose": "train",
                 "progress": progress,
@@ -255,7 +256,8 @@ class Trainer:
         return PredictionOutput(predicted.predictions, predicted.label_ids, metrics)
 
     def save_model(self, output_dir: str | Path | None = None, dtype: str = "bfloat16") -> Path:
-        """Write the weights as a Hugging Face checkpoint with its tokenizer; return its folder.
+        """Write the weights as a Hugging Face checkpoint with its tokenizer, or the adapters that are trained in peft's
+        format; return its folder.
 
         Args:
             output_dir: the folder; None is the trainer's output_dir.

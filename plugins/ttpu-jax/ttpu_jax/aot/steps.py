@@ -25,6 +25,7 @@ from ttpu_jax.model.modules import Runtime
 from ttpu_jax.ops.sampling import SamplingFeatures, sample, sampling_inputs
 from ttpu_jax.params.initialize import abstract_parameters
 from ttpu_jax.params.padding import pad_for
+from ttpu_jax.train.adapters import find_adapters
 from ttpu_jax.train.from_settings import step_from_settings, trained_paths
 from ttpu_jax.train.step import TrainStep, abstract_tokens, adamw
 
@@ -80,9 +81,7 @@ def inference_step(
     params = abstract_parameters(model.parameters, placement, dtype)
     cache = model.empty_cache(batch, context, dtype, abstract=True)
 
-    def step(
-        params: dict[str, jax.Array], tokens: jax.Array, cache: KVCache
-    ) -> tuple[jax.Array, KVCache | None]:
+    def step(params: dict[str, jax.Array], tokens: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache | None]:
         logits, updated = model.forward(params, tokens, cache=cache, last_only=True, fresh=tokens.shape[1] > 1)
         greedy = sampling_inputs([TokenChoice(seed=0)] * batch)
         return sample(logits[:, -1], greedy, None, jnp.zeros(batch, jnp.int32), SamplingFeatures()).token, updated
@@ -155,10 +154,17 @@ def run_step(
     spec, paddings = pad_for(architecture.spec, runtime.placement)
     table = stacked_parameters(spec)
     copies = dict(stacked_paths(spec, spec.parameters))
-    trained = trained_paths(settings.trainable, table, copies, spec.model_type)
-    step = step_from_settings(settings, spec, runtime, paddings, architecture.config, table, trained)
+    adapters = None
+    if settings.adapters is None:
+        trained = trained_paths(settings.trainable, table, copies, spec.model_type)
+    else:
+        adapters = find_adapters(settings.adapters, architecture.mapping, spec, paddings)
+        trained = adapters.whole
+    step = step_from_settings(settings, spec, runtime, paddings, architecture.config, table, trained, adapters)
     zero = step.zero
     assert zero is not None
+    if adapters is not None:
+        table, trained = {**table, **adapters.table(zero.weights)}, trained | set(adapters.names)
     params = {
         path: jax.ShapeDtypeStruct(
             parameter.shape,

@@ -1,5 +1,5 @@
-"""The types that a kernel in the parameter tree may have: a dense array, a kernel with low-rank adapters, or a
-quantized kernel. Each is a pytree that jit, scan and shard_map accept like an array; `ttpu_jax.ops.linear` and
+"""The types that a kernel in the parameter tree may have: a dense array, a kernel with low-rank adapters (several that
+are served, or one that is trained), or a quantized kernel. Each is a pytree that jit, scan and shard_map accept like an array; `ttpu_jax.ops.linear` and
 `ttpu_jax.ops.grouped` multiply by any of them."""
 
 from __future__ import annotations
@@ -101,7 +101,29 @@ class LowRankKernel(KernelOver):
     adapters: jax.Array | None = None
 
 
-Kernel = jax.Array | QuantizedKernel | LowRankKernel
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AdaptedKernel(KernelOver):
+    """A kernel with one low-rank adapter for all tokens, in as many blocks as modules of the checkpoint are fused in it.
+
+    base: the kernel that it changes, [*lead, *out, in].
+    a: [*lead, blocks, rank, in].
+    b: [*lead, *out, blocks * rank], zero where an output is another block's.
+    magnitude: float32 [*lead, *out], DoRA's (arXiv 2402.09353), 0 for outputs without; None for plain LoRA.
+    key: uint32 [*lead, 2], of the inputs that are dropped; None drops none.
+    scaling: what b @ a is multiplied by. Static.
+    dropout: the share of inputs that is dropped, apart for each block. Static.
+    """
+
+    a: jax.Array
+    b: jax.Array
+    magnitude: jax.Array | None = None
+    key: jax.Array | None = None
+    scaling: float = field(default=1.0, metadata={"static": True})
+    dropout: float = field(default=0.0, metadata={"static": True})
+
+
+Kernel = jax.Array | QuantizedKernel | LowRankKernel | AdaptedKernel
 
 
 def quantize(kernel: jax.Array, form: KernelFormat = INT8) -> QuantizedKernel:
@@ -253,6 +275,15 @@ def _(kernel: QuantizedKernel, axes: Axes, make: Callable[[Any, Axes], Any]) -> 
 def _(kernel: LowRankKernel, axes: Axes, make: Callable[[Any, Axes], Any]) -> Any:
     a, b = make(kernel.a, (None, None, axes[-1])), make(kernel.b, (*axes[:-1], None, None))
     return replace(kernel, base=map_arrays(kernel.base, axes, make), a=a, b=b)
+
+
+@map_arrays.register
+def _(kernel: AdaptedKernel, axes: Axes, make: Callable[[Any, Axes], Any]) -> Any:
+    base, lead = map_arrays(kernel.base, axes, make), axes[: len(kernel.a.shape) - 3]
+    a, b = make(kernel.a, (*lead, None, None, axes[-1])), make(kernel.b, (*axes[:-1], None))
+    magnitude = None if kernel.magnitude is None else make(kernel.magnitude, axes[:-1])
+    key = None if kernel.key is None else make(kernel.key, (*lead, None))
+    return replace(kernel, base=base, a=a, b=b, magnitude=magnitude, key=key)
 
 
 def with_adapters(tree: Any, adapters: jax.Array | None) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ttpu_jax.ops.kernels import Kernel, LowRankKernel, QuantizedKernel
+from ttpu_jax.ops.kernels import AdaptedKernel, Kernel, LowRankKernel, QuantizedKernel, dense
 from ttpu_jax.ops.matmul.api import quantized_product
 from ttpu_jax.ops.matmul.dense import Product, dense_product
 from ttpu_jax.ops.matmul.devices import Devices
@@ -80,3 +80,47 @@ def _(kernel: LowRankKernel, x: jax.Array, bias: jax.Array | None, how: Product)
     added = dense_product(narrow, kernel.b.reshape(*kernel.b.shape[:-2], count * rank), None, wide)
     # Added to the rounded product, as PEFT does: devices that have a part of it each exchange half the bytes.
     return (product + added).astype(product.dtype)
+
+
+@_linear.register
+def _(kernel: AdaptedKernel, x: jax.Array, bias: jax.Array | None, how: Product) -> jax.Array:
+    """As PEFT computes it: the adapter's output is added to the base's, both multiplied by DoRA's scale first."""
+    wide = replace(how, out_dtype=jnp.dtype(jnp.float32), widen_rows=None)
+    added = kernel.scaling * _adapter_product(kernel, x, wide)
+    if kernel.magnitude is None:
+        product = _linear(kernel.base, x, bias, how)
+        return (product + added).astype(product.dtype)
+    product = _dora_scale(kernel) * (_linear(kernel.base, x, None, wide) + added)
+    if bias is not None:
+        product = product + bias.astype(jnp.float32)
+    return product.astype(how.out_dtype)
+
+
+def _adapter_product(kernel: AdaptedKernel, x: jax.Array, wide: Product) -> jax.Array:
+    """float32 [..., *out]: x [..., in] times b @ a."""
+    blocks, rank, inputs = kernel.a.shape
+    if kernel.key is None or not kernel.dropout:
+        narrow = dense_product(x, kernel.a.reshape(blocks * rank, inputs), None, wide)
+    else:
+        kept = 1 - kernel.dropout
+        keys = jax.random.wrap_key_data(kernel.key)
+        masks = (jax.random.bernoulli(jax.random.fold_in(keys, block), kept, x.shape) for block in range(blocks))
+        dropped = (jnp.where(mask, x / kept, 0).astype(x.dtype) for mask in masks)
+        products = [dense_product(each, a, None, wide) for each, a in zip(dropped, kernel.a, strict=True)]
+        narrow = jnp.concatenate(products, axis=-1)
+    return dense_product(narrow.astype(x.dtype), kernel.b, None, wide)
+
+
+def adapted_norms(kernel: AdaptedKernel) -> jax.Array:
+    """float32 [*out]: the norms of the rows of base + scaling * b @ a."""
+    a, b = kernel.a.astype(jnp.float32), kernel.b.astype(jnp.float32)
+    change = jnp.tensordot(b, a.reshape(-1, a.shape[-1]), 1, precision=jax.lax.Precision.HIGHEST)
+    return jnp.linalg.norm(dense(kernel.base, jnp.float32) + kernel.scaling * change, axis=-1)
+
+
+def _dora_scale(kernel: AdaptedKernel) -> jax.Array:
+    """float32 [*out]: magnitudes over the norms of the adapted kernel's rows, which count as constants; 1 for outputs
+    without a magnitude."""
+    assert kernel.magnitude is not None
+    norms, magnitude = adapted_norms(jax.lax.stop_gradient(kernel)), kernel.magnitude.astype(jnp.float32)
+    return jnp.where(magnitude == 0, 1.0, magnitude / jnp.where(norms > 0, norms, 1.0))

@@ -30,7 +30,7 @@ def export_tensors(mapping: FlaxMapping, parameters: Mapping[str, jax.Array | np
     Padded parameters need the mapping of `ttpu_core.mapping.pad_mapping`, which removes the padding."""
     tensors: dict[str, np.ndarray] = {}
     for path, rule in mapping.rules:
-        value = _on_host(parameters[path])
+        value = on_host(parameters[path])
 
         def buffer(leaf: Tensor, dtype: np.dtype[Any] = value.dtype) -> np.ndarray:
             if leaf.name not in tensors:
@@ -75,8 +75,8 @@ def save_checkpoint(
     if jax.process_index() > 0:
         for part in parts:  # the first process gathers these shards
             for path, _ in part.rules:
-                _on_host(parameters[path])
-        _wait_for_all()
+                on_host(parameters[path])
+        wait_for_all()
         return target
     names = (
         [WEIGHTS]
@@ -102,11 +102,11 @@ def save_checkpoint(
         for file in sorted(path.name for path in staging.iterdir()):
             (staging / file).replace(target / file)
         _remove_stale_weights(target, {*names, INDEX} if len(names) > 1 else set(names))
-    _wait_for_all()
+    wait_for_all()
     return target
 
 
-def _on_host(array: jax.Array | np.ndarray) -> np.ndarray:
+def on_host(array: jax.Array | np.ndarray) -> np.ndarray:
     """The whole array, including parts that other processes hold."""
     if isinstance(array, np.ndarray):
         return array
@@ -115,7 +115,8 @@ def _on_host(array: jax.Array | np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
-def _wait_for_all() -> None:
+def wait_for_all() -> None:
+    """Wait until all processes have come here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("a checkpoint is saved")
 

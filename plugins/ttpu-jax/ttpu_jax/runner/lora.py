@@ -1,16 +1,12 @@
 """The LoRA adapters of an engine, several of which one batch may use. The parameters hold all adapters beside the
-kernels, with room for a fixed number of them, so that loading and unloading an adapter compiles nothing.
-
-A kernel made of several checkpoint tensors (queries, keys and values) has a block of ranks for each of them. The rule
-that makes the kernel acts on outputs alone, so the same rule makes the block-diagonal `b` of the adapter.
-"""
+kernels, with room for a fixed number of them, so that loading and unloading an adapter compiles nothing."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.errors import MappingError, RequestError, UnsupportedError
-from ttpu_core.mapping import Concat, Expression, FlaxMapping, Padded, Stack, Tensor, gather
-from ttpu_core.mapping.padding import Padding
+from ttpu_core.mapping import FlaxMapping
 from ttpu_jax.ops.kernels import LowRankKernel, QuantizedKernel
+from ttpu_jax.params.adapter_sites import Site, is_reached, make_site, reached_tensors
 
 if TYPE_CHECKING:
     from ttpu_jax.causal_lm import JaxCausalLM
@@ -31,36 +27,6 @@ if TYPE_CHECKING:
 
 DEFAULT_RANK = 16
 """Ranks that there is room for where neither `max_lora_rank` nor an adapter says."""
-
-_REACHED = re.compile(
-    r"layers\.\d+\.(attention\.(qkv|value|gate|output)|(mlp|moe\.shared|moe\.dense)\.(gate_up|up|down))\.kernel"
-)
-
-
-@dataclass(frozen=True)
-class Site:
-    """A kernel that adapters reach: `tensors` are the checkpoint's that it is made of, `rule` makes [*out, ranks of all
-    blocks] of their `b`, `padding` is that of the inputs of `a` [ranks of all blocks, in]."""
-
-    path: str
-    tensors: tuple[str, ...]
-    rule: Expression
-    padding: Padding | None
-
-    def matrices(self, updates: Mapping[str, LowRankUpdate], rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """`a` [blocks * rank, in] and `b` [*out, blocks * rank] of one adapter; zeros where it has nothing."""
-        shapes = {leaf.name: leaf.shape for leaf in self.rule.leaves()}
-        ranks = rank * len(self.tensors)
-        given = [update for name in self.tensors if (update := updates.get(name)) is not None]
-        a = np.zeros((ranks, given[0].a.shape[1]), np.float32)
-        blocks = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        for number, name in enumerate(self.tensors):
-            if (update := updates.get(name)) is not None:
-                own = slice(number * rank, number * rank + update.rank)
-                a[own], blocks[name][:, own] = update.a, update.b
-        b = np.empty(self.rule.result_shape, np.float32)
-        gather(self.rule, blocks.__getitem__, b)
-        return (a if self.padding is None else self.padding.pad(a)), b
 
 
 class Adapters:
@@ -224,7 +190,7 @@ def _why(path: str) -> str:
         return "but adapters of the embedding or the output head are not served"
     if ".experts." in path or ".router." in path:
         return "but adapters of routed experts or their router are not served"
-    if _REACHED.fullmatch(path):
+    if is_reached(path):
         return "where this engine, which was built for what its first adapters change, has no room (set max_adapters)"
     return f"which is {path} here, but adapters of such a part are not served"
 
@@ -237,70 +203,6 @@ def _users(mapping: FlaxMapping) -> dict[str, list[str]]:
             if path not in users[leaf.name]:
                 users[leaf.name].append(path)
     return users
-
-
-def reached_tensors(path: str, rule: Expression) -> tuple[str, ...] | None:
-    """Return the checkpoint tensors of a kernel that adapters reach, by its Flax path; None for other parameters."""
-    if _REACHED.fullmatch(path) is None or _narrowed(rule, 1) is None:
-        return None
-    return tuple(dict.fromkeys(leaf.name for leaf in rule.leaves()))
-
-
-def make_site(path: str, tensors: tuple[str, ...], rule: Expression, ranks: int, padding: Padding | None) -> Site:
-    """Make the site of a kernel.
-
-    Args:
-        path: the kernel's Flax path.
-        tensors: the checkpoint tensors that the kernel is made of.
-        rule: makes the kernel of the checkpoint tensors.
-        ranks: the ranks of all `tensors` together.
-        padding: the padding of the kernel; None where it has none.
-    """
-    narrowed = _narrowed(rule, ranks)
-    assert narrowed is not None
-    inputs = None
-    if padding is not None:
-        if padding.shape[-1] == padding.original[-1]:
-            narrowed = Padded(narrowed, _with(padding, slice(-1, None), ranks))
-        else:
-            inputs = _with(padding, slice(0, 1), ranks)
-    return Site(path, tensors, narrowed, inputs)
-
-
-def _with(padding: Padding, where: slice, size: int) -> Padding:
-    """The padding with the first or the last dimension, which it leaves alone, of another size."""
-
-    def changed(shape: tuple[int, ...]) -> tuple[int, ...]:
-        dims = list(shape)
-        dims[where] = [size]
-        return tuple(dims)
-
-    return replace(
-        padding, original=changed(padding.original), shape=changed(padding.shape), view=changed(padding.view)
-    )
-
-
-def _narrowed(rule: Expression, ranks: int) -> Expression | None:
-    """The rule for tensors [out, ranks] in place of [out, in]; None where it does not leave inputs whole and last."""
-    if isinstance(rule, Concat | Stack):
-        if rule.axis == len(rule.result_shape) - 1:
-            return None
-        parts = [part for each in rule.parts if (part := _narrowed(each, ranks)) is not None]
-        return replace(rule, parts=tuple(parts)) if len(parts) == len(rule.parts) else None
-    if not isinstance(rule, Tensor) or len(rule.shape) != 2:
-        return None
-    inputs, result = rule.shape[1], Tensor(rule.name, (rule.shape[0], ranks))
-    for operation, argument in rule.views:
-        rank = len(result.result_shape)
-        if operation == "reshape" and argument[-1] == inputs:
-            result = result.reshape(*argument[:-1], ranks)
-        elif operation == "transpose" and argument[-1] == rank - 1:
-            result = result.transpose(*argument)
-        elif operation == "take" and len(argument) < rank:
-            result = result[tuple(part if isinstance(part, int) else slice(*part) for part in argument)]
-        else:
-            return None
-    return result
 
 
 def _put(array: jax.Array, value: np.ndarray, axis: int, number: int) -> jax.Array:

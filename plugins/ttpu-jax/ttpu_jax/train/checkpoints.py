@@ -31,15 +31,21 @@ Result = TypeVar("Result")
 FORMAT = 1
 """The version of what a checkpoint holds."""
 PARAMS, OPTIMIZER, RUN, IDENTITY = "params", "optimizer", "run", "identity"
+ADAPTERS = "adapters"
+"""What the identity says of adapters: see `ttpu_jax.train.adapter_files.identity_of_adapters`."""
 MODEL = "model"
 """The folder beside the checkpoints with the model's config and tokenizer."""
 
 
-def identity_of(model_type: str, table: Mapping[str, Parameter]) -> dict[str, Any]:
-    """What says whose checkpoint it is: the version of the format, and the parameters without padding."""
+def identity_of(
+    model_type: str, table: Mapping[str, Parameter], adapters: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What says whose checkpoint it is: the version of the format, the model's parameters without padding, and the
+    adapters if these are trained."""
     shapes = {path: list(parameter.shape) for path, parameter in table.items()}
     digest = hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()
-    return {"format": FORMAT, "model_type": model_type, "parameters": digest}
+    found = {"format": FORMAT, "model_type": model_type, "parameters": digest}
+    return found if adapters is None else {**found, ADAPTERS: dict(adapters)}
 
 
 class OrbaxStore:
@@ -197,7 +203,8 @@ class OrbaxStore:
             )
 
     def _identity(self) -> dict[str, Any]:
-        return identity_of(self._runner.source.spec.model_type, self._runner.held.stored)
+        runner = self._runner
+        return identity_of(runner.source.spec.model_type, runner.held.stored, runner.adapter_identity())
 
     def _value(self, metrics: Any) -> float:
         """What is greater for better metrics."""
@@ -256,7 +263,17 @@ def check_identity(found: Mapping[str, Any], wanted: Mapping[str, Any], place: P
             f"the checkpoint {place} has format {found.get('format')!r}, but this version reads {wanted['format']}: "
             "use the version that wrote it."
         )
-    if found != wanted:
+    ours, theirs = ({**one.get(ADAPTERS, {}), "base_path": None} for one in (wanted, found))
+    if ours != theirs:
+        words = {"peft_config": "another peft_config", "base": "another base model or quantization of it"}
+        differ = [words.get(name, name) for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        what = f"adapters with {' and '.join(differ)}" if ADAPTERS in found else "the whole weights"
+        raise CheckpointError(
+            f"the checkpoint {place} was to be restored, but it holds {what}, where this run trains "
+            f"{'adapters' if ADAPTERS in wanted else 'the weights'}: use that run's peft_config and base model, or "
+            "another folder."
+        )
+    if {**found, ADAPTERS: None} != {**wanted, ADAPTERS: None}:
         raise CheckpointError(
             f"the checkpoint {place} was to be restored, but it is of another {found.get('model_type')} model, whose "
             f"parameters are not those of this {wanted['model_type']} model: use the folder of this model's run."

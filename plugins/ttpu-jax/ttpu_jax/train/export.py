@@ -10,26 +10,29 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ttpu_core.config import ModelConfig
-from ttpu_core.errors import CheckpointError
-from ttpu_core.mapping import stack_layers
+from ttpu_core.errors import CheckpointError, RequestError
+from ttpu_core.mapping import FlaxMapping, Tensor, stack_layers
 from ttpu_core.registry import default_registry
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.params.dtypes import model_dtype
-from ttpu_jax.params.export import save_checkpoint
-from ttpu_jax.train.checkpoints import IDENTITY, MODEL, PARAMS, check_identity, identity_of
+from ttpu_jax.params.export import copy_small_files, save_checkpoint
+from ttpu_jax.train.adapter_files import merged_tensors, write_adapter
+from ttpu_jax.train.checkpoints import ADAPTERS, IDENTITY, MODEL, PARAMS, check_identity, identity_of
 
 
-def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str) -> int:
-    """Write the weights of a run's checkpoint; return its step.
+def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
+    """Write the weights of a run's checkpoint, or its adapters in peft's format; return its step.
 
     Args:
         folder: of the run's checkpoints, beside which the run keeps its model's config and tokenizer.
         out: the folder of the Hugging Face checkpoint.
         step: which checkpoint; None takes the newest.
         dtype: of the written weights.
+        merge: write the base model with the adapters merged.
 
     Raises:
         CheckpointError: no whole checkpoint is there.
+        RequestError: `merge` for a run that trained the weights.
     """
     folder = folder.resolve()
     steps = sorted(int(one.name) for one in folder.iterdir() if one.name.isdigit()) if folder.is_dir() else []
@@ -48,10 +51,12 @@ def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str) 
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         try:
             identity = json.loads((place / IDENTITY / "metadata").read_text())
+            adapters = identity.get(ADAPTERS)
+            stored = table if adapters is None else [*adapters["modules"], *adapters["whole"]]
             restore = ocp.RestoreArgs(restore_type=np.ndarray)
-            shapes = {path: np.empty(0, np.float32) for path in table}
-            arguments = ocp.args.PyTreeRestore(shapes, restore_args=dict.fromkeys(table, restore))
-            check_identity(identity, identity_of(architecture.spec.model_type, table), place)
+            shapes = {path: np.empty(0, np.float32) for path in stored}
+            arguments = ocp.args.PyTreeRestore(shapes, restore_args=dict.fromkeys(stored, restore))
+            check_identity(identity, identity_of(architecture.spec.model_type, table, adapters), place)
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 params = reader.restore(place / PARAMS, args=arguments)
         except CheckpointError:
@@ -61,6 +66,21 @@ def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str) 
                 f"the checkpoint {place} was to be exported, but its files are damaged ({type(error).__name__}): "
                 "export another step."
             ) from error
+        if adapters is not None:
+            arrays = {path: np.asarray(value, np.float32) for path, value in params.items()}
+            if not merge:
+                write_adapter(out, adapters, arrays, architecture, kind)
+                copy_small_files(model, out)
+                return chosen
+            params = {name: one.astype(kind) for name, one in merged_tensors(adapters, arrays, architecture)}
+            rules = tuple((name, Tensor(name, value.shape)) for name, value in params.items())
+            save_checkpoint(out, FlaxMapping(rules), params, {**config, "dtype": kind.name}, model)
+            return chosen
+        if merge:
+            raise RequestError(
+                f"{folder} was to be exported with merge, but that run trained the weights and no adapters: leave "
+                "--merge out."
+            )
         for path in table:
             params[path] = np.asarray(params[path]).astype(kind)
         config["dtype"] = kind.name

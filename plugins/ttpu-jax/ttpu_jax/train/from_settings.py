@@ -17,6 +17,7 @@ from ttpu_jax.model.causal_model import Remat, causal_model
 from ttpu_jax.model.loss import LossSums, TokenBatch, settings_for, summed_loss
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.params.dtypes import model_dtype
+from ttpu_jax.train.adapters import AdaptedModel, Adapters
 from ttpu_jax.train.optimizers import ELEMENTWISE, matches, optimizer_for, schedule_of
 from ttpu_jax.train.step import TrainStep
 from ttpu_jax.train.zero import zero_placements
@@ -33,6 +34,7 @@ def step_from_settings(
     config: ModelConfig,
     table: Mapping[str, Parameter],
     trained: frozenset[str],
+    adapters: Adapters | None = None,
 ) -> TrainStep:
     """Make the step of a run.
 
@@ -44,6 +46,7 @@ def step_from_settings(
         config: of the checkpoint.
         table: stacked path → parameter.
         trained: the stacked paths that are trained.
+        adapters: that are trained too.
 
     Raises:
         RequestError: settings that contradict the mesh.
@@ -60,8 +63,12 @@ def step_from_settings(
     dtype = model_dtype(usual if settings.compute_dtype == "auto" else settings.compute_dtype)
     runtime = replace(runtime, placement=zero.weights, dtype=dtype)
     remat = cast("Remat", "full" if settings.remat == "auto" else settings.remat)
+    model = causal_model(spec, runtime, stacked=True, remat=remat)
+    if adapters is not None:
+        model = AdaptedModel(spec, model.runtime, stacked=True, remat=remat, adapters=adapters)
+        table, trained = {**table, **adapters.table(zero.weights)}, trained | set(adapters.names)
     return TrainStep(
-        causal_model(spec, runtime, stacked=True, remat=remat),
+        model,
         dtype,
         paddings,
         partial(_loss, settings_for(settings.loss, config)),
@@ -72,6 +79,7 @@ def step_from_settings(
         settings.optimizer.max_grad_norm,
         settings.skip_nonfinite,
         zero,
+        None if adapters is None else partial(adapters.noise, settings.seed),
     )
 
 

@@ -64,64 +64,70 @@ class HeldParameters:
         return {**single, **stacked_paddings(self.padded, self.paddings)}
 
     def taken_over(
-        self, params: dict[str, Any], shardings: Mapping[str, Sharding], dtypes: Mapping[str, np.dtype[Any]]
-    ) -> dict[str, jax.Array]:
+        self, params: dict[str, Any], shardings: Mapping[str, Any], dtypes: Mapping[str, np.dtype[Any]]
+    ) -> dict[str, Any]:
         """Stack a loaded model's parameters one after another, and take them out of `params` as they are converted.
 
         Args:
-            params: path → array, of single layers; empty afterwards.
+            params: path → array or quantized kernel, of single layers; empty afterwards.
             shardings: of the stacked parameters.
-            dtypes: of the stacked parameters.
+            dtypes: of the stacked parameters; quantized kernels keep theirs.
         """
 
-        def convert(path: str) -> jax.Array:
+        def convert(path: str) -> Any:
             sharding, dtype, layers = shardings[path], dtypes[path], self.copies.get(path)
             parts = [params.pop(layer) for layer in layers or (path,)]
+            plain = isinstance(parts[0], jax.Array)
             if (
                 layers is None
+                and plain
                 and parts[0].dtype == dtype
                 and parts[0].sharding.is_equivalent_to(sharding, parts[0].ndim)
             ):
                 return parts[0]
 
-            def stack(*parts: jax.Array) -> jax.Array:
-                arrays = [part.astype(dtype) for part in parts]
-                return jnp.stack(arrays) if layers is not None else arrays[0]
+            def stack(*parts: Any) -> Any:
+                cast = [part.astype(dtype) if plain else part for part in parts]
+                return jax.tree.map(lambda *arrays: jnp.stack(arrays), *cast) if layers is not None else cast[0]
 
             converted = jax.block_until_ready(jax.jit(stack, out_shardings=sharding)(*parts))
-            for part in parts:
-                part.delete()
+            for array in jax.tree.leaves(parts):
+                array.delete()
             return converted
 
         return {path: convert(path) for path in stacked_parameters(self.padded)}
 
     def unstacked(
-        self, params: Mapping[str, jax.Array], shardings: Mapping[str, Sharding], dtypes: Mapping[str, np.dtype[Any]]
-    ) -> dict[str, jax.Array]:
+        self, params: Mapping[str, Any], shardings: Mapping[str, Any], dtypes: Mapping[str, np.dtype[Any]]
+    ) -> dict[str, Any]:
         """Copies of stacked parameters as a loaded model holds them; `shardings` and `dtypes` are those of single
-        layers."""
-        result: dict[str, jax.Array] = {}
+        layers, and kernels that are no arrays keep their dtypes."""
+        result: dict[str, Any] = {}
         for path, value in params.items():
             layers = self.copies.get(path)
             names = layers or (path,)
 
-            def split(value: jax.Array, names: tuple[str, ...] = names, stacked: bool = layers is not None) -> Any:
-                parts = tuple(value) if stacked else (value,)
-                return tuple(part.astype(dtypes[name]) for name, part in zip(names, parts, strict=True))
+            def split(value: Any, names: tuple[str, ...] = names, stacked: bool = layers is not None) -> Any:
+                count = range(len(names))
+                parts = [jax.tree.map(lambda array, i=i: array[i], value) for i in count] if stacked else [value]
+                if isinstance(value, jax.Array):
+                    parts = [part.astype(dtypes[name]) for name, part in zip(names, parts, strict=True)]
+                return tuple(parts)
 
             parts = jax.jit(split, out_shardings=tuple(shardings[name] for name in names))(value)
-            # What was neither cut nor converted may be the same buffer, which the next update overwrites.
-            result.update(zip(names, (jnp.copy(one) if one is value else one for one in parts), strict=True))
+            if layers is None:  # what was neither cut nor converted may be the same buffer, which updates overwrite
+                parts = (jax.tree.map(lambda new, old: jnp.copy(new) if new is old else new, parts[0], value),)
+            result.update(zip(names, parts, strict=True))
         return {path: result[path] for path in shardings}
 
     def unpadded(self, path: str, value: jax.Array) -> jax.Array:
         """A parameter, or a moment of its shape, `value` [*padded shape] without padding: [*stored shape]. For use
         inside jit."""
-        return self._each(path, value, _unpad)
+        return self._each(path, value, unpad)
 
     def repadded(self, path: str, value: jax.Array) -> jax.Array:
         """Undo `unpadded`: `value` [*stored shape] padded to [*padded shape]. For use inside jit."""
-        return self._each(path, value, _pad)
+        return self._each(path, value, pad)
 
     def stored_sharding(self, path: str, sharding: Sharding) -> Sharding:
         """The sharding of a parameter without padding: where devices do not divide a dimension it is whole."""
@@ -148,13 +154,15 @@ class HeldParameters:
         )
 
 
-def _unpad(value: jax.Array, padding: Padding) -> jax.Array:
+def unpad(value: jax.Array, padding: Padding) -> jax.Array:
+    """`Padding.unpad` inside jit: value [*padding.shape] → [*padding.original]."""
     first = {number: place for place, number in reversed(list(enumerate(padding.index)))}
     places = np.array([first[number] for number in range(padding.view[padding.axis])])
     return value.reshape(padding.taken).take(places, axis=padding.axis).reshape(padding.original)
 
 
-def _pad(value: jax.Array, padding: Padding) -> jax.Array:
+def pad(value: jax.Array, padding: Padding) -> jax.Array:
+    """`Padding.pad` inside jit: value [*padding.original] → [*padding.shape]."""
     index = np.asarray(padding.index)
     taken = value.reshape(padding.view).take(np.maximum(index, 0), axis=padding.axis)
     real = np.expand_dims(index >= 0, [axis for axis in range(taken.ndim) if axis != padding.axis])

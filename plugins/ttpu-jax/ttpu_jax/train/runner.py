@@ -19,12 +19,16 @@ from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.mapping import pad_mapping, stack_layers
 from ttpu_core.sharding.hardware import chip_of_device_kind
 from ttpu_core.sharding.training_state import ADAMW
-from ttpu_core.spec import axes
+from ttpu_core.spec import Parameter, axes
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.model.causal_model import Remat
 from ttpu_jax.model.loss import TokenBatch
 from ttpu_jax.params.dtypes import model_dtype
+from ttpu_jax.params.export import on_host
 from ttpu_jax.params.placement import Placement
+from ttpu_jax.params.quantized import shardings_of
+from ttpu_jax.train.adapter_files import identity_of_adapters, read_adapter, write_adapter
+from ttpu_jax.train.adapters import Adapters, find_adapters
 from ttpu_jax.train.from_settings import step_from_settings, trained_paths
 from ttpu_jax.train.held import HeldParameters
 from ttpu_jax.train.step import Figures, mean_of
@@ -121,7 +125,9 @@ class JaxTrainRunner:
         step_count: updates so far.
         held: how parameters are held and stored.
         optimizer_state: of the trained parameters.
-        params: stacked path → master weight; of a parameter that is not trained, the weight as it was loaded.
+        params: stacked path → master weight; of a parameter that is not trained, the weight as it was loaded. Where
+            adapters are trained, their arrays by name too.
+        adapters: that are trained; None trains weights.
 
     Raises:
         RequestError: settings that contradict the model or each other.
@@ -136,31 +142,42 @@ class JaxTrainRunner:
         programs = model.programs
         self.layout = row_layout(programs.runtime.placement)
         self.held = HeldParameters(model.spec, programs.spec, model.paddings)
-        self._table = stacked_parameters(programs.spec)
-        trained = trained_paths(settings.trainable, self._table, self.held.copies, model.spec.model_type)
+        self._table: dict[str, Parameter] = stacked_parameters(programs.spec)
+        self.adapters = None
+        if settings.adapters is None:
+            trained = trained_paths(settings.trainable, self._table, self.held.copies, model.spec.model_type)
+        else:
+            mapping = model.architecture.mapping
+            self.adapters = find_adapters(settings.adapters, mapping, programs.spec, model.paddings)
+            trained = self.adapters.whole
         config = model.architecture.config
         self._step = step_from_settings(
-            settings, programs.spec, programs.runtime, model.paddings, config, self._table, trained
+            settings, programs.spec, programs.runtime, model.paddings, config, self._table, trained, self.adapters
         )
         assert self._step.zero is not None
         self._zero, dtype = self._step.zero, self._step.dtype
         self._remat = cast("Remat | None", None if settings.remat == "auto" else settings.remat)
         self._whole = self._zero.weights.whole()
-        self._shardings = {
-            path: (self._zero.state if path in trained else self._zero.weight)(path, parameter)
+        self._shardings: dict[str, Any] = {
+            path: self._zero.state(path, parameter)
+            if path in trained
+            else shardings_of(self._zero.weights, path, parameter)
             for path, parameter in self._table.items()
         }
         master = np.dtype(ADAMW.master_dtype)
         kept = {path: model.params[self.held.copies.get(path, (path,))[0]].dtype for path in self._table}
         dtypes = {path: master if path in trained else kept[path] for path in self._table}
         self.params = self.held.taken_over(model.params, self._shardings, dtypes)
+        self.parameter_count = sum(parameter.size for parameter in self.held.stored.values())
+        self.trained_count = sum(self.held.stored[path].size for path in trained)
+        self._kept = frozenset(self._table) if self.adapters is None else trained
+        if self.adapters is not None:
+            self._add_adapters(self.adapters)
         shapes = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), self.params
         )
         self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self._step.abstract_state(shapes))
         self.optimizer_state = jax.jit(self._step.init, out_shardings=self._state_shardings)(self.params)
-        self.parameter_count = sum(parameter.size for parameter in self.held.stored.values())
-        self.trained_count = sum(self.held.stored[path].size for path in trained)
         chip = chip_of_device_kind(programs.runtime.placement.devices[0].device_kind)
         self.peak_flops = chip.bf16_flops if chip is not None and dtype.name == "bfloat16" else None
         self._programs: dict[Any, Any] = {}
@@ -237,8 +254,12 @@ class JaxTrainRunner:
         return OrbaxStore(self, folder, policy)
 
     def save_pretrained(self, folder: Path, dtype: str) -> Path:
-        """Write the weights as a Hugging Face checkpoint, in `dtype`."""
+        """Write the weights as a Hugging Face checkpoint, in `dtype`; where adapters are trained, the adapter in peft's
+        format."""
         kind = model_dtype(dtype)
+        if self.adapters is not None:
+            arrays = {path: on_host(value) for path, value in self.stored_arrays()[0].items()}
+            return write_adapter(folder, self.adapter_identity(), arrays, self._model.architecture, kind)
         mapping = stack_layers(pad_mapping(self._model.architecture.mapping, self._model.paddings), self.held.padded)
         return self._model.save_parameters(
             folder, mapping, {path: value.astype(kind) for path, value in self.params.items()}, kind
@@ -249,9 +270,21 @@ class JaxTrainRunner:
         if not self._model.params:
             table = self._model.spec.parameters
             dtypes = {path: np.dtype(one.dtype) if one.dtype else self._model.dtype for path, one in table.items()}
-            placements = self._model.programs.model.placements
-            self._model.params.update(self.held.unstacked(self.params, placements, dtypes))
+            placements = dict(self._model.programs.model.placements)
+            params: Mapping[str, Any] = self.params
+            if self.adapters is not None:
+                params = jax.jit(self._bound)(params)
+                placement = self._model.programs.runtime.placement
+                placements |= self.adapters.layer_shardings(params, placements, placement)
+            self._model.params.update(self.held.unstacked(params, placements, dtypes))
         return self._model
+
+    def _bound(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters with adapters in their kernels, in the dtype of the loaded model."""
+        assert self.adapters is not None
+        own = self.adapters.table()
+        cast = {name: params[name].astype(self._model.dtype) for name, one in own.items() if one.dtype is None}
+        return self.adapters.bound({**params, **cast}, self._zero.weights)
 
     # -- for checkpoints --
 
@@ -260,9 +293,18 @@ class JaxTrainRunner:
         """The loaded model, whose weights this runner may hold."""
         return self._model
 
+    @property
+    def stored_names(self) -> frozenset[str]:
+        """The parameters that checkpoints hold: all, or where adapters are trained, what is trained."""
+        return self._kept
+
     def stored_arrays(self) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Master weights by stacked path and the optimizer's state by name, both without padding."""
-        return self._stored(self.params), self._stored(_named(self.optimizer_state))
+        return self._stored(self._of_checkpoints()), self._stored(_named(self.optimizer_state))
+
+    def adapter_identity(self) -> dict[str, Any] | None:
+        """What says which adapters a checkpoint holds; None where weights are trained."""
+        return None if self.adapters is None else identity_of_adapters(self.adapters, self._model)
 
     def stored_shapes(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Shapes, dtypes and shardings of `stored_arrays`."""
@@ -270,7 +312,10 @@ class JaxTrainRunner:
         def shapes(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
             return {name: self._stored_shape(name, array) for name, array in arrays.items()}
 
-        return shapes(self.params), shapes(_named(self.optimizer_state))
+        return shapes(self._of_checkpoints()), shapes(_named(self.optimizer_state))
+
+    def _of_checkpoints(self) -> dict[str, jax.Array]:
+        return {path: value for path, value in self.params.items() if path in self._kept}
 
     def put(self, params: Mapping[str, jax.Array], state: Mapping[str, jax.Array], step: int) -> None:
         """Take over arrays as `stored_arrays` gives them."""
@@ -278,7 +323,7 @@ class JaxTrainRunner:
         leaves, tree = jax.tree.flatten(self.optimizer_state)
         names = list(_named(self.optimizer_state))
         shardings = {name: leaf.sharding for name, leaf in zip(names, leaves, strict=True)}
-        self.params = self._repadded(params, self._shardings)
+        self.params = {**self.params, **self._repadded(params, self._shardings)}
         padded = self._repadded(state, shardings)
         self.optimizer_state = jax.tree.unflatten(tree, [padded[name] for name in names])
         self.step_count = step
@@ -319,10 +364,30 @@ class JaxTrainRunner:
 
     # -- programs --
 
+    def _add_adapters(self, adapters: Adapters) -> None:
+        """Make the arrays of adapters: new ones, or those of the adapter to begin with."""
+        own = adapters.table(self._zero.weights)
+        self._table |= own
+        self._shardings |= {name: self._zero.state(name, parameter) for name, parameter in own.items()}
+        shardings = {name: self._shardings[name] for name in own}
+        start = adapters.settings.start
+        if start is None:
+            first = partial(adapters.first, seed=self.settings.seed, placement=self._zero.weights)
+            self.params |= jax.jit(first, out_shardings=shardings)(self.params)
+        else:
+            read = read_adapter(start, adapters, self._model.architecture, self.held.padded, self._model.paddings)
+            self.params |= {
+                path: jax.make_array_from_callback(value.shape, self._shardings[path], value.__getitem__)
+                for path, value in read.items()
+            }
+        self.trained_count += sum(parameter.size for parameter in own.values())
+        self.parameter_count += sum(parameter.size for parameter in own.values())
+        self._kept |= frozenset(own)
+
     def _take_back(self) -> None:
         """Free the weights that `model` gave."""
-        for value in self._model.params.values():
-            value.delete()
+        for array in jax.tree.leaves(self._model.params):
+            array.delete()
         self._model.params.clear()
 
     def _placed(self, batch: Batch, parts: int = 1) -> TokenBatch:
@@ -397,10 +462,10 @@ class JaxTrainRunner:
 
 
 def _refuse(model: JaxCausalLM, settings: StepSettings) -> None:
-    if model.programs.spec.kernel_formats:
+    if model.programs.spec.kernel_formats and settings.adapters is None:
         raise UnsupportedError(
-            "a quantized model was to be trained, but updates are smaller than the steps between its numbers: load the "
-            "model without quantization."
+            "a quantized model was to be trained, but updates are smaller than the steps between its numbers: train "
+            "adapters beside it with peft_config={'target_modules': 'all-linear'}, or load it without quantization."
         )
     if model.engine is not None:
         raise UnsupportedError(

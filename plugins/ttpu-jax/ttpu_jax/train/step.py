@@ -96,6 +96,7 @@ class TrainStep:
         rows_per_example: rows that belong together, such as the two of a pair: parts of a batch do not divide them.
         of_whole_batch: sums over all rows that the loss of each row depends on, computed without gradients before the
             loss, which finds their totals in `TokenBatch.shared`.
+        noise: number of the update, part → what the loss's parameters hold beside the model's, from which it draws.
     """
 
     model: DecoderModel
@@ -111,6 +112,7 @@ class TrainStep:
     zero: ZeroPlacements | None = None
     rows_per_example: int = 1
     of_whole_batch: WholeBatch | None = None
+    noise: Callable[[jax.Array | int, jax.Array | int], Params] | None = None
 
     def init(self, params: Params) -> Any:
         """The optimizer's state before the first step; for use inside jit, or of shapes with `jax.eval_shape`."""
@@ -152,7 +154,7 @@ class TrainStep:
             RequestError: rows that `accumulation` does not divide.
         """
         trained = self._trained(params)
-        sums, gradients = self._gradients(self.computed(params), batch)
+        sums, gradients = self._gradients(self.computed(params), batch, number)
         gradients = project_gradients(gradients, self.model.spec, self.paddings, stacked=self.model.stacked)
         squares = squared_norm(gradients, self.model.spec, self.paddings, stacked=self.model.stacked)
         norm = jnp.sqrt(squares)
@@ -191,14 +193,17 @@ class TrainStep:
     def _trained(self, params: Mapping[str, Any]) -> dict[str, Any]:
         return {path: value for path, value in params.items() if self.trainable(path)}
 
-    def _gradients(self, weights: dict[str, Any], batch: TokenBatch) -> tuple[LossSums, dict[str, jax.Array]]:
+    def _gradients(
+        self, weights: dict[str, Any], batch: TokenBatch, number: jax.Array | int
+    ) -> tuple[LossSums, dict[str, jax.Array]]:
         """The sums of the loss, and the gradient of its mean for each trained parameter."""
         trained = self._trained(weights)
         batch = self._with_whole(weights, batch, self.accumulation)
         shared = batch.shared
 
-        def summed(trained: dict[str, Any], batch: TokenBatch) -> tuple[jax.Array, LossSums]:
-            sums = self.loss(self.model, {**weights, **trained}, batch)
+        def summed(trained: dict[str, Any], batch: TokenBatch, part: jax.Array | int = 0) -> tuple[jax.Array, LossSums]:
+            noise = {} if self.noise is None else self.noise(number, part)
+            sums = self.loss(self.model, {**weights, **trained, **noise}, batch)
             return sums.total, sums
 
         if self.accumulation == 1:
@@ -212,8 +217,9 @@ class TrainStep:
 
         part_gradients = jax.grad(summed, has_aux=True)
 
-        def add(so_far: Any, part: TokenBatch) -> tuple[Any, None]:
-            gradients, sums = part_gradients(trained, replace(part, shared=shared))
+        def add(so_far: Any, numbered: tuple[jax.Array, TokenBatch]) -> tuple[Any, None]:
+            place, part = numbered
+            gradients, sums = part_gradients(trained, replace(part, shared=shared), place)
             return jax.tree.map(jnp.add, so_far, (sums, self._as_given(gradients))), None
 
         parts = jax.tree.map(self._in_parts, replace(batch, shared={}))
@@ -223,7 +229,7 @@ class TrainStep:
             jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums),
             self._as_given(jax.tree.map(jnp.zeros_like, trained)),
         )
-        (sums, gradients), _ = jax.lax.scan(add, zeros, parts)
+        (sums, gradients), _ = jax.lax.scan(add, zeros, (jnp.arange(self.accumulation), parts))
         return sums, jax.tree.map(lambda gradient: gradient / _count(sums), gradients)
 
     def _as_given(self, gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -76,10 +76,16 @@ def zero_placements(placement: Placement, stage: int | None) -> ZeroPlacements:
         )
     rules = dict(placement.strategy.rules)
     if stage < 3:
-        placement = _with_features(placement, {name: _without(rules.get(name, ()), batch) for name in FEATURES})
+        placement = without_batch(placement)
     elif not set(batch) & {axis for name in FEATURES for axis in rules.get(name, ())}:
         placement = _with_features(placement, {name: (*rules.get(name, ()), *batch) for name in FEATURES})
     return ZeroPlacements(stage, placement, batch)
+
+
+def without_batch(placement: Placement) -> Placement:
+    """The placement, with features that the axes of the batch do not shard."""
+    rules, batch = dict(placement.strategy.rules), placement.axes_of(axes.BATCH)
+    return _with_features(placement, {name: _without(rules.get(name, ()), batch) for name in FEATURES})
 
 
 def _without(mesh_axes: tuple[str, ...], batch: tuple[str, ...]) -> tuple[str, ...]:

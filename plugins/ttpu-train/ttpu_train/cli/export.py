@@ -25,23 +25,29 @@ def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the checkpoint to write.")],
     step: Annotated[int | None, typer.Option(metavar="N", help="Of this update; without it, of the newest.")] = None,
     dtype: Annotated[DtypeChoice, typer.Option(help="What weights are written in.")] = DtypeChoice.bfloat16,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run of adapters: write the base model with them merged.")
+    ] = False,
     backend: options.Backend = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a training run's weights as a checkpoint that transformers, vLLM and ttpu load.
 
-    It needs none of the devices that the run had.
+    A run of adapters (peft_config) is written as an adapter that peft and the serving engine read, or with --merge as
+    a checkpoint. It needs none of the devices that the run had.
 
     Examples:
 
     \b
       ttpu export ./run --out ./model
       ttpu export ./run --step 500 --out ./model-500 --dtype float32
+      ttpu export ./lora-run --merge --out ./model
     """
     from ttpu_train.trainer import CHECKPOINTS, training_backend
 
     folder = run.expanduser() / CHECKPOINTS
-    written = training_backend(backend).export_checkpoint(folder, out.expanduser(), step=step, dtype=dtype.value)
+    runs = training_backend(backend)
+    written = runs.export_checkpoint(folder, out.expanduser(), step=step, dtype=dtype.value, merge=merge)
     if as_json:
         print_json({"folder": str(out), "step": written, "dtype": dtype.value})
     else:

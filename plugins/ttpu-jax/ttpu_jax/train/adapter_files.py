@@ -1,0 +1,240 @@
+"""Adapters in peft's files, adapter_config.json and adapter_model.safetensors: written from a run, read to begin one, and
+merged into the checkpoint of their base model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from ttpu_core.architecture import Architecture
+from ttpu_core.checkpoint import open_checkpoint
+from ttpu_core.checkpoint.header import TensorInfo, TensorReader, read_header
+from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
+from ttpu_core.mapping import FlaxMapping, gather, pad_mapping, stack_layers
+from ttpu_core.sharding.padding import Paddings
+from ttpu_core.spec import ArchitectureSpec
+from ttpu_jax.params.dtypes import stored_dtype
+from ttpu_jax.params.export import export_tensors, wait_for_all
+from ttpu_jax.train.adapters import MAGNITUDE, PREFIX, A, Adapters, B
+
+if TYPE_CHECKING:
+    from ttpu_jax.causal_lm import JaxCausalLM
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""Of each file of a base model, how many places the fingerprint reads, and how much of each."""
+
+
+def identity_of_adapters(adapters: Adapters, model: JaxCausalLM) -> dict[str, Any]:
+    """What JSON holds of a run's adapters.
+
+    Returns:
+        peft_config: the content of adapter_config.json.
+        modules: name of a trained array → its names in peft's files, one for each layer.
+        whole: the stacked paths of the base model's parameters that are trained too.
+        base: a digest of the base model's files, and of how it is quantized.
+        base_path: where these were.
+    """
+    modules: dict[str, list[str]] = {}
+    for name, _, stored in adapters.modules():
+        modules.setdefault(name, []).append(stored)
+    return {
+        "peft_config": _peft_config(adapters),
+        "modules": modules,
+        "whole": sorted(adapters.whole),
+        "base": _fingerprint(model),
+        "base_path": model.source,
+    }
+
+
+def write_adapter(
+    folder: Path,
+    identity: Mapping[str, Any] | None,
+    arrays: Mapping[str, np.ndarray],
+    architecture: Architecture,
+    kind: np.dtype[Any],
+) -> Path:
+    """Write an adapter that peft and the serving engine read; return its folder. All processes must call this.
+
+    Args:
+        folder: to write.
+        identity: of the adapters.
+        arrays: stacked path or name → array without padding, on the host.
+        architecture: of the base model.
+        kind: the dtype of the written tensors.
+    """
+    assert identity is not None
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {f"{PREFIX}{name}": value for name, value in _whole_tensors(identity, arrays, architecture).items()}
+        tensors |= _low_rank_tensors(identity, arrays)
+        save_file(
+            {name: np.ascontiguousarray(value.astype(kind)) for name, value in tensors.items()},
+            folder / WEIGHTS,
+            metadata={"format": "pt"},
+        )
+        config = {**identity["peft_config"], "base_model_name_or_path": identity["base_path"]}
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    wait_for_all()
+    return folder
+
+
+def read_adapter(
+    folder: str, adapters: Adapters, architecture: Architecture, padded: ArchitectureSpec, paddings: Paddings
+) -> dict[str, np.ndarray]:
+    """The arrays of an adapter in peft's format, by stacked path or name, float32 and padded for the mesh.
+
+    Args:
+        folder: of the adapter.
+        adapters: that are trained.
+        architecture: of the base model.
+        padded: the architecture as the mesh needs it.
+        paddings: of the parameters of single layers.
+
+    Raises:
+        RequestError: there is no such file.
+        CheckpointError: it is another model's or another kind of adapter.
+    """
+    file = Path(folder).expanduser() / WEIGHTS
+    if not file.is_file():
+        raise RequestError(
+            f"adapter_name_or_path={folder!r} was given, but there is no {WEIGHTS}: save it with peft's "
+            "save_pretrained, or name the folder that `ttpu export` wrote."
+        )
+    tensors = dict(_tensors(file))
+    found = adapters.from_files(tensors, folder)
+    if adapters.whole:
+        rules = dict(stack_layers(pad_mapping(architecture.mapping, paddings), padded).rules)
+        for path in adapters.whole:
+            found[path] = np.empty(rules[path].result_shape, np.float32)
+            try:
+                gather(rules[path], lambda name: tensors[f"{PREFIX}{name}"], found[path])
+            except KeyError as missing:
+                raise CheckpointError(
+                    f"the adapter {folder} was to be trained on, but it has no {missing}, which peft_config's "
+                    "modules_to_save and bias choose: use its own adapter_config.json."
+                ) from missing
+    return found
+
+
+def merged_tensors(
+    identity: Mapping[str, Any], arrays: Mapping[str, np.ndarray], architecture: Architecture
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Name → float32 tensor of the base model's checkpoint with the adapter merged, one after another.
+
+    Raises:
+        CheckpointError: the base model's files are not there any more.
+        UnsupportedError: they hold quantized weights.
+    """
+    config = identity["peft_config"]
+    source = identity["base_path"]
+    try:
+        base = open_checkpoint(source or "")
+    except Exception as error:  # whatever says that it is gone: a folder, the Hub
+        raise CheckpointError(
+            f"adapters were to be merged into {source}, but that cannot be opened ({error}): put the base model there, "
+            "or export without --merge."
+        ) from error
+    if architecture.config.get("quantization_config"):
+        raise UnsupportedError(
+            f"adapters were to be merged into {source}, but its weights are quantized: export without --merge, and "
+            "serve or merge the adapter with the checkpoint that is not quantized."
+        )
+    low_rank, whole = _low_rank_tensors(identity, arrays), _whole_tensors(identity, arrays, architecture)
+    scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
+    mapping = architecture.mapping
+    names = mapping.canonical(base.tensors)
+    with TensorReader() as reader:
+        for name, stored in names.items():
+            value = _read(base.tensors[stored], reader)
+            module = f"{PREFIX}{name.removesuffix('.weight')}"
+            if name in whole:
+                value = whole[name].astype(np.float32)
+            elif f"{module}.{A}.weight" in low_rank:
+                change = low_rank[f"{module}.{B}.weight"] @ low_rank[f"{module}.{A}.weight"]
+                value = value + np.float32(scaling) * change
+                if (magnitude := low_rank.get(f"{module}.{MAGNITUDE}")) is not None:
+                    value *= (magnitude / np.linalg.norm(value, axis=1))[:, None]
+            yield name, value
+
+
+def _peft_config(adapters: Adapters) -> dict[str, Any]:
+    settings = adapters.settings
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": settings.r,
+        "lora_alpha": settings.lora_alpha,
+        "lora_dropout": settings.lora_dropout,
+        "target_modules": _target_names(adapters),
+        "use_rslora": settings.use_rslora,
+        "use_dora": settings.use_dora,
+        "bias": settings.bias,
+        "modules_to_save": list(settings.modules_to_save) or None,
+        "init_lora_weights": settings.init_lora_weights,
+        "inference_mode": True,
+        "fan_in_fan_out": False,
+    }
+
+
+def _target_names(adapters: Adapters) -> list[str]:
+    """What peft chooses the same modules by: the ends of names where all modules of this name have adapters."""
+    chosen = {module for target in adapters.targets for block in target.blocks for module in block.modules}
+    every = {
+        tensor.removesuffix(".weight") for target in adapters.targets for each in target.tensors for tensor in each
+    }
+    tails = {module.rsplit(".", 1)[-1] for module in chosen}
+    partly = {tail for tail in tails if any(m.endswith(f".{tail}") and m not in chosen for m in every)}
+    full = {module for module in chosen if module.rsplit(".", 1)[-1] in partly}
+    return sorted((tails - partly) | full)
+
+
+def _fingerprint(model: JaxCausalLM) -> str:
+    """A digest of the files that the base model was loaded from, read in places, and of how it is quantized."""
+    digest = hashlib.sha256(repr(model.spec.kernel_formats).encode())
+    files = [] if model.files is None else sorted(model.files.glob("*.safetensors"))
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for number in range(SAMPLES):
+                file.seek(size * number // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _low_rank_tensors(identity: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {
+        stored: np.asarray(arrays[name][place])
+        for name, modules in identity["modules"].items()
+        for place, stored in enumerate(modules)
+    }
+
+
+def _whole_tensors(
+    identity: Mapping[str, Any], arrays: Mapping[str, np.ndarray], architecture: Architecture
+) -> dict[str, np.ndarray]:
+    """The base model's own tensors that are trained, by their names in its checkpoint."""
+    stacked = stack_layers(architecture.mapping, architecture.spec)
+    chosen = tuple((path, stacked[path]) for path in identity["whole"])
+    return export_tensors(FlaxMapping(chosen), {path: arrays[path] for path, _ in chosen})
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
+    with TensorReader() as reader:
+        for name, info in read_header(file).tensors.items():
+            yield name, _read(info, reader)
+
+
+def _read(info: TensorInfo, reader: TensorReader) -> np.ndarray:
+    stored = np.empty(info.shape, stored_dtype(info.dtype, info.name))
+    if stored.size:
+        reader.read_into(info, stored.reshape(-1).view(np.uint8).data)
+    return stored.astype(np.float32)

@@ -1,0 +1,180 @@
+"""The settings of low-rank adapters, by the names of peft's `LoraConfig`, and how they are read from what a user gives: a
+mapping, a `LoraConfig`, or the folder of an adapter that peft saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.loading import refuse_unknown
+
+ALL_LINEAR = "all-linear"
+ADAPTER_CONFIG = "adapter_config.json"
+BIASES = ("none", "all", "lora_only")
+STARTS = (True, False, "gaussian")
+"""Values of `init_lora_weights` that leave the base model's weights alone and need no data."""
+SILENT = (
+    "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "megatron_config", "megatron_core",
+    "peft_version", "qalora_group_size", "revision",
+)  # fmt: skip
+"""Fields of peft's configs that change nothing for a model without Conv1D, Megatron or QALoRA."""
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Which low-rank adapters are trained, beside base weights that are not (arXiv 2106.09685). The names and meanings
+    are those of peft's `LoraConfig`.
+
+    Attributes:
+        target_modules: names of linear modules or the ends of their names, as in ("q_proj", "v_proj"); one text is a
+            regular expression of whole names, or "all-linear" for all that adapters reach.
+        r: the rank.
+        lora_alpha: the adapter's output is multiplied by lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`.
+        lora_dropout: the share of an adapter's inputs that is 0 in an update, drawn from the run's seed, the number of
+            the update and its part.
+        use_rslora: see `lora_alpha` (arXiv 2312.03732).
+        use_dora: train the magnitude of each output of a kernel apart from its direction (arXiv 2402.09353).
+        bias: "none", "all" or "lora_only": which biases of the base model are trained too.
+        modules_to_save: modules of the base model that are trained whole.
+        exclude_modules: as `target_modules`, of modules that get none.
+        layers_to_transform: the layers whose modules get adapters; None: all.
+        init_lora_weights: True: A is uniform as peft's and B is 0; "gaussian": A is normal with deviation 1 / r; False:
+            neither is 0.
+        start: the folder of an adapter to begin with; None begins with `init_lora_weights`.
+    """
+
+    target_modules: str | tuple[str, ...]
+    r: int = 8
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    bias: Literal["none", "all", "lora_only"] = "none"
+    modules_to_save: tuple[str, ...] = ()
+    exclude_modules: str | tuple[str, ...] = ()
+    layers_to_transform: tuple[int, ...] | None = None
+    init_lora_weights: bool | str = True
+    start: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            RequestError: one is out of range.
+            UnsupportedError: a combination that is not trained.
+        """
+        whole = isinstance(self.r, int) and not isinstance(self.r, bool)
+        _need(whole and self.r >= 1, "r", self.r, "a whole number from 1")
+        _need(_is_number(self.lora_alpha) and self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "a number above 0")
+        holds = _is_number(self.lora_dropout) and 0 <= self.lora_dropout < 1
+        _need(holds, "lora_dropout", self.lora_dropout, "a number from 0 to below 1")
+        _need(self.bias in BIASES, "bias", self.bias, f"one of {', '.join(BIASES)}")
+        if self.init_lora_weights not in STARTS:
+            raise UnsupportedError(
+                f"init_lora_weights={self.init_lora_weights!r} was given, but adapters begin with True, False or "
+                "'gaussian': others change the base weights or need data; give one of these."
+            )
+        if self.use_dora and self.lora_dropout:
+            raise UnsupportedError(
+                f"lora_dropout={self.lora_dropout} was given with use_dora, but DoRA's magnitudes scale the base's "
+                "output of inputs that are not dropped: set lora_dropout: 0."
+            )
+
+    @property
+    def scaling(self) -> float:
+        """What the output of an adapter is multiplied by."""
+        return float(self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r))
+
+
+def adapter_settings(peft_config: Any, start: str | Path | None = None) -> AdapterSettings:
+    """The settings that a user gave.
+
+    Args:
+        peft_config: a mapping with the fields of peft's `LoraConfig`, such a config, or None.
+        start: the folder of an adapter to begin with, whose config counts where `peft_config` is None.
+
+    Raises:
+        RequestError: a field is unknown or out of range, or there is no adapter.
+        UnsupportedError: a field asks for what is not trained.
+    """
+    given = _given(peft_config, start)
+    refused = {name: value for name, value in given.items() if name not in _FIELDS and value}
+    for name in SILENT:
+        refused.pop(name, None)
+    kind, task = refused.pop("peft_type", "LORA"), refused.pop("task_type", None)
+    kind, task = getattr(kind, "value", kind), getattr(task, "value", task)
+    if kind != "LORA" or task not in (None, "CAUSAL_LM"):
+        raise UnsupportedError(
+            f"peft_config has peft_type {kind!r} and task_type {task!r}, but LoRA adapters of causal language models "
+            "are trained: give LORA and CAUSAL_LM, or leave them out."
+        )
+    known = _known_to_peft(peft_config)
+    beyond = [name for name in refused if name in known]
+    if beyond:
+        raise UnsupportedError(
+            f"peft_config sets {', '.join(beyond)}, but adapters are trained with {', '.join(_FIELDS)}: leave it out."
+        )
+    refuse_unknown(refused, _FIELDS, "peft_config", "it", " (see docs/training.md)")
+    if not given.get("target_modules"):
+        raise RequestError(
+            "peft_config names no target_modules, but adapters need modules: give names such as [q_proj, v_proj], or "
+            f"{ALL_LINEAR!r}."
+        )
+    chosen = {name: _frozen(name, given[name]) for name in _FIELDS if given.get(name) is not None}
+    return AdapterSettings(**chosen, start=None if start is None else str(start))
+
+
+_FIELDS = tuple(one.name for one in fields(AdapterSettings) if one.name != "start")
+_SEQUENCES = ("modules_to_save", "exclude_modules", "target_modules")
+
+
+def _given(peft_config: Any, start: str | Path | None) -> dict[str, Any]:
+    if isinstance(peft_config, Mapping):
+        return dict(peft_config)
+    if peft_config is not None:
+        if not hasattr(peft_config, "to_dict"):
+            raise RequestError(
+                f"peft_config is a {type(peft_config).__name__}, but a mapping or peft's LoraConfig is needed: give one "
+                "such as {r: 16, target_modules: all-linear}."
+            )
+        return dict(peft_config.to_dict())
+    file = Path(str(start)).expanduser() / ADAPTER_CONFIG
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            f"adapter_name_or_path={str(start)!r} was given, but {ADAPTER_CONFIG} there cannot be read ({error}): name "
+            "a folder that peft's save_pretrained or `ttpu export` wrote."
+        ) from error
+    return dict(found)
+
+
+def _known_to_peft(peft_config: Any) -> frozenset[str]:
+    """Fields that peft has: of its own config all, of a mapping those that are often set."""
+    usual = ("rank_pattern", "alpha_pattern", "layers_pattern", "layer_replication", "lora_bias", "target_parameters")
+    more = ("trainable_token_indices", "loftq_config", "eva_config", "corda_config", "use_qalora")
+    own = () if peft_config is None or isinstance(peft_config, Mapping) else tuple(peft_config.to_dict())
+    return frozenset((*usual, *more, *own))
+
+
+def _frozen(name: str, value: Any) -> Any:
+    if name == "layers_to_transform":
+        return (value,) if isinstance(value, int) else tuple(value)
+    if name == "modules_to_save" and isinstance(value, str):
+        return (value,)
+    if name in _SEQUENCES and not isinstance(value, str):
+        return tuple(sorted(value))
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _need(holds: bool, name: str, value: Any, allowed: str) -> None:
+    if not holds:
+        raise RequestError(f"peft_config has {name}={value!r}, but it is {allowed}: correct it.")
