@@ -96,3 +96,66 @@ def test_updates_are_those_of_peft(checkpoint: Path, plain: Any, kind: str) -> N
     with torch.no_grad():
         logits = read(torch.tensor(batch(0).tokens).long()).logits.numpy()
     np.testing.assert_allclose(np.load(folder / "logits.npy"), logits, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "stage", "accumulation"),
+    [("lora", "fsdp=4,tensor=2", 3, 2), ("dora", "data=4,tensor=2", 2, 1)],
+)
+def test_every_mesh_and_stage_trains_as_one_device(
+    checkpoint: Path, plain: Any, kind: str, mesh: str, stage: Any, accumulation: int
+) -> None:
+    one = runner(checkpoint, KINDS[kind], mesh, zero_stage=stage, accumulation=accumulation)
+    np.testing.assert_allclose(trained(one, 0, 4), plain[kind][0][:4], rtol=1e-5)
+    path = "groups.0.0.attention.qkv.kernel"
+    assert not any(path in name for name in one.stored_arrays()[1])  # no state for the base
+    assert all(name in one.adapters.names for name in one.stored_arrays()[0])
+
+
+def stored(one: JaxTrainRunner) -> dict[str, np.ndarray]:
+    params, state = one.stored_arrays()
+    return {name: np.asarray(value) for name, value in {**params, **state}.items()}
+
+
+def assert_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+
+
+def test_a_run_of_adapters_resumes_bit_for_bit_and_exports(checkpoint: Path, tmp_path: Path) -> None:
+    settings = replace(LORA, lora_dropout=0.2, init_lora_weights="gaussian")
+    one = runner(checkpoint, settings, "fsdp=2", zero_stage=1)
+    store = one.checkpoints(tmp_path / "run" / "checkpoints", CheckpointPolicy())
+    states = {}
+    for step in (1, 2):
+        trained(one, step - 1, step)
+        store.save(step, {"position": step})
+        states[step] = stored(one)
+    store.close()
+    assert {name.rsplit(".", 1)[-1] for name in one.stored_names} == {"lora_A", "lora_B"}
+    again = runner(checkpoint, settings, "fsdp=2", zero_stage=1)
+    again.checkpoints(tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore(1)
+    trained(again, 1, 2)
+    assert_bits(stored(again), states[2])
+    other = runner(checkpoint, settings)
+    other.checkpoints(tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore()
+    assert_bits(stored(other), states[2])
+
+    rows = batch(0)
+    logits = other.logits(rows)
+    for name, merge in (("adapter", False), ("merged", True)):
+        assert JaxBackend().export_checkpoint(
+            tmp_path / "run" / "checkpoints", tmp_path / name, step=None, dtype="float32", merge=merge
+        ) == 2
+    merged = AutoModelForTPU.from_pretrained(str(tmp_path / "merged"), dtype="float32")
+    np.testing.assert_allclose(merged(rows.tokens).logits, logits, atol=2e-5)
+    np.testing.assert_allclose(other.model()(rows.tokens).logits, logits, atol=2e-5)
+    begun = runner(checkpoint, replace(settings, start=str(tmp_path / "adapter")))
+    np.testing.assert_allclose(begun.logits(rows), logits, atol=1e-6)
+    for changed, words in ((replace(settings, r=4), "another peft_config"), (None, "trains the weights")):
+        with pytest.raises(CheckpointError, match=words):
+            runner(checkpoint, changed).checkpoints(tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore()
+    with pytest.raises(CheckpointError, match="another base model or quantization of it"):
+        quantized = runner(checkpoint, settings, quantization="int8")
+        quantized.checkpoints(tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore()
