@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
-from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
+from ttpu_core.errors import CheckpointError
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.train.runner import JaxTrainRunner
 from ttpu_train.adapters import AdapterSettings
@@ -145,9 +143,12 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_exports(checkpoint: Path, tmp
     rows = batch(0)
     logits = other.logits(rows)
     for name, merge in (("adapter", False), ("merged", True)):
-        assert JaxBackend().export_checkpoint(
-            tmp_path / "run" / "checkpoints", tmp_path / name, step=None, dtype="float32", merge=merge
-        ) == 2
+        assert (
+            JaxBackend().export_checkpoint(
+                tmp_path / "run" / "checkpoints", tmp_path / name, step=None, dtype="float32", merge=merge
+            )
+            == 2
+        )
     merged = AutoModelForTPU.from_pretrained(str(tmp_path / "merged"), dtype="float32")
     np.testing.assert_allclose(merged(rows.tokens).logits, logits, atol=2e-5)
     np.testing.assert_allclose(other.model()(rows.tokens).logits, logits, atol=2e-5)

@@ -1,5 +1,5 @@
-"""The settings of low-rank adapters, by the names of peft's `LoraConfig`, and how they are read from what a user gives: a
-mapping, a `LoraConfig`, or the folder of an adapter that peft saved."""
+"""The settings of low-rank adapters, by the names of peft's `LoraConfig`, and how they are read from what a user gives:
+a mapping, a `LoraConfig`, or the folder of an adapter that peft saved."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def _given(peft_config: Any, start: str | Path | None) -> dict[str, Any]:
     if peft_config is not None:
         if not hasattr(peft_config, "to_dict"):
             raise RequestError(
-                f"peft_config is a {type(peft_config).__name__}, but a mapping or peft's LoraConfig is needed: give one "
-                "such as {r: 16, target_modules: all-linear}."
+                f"peft_config is a {type(peft_config).__name__}, but a mapping or peft's LoraConfig is needed: give "
+                "one such as {r: 16, target_modules: all-linear}."
             )
         return dict(peft_config.to_dict())
     file = Path(str(start)).expanduser() / ADAPTER_CONFIG

@@ -84,8 +84,8 @@ class TrainingArguments:
             axis, else 0.
         parallelism_strategy: how the model is sharded, as for `AutoModelForTPU.from_pretrained`.
         trainable: patterns of the paths of trained parameters, as in "layers.*.attn.*"; None trains all.
-        peft_config: train low-rank adapters in place of the weights: the fields of peft's LoraConfig as a mapping, as in
-            {"r": 16, "target_modules": "all-linear"}, or a LoraConfig.
+        peft_config: train low-rank adapters in place of the weights: the fields of peft's LoraConfig as a mapping, such
+            as {"r": 16, "target_modules": "all-linear"}, or a LoraConfig.
         adapter_name_or_path: the folder of an adapter in peft's format to begin with; its config counts where
             peft_config is None.
         max_length: tokens of a row.

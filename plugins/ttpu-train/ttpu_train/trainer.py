@@ -126,8 +126,8 @@ class Trainer:
 
     @cached_property
     def loaded(self) -> Any:
-        """The model as its backend opened it, unless it was opened already: with float32 weights, or beside adapters with
-        weights in their own dtype."""
+        """The model as its backend opened it, unless it was opened already: with float32 weights, or beside adapters
+        with weights in their own dtype."""
         if not isinstance(self._source, str | Path):
             return self._source
         from ttpu_core.cli.console import LoadProgress

@@ -1,6 +1,6 @@
 """The types that a kernel in the parameter tree may have: a dense array, a kernel with low-rank adapters (several that
-are served, or one that is trained), or a quantized kernel. Each is a pytree that jit, scan and shard_map accept like an array; `ttpu_jax.ops.linear` and
-`ttpu_jax.ops.grouped` multiply by any of them."""
+are served, or one that is trained), or a quantized kernel. Each is a pytree that jit, scan and shard_map accept like an
+array; `ttpu_jax.ops.linear` and `ttpu_jax.ops.grouped` multiply by any of them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class LowRankKernel(KernelOver):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AdaptedKernel(KernelOver):
-    """A kernel with one low-rank adapter for all tokens, in as many blocks as modules of the checkpoint are fused in it.
+    """A kernel with one low-rank adapter for all tokens, in a block for each checkpoint module that is fused in it.
 
     base: the kernel that it changes, [*lead, *out, in].
     a: [*lead, blocks, rank, in].

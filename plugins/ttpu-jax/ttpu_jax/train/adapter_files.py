@@ -1,5 +1,5 @@
-"""Adapters in peft's files, adapter_config.json and adapter_model.safetensors: written from a run, read to begin one, and
-merged into the checkpoint of their base model."""
+"""Adapters in peft's files, adapter_config.json and adapter_model.safetensors: written from a run, read to begin one,
+and merged into the checkpoint of their base model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which modules of a model get low-rank adapters, and which parameters are trained whole beside them: what peft chooses by
-the same settings."""
+"""Which modules of a model get low-rank adapters, and which parameters are trained whole beside them: what peft chooses
+by the same settings."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Target:
         return self._site(0, 1).padding is not None
 
     def outputs(self, values: Mapping[int, jax.Array], ranks: int) -> jax.Array:
-        """[layers, *out, ranks] of the kernel, from role → [layers, out, ranks] of the modules; zeros for the others. For
-        use inside jit."""
+        """[layers, *out, ranks] of the kernel, from role → [layers, out, ranks] of the modules; zeros for the others.
+        For use inside jit."""
 
         def of(place: int, values: Mapping[int, jax.Array]) -> jax.Array:
             roles = {name: role for role, name in enumerate(self.tensors[place])}
@@ -245,8 +245,8 @@ def _refuse_target(target: str, found: str, reached: set[str], others: set[str],
     known = [name for name in others if _ends_with(name, found) or name == found]
     if known:
         raise UnsupportedError(
-            f"target_modules={target!r} chooses {sorted(known)[0]}, but adapters reach the projections of attention and "
-            f"dense feed-forward layers, and no experts, routers, embeddings or heads: use {names}, or all-linear."
+            f"target_modules={target!r} chooses {sorted(known)[0]}, but adapters reach the projections of attention "
+            f"and dense feed-forward layers, and no experts, routers, embeddings or heads: use {names}, or all-linear."
         )
     raise RequestError(
         f"target_modules={target!r} was asked for, but this {model_type} model has no such linear module: use {names}, "

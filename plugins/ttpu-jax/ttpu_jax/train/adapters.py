@@ -1,8 +1,8 @@
 """Low-rank adapters as trained parameters beside a frozen model (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353).
 
 A run holds the matrices A and B of each module as peft's files do, stacked over equal layers and without the mesh's
-padding. Inside an update the mapping's rule makes an `AdaptedKernel` of a base kernel and the adapters of its modules, so
-that the gradients of what a mesh repeats or pads need no rule of their own.
+padding. Inside an update the mapping's rule makes an `AdaptedKernel` of a base kernel and the adapters of its modules,
+so that the gradients of what a mesh repeats or pads need no rule of their own.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Adapters:
         return arrays | self._magnitudes(params, arrays, placement)
 
     def bound(self, params: Params, placement: Placement) -> dict[str, Any]:
-        """The parameters of the base model, in which the kernels with adapters are `AdaptedKernel`s. For use inside jit.
+        """The parameters of the base model, in which kernels with adapters are `AdaptedKernel`s. For use inside jit.
 
         Args:
             params: the base model's parameters by stacked path, and the adapters' arrays by name.

@@ -79,7 +79,7 @@ def step_from_settings(
         settings.optimizer.max_grad_norm,
         settings.skip_nonfinite,
         zero,
-        None if adapters is None else partial(adapters.noise, settings.seed),
+        noise=None if adapters is None else partial(adapters.noise, settings.seed),
     )
 
 
