@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from ttpu_core.generation.sampling_params import SamplingParams
     from ttpu_core.loading import Purpose
     from ttpu_core.processes import Contract
     from ttpu_core.sharding.hardware import Topology
@@ -76,6 +77,43 @@ class Planner(Protocol):
             PlanError: the plan is damaged, or was made for another model or for weights of another kind.
             UnsupportedError: an engine is to be opened, but the plan shards along axes that engines do not.
         """
+        ...
+
+
+class RolloutEngine(Protocol):
+    """What a trainer asks of an engine that samples with the weights in training."""
+
+    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Add a request for one sequence.
+
+        Raises:
+            RequestError: the prompt or a value cannot be served.
+        """
+        ...
+
+    def step(self) -> Sequence[Any]:
+        """Compute a step and return what it added: objects with request_id, token_ids, logprobs (for each token: id →
+        an object with logprob), finish_reason (None while the sequence grows) and error."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request."""
+        ...
+
+    def update_weights(self, weights: Any) -> None:
+        """Take weights over, awake or asleep, and forget what was computed with the old ones."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the devices' memory."""
+        ...
+
+    def wake_up(self) -> None:
+        """Undo `sleep`."""
+        ...
+
+    def close(self) -> None:
+        """Free the devices' memory for good."""
         ...
 
 

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from ttpu_jax.runner.ahead import Ahead
     from ttpu_jax.runner.compilation_cache import CacheCounts
     from ttpu_jax.runner.runner import Runner
+    from ttpu_jax.train.rollouts import RolloutModel
     from ttpu_jax.train.runner import JaxTrainRunner, Rows
     from ttpu_plan.plan import Plan
     from ttpu_serve.api.engine_config import EngineConfig
@@ -181,16 +182,26 @@ class JaxBackend:
         return model
 
     def model_runner(
-        self, model: JaxCausalLM, config: EngineConfig, adapters: Mapping[str, AdapterWeights] | None = None
+        self,
+        model: JaxCausalLM | RolloutModel,
+        config: EngineConfig,
+        adapters: Mapping[str, AdapterWeights] | None = None,
     ) -> Runner:
-        """A runner for a loaded model, without pages and programs; see `ttpu_jax.runner.build`.
+        """A runner for a loaded model, or for one in training, without pages and programs; see `ttpu_jax.runner.build`
+        and `ttpu_jax.runner.rollouts`.
 
         Raises:
             UnsupportedError: a model, or a mesh, that the engine cannot serve.
             RequestError: settings that contradict the model or each other.
         """
         from ttpu_jax.runner.build import model_runner
+        from ttpu_jax.train.rollouts import RolloutModel
 
+        if isinstance(model, RolloutModel):
+            from ttpu_jax.runner.rollouts import rollout_runner
+
+            programs = model.source.programs
+            return rollout_runner(programs.spec, programs.runtime, model.weights, model.dtype, config)
         return model_runner(model, config, adapters)
 
     def row_layout(self, model: JaxCausalLM) -> Rows:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import yaml
 from ttpu_core.errors import RequestError
 from ttpu_core.loading import refuse_unknown
 from ttpu_train.arguments import TrainingArguments
+from ttpu_train.grpo.method import NAMES as GRPO_NAMES
 
-TRAINER_KEYS = ("model", "backend", "train_dataset", "eval_dataset", "load_options", "cache_dir", "deepspeed")
+TRAINER_KEYS = ("model", "backend", "method", "train_dataset", "eval_dataset", "load_options", "cache_dir", "deepspeed")
 DATASETS = ("train_dataset", "eval_dataset")
 INTERVALS = ("eval_strategy", "save_strategy")
 """Fields with the choice "no", which YAML reads as False."""
@@ -60,7 +62,8 @@ def read_training_file(path: str | Path, changes: Sequence[str] = ()) -> Trainin
         _apply(content, change)
     if "resume" in content:
         content["resume_from_checkpoint"] = content.pop("resume")
-    known = (*TRAINER_KEYS, *(one.name for one in fields(TrainingArguments)))
+    of_method = GRPO_NAMES if content.get("method") == "grpo" else ()
+    known = (*TRAINER_KEYS, *(one.name for one in fields(TrainingArguments)), *of_method)
     refuse_unknown(content, known, f"the training file {source}", "it", " (see docs/training.md)")
     for key in ("model", "train_dataset"):
         if content.get(key) is None:
@@ -71,19 +74,26 @@ def read_training_file(path: str | Path, changes: Sequence[str] = ()) -> Trainin
     trainer = {key: content[key] for key in TRAINER_KEYS if key in content}
     for key in DATASETS:
         if key in trainer:
-            trainer[key] = resolved(trainer[key])
+            trainer[key] = resolved(trainer[key], source.parent)
     given = {key: value for key, value in content.items() if key not in TRAINER_KEYS}
     for key in INTERVALS:
         if given.get(key) is False:
             given[key] = "no"
+    if "reward_funcs" in given:
+        given["reward_funcs"] = _functions(given["reward_funcs"], source.parent)
     return TrainingFile(trainer, given)
 
 
-def resolved(dataset: Any) -> Any:
+def resolved(dataset: Any, folder: Path = Path()) -> Any:
     """A dataset as the file names it, with what is to be imported replaced by its examples.
 
     {import: "package.module:name", skip: N, take: N} stands for a sequence of examples, or of texts, or a mapping whose
-    values are texts, or a function that returns one of these; skip and take choose a part of it.
+    values are texts, or a function that returns one of these; skip and take choose a part of it. A module may be a file
+    too, "file.py:name", beside the training file.
+
+    Args:
+        dataset: the value of a key.
+        folder: that paths are relative to.
 
     Raises:
         RequestError: it cannot be imported, or holds something else.
@@ -92,16 +102,7 @@ def resolved(dataset: Any) -> Any:
         return dataset
     refuse_unknown(dataset, IMPORTED_KEYS, "a dataset with import", "it")
     target = str(dataset["import"])
-    module, _, name = target.partition(":")
-    try:
-        found = import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RequestError(
-            f"the dataset {target!r} was to be imported, but that failed ({error}): write package.module:name of a "
-            "sequence of examples that Python can import."
-        ) from error
+    found = _imported(target, folder, "the dataset", "a sequence of examples")
     examples: Any = found() if callable(found) else found
     if isinstance(examples, Mapping):
         examples = list(examples.values())
@@ -114,6 +115,51 @@ def resolved(dataset: Any) -> Any:
         ) from error
     begin, count = int(dataset.get("skip", 0)), dataset.get("take")
     return examples[begin : None if count is None else begin + int(count)]
+
+
+def _functions(given: Any, folder: Path) -> list[Any]:
+    """Reward functions, each written as {import: "package.module:name"}.
+
+    Raises:
+        RequestError: one is written in another way, or cannot be imported.
+    """
+    functions = []
+    for one in given if isinstance(given, list) else [given]:
+        if not isinstance(one, Mapping) or set(one) != {"import"}:
+            raise RequestError(
+                f"reward_funcs holds {one!r}, but in a file each function is imported: write {{import: "
+                '"module:name"}, where the module may be a file.py beside the training file.'
+            )
+        functions.append(_imported(str(one["import"]), folder, "the reward function", "a function"))
+    return functions
+
+
+def _imported(target: str, folder: Path, what: str, wanted: str) -> Any:
+    """What "package.module:name" or "file.py:name" names.
+
+    Raises:
+        RequestError: it cannot be imported.
+    """
+    module, _, name = target.partition(":")
+    try:
+        found: Any = _of_file(folder / module) if module.endswith(".py") else import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError, OSError, SyntaxError) as error:
+        raise RequestError(
+            f"{what} {target!r} was to be imported, but that failed ({error}): write package.module:name, or "
+            f"file.py:name of a file beside the training file, of {wanted} that Python can import."
+        ) from error
+    return found
+
+
+def _of_file(path: Path) -> Any:
+    """The module in a file."""
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _content(source: Path) -> dict[str, Any]:

@@ -7,10 +7,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_train.arguments import TrainingArguments
+from ttpu_train.data.loader import BatchLoader
 from ttpu_train.deepspeed import AUTO, merged, read_content
 from ttpu_train.engine import Engine, EngineOptimizer, EngineSchedule, MicroBatches
 from ttpu_train.trainer import Trainer
@@ -113,7 +114,7 @@ def initialize(
         trainer.args = replace(trainer.args, per_device_train_batch_size=micro, gradient_accumulation_steps=parts)
     engine = Engine(trainer)
     parts = engine.gradient_accumulation_steps()
-    data = None if training_data is None else MicroBatches(trainer.training_batches, parts)
+    data = None if training_data is None else MicroBatches(cast(BatchLoader, trainer.training_batches), parts)
     return engine, EngineOptimizer(engine), data, EngineSchedule(engine) if "lr_scheduler_type" in found else None
 
 

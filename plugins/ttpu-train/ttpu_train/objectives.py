@@ -115,4 +115,35 @@ class Distillation:
     temperature: float = 1.0
 
 
-Objective = DPO | ORPO | KTO | Reward | Distillation
+@dataclass(frozen=True)
+class GRPO:
+    """Group relative policy optimization (arXiv 2402.03300) on completions that were sampled and rewarded.
+
+    `Batch.weights` is 1 for the tokens of completions. `Batch.extra` has, float32 [rows], `advantages`, `scales` (what
+    the losses of a row's tokens are multiplied by) and `shares` (the row's part of what the sum of all losses is
+    divided by); and float32 [rows, seq], `old_logprobs` (of the weights that were sampled with; left out, those of the
+    update), `ref_logprobs` (of the weights before training, with beta) and `importance` (what token losses are
+    multiplied by, if anything).
+
+    Attributes:
+        beta: coefficient of the divergence from the weights before training.
+        epsilon: the ratio of probabilities is clipped at 1 - epsilon.
+        epsilon_high: and at 1 + epsilon_high.
+        delta: the greatest ratio where it is not clipped otherwise; None is none.
+        importance_sampling_level: one ratio for each token, or for each sequence.
+        temperature: that logits are divided by.
+        use_bias_correction_kl: multiply the divergence by the ratio, so that its gradient has no bias.
+    """
+
+    method: ClassVar[str] = "grpo"
+    rows_per_example: ClassVar[int] = 1
+    beta: float = 0.0
+    epsilon: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    temperature: float = 1.0
+    use_bias_correction_kl: bool = True
+
+
+Objective = DPO | ORPO | KTO | Reward | Distillation | GRPO

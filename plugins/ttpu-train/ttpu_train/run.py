@@ -126,6 +126,7 @@ class TrainingRun:
         callbacks: are told.
         meter: measures throughput.
         evaluate: evaluates and returns metrics; None where there is nothing to evaluate on.
+        measured: further figures of a line of the log.
     """
 
     args: TrainingArguments
@@ -138,6 +139,7 @@ class TrainingRun:
     meter: Meter
     evaluate: Callable[[], dict[str, float]] | None = None
     checkpoint_name: Callable[[int], Path] = field(default=lambda step: Path(f"checkpoint_{step}"))
+    measured: Callable[[], dict[str, float]] | None = None
 
     def __post_init__(self) -> None:
         self._flying: deque[InFlight[StepValues]] = deque()
@@ -295,6 +297,7 @@ class TrainingRun:
         if window.skipped:
             logs["skipped_updates"] = window.skipped
         logs |= {name: sum(values) / len(values) for name, values in window.metrics.items()}
+        logs |= {} if self.measured is None else self.measured()
         self.log({**logs, **figures, "num_input_tokens_seen": self.state.num_input_tokens_seen})
 
     def log(self, logs: dict[str, Any]) -> None:

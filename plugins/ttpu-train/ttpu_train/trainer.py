@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from ttpu_train.data.loader import BatchLoader, batch_loader
 from ttpu_train.data.settings import DataSettings
 from ttpu_train.deepspeed import merged
 from ttpu_train.evaluation import EvalPrediction, PredictionOutput, evaluate, predict
+from ttpu_train.grpo.batches import RolloutBatches
+from ttpu_train.grpo.method import NAMES as GRPO_NAMES
+from ttpu_train.grpo.method import GRPOMethod
 from ttpu_train.reporting.console import ConsoleReporter
 from ttpu_train.reporting.jsonl import JsonLinesReporter
 from ttpu_train.reporting.picture import PictureReporter
@@ -68,7 +71,8 @@ class Trainer:
         load_options: for opening the model: `ttpu_core.loading.LoadOptions` by name, such as attn_implementation.
         cache_dir: where tokenized data are kept.
         deepspeed: a DeepSpeed configuration, as a JSON file or its content, beside the other arguments.
-        **arguments: fields of `TrainingArguments`.
+        method: "sft" trains on the data's own tokens, "grpo" on completions that are sampled and rewarded.
+        **arguments: fields of `TrainingArguments`, and with method="grpo" of `ttpu_train.grpo.arguments.GRPOArguments`.
 
     Raises:
         RequestError: an unknown argument, or a value out of range.
@@ -91,8 +95,12 @@ class Trainer:
         load_options: Mapping[str, Any] | None = None,
         cache_dir: str | Path | None = None,
         deepspeed: str | Path | Mapping[str, Any] | None = None,
+        method: str = "sft",
         **arguments: Any,
     ) -> None:
+        self.method, arguments = _method(method, args, arguments)
+        if isinstance(args, Mapping):
+            args = {name: value for name, value in args.items() if self.method is None or name not in GRPO_NAMES}
         if isinstance(args, TrainingArguments):
             beside = [*arguments, *(() if deepspeed is None else ("deepspeed",))]
             if beside:
@@ -103,6 +111,8 @@ class Trainer:
         else:
             given = {**(args or {}), **arguments}
             self.args = TrainingArguments.read(given if deepspeed is None else merged(given, deepspeed))
+        if self.method is not None:
+            self.method.check(self.args, evaluates=eval_dataset is not None)
         self.train_dataset, self.eval_dataset = _kept(train_dataset), _kept(eval_dataset)
         self.compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         self._source, self._load_options, self._cache_dir = model, dict(load_options or {}), cache_dir
@@ -201,6 +211,7 @@ class Trainer:
             meter,
             self._evaluate if with_eval else None,
             lambda step: self.args.folder / CHECKPOINTS / str(step),
+            loader.metrics if isinstance(loader, RolloutBatches) else None,
         )
         if resume and store is not None:
             self._resume(run, store, resume)
@@ -326,8 +337,17 @@ class Trainer:
         return max(1, math.ceil(self.training_batches.steps_per_epoch * self.args.num_train_epochs))
 
     @cached_property
-    def training_batches(self) -> BatchLoader:
+    def training_batches(self) -> BatchLoader | RolloutBatches:
         """The training data from their beginning; made anew for each call of `train`."""
+        if self.method is not None:
+            return self.method.batches(
+                self.train_dataset,
+                self.tokenizer,
+                self._data_settings(training=True),
+                lambda: self.runner,
+                self.state,
+                self.args.gradient_accumulation_steps,
+            )
         return self._loader(self.train_dataset, training=True)
 
     def _rows(self, *, training: bool) -> int:
@@ -364,6 +384,8 @@ class Trainer:
     def _made_runner(self, total_steps: int) -> TrainRunner:
         if self._runner is None:
             settings: StepSettings = self.args.step_settings(total_steps)
+            if self.method is not None:
+                settings = replace(settings, objective=self.method.objective)
             self._runner = self.backend.train_runner(self.loaded, settings)
         return self._runner
 
@@ -371,6 +393,21 @@ class Trainer:
         if self._store is None:
             self._store = runner.checkpoints(self.args.folder / CHECKPOINTS, self.args.checkpoint_policy())
         return self._store
+
+
+def _method(name: str, args: Any, arguments: dict[str, Any]) -> tuple[GRPOMethod | None, dict[str, Any]]:
+    """The method of a trainer, and its other arguments.
+
+    Raises:
+        RequestError: an unknown name, or the method's own arguments are wrong.
+    """
+    if name == "sft":
+        return None, arguments
+    if name != "grpo":
+        raise RequestError(f"method={name!r} was given, but it is sft or grpo: pass one of these.")
+    given = {**(args if isinstance(args, Mapping) else {}), **arguments}
+    own = {key: value for key, value in given.items() if key in GRPO_NAMES}
+    return GRPOMethod.read(own), {key: value for key, value in arguments.items() if key not in GRPO_NAMES}
 
 
 def _kept(dataset: Any) -> Any:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MLPSpec, Parameter
-from ttpu_core.spec.parameters import LAYERS, stacked_parameters
+from ttpu_core.spec.parameters import LAYERS, stacked_parameters, stacked_paths
 from ttpu_jax.model.cache import KVCache, empty_cache
 from ttpu_jax.model.decoder import Caches, Decoder
 from ttpu_jax.model.modules import Runtime
@@ -38,17 +38,19 @@ class DecoderModel:
         runtime: the placement of arrays and the attention implementation.
         stacked: stack equal layers and scan over them instead of unrolling them.
         remat: what the backward pass computes again.
+        slices: parameters are given stacked, but layers are unrolled: each reads its own part of the stacks.
     """
 
     spec: ArchitectureSpec
     runtime: Runtime
     stacked: bool = False
     remat: Remat = "none"
+    slices: bool = False
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
         """The shape, logical axes and initialization of each parameter, by Flax path."""
-        return stacked_parameters(self.spec) if self.stacked else self.spec.parameters
+        return stacked_parameters(self.spec) if self.stacked or self.slices else self.spec.parameters
 
     @cached_property
     def placements(self) -> Mapping[str, Any]:
@@ -185,7 +187,12 @@ class DecoderModel:
 
     def module(self, params: Params) -> Decoder:
         """Build the decoder as a Flax NNX module over these parameters."""
-        return Decoder(self.spec, params, self.parameters, self.runtime, stacked=self.stacked, remat=self.remat)
+        if not self.slices:
+            return Decoder(self.spec, params, self.parameters, self.runtime, stacked=self.stacked, remat=self.remat)
+        copies = dict(stacked_paths(self.spec, self.spec.parameters))
+        layers = {name: params[path][place] for path, names in copies.items() for place, name in enumerate(names)}
+        others = {path: value for path, value in params.items() if path not in copies}
+        return Decoder(self.spec, {**others, **layers}, self.spec.parameters, self.runtime, remat=self.remat)
 
 
 def causal_model(
@@ -194,6 +201,7 @@ def causal_model(
     *,
     stacked: bool = False,
     remat: Remat = "none",
+    slices: bool = False,
 ) -> DecoderModel:
     """Make the model of an architecture. No other function makes a decoder.
 
@@ -202,10 +210,11 @@ def causal_model(
         runtime: the placement of arrays and the attention implementation.
         stacked: stack equal layers and scan over them instead of unrolling them.
         remat: what the backward pass computes again.
+        slices: unrolled layers read their own parts of stacked parameters.
     """
     if runtime.placement.platform == "tpu" and _rounds_all_inputs(spec):
         runtime = replace(runtime, cuts_stream=True)
-    return DecoderModel(spec, runtime, stacked, remat)
+    return DecoderModel(spec, runtime, stacked, remat, slices)
 
 
 def _rounds_all_inputs(spec: ArchitectureSpec) -> bool:

@@ -91,6 +91,9 @@ def runner_for(
     params: Mapping[str, Any],
     config: EngineConfig,
     held: np.dtype[Any],
+    *,
+    kind: type[Runner] = Runner,
+    slices: bool = False,
 ) -> Runner:
     """Make a runner without compiling programs or making caches; weights may be only shapes.
 
@@ -98,6 +101,8 @@ def runner_for(
         params: Flax path → kernel or other array, on devices or only shapes.
         config: as `EngineConfig.filled` gives it.
         held: what weights are held in, and keys and values unless `config` says otherwise.
+        kind: the runner's class.
+        slices: equal layers are stacked in `params`.
 
     Raises:
         UnsupportedError: a model that the engine cannot serve, or not with speculation.
@@ -123,7 +128,7 @@ def runner_for(
     )
     asked = config.kv_dtype
     pages = held if asked is None else jnp.dtype(asked)
-    return Runner(causal_model(spec, runtime), params, config, layout, buckets, pages, held)
+    return kind(causal_model(spec, runtime, slices=slices), params, config, layout, buckets, pages, held)
 
 
 def refuse_idle_devices(placement: Any) -> None:

@@ -18,6 +18,7 @@ from ttpu_jax.model.loss import LossSums, TokenBatch, settings_for, summed_loss
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.train.adapters import AdaptedModel, Adapters
+from ttpu_jax.train.objectives.grpo import grpo_sums
 from ttpu_jax.train.optimizers import ELEMENTWISE, matches, optimizer_for, schedule_of
 from ttpu_jax.train.step import TrainStep
 from ttpu_jax.train.zero import zero_placements
@@ -71,7 +72,7 @@ def step_from_settings(
         model,
         dtype,
         paddings,
-        partial(_loss, settings_for(settings.loss, config)),
+        partial(_loss, settings_for(settings.loss, config), settings.objective),
         optimizer_for(settings.optimizer, {path: table[path] for path in trained}),
         settings.accumulation,
         trained.__contains__,
@@ -121,7 +122,9 @@ def trained_paths(
     return frozenset(found)
 
 
-def _loss(settings: Any, model: Any, params: Any, batch: TokenBatch) -> LossSums:
+def _loss(settings: Any, objective: Any, model: Any, params: Any, batch: TokenBatch) -> LossSums:
+    if objective is not None and objective.method == "grpo":
+        return grpo_sums(model, params, batch, objective, settings.tokens_at_once)
     return summed_loss(model, params, batch, settings)
 
 

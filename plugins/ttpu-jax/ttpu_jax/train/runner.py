@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -31,6 +31,8 @@ from ttpu_jax.train.adapter_files import identity_of_adapters, read_adapter, wri
 from ttpu_jax.train.adapters import Adapters, find_adapters
 from ttpu_jax.train.from_settings import step_from_settings, trained_paths
 from ttpu_jax.train.held import HeldParameters
+from ttpu_jax.train.objectives.token_logprobs import token_logprobs
+from ttpu_jax.train.rollouts import HandedWeights, Handover, RolloutModel
 from ttpu_jax.train.step import Figures, mean_of
 
 if TYPE_CHECKING:
@@ -184,6 +186,10 @@ class JaxTrainRunner:
         self._compiled_bytes: int | None = None
         self._metrics: tuple[str, ...] = ()
         """The names of the objective's figures, in the order of a program's results; known when one was traced."""
+        self._initial: dict[str, jax.Array] | None = None
+        objective: Any = settings.objective
+        if objective is not None and objective.method == "grpo" and objective.beta:
+            self._initial = jax.jit(lambda params: jax.tree.map(jnp.copy, self._step.computed(params)))(self.params)
 
     def step(self, batch: Batch) -> Pending[Updated]:
         """Update the weights. The first batch of a shape compiles its program.
@@ -285,6 +291,58 @@ class JaxTrainRunner:
         own = self.adapters.table()
         cast = {name: params[name].astype(self._model.dtype) for name, one in own.items() if one.dtype is None}
         return self.adapters.bound({**params, **cast}, self._zero.weights)
+
+    # -- for rollouts --
+
+    @cached_property
+    def _handover(self) -> Handover:
+        return Handover(self._model, self._step.dtype)
+
+    def rollout_model(self) -> RolloutModel:
+        """The model in training, for a serving engine on the same devices.
+
+        Raises:
+            UnsupportedError: adapters are trained.
+        """
+        if self.adapters is not None:
+            raise UnsupportedError(
+                "an engine was to sample with the weights in training, but adapters are trained, which it cannot read "
+                "from the trainer: train the weights themselves, without peft_config."
+            )
+        self._take_back()
+        return self._handover.rollout_model(self.params)
+
+    def rollout_weights(self) -> HandedWeights:
+        """The present weights, for that engine's `update_weights`: the next update ends them."""
+        self._take_back()
+        return self._handover.weights(self.params)
+
+    def token_logprobs(self, batch: Batch, temperature: float, *, initial: bool = False) -> np.ndarray:
+        """float32 [rows, seq], the log-probability of each token of this process's rows given those before it, where
+        the batch has weight; 0 elsewhere.
+
+        Args:
+            batch: the rows.
+            temperature: that logits are divided by.
+            initial: of the weights before training, which are kept for an objective with `beta`.
+
+        Raises:
+            RequestError: rows that the layout's shards do not divide, or weights that were not kept.
+        """
+        if initial and self._initial is None:
+            raise RequestError(
+                "log-probabilities of the weights before training were asked for, but they are kept only for an "
+                "objective that compares with them: set its beta."
+            )
+        at_once = self.settings.loss.tokens_at_once
+
+        def logprobs(params: Mapping[str, Any], batch: TokenBatch) -> jax.Array:
+            found, _ = token_logprobs(self._step.model, self._step.computed(params), batch, temperature, at_once)
+            return jnp.where(batch.weights != 0, found, 0.0)
+
+        placed = self._placed(batch)
+        weights = self._initial if initial else None
+        return _own_rows(self._run(f"logprobs {temperature}", logprobs, placed, placed.tokens.sharding, weights))
 
     # -- for checkpoints --
 
@@ -419,12 +477,14 @@ class JaxTrainRunner:
             {name: put(array, np.float32) for name, array in batch.extra.items()},
         )
 
-    def _run(self, name: str, function: Any, batch: TokenBatch, sharding: Any = None) -> jax.Array:
-        """Compute something of a batch with the weights as they are."""
+    def _run(
+        self, name: str, function: Any, batch: TokenBatch, sharding: Any = None, weights: Any = None
+    ) -> jax.Array:
+        """Compute something of a batch with the weights as they are, or with others."""
         key = name, _form(batch)
         if key not in self._programs:
             self._programs[key] = jax.jit(function, out_shardings=sharding or self._whole)
-        result: jax.Array = self._programs[key](self.params, batch)
+        result: jax.Array = self._programs[key](self.params if weights is None else weights, batch)
         return result
 
     def _compiled_update(self, batch: TokenBatch, number: np.int32) -> Any:

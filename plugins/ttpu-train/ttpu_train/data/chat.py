@@ -58,6 +58,15 @@ class ChatEncoder:
             weights[: common_prefix(self._tokens(prompt, render, place, add_generation_prompt=True), tokens)] = 0
         return tokens, weights
 
+    def prompt(self, example: Mapping[str, Any], place: str) -> np.ndarray:
+        """Tokens of the messages of `example["prompt"]` and of the beginning of an answer, int32 [tokens].
+
+        Raises:
+            DataError: as for a conversation.
+        """
+        messages = _messages(example["prompt"], "prompt", place)
+        return self._tokens(messages, self._options(example), place, add_generation_prompt=True)
+
     def _options(self, example: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the template: tools, and what the example adds."""
         tools = example.get("tools")

@@ -1,0 +1,185 @@
+"""The rollout worker: a serving engine on the devices of the training, which reads the trainer's weights. It sleeps
+during updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+
+from ttpu_core.errors import TTPUError, UnsupportedError
+from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_core.registry import default_registry
+from ttpu_core.services import Engines, RolloutEngine
+from ttpu_train.grpo.arguments import GRPOArguments
+from ttpu_train.runner import Batch, TrainRunner
+
+
+@runtime_checkable
+class RolloutRunner(Protocol):
+    """A `TrainRunner` whose weights an engine can read."""
+
+    def rollout_model(self) -> Any:
+        """The model in training, for the service "engine" to build an engine for."""
+        ...
+
+    def rollout_weights(self) -> Any:
+        """The present weights, for that engine's `update_weights`. Valid until the next update."""
+        ...
+
+    def token_logprobs(self, batch: Batch, temperature: float, *, initial: bool = False) -> np.ndarray:
+        """float32 [rows, seq], the log-probability of each token of this process's rows given those before it, where
+        the batch has weight; 0 elsewhere.
+
+        Args:
+            batch: the rows.
+            temperature: that logits are divided by.
+            initial: of the weights before training.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A sampled completion.
+
+    Attributes:
+        tokens: with the stop token that ended it.
+        logprobs: of the tokens, of the model without temperature; None if not asked for.
+        ended: it ended by itself, not by its length.
+    """
+
+    tokens: list[int]
+    logprobs: list[float] | None
+    ended: bool
+
+
+class RolloutWorker:
+    """Samples completions.
+
+    Args:
+        runner: of the training.
+        args: of the run.
+        max_length: the most tokens of a prompt with its completion.
+        rows: completions that are sampled at once.
+
+    Raises:
+        UnsupportedError: the backend's weights cannot be served while they are trained, or the engine cannot serve the
+            model or its mesh.
+        MissingDependencyError: no serving engine is installed.
+    """
+
+    def __init__(self, runner: TrainRunner, args: GRPOArguments, max_length: int, rows: int) -> None:
+        if not isinstance(runner, RolloutRunner):
+            raise UnsupportedError(
+                "method='grpo' samples with the weights in training, but this backend gives no engine access to them: "
+                "use backend='jax'."
+            )
+        self._runner: RolloutRunner = runner
+        self._args, self._max_length, self._rows = args, max_length, rows
+        self._engine: RolloutEngine | None = None
+        self._with_logprobs = args.importance_sampling_correction
+
+    def generate(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[Completion]:
+        """Sample a completion of each prompt with the present weights.
+
+        Args:
+            prompts: token ids.
+            seeds: of each completion. The same seeds, prompts and weights give the same tokens.
+
+        Raises:
+            TTPUError: a request failed in the engine.
+        """
+        with self._awake() as engine:
+            tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+            logprobs: dict[str, list[float]] = {name: [] for name in tokens}
+            reasons: dict[str, str] = {}
+            try:
+                for name, prompt, seed in zip(tokens, prompts, seeds, strict=True):
+                    engine.add(name, prompt, self._sampling(seed))
+                while len(reasons) < len(tokens):
+                    for delta in engine.step():
+                        name = delta.request_id
+                        if delta.error is not None:
+                            raise TTPUError(delta.error)
+                        tokens[name] += delta.token_ids
+                        if delta.logprobs is not None:
+                            logprobs[name] += (
+                                own[token].logprob for own, token in zip(delta.logprobs, delta.token_ids, strict=True)
+                            )
+                        if delta.finish_reason is not None:
+                            reasons[name] = delta.finish_reason
+            except BaseException:
+                for name in tokens:
+                    engine.abort(name)
+                raise
+        return [
+            Completion(own, logprobs[name] if self._with_logprobs else None, reasons[name] == "stop")
+            for name, own in tokens.items()
+        ]
+
+    def logprobs(self, batch: Batch, at_once: int, *, initial: bool = False) -> np.ndarray:
+        """The log-probabilities of the tokens with weight, by the trainer's own forward pass, float32 [rows, seq].
+
+        Args:
+            batch: rows.
+            at_once: rows that are computed at once.
+            initial: with the weights before training.
+        """
+        parts = [
+            Batch(batch.tokens[first:end], batch.weights[first:end], batch.positions[first:end])
+            for first, end in ((first, first + at_once) for first in range(0, len(batch.tokens), at_once))
+        ]
+        found = [self._runner.token_logprobs(part, self._args.temperature, initial=initial) for part in parts]
+        return np.concatenate(found)
+
+    def close(self) -> None:
+        """Free the engine's memory."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    @contextmanager
+    def _awake(self) -> Iterator[RolloutEngine]:
+        """The engine with the present weights; it sleeps afterwards."""
+        if self._engine is None:
+            engine = self._engine = self._built()
+        else:
+            engine = self._engine
+            engine.update_weights(self._runner.rollout_weights())
+            engine.wake_up()
+        try:
+            yield engine
+        finally:
+            engine.sleep()
+
+    def _built(self) -> RolloutEngine:
+        engines: Engines = default_registry().service("engine")
+        penalties = self._args.repetition_penalty != 1
+        config = {
+            "max_model_len": self._max_length,
+            "max_num_seqs": min(self._rows, 256),
+            "sampling_level": "all" if self._with_logprobs or penalties else "draw",
+            "penalties": penalties,
+            "prompt_logprobs": False,
+            "max_logprobs": 1,
+            **self._args.engine_options,
+        }
+        return cast(RolloutEngine, engines.build(self._runner.rollout_model(), engines.config(config)))
+
+    def _sampling(self, seed: int) -> SamplingParams:
+        args = self._args
+        return SamplingParams(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p or 0.0,
+            repetition_penalty=args.repetition_penalty,
+            max_tokens=args.max_completion_length,
+            seed=seed,
+            logprobs=0 if self._with_logprobs else None,
+            detokenize=False,
+        )
