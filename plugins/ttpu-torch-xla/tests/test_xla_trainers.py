@@ -36,7 +36,7 @@ def opened(checkpoint: Path, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[float]:
-    """The losses of torch's AdamW on the host, used as transformers' Trainer does: one batch, a falling rate, clipped."""
+    """The losses of torch's AdamW on the host, used as by transformers' Trainer: one batch, a falling rate, clipped."""
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     batch = {name: torch.stack([row[name] for row in rows_of_text()]) for name in ("input_ids", "labels")}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
