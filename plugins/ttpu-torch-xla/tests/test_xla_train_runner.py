@@ -307,7 +307,19 @@ def test_what_is_exported_is_what_was_trained(run: Run, tmp_path: Path) -> None:
     assert all(torch.equal(one, run.state[name]) for name, one in back.state_dict().items())
 
 
+def test_another_backends_checkpoint_is_not_exported(run: Run, tmp_path: Path) -> None:
+    from ttpu_jax.backend import JaxBackend
+
+    with pytest.raises(CheckpointError, match="another backend wrote it: name that with --backend"):
+        JaxBackend().export_checkpoint(run.folder, tmp_path / "out", step=None, dtype="float32")
+    (tmp_path / "checkpoints" / "3" / "params").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"it has no run.json, so that another backend wrote it"):
+        run.runner.checkpoints(tmp_path / "checkpoints", CheckpointPolicy()).restore()
+
+
 def test_an_export_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="trains the weights and no adapters: leave --merge out"):
+        TorchXlaBackend().export_checkpoint(tmp_path, tmp_path / "out", step=None, dtype="float32", merge=True)
     with pytest.raises(CheckpointError, match="to be exported, but there is none"):
         TorchXlaBackend().export_checkpoint(tmp_path / "checkpoints", tmp_path / "out", step=None, dtype="float32")
 

@@ -178,15 +178,16 @@ class TorchXlaBackend:
 
         return TorchXlaTrainRunner(model, settings)
 
-    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str) -> int:
+    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
         """Write a run's checkpoint as a Hugging Face checkpoint; see `ttpu_torch_xla.train.export`.
 
         Raises:
             CheckpointError: no whole checkpoint is there.
+            RequestError: `merge`, which is for adapters.
         """
         from ttpu_torch_xla.train.export import export_checkpoint
 
-        return export_checkpoint(folder, out, step=step, dtype=dtype)
+        return export_checkpoint(folder, out, step=step, dtype=dtype, merge=merge)
 
     def streaming(self, model: Any) -> StreamingModel:
         """Return the model with the interface that the command line needs."""

@@ -48,6 +48,10 @@ def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str, 
     architecture = default_registry().architecture(ModelConfig.from_dict(config))
     table, kind = stacked_parameters(architecture.spec), model_dtype(dtype)
     place = folder / str(chosen)
+    if not (place / IDENTITY).is_dir() and any(place.glob("*.json")):
+        raise CheckpointError(
+            f"the checkpoint {place} was to be exported, but another backend wrote it: name that with --backend."
+        )
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         try:
             identity = json.loads((place / IDENTITY / "metadata").read_text())

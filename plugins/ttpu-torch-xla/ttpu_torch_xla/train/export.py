@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ttpu_core.errors import CheckpointError
+from ttpu_core.errors import CheckpointError, RequestError
 from ttpu_torch_xla.load import TORCH_DTYPES
 from ttpu_torch_xla.train.checkpoints import DAMAGED, MODEL, WEIGHTS, read_run, steps_in
 
@@ -35,7 +35,7 @@ def write(model: Any, folder: Path, state: Mapping[str, torch.Tensor], dtype: st
     (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
 
 
-def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str) -> int:
+def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
     """Write the weights of a run's checkpoint; return its step.
 
     Args:
@@ -43,12 +43,19 @@ def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str) 
         out: the folder of the Hugging Face checkpoint.
         step: which checkpoint; None takes the newest.
         dtype: of the written weights.
+        merge: of a run of adapters, which this backend has none of.
 
     Raises:
         CheckpointError: no whole checkpoint is there.
+        RequestError: `merge`.
     """
     import transformers
 
+    if merge:
+        raise RequestError(
+            f"{folder} was to be exported with merge, but a run on the torch_xla backend trains the weights and no "
+            "adapters: leave --merge out."
+        )
     folder = folder.resolve()
     steps, kept = steps_in(folder), folder.parent / MODEL
     if not steps or (step is not None and step not in steps) or not (kept / "config.json").is_file():
