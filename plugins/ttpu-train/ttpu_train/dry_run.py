@@ -33,6 +33,12 @@ def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:
             f"an update was to be compiled for {topology}, but the backend {runs.name!r} compiles only for devices "
             "that are there: use backend: jax."
         )
+    method = asked.trainer.get("method", "sft")
+    if method != "sft":
+        raise RequestError(
+            f"an update was to be compiled for {topology} with method={method!r}, but only updates on the data's own "
+            "tokens are compiled for absent devices: leave method out, which compiles a similar update."
+        )
     deepspeed = asked.trainer.get("deepspeed")
     args = TrainingArguments.read(asked.arguments if deepspeed is None else merged(asked.arguments, deepspeed))
     strategy = args.parallelism_strategy

@@ -31,8 +31,8 @@ def train(
     """Train a model on text, chats or token ids.
 
     The file holds the arguments of ttpu.Trainer: model, train_dataset, eval_dataset, and the fields of
-    TrainingArguments, whose names are transformers'. A run keeps checkpoints, its log (log.jsonl) and a picture of it
-    in output_dir. Ctrl-C and SIGTERM save a checkpoint first; resume=true goes on from the newest.
+    TrainingArguments, whose names are transformers'. With method: grpo it samples completions and trains on their
+    rewards. A run keeps checkpoints, its log (log.jsonl) and a picture of it in output_dir. Ctrl-C and SIGTERM save a checkpoint first; resume=true goes on from the newest.
 
     Examples:
 
@@ -41,6 +41,7 @@ def train(
       ttpu train run.yaml output_dir=./run learning_rate=1e-4 parallelism_strategy=fsdp
       ttpu train run.yaml output_dir=./run resume=true
       ttpu train run.yaml --dry-run --topology v5e:4x4
+      ttpu train examples/train/grpo.yaml
 
     \f
     Raises:
