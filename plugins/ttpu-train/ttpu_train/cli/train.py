@@ -32,7 +32,8 @@ def train(
 
     The file holds the arguments of ttpu.Trainer: model, train_dataset, eval_dataset, and the fields of
     TrainingArguments, whose names are transformers'. With method: grpo it samples completions and trains on their
-    rewards. A run keeps checkpoints, its log (log.jsonl) and a picture of it in output_dir. Ctrl-C and SIGTERM save a checkpoint first; resume=true goes on from the newest.
+    rewards. A run keeps checkpoints, its log (log.jsonl) and a picture of it in output_dir. Ctrl-C and SIGTERM save a
+    checkpoint first; resume=true goes on from the newest.
 
     Examples:
 
