@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +107,18 @@ def test_every_stage_trains_as_one_device(
 ) -> None:
     one = runner(checkpoint, mesh, zero_stage=stage, accumulation=accumulation)
     np.testing.assert_allclose(trained(one, 0, 4), plain[0][:4], rtol=1e-5)
+
+
+def test_updates_are_traced(checkpoint: Path, tmp_path: Path) -> None:
+    one = runner(checkpoint, trainable=("final_norm.*",))
+    one.step(batch(0))
+    one.start_trace(tmp_path / "profile")
+    one.step(batch(1))
+    one.stop_trace()
+    (trace,) = (tmp_path / "profile").rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any("update" in str(event.get("name")) for event in events)
+    assert one.gathered(2.5) == (2.5,)
 
 
 def test_a_loop_of_deepspeed_trains_as_one_device(checkpoint: Path, plain: Any) -> None:

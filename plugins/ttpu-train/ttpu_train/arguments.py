@@ -120,7 +120,11 @@ class TrainingArguments:
         nan_limit: updates in a row whose gradients are not finite, and that are skipped, before the run ends.
         loss_spike_factor: the loss divided by its running mean that counts as a spike; 0 looks for none.
         loss_spike_action: "warn", or "rollback" to the newest checkpoint, past the data that made the spike.
-        profile_steps: updates that are traced with the backend's profiler, as in (10, 12); None traces none.
+        profile_steps: updates that are traced with the backend's profiler, counted from 1, as in "10-12" or (10, 12);
+            None traces none.
+        hung_step_factor: an update that takes more than this times the median of those before is reported while it
+            still runs; 0 reports none.
+        hung_step_seconds: an update that takes longer is reported, the first, which compiles, too; None for no limit.
     """
 
     output_dir: str | Path = "trainer_output"
@@ -182,6 +186,9 @@ class TrainingArguments:
     nan_limit: int = 10
     loss_spike_factor: float = 0.0
     loss_spike_action: Literal["warn", "rollback"] = "warn"
+    profile_steps: str | int | Sequence[int] | None = None
+    hung_step_factor: float = 10.0
+    hung_step_seconds: float | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -228,6 +235,12 @@ class TrainingArguments:
                 f"{self.save_strategy!r}, but the best checkpoint is one that was evaluated when it was saved: set "
                 "both to steps, or both to epoch."
             )
+        _need(self.hung_step_factor >= 0, "hung_step_factor", self.hung_step_factor, "0 or more")
+        seconds = self.hung_step_seconds
+        _need(seconds is None or seconds > 0, "hung_step_seconds", seconds, "above 0, or None")
+        traced = self.profiled
+        wanted = "a number of an update, or the first and the last, as in '10-12'"
+        _need(traced is None or 1 <= traced[0] <= traced[1], "profile_steps", self.profile_steps, wanted)
         for name in self.reporters:
             _among(name, "report_to", REPORTERS)
         if self.adapters is not None and self.trainable is not None:
@@ -263,6 +276,19 @@ class TrainingArguments:
         """The names in `report_to`, without "none"; "all" is all that is known."""
         names = (self.report_to,) if isinstance(self.report_to, str) else tuple(self.report_to)
         return REPORTERS if names == ("all",) else tuple(name for name in names if name != "none")
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """The first and the last update that are traced; (0, 0) if `profile_steps` names none."""
+        given = self.profile_steps
+        if given is None:
+            return None
+        parts = given.split("-") if isinstance(given, str) else given if isinstance(given, Sequence) else (given,)
+        try:
+            numbers = [int(part) for part in parts]
+        except (TypeError, ValueError):
+            return 0, 0
+        return (numbers[0], numbers[-1]) if len(numbers) in (1, 2) else (0, 0)
 
     @property
     def best_metric(self) -> str:

@@ -17,6 +17,7 @@ from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
 from ttpu_train.interrupts import StopRequest
 from ttpu_train.runner import Batch, CheckpointStore, InFlight, StepValues, TrainRunner
 from ttpu_train.throughput import Meter
+from ttpu_train.watchdog import Watchdog
 
 AHEAD = 2
 """Updates that devices may have before them, so that they never wait for the host."""
@@ -143,6 +144,10 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         self._flying: deque[InFlight[StepValues]] = deque()
+        layout = self.runner.layout
+        self._watchdog = Watchdog(
+            self.args.hung_step_factor, self.args.hung_step_seconds, layout.process_index, layout.process_count
+        )
         self._window = Window()
         self._not_finite = self._rollbacks = 0
         self._running_mean: float | None = None
@@ -168,7 +173,7 @@ class TrainingRun:
         if self.args.eval_on_start and self.evaluate is not None and self.state.global_step == 0:
             self._evaluate()
         self.meter.start()
-        with StopRequest() as stop:
+        with StopRequest() as stop, self._watchdog:
             while self.state.global_step < self.state.max_steps:
                 if not self._update(intervals):
                     break
@@ -200,18 +205,20 @@ class TrainingRun:
         before = math.floor(state.epoch + 1e-9)
         if state.global_step == 0 or abs(state.epoch - before) < 1e-9:
             self._tell("on_epoch_begin")
+        self._watchdog.begin(state.global_step + 1, "the next batch")
         try:
             batch = next(self.batches)
         except StopIteration:
             return False
         self._tell("on_step_begin")
+        self._watchdog.begin(state.global_step + 1, "devices")
         self._flying.append(self.runner.step(batch))
         state.global_step += 1
         state.epoch = self.batches.epoch
         epoch_ends = math.floor(state.epoch + 1e-9) > before
         intervals.set(self.control, state.global_step, epoch_ends=epoch_ends)
         while len(self._flying) > AHEAD:
-            self._absorb(self._flying.popleft().values())
+            self._take()
         self._tell("on_step_end", latest=self._window.last)
         if epoch_ends:
             self._tell("on_epoch_end")
@@ -228,7 +235,16 @@ class TrainingRun:
 
     def _drain(self) -> None:
         while self._flying:
-            self._absorb(self._flying.popleft().values())
+            self._take()
+        self._watchdog.pause()
+
+    def _take(self) -> None:
+        """Wait for the oldest update before the devices."""
+        number = self.state.global_step - len(self._flying) + 1
+        self._watchdog.begin(number, "devices")
+        values = self._flying.popleft().values()
+        self._watchdog.done(number)
+        self._absorb(values)
 
     def _absorb(self, values: StepValues) -> None:
         """Take in the figures of an update that is done.
@@ -289,6 +305,7 @@ class TrainingRun:
         if last is None:
             return
         figures = self.meter.figures()
+        compared = self._watchdog.figures(self.runner)
         self.state.train_seconds += figures["step_seconds"] * (len(window.losses) + window.skipped)
         loss = sum(window.losses) / len(window.losses) if window.losses else math.nan
         logs: dict[str, Any] = {"loss": loss, "grad_norm": last.grad_norm, "learning_rate": last.learning_rate}
@@ -298,7 +315,7 @@ class TrainingRun:
             logs["skipped_updates"] = window.skipped
         logs |= {name: sum(values) / len(values) for name, values in window.metrics.items()}
         logs |= {} if self.measured is None else self.measured()
-        self.log({**logs, **figures, "num_input_tokens_seen": self.state.num_input_tokens_seen})
+        self.log({**logs, **figures, **compared, "num_input_tokens_seen": self.state.num_input_tokens_seen})
 
     def log(self, logs: dict[str, Any]) -> None:
         """Write a line of the log: into the state's history, and to the callbacks."""

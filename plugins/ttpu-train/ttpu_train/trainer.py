@@ -23,6 +23,7 @@ from ttpu_train.evaluation import EvalPrediction, PredictionOutput, evaluate, pr
 from ttpu_train.grpo.batches import RolloutBatches
 from ttpu_train.grpo.method import NAMES as GRPO_NAMES
 from ttpu_train.grpo.method import GRPOMethod
+from ttpu_train.profiling import ProfileCallback
 from ttpu_train.reporting.console import ConsoleReporter
 from ttpu_train.reporting.jsonl import JsonLinesReporter
 from ttpu_train.reporting.picture import PictureReporter
@@ -122,6 +123,8 @@ class Trainer:
         self._console = ConsoleReporter(bar=None if self.args.disable_tqdm is None else not self.args.disable_tqdm)
         reporters = trackers(self.args.reporters, all_installed=self.args.report_to == "all")
         self.callbacks = CallbackList([self._console, JsonLinesReporter(), *reporters, PictureReporter(), *callbacks])
+        if self.args.profiled is not None:
+            self.callbacks.add(ProfileCallback(*self.args.profiled))
         self._runner: TrainRunner | None = None
         self._store: CheckpointStore | None = None
         self.callbacks.call("on_init_end", self.args, self.state, self.control)

@@ -248,6 +248,24 @@ class JaxTrainRunner:
             return flag
         return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
+    def gathered(self, value: float) -> tuple[float, ...]:
+        """The value of each process, in their order; each must call it at the same place."""
+        if self.layout.process_count == 1:
+            return (value,)
+        every = multihost_utils.process_allgather(np.asarray(value, np.float32))
+        return tuple(float(one) for one in np.ravel(every))
+
+    def start_trace(self, folder: Path) -> None:
+        """Begin to trace with JAX's profiler, into a folder that TensorBoard and Perfetto read."""
+        jax.block_until_ready(self.params)  # updates before the first that is traced are done
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.profiler.start_trace(str(folder))
+
+    def stop_trace(self) -> None:
+        """Wait for the devices and write the trace."""
+        jax.block_until_ready(self.params)
+        jax.profiler.stop_trace()
+
     def compiled_bytes(self) -> int | None:
         """The peak bytes of a device in the compiled update, or None before the first."""
         return self._compiled_bytes
