@@ -158,14 +158,17 @@ def test_what_is_sampled_depends_on_seed_and_number_alone() -> None:
 
 @pytest.mark.parametrize("taken", [1, 2, 3])
 def test_a_position_within_a_rollout_is_saved_to_the_bit(taken: int) -> None:
-    straight, stopped, resumed = (batches(num_iterations=2, steps_per_generation=2) for _ in range(3))
+    worker = Worker()
+    straight, stopped = (batches(num_iterations=2, steps_per_generation=2) for _ in range(2))
+    resumed = batches(worker, num_iterations=2, steps_per_generation=2)
     for _ in range(taken):
         next(straight)
         next(stopped)
     resumed.restore(json.loads(json.dumps(stopped.state())))
     assert resumed.epoch == stopped.epoch
-    for _ in range(4):
+    for number in range(4):
         ours, theirs = next(resumed), next(straight)
+        assert bool(worker.seeds) == (taken + number >= 4)  # other weights would sample other completions
         for name in ("tokens", "weights", "positions"):
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
         for name, values in theirs.extra.items():
@@ -173,6 +176,14 @@ def test_a_position_within_a_rollout_is_saved_to_the_bit(taken: int) -> None:
             np.testing.assert_array_equal(ours.extra[name], values)
     with pytest.raises(CheckpointError, match="num_generations=2, but this run has num_generations=4"):
         batches(num_generations=4, steps_per_generation=2, num_iterations=2).restore(straight.state())
+
+
+def test_each_epoch_has_all_prompts_in_another_order() -> None:
+    given = [{"prompt": chr(97 + number)} for number in range(8)]
+    prompts = Prompts(given, Letters(), DataSettings(seed=5), 8, shuffle=True)
+    epochs = [[one.content for one in prompts.taken(8 * epoch, 8)] for epoch in range(2)]
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1]) == [one["prompt"] for one in given]
+    assert [one.content for one in prompts.taken(6, 4)] == [*epochs[0][6:], *epochs[1][:2]]
 
 
 def test_truncated_completions_can_be_left_out() -> None:
