@@ -7,14 +7,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
-from ttpu_core.errors import CheckpointError
+from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_jax.backend import JaxBackend
+from ttpu_jax.params.adapter_sites import reached_tensors
+from ttpu_jax.runner.lora import tensor_updates
 from ttpu_jax.train.runner import JaxTrainRunner
+from ttpu_serve.adapters.files import read_adapter
 from ttpu_train.adapters import AdapterSettings
 from ttpu_train.runner import Batch, CheckpointPolicy, OptimizerSettings, ScheduleSettings, StepSettings
 
@@ -160,3 +165,107 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_exports(checkpoint: Path, tmp
     with pytest.raises(CheckpointError, match="another base model or quantization of it"):
         quantized = runner(checkpoint, settings, quantization="int8")
         quantized.checkpoints(tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore()
+
+
+def test_adapters_lower_the_loss_beside_quantized_weights_on_every_mesh(checkpoint: Path) -> None:
+    settings = replace(LORA, target_modules="all-linear", init_lora_weights=True)
+    one, other = (runner(checkpoint, settings, mesh, quantization="w8a16") for mesh in (None, "fsdp=2,tensor=2"))
+    base = {path: value for path, value in one.params.items() if path not in one.adapters.names}
+    before = {path: [np.asarray(array) for array in jax.tree.leaves(value)] for path, value in base.items()}
+    losses = [one.step(batch(0)).values().loss for _ in range(STEPS)]
+    assert losses[-1] < losses[0] - 0.2
+    np.testing.assert_allclose([other.step(batch(0)).values().loss for _ in range(3)], losses[:3], rtol=1e-5)
+    for path, arrays in before.items():
+        assert one.params[path].dtype == base[path].dtype, path
+        for old, new in zip(arrays, jax.tree.leaves(one.params[path]), strict=True):
+            np.testing.assert_array_equal(old, new, err_msg=path)
+    model = one.model()
+    np.testing.assert_allclose(model(batch(0).tokens).logits, one.logits(batch(0)), atol=1e-4)
+    with pytest.raises(RequestError, match="a model beside which adapters are trained"):
+        model.save_pretrained("nowhere")
+
+
+def test_the_engine_reads_what_was_trained(plain: Any, checkpoint: Path) -> None:
+    folder = plain["lora"][1]
+    weights = read_adapter(folder / "after")
+    tensors = load_file(folder / "after" / "adapter_model.safetensors")
+    for module, update in weights.updates.items():
+        factors = [tensors[f"base_model.model.{module}.lora_{name}.weight"] for name in "BA"]
+        np.testing.assert_allclose(update.b @ update.a, LORA.scaling * factors[0] @ factors[1], rtol=1e-5)
+    assert {module.rsplit(".", 1)[1] for module in weights.updates} == set(LORA.target_modules)
+    model = AutoModelForTPU.from_pretrained(str(checkpoint), dtype="float32")
+    mapping = model.architecture.mapping
+    reached = {path: reached_tensors(path, rule) for path, rule in mapping.rules}
+    sites = {path: names for path, names in reached.items() if names is not None}
+    assert len(tensor_updates(mapping, sites, weights.updates, "after")) == 6
+
+
+@pytest.mark.torch
+def test_attention_of_a_mixture_of_experts_is_adapted_as_by_peft(tmp_path: Path) -> None:
+    import peft
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=259,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    settings = AdapterSettings(("q_proj", "k_proj", "v_proj", "o_proj"), r=2, init_lora_weights=False)
+    one = runner(tmp_path / "moe", settings)
+    one.save_pretrained(tmp_path / "before", "float32")
+    figures = trained(one, 0, 4)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "before", is_trainable=True)
+    weights = [value for value in model.parameters() if value.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=OPTIMIZER.learning_rate, weight_decay=0.1)
+    found = []
+    for number in range(4):
+        tokens = torch.tensor(batch(number).tokens).long()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        found.append([loss.item(), torch.nn.utils.clip_grad_norm_(weights, 0.5).item()])
+        optimizer.step()
+        optimizer.zero_grad()
+    np.testing.assert_allclose(figures, found, rtol=1e-4)
+    for target in ("gate", "experts.0.up_proj", "lm_head"):
+        with pytest.raises(UnsupportedError, match=r"no experts, routers, embeddings or heads: use k_proj, o_proj"):
+            runner(tmp_path / "moe", replace(settings, target_modules=(target,)))
+
+
+def test_whole_modules_and_biases_are_trained_beside_adapters(tmp_path: Path) -> None:
+    folder = llama_checkpoint(tmp_path / "llama", num_hidden_layers=1)
+    settings = replace(LORA, modules_to_save=("lm_head",))
+    one = runner(folder, settings, "tensor=2")
+    assert one.stored_names == {"head.kernel", *one.adapters.names}
+    before = one.evaluate(batch(0)).values().cross_entropy
+    trained(one, 0, 1)
+    one.save_pretrained(tmp_path / "adapter", "float32")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert tensors["base_model.model.lm_head.weight"].shape == (259, 32)
+    begun = runner(folder, replace(settings, start=str(tmp_path / "adapter")))
+    after = one.evaluate(batch(0)).values().cross_entropy
+    assert begun.evaluate(batch(0)).values().cross_entropy == pytest.approx(after, rel=1e-6) and after != before
+
+
+def test_what_cannot_be_adapted_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"'c_attn' was asked for.*use down_proj, gate_proj, k_proj, o_proj, q_proj"):
+        runner(checkpoint, replace(LORA, target_modules=("c_attn",)))
+    with pytest.raises(RequestError, match="modules_to_save='score' was asked for"):
+        runner(checkpoint, replace(LORA, modules_to_save=("score",)))
+    with pytest.raises(UnsupportedError, match=r"lora_dropout=0.1 was given on a mesh that pads the inputs"):
+        runner(checkpoint, replace(LORA, target_modules=("o_proj",), lora_dropout=0.1), "tensor=2")
+    with pytest.raises(UnsupportedError, match=r"quantized model was to be trained.*peft_config="):
+        runner(checkpoint, None, quantization="w8a16")
+    with pytest.raises(RequestError, match=r"there is no adapter_model.safetensors"):
+        runner(checkpoint, replace(LORA, start=str(tmp_path)))

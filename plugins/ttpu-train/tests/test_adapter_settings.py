@@ -1,0 +1,66 @@
+"""Adapters are asked for by the names of peft's `LoraConfig`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_train.adapters import AdapterSettings, adapter_settings
+from ttpu_train.arguments import TrainingArguments
+
+
+def test_a_mapping_and_a_saved_config_give_settings(tmp_path: Path) -> None:
+    given = {"r": 4, "lora_alpha": 16, "target_modules": ["v_proj", "q_proj"], "use_rslora": True}
+    wanted = AdapterSettings(("q_proj", "v_proj"), r=4, lora_alpha=16, use_rslora=True)
+    assert adapter_settings(given) == wanted and wanted.scaling == 8
+    saved = {**given, "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "rank_pattern": {}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    found = TrainingArguments(adapter_name_or_path=tmp_path).step_settings(1).adapters
+    assert found == AdapterSettings(("q_proj", "v_proj"), r=4, lora_alpha=16, use_rslora=True, start=str(tmp_path))
+    assert TrainingArguments().step_settings(1).adapters is None
+
+
+@pytest.mark.torch
+def test_pefts_own_config_is_read() -> None:
+    import peft
+
+    config = peft.LoraConfig(
+        r=4, target_modules="all-linear", use_dora=True, task_type="CAUSAL_LM", layers_to_transform=2
+    )
+    assert adapter_settings(config) == AdapterSettings("all-linear", r=4, use_dora=True, layers_to_transform=(2,))
+    with pytest.raises(UnsupportedError, match="sets rank_pattern, but adapters are trained with"):
+        adapter_settings(peft.LoraConfig(target_modules=["q_proj"], rank_pattern={"q_proj": 2}))
+    with pytest.raises(UnsupportedError, match="peft_type 'IA3'"):
+        adapter_settings(peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "names no target_modules"),
+        ({"rank": 4, "target_modules": "all-linear"}, "'rank'"),
+        ({"r": 0}, "r=0, but it is a whole number from 1"),
+        ({"lora_alpha": "8"}, "lora_alpha='8', but it is a number above 0"),
+        ({"lora_dropout": 1.0}, "lora_dropout=1.0, but it is a number from 0 to below 1"),
+        ({"bias": "some"}, "one of none, all, lora_only"),
+        ({"init_lora_weights": "pissa"}, "'pissa' was given, but adapters begin with"),
+        ({"use_dora": True, "lora_dropout": 0.1}, "lora_dropout=0.1 was given with use_dora"),
+        ({"alpha_pattern": {"q_proj": 1}}, "sets alpha_pattern"),
+        (7, "is a int, but a mapping or peft's LoraConfig"),
+    ],
+)
+def test_what_is_not_trained_is_refused(given: Any, words: str) -> None:
+    whole = {"target_modules": "all-linear", **given} if isinstance(given, dict) and given else given
+    with pytest.raises((RequestError, UnsupportedError), match=words):
+        adapter_settings(whole)
+
+
+def test_adapters_leave_weights_alone(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="trainable was given with adapters"):
+        TrainingArguments(peft_config={"target_modules": "all-linear"}, trainable=["*"])
+    with pytest.raises(RequestError, match=r"adapter_config.json there cannot be read"):
+        TrainingArguments(adapter_name_or_path=tmp_path)
