@@ -20,7 +20,7 @@ from ttpu_jax.params.adapter_sites import reached_tensors
 from ttpu_jax.runner.lora import tensor_updates
 from ttpu_jax.train.runner import JaxTrainRunner
 from ttpu_serve.adapters.files import read_adapter
-from ttpu_train.adapters import AdapterSettings
+from ttpu_train.adapters import AdapterSettings, adapter_settings
 from ttpu_train.runner import Batch, CheckpointPolicy, OptimizerSettings, ScheduleSettings, StepSettings
 
 ROWS, SEQ, STEPS = 8, 12, 10
@@ -198,6 +198,18 @@ def test_the_engine_reads_what_was_trained(plain: Any, checkpoint: Path) -> None
     reached = {path: reached_tensors(path, rule) for path, rule in mapping.rules}
     sites = {path: names for path, names in reached.items() if names is not None}
     assert len(tensor_updates(mapping, sites, weights.updates, "after")) == 6
+
+
+@pytest.mark.torch
+def test_pefts_own_config_is_read() -> None:
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, layers_to_transform=2)
+    assert adapter_settings(config) == AdapterSettings(("q_proj",), r=4, use_dora=True, layers_to_transform=(2,))
+    with pytest.raises(UnsupportedError, match="sets rank_pattern, but adapters are trained with"):
+        adapter_settings(peft.LoraConfig(target_modules=["q_proj"], rank_pattern={"q_proj": 2}))
+    with pytest.raises(UnsupportedError, match="peft_type 'IA3'"):
+        adapter_settings(peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
 
 
 @pytest.mark.torch

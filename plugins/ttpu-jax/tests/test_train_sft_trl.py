@@ -28,6 +28,17 @@ CHATS = [
 PEFT = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
 
 
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch_xla is installed, accelerate trains on its device whatever `use_cpu` says."""
+    import accelerate
+    import transformers.trainer
+
+    monkeypatch.setattr("accelerate.utils.imports._torch_xla_available", False)
+    monkeypatch.setattr(transformers.trainer, "is_torch_xla_available", lambda *_, **__: False)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = llama_checkpoint(tmp_path_factory.mktemp("sft") / "llama", chat=True)
@@ -35,6 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("data", "adapted"), [("texts", False), ("chats", True)])
 def test_packed_losses_are_those_of_trl(checkpoint: Path, tmp_path: Path, data: str, adapted: bool) -> None:
     examples: list[dict[str, Any]] = TEXTS if data == "texts" else CHATS

@@ -24,25 +24,11 @@ def test_a_mapping_and_a_saved_config_give_settings(tmp_path: Path) -> None:
     assert TrainingArguments().step_settings(1).adapters is None
 
 
-@pytest.mark.torch
-def test_pefts_own_config_is_read() -> None:
-    import peft
-
-    config = peft.LoraConfig(
-        r=4, target_modules="all-linear", use_dora=True, task_type="CAUSAL_LM", layers_to_transform=2
-    )
-    assert adapter_settings(config) == AdapterSettings("all-linear", r=4, use_dora=True, layers_to_transform=(2,))
-    with pytest.raises(UnsupportedError, match="sets rank_pattern, but adapters are trained with"):
-        adapter_settings(peft.LoraConfig(target_modules=["q_proj"], rank_pattern={"q_proj": 2}))
-    with pytest.raises(UnsupportedError, match="peft_type 'IA3'"):
-        adapter_settings(peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({}, "names no target_modules"),
-        ({"rank": 4, "target_modules": "all-linear"}, "'rank'"),
+        ({"rank": 4, "target_modules": "all-linear"}, "was given rank, but it takes"),
         ({"r": 0}, "r=0, but it is a whole number from 1"),
         ({"lora_alpha": "8"}, "lora_alpha='8', but it is a number above 0"),
         ({"lora_dropout": 1.0}, "lora_dropout=1.0, but it is a number from 0 to below 1"),
