@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,11 @@ PEFT = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch_xla is installed, accelerate trains on its device whatever `use_cpu` says."""
-    import accelerate
-    import transformers.trainer
+    from trl import SFTTrainer  # noqa: F401  its modules are to be changed
 
-    monkeypatch.setattr("accelerate.utils.imports._torch_xla_available", False)
-    monkeypatch.setattr(transformers.trainer, "is_torch_xla_available", lambda *_, **__: False)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("accelerate.", "transformers.train")) and hasattr(module, "is_torch_xla_available"):
+            monkeypatch.setattr(module, "is_torch_xla_available", lambda *_, **__: False)
 
 
 @pytest.fixture(scope="module")
