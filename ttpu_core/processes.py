@@ -15,6 +15,8 @@ from ttpu_core.errors import LaunchError
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "TTPU_COORDINATOR", "TTPU_NUM_PROCESSES", "TTPU_PROCESS_ID"
 LOCAL_DEVICES, TIMEOUT = "TTPU_LOCAL_DEVICES", "TTPU_TIMEOUT"
+RESTART = "TTPU_RESTART"
+"""How often `ttpu launch --restarts` has started this process again; not set the first time."""
 AUTO = "auto"
 """A coordinator of "auto": the TPU runtime knows its slice and finds address, count and number by itself."""
 
@@ -102,6 +104,11 @@ def is_first_process() -> bool:
 def is_one_of_several() -> bool:
     """Whether this process was started as one of several."""
     return os.environ.get(NUM_PROCESSES, "1").strip() not in ("", "1") or os.environ.get(COORDINATOR) == AUTO
+
+
+def is_restarted() -> bool:
+    """Whether this process was started again because one of the processes had failed."""
+    return os.environ.get(RESTART, "0").strip() not in ("", "0")
 
 
 def leave_at_once(status: int) -> NoReturn:

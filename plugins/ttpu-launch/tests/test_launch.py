@@ -489,3 +489,12 @@ def test_launching_loads_no_framework() -> None:
 def test_asking_what_a_backend_needs_loads_no_framework() -> None:
     asked = "from ttpu_launch.backends import LaunchedBackend\nfor name in ('jax', 'torch_xla'): LaunchedBackend(name)"
     assert loaded_after(asked, HEAVY) == []
+
+
+def test_a_group_that_dies_is_started_again_as_often_as_asked(tmp_path: Path) -> None:
+    script = 'echo "try ${TTPU_RESTART:-0}"; [ -n "$TTPU_RESTART" ] || [ "$TTPU_PROCESS_ID" = 0 ] || kill -9 $$; exit 0'
+    done = shell(script, "--restarts", "2", cwd=tmp_path)
+    assert done.returncode == 0 and "restart 1 of 2" in done.stderr and "restart 2" not in done.stderr
+    assert done.stdout.count("try 1") == 2 and "SIGKILL" in done.stderr
+    failed = shell("exit 7", "--restarts", "1", processes=1, cwd=tmp_path)
+    assert failed.returncode == 7 and failed.stderr.count("exit code 7") == 2

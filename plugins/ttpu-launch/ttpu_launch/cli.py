@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,6 +56,9 @@ def launch(
     grace: Annotated[
         float, typer.Option(min=0, metavar="S", help="Seconds from SIGTERM to SIGKILL.", rich_help_panel=PROCESSES)
     ] = DEFAULT_GRACE,
+    restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Start all again if one fails.", rich_help_panel=PROCESSES)
+    ] = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be run, and where.", rich_help_panel=PROCESSES)
     ] = False,
@@ -266,10 +270,10 @@ def launch(
         for task in tasks:
             print(_as_line(task, runs.variables))
         return
-    raise typer.Exit(_run(tasks, grace))
+    raise typer.Exit(_run(tasks, restarts, grace))
 
 
-def _run(tasks: Sequence[Task], grace: float) -> int:
+def _run(tasks: Sequence[Task], restarts: int, grace: float) -> int:
     if os.name != "posix":
         raise LaunchError("processes were to be started here, but that needs POSIX process groups: use Linux.")
     if not hasattr(os, "waitid"):
@@ -277,9 +281,19 @@ def _run(tasks: Sequence[Task], grace: float) -> int:
             "processes were to be started here, but this Python has no os.waitid, which needs Python 3.13 on macOS: "
             "use that, or Linux."
         )
+    from ttpu_core.processes import COORDINATOR, RESTART
+    from ttpu_launch.places import free_port
     from ttpu_launch.supervisor import supervise
 
-    return supervise(tasks, grace)
+    def tasks_of(number: int) -> Sequence[Task]:
+        if number == 0:
+            return tasks
+        more = {RESTART: str(number)}
+        if tasks[0].environment.get(COORDINATOR, "").startswith("127.0.0.1:"):
+            more[COORDINATOR] = f"127.0.0.1:{free_port()}"  # the one before may still be closing
+        return [replace(task, environment={**task.environment, **more}) for task in tasks]
+
+    return supervise(tasks_of, restarts, grace)
 
 
 def _on_all_workers(

@@ -50,6 +50,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "timeout": PLACES,
         "grace": PLACES,
         "dry_run": PLACES,
+        "restarts": (HERE, HOSTS),
         # access to a place
         "ssh": (HOSTS,),
         "python": (HOSTS,),

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -70,17 +70,31 @@ class _Running:
             os.write(self.process.stdin.fileno(), word)
 
 
-def supervise(tasks: Sequence[Task], grace: float = DEFAULT_GRACE) -> int:
-    """Run all tasks until they end. Their lines are passed on to stdout and stderr as they come.
+def supervise(tasks_of: Callable[[int], Sequence[Task]], restarts: int = 0, grace: float = DEFAULT_GRACE) -> int:
+    """Run all tasks until they end. Their lines are passed on to stdout and stderr as they come. After one has failed,
+    all are started again; a signal to this process ends them for good.
 
-    Returns 0, or the exit code of the first task that failed (128 + N if signal N ended it), or 128 + N if signal N
-    was sent to this process.
+    Args:
+        tasks_of: number of the restart, 0 the first time → the tasks.
+        restarts: how often they are started again.
+        grace: seconds from SIGTERM to SIGKILL.
+
+    Returns:
+        0, or the exit code of the first task that failed (128 + N if signal N ended it), or 128 + N if signal N was
+        sent to this process.
 
     Raises:
         LaunchError: a guard cannot be started, for example without ssh; processes that were started before are
             ended.
     """
-    return _Supervisor(tasks, grace).run()
+    code = 0
+    for number in range(restarts + 1):
+        supervisor = _Supervisor(tasks_of(number), grace)
+        code = supervisor.run()
+        if code == 0 or supervisor.was_signalled or number == restarts:
+            break
+        _write(sys.stderr, f"ttpu launch: all processes are started again, restart {number + 1} of {restarts}\n")
+    return code
 
 
 class _Supervisor:
@@ -91,6 +105,11 @@ class _Supervisor:
         self._failed: _Running | None = None
         self._signals: list[int] = []
         self._ending_since: float | None = None
+
+    @property
+    def was_signalled(self) -> bool:
+        """Whether a signal was sent to this process."""
+        return bool(self._signals)
 
     def run(self) -> int:
         with self._handling_signals():

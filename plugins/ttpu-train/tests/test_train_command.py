@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from ttpu import AutoModelForTPU
 from ttpu_core.cli.main import app
+from ttpu_train.cli.train import resumed_if_restarted
 
 TEXT = "The trainer reads this text again and again, until the model knows what comes next in it.\n" * 8
 
@@ -76,3 +77,15 @@ def test_a_dry_run_needs_a_slice(file: Path) -> None:
     done = CliRunner().invoke(app, ["train", str(file), "--dry-run"])
     assert done.exit_code == 2
     assert "--dry-run was given without --topology" in done.stderr
+
+
+def test_a_command_that_is_started_again_resumes_from_its_own_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = {"output_dir": str(tmp_path), "max_steps": 3}
+    monkeypatch.setenv("TTPU_RESTART", "1")
+    assert resumed_if_restarted(given) == given  # it died before the first checkpoint
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    assert resumed_if_restarted(given) == {**given, "resume_from_checkpoint": True}
+    monkeypatch.delenv("TTPU_RESTART")
+    assert resumed_if_restarted(given) == given

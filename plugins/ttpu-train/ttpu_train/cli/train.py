@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -62,7 +64,7 @@ def train(
     if topology is not None:
         _compile(asked, topology, as_json=as_json)
         return
-    trainer = Trainer(**asked.trainer, args=asked.arguments)
+    trainer = Trainer(**asked.trainer, args=resumed_if_restarted(asked.arguments))
     output = trainer.train()
     if not trainer.state.is_world_process_zero:
         return
@@ -80,6 +82,18 @@ def train(
             f"{folder}: {output.global_step:,} updates, loss {output.training_loss:.4f}; `ttpu export {folder} --out "
             "DIR` writes the model"
         )
+
+
+def resumed_if_restarted(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, with resume_from_checkpoint=True if `ttpu launch --restarts` has started this process again and
+    the run has a checkpoint."""
+    from ttpu_core.processes import is_restarted
+    from ttpu_train.arguments import TrainingArguments
+    from ttpu_train.trainer import CHECKPOINTS
+
+    folder = Path(arguments.get("output_dir", TrainingArguments.output_dir)).expanduser() / CHECKPOINTS
+    resumes = is_restarted() and any(one.name.isdigit() for one in (folder.iterdir() if folder.is_dir() else ()))
+    return {**arguments, **({"resume_from_checkpoint": True} if resumes else {})}
 
 
 def _compile(asked: TrainingFile, topology: str, *, as_json: bool) -> None:
