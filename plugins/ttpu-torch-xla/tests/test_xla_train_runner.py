@@ -134,6 +134,16 @@ def test_an_update_without_finite_gradients_changes_nothing(checkpoint: Path, ru
     assert not one.step(rows).values().skipped
 
 
+def test_dropout_is_drawn_anew_for_each_update_and_again_by_a_resumed_run(tmp_path: Path) -> None:
+    dropping = checkpoint_at(tmp_path / "model", attention_dropout=0.5)
+    still = replace(OPTIMIZER, learning_rate=0.0)
+    one, resumed = (runner(dropping, optimizer=still) for _ in range(2))
+    first, second = (one.step(batch(0)).values().loss for _ in range(2))
+    assert first != second
+    resumed.step_count = 1
+    assert resumed.step(batch(0)).values().loss == second
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_decays_weights_apart_from_gradients(checkpoint: Path, momentum: float) -> None:
     settings = OptimizerSettings(
@@ -197,6 +207,8 @@ def test_evaluation_and_logits_are_those_of_transformers(run: Run) -> None:
             torch.tensor(rows.tokens).long(), attention_mask=torch.tensor(rows.positions >= 0).long()
         ).logits
     assert found.tokens == rows.weights.sum()
+    every = replace(rows, weights=np.ones_like(rows.weights))  # the first token of a row is never predicted
+    assert run.runner.evaluate(every).values().tokens == rows.tokens.size - len(rows.tokens)
     assert found.cross_entropy / found.tokens == pytest.approx(float(expected), rel=1e-5)
     assert found.total / found.divisor == pytest.approx(float(expected), rel=1e-5)
     likeliest = logits[:, :-1].argmax(-1).numpy() == rows.tokens[:, 1:]

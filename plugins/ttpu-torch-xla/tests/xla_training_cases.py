@@ -35,9 +35,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 MOMENT = "exp_avg.model.layers.0.mlp.up_proj.weight"
 
 
-def checkpoint_at(folder: Path) -> Path:
+def checkpoint_at(folder: Path, **config: Any) -> Path:
     """A llama whose heads eight devices divide."""
-    return llama_checkpoint(folder, num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=1)
+    return llama_checkpoint(folder, num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=1, **config)
 
 
 def batch(seed: int, rows: int = ROWS) -> Batch:
