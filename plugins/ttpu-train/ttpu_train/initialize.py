@@ -13,7 +13,8 @@ from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.data.loader import BatchLoader
 from ttpu_train.deepspeed import AUTO, merged, read_content
-from ttpu_train.engine import Engine, EngineOptimizer, EngineSchedule, MicroBatches
+from ttpu_train.engine import Engine, EngineOptimizer, EngineSchedule
+from ttpu_train.micro_batches import MicroBatches
 from ttpu_train.trainer import Trainer
 
 DEFAULTS: Mapping[str, Any] = {

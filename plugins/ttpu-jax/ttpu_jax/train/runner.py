@@ -259,7 +259,9 @@ class JaxTrainRunner:
         """Begin to trace with JAX's profiler, into a folder that TensorBoard and Perfetto read."""
         jax.block_until_ready(self.params)  # updates before the first that is traced are done
         folder.mkdir(parents=True, exist_ok=True)
-        jax.profiler.start_trace(str(folder))
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # each call of Python would be an event, and writing them takes long
+        jax.profiler.start_trace(str(folder), profiler_options=options)
 
     def stop_trace(self) -> None:
         """Wait for the devices and write the trace."""
