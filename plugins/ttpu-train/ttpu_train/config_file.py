@@ -18,6 +18,7 @@ from ttpu_core.errors import RequestError
 from ttpu_core.loading import refuse_unknown
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.grpo.method import NAMES as GRPO_NAMES
+from ttpu_train.preference import NAMES as PREFERENCE_NAMES
 
 TRAINER_KEYS = ("model", "backend", "method", "train_dataset", "eval_dataset", "load_options", "cache_dir", "deepspeed")
 DATASETS = ("train_dataset", "eval_dataset")
@@ -62,7 +63,7 @@ def read_training_file(path: str | Path, changes: Sequence[str] = ()) -> Trainin
         _apply(content, change)
     if "resume" in content:
         content["resume_from_checkpoint"] = content.pop("resume")
-    of_method = GRPO_NAMES if content.get("method") == "grpo" else ()
+    of_method = {"grpo": GRPO_NAMES, **PREFERENCE_NAMES}.get(str(content.get("method")), ())
     known = (*TRAINER_KEYS, *(one.name for one in fields(TrainingArguments)), *of_method)
     refuse_unknown(content, known, f"the training file {source}", "it", " (see docs/training.md)")
     for key in ("model", "train_dataset"):

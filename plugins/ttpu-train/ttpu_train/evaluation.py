@@ -58,7 +58,8 @@ def evaluate(
     runner: TrainRunner, batches: Iterator[Batch], prefix: str = "eval", progress: Progress | None = None
 ) -> dict[str, float]:
     """Return loss (nats a token), perplexity, accuracy (the share of tokens that were the likeliest), tokens, seconds
-    and tokens per second, with the prefix before each name.
+    and tokens per second, with the prefix before each name; of an objective, its loss and its figures in place of
+    perplexity and accuracy.
 
     Raises:
         RequestError: no token has a weight.
@@ -80,14 +81,20 @@ def evaluate(
             "are trained on, and rows (max_length) long enough to reach them."
         )
     seconds = time.perf_counter() - began
+    speed = {
+        f"{prefix}_tokens": total.tokens,
+        f"{prefix}_runtime": seconds,
+        f"{prefix}_tokens_per_second": total.tokens / seconds,
+    }
+    if runner.settings.objective is not None:
+        figures = {f"{prefix}_{name}": value / (count or 1.0) for name, (value, count) in total.metrics.items()}
+        return {f"{prefix}_loss": total.total / (total.divisor or 1.0), **figures, **speed}
     loss = total.cross_entropy / total.tokens
     return {
         f"{prefix}_loss": loss,
         f"{prefix}_perplexity": math.exp(min(loss, 700.0)),
         f"{prefix}_accuracy": total.correct / total.tokens,
-        f"{prefix}_tokens": total.tokens,
-        f"{prefix}_runtime": seconds,
-        f"{prefix}_tokens_per_second": total.tokens / seconds,
+        **speed,
     }
 
 
@@ -119,4 +126,15 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _sum(one: EvalValues, other: EvalValues) -> EvalValues:
-    return EvalValues(one.cross_entropy + other.cross_entropy, one.tokens + other.tokens, one.correct + other.correct)
+    metrics = dict(one.metrics)
+    for name, (value, count) in other.metrics.items():
+        before = metrics.get(name, (0.0, 0.0))
+        metrics[name] = before[0] + value, before[1] + count
+    return EvalValues(
+        one.cross_entropy + other.cross_entropy,
+        one.tokens + other.tokens,
+        one.correct + other.correct,
+        one.total + other.total,
+        one.divisor + other.divisor,
+        metrics,
+    )

@@ -86,36 +86,6 @@ class KTO:
 
 
 @dataclass(frozen=True)
-class Reward:
-    """A reward model: a scalar at the last token of a row, trained on pairs of rows, chosen, then rejected, by the
-    model of Bradley and Terry.
-
-    Attributes:
-        center_rewards_coefficient: of the squared sum of a pair's rewards (arXiv 2312.09244); 0 leaves it out.
-    """
-
-    method: ClassVar[str] = "reward"
-    rows_per_example: ClassVar[int] = 2
-    center_rewards_coefficient: float = 0.0
-
-
-@dataclass(frozen=True)
-class Distillation:
-    """Knowledge distillation: the distance from a teacher's distribution of each token (arXiv 2306.13649).
-
-    Attributes:
-        beta: 0 is the forward KL divergence, from the teacher to the model, 1 the reverse one, and between them lies
-            the generalized Jensen-Shannon divergence.
-        temperature: that logits of both are divided by.
-    """
-
-    method: ClassVar[str] = "distillation"
-    rows_per_example: ClassVar[int] = 1
-    beta: float = 0.5
-    temperature: float = 1.0
-
-
-@dataclass(frozen=True)
 class GRPO:
     """Group relative policy optimization (arXiv 2402.03300) on completions that were sampled and rewarded.
 
@@ -146,4 +116,4 @@ class GRPO:
     use_bias_correction_kl: bool = True
 
 
-Objective = DPO | ORPO | KTO | Reward | Distillation | GRPO
+Objective = DPO | ORPO | KTO | GRPO

@@ -17,12 +17,15 @@ from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
 from ttpu_train.data.loader import BatchLoader, batch_loader
+from ttpu_train.data.pairs import PairPlanner
 from ttpu_train.data.settings import DataSettings
 from ttpu_train.deepspeed import merged
 from ttpu_train.evaluation import EvalPrediction, PredictionOutput, evaluate, predict
 from ttpu_train.grpo.batches import RolloutBatches
 from ttpu_train.grpo.method import NAMES as GRPO_NAMES
 from ttpu_train.grpo.method import GRPOMethod
+from ttpu_train.preference import NAMES as PREFERENCE_NAMES
+from ttpu_train.preference import PreferenceMethod
 from ttpu_train.profiling import ProfileCallback
 from ttpu_train.reporting.console import ConsoleReporter
 from ttpu_train.reporting.jsonl import JsonLinesReporter
@@ -34,6 +37,8 @@ from ttpu_train.throughput import Meter, training_flops
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints, in its output_dir."""
+METHOD_NAMES: Mapping[str, tuple[str, ...]] = {"grpo": GRPO_NAMES, **PREFERENCE_NAMES}
+"""The arguments of each method that are not fields of `TrainingArguments`."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,11 @@ class Trainer:
         load_options: for opening the model: `ttpu_core.loading.LoadOptions` by name, such as attn_implementation.
         cache_dir: where tokenized data are kept.
         deepspeed: a DeepSpeed configuration, as a JSON file or its content, beside the other arguments.
-        method: "sft" trains on the data's own tokens, "grpo" on completions that are sampled and rewarded.
-        **arguments: fields of `TrainingArguments`, and with method="grpo" of `ttpu_train.grpo.arguments.GRPOArguments`.
+        method: "sft" trains on the data's own tokens, "grpo" on completions that are sampled and rewarded, "dpo" and
+            "orpo" on pairs of completions (prompt, chosen, rejected), "kto" on completions with labels (prompt,
+            completion, label).
+        **arguments: fields of `TrainingArguments`, and of the method: of `ttpu_train.grpo.arguments.GRPOArguments`, or
+            of `DPO`, `ORPO` or `KTO` in `ttpu_train.objectives`.
 
     Raises:
         RequestError: an unknown argument, or a value out of range.
@@ -101,7 +109,7 @@ class Trainer:
     ) -> None:
         self.method, arguments = _method(method, args, arguments)
         if isinstance(args, Mapping):
-            args = {name: value for name, value in args.items() if self.method is None or name not in GRPO_NAMES}
+            args = {name: value for name, value in args.items() if name not in METHOD_NAMES.get(method, ())}
         if isinstance(args, TrainingArguments):
             beside = [*arguments, *(() if deepspeed is None else ("deepspeed",))]
             if beside:
@@ -112,8 +120,10 @@ class Trainer:
         else:
             given = {**(args or {}), **arguments}
             self.args = TrainingArguments.read(given if deepspeed is None else merged(given, deepspeed))
-        if self.method is not None:
+        if isinstance(self.method, GRPOMethod):
             self.method.check(self.args, evaluates=eval_dataset is not None)
+        elif self.method is not None:
+            self.method.check(self.args, measures=compute_metrics is not None)
         self.train_dataset, self.eval_dataset = _kept(train_dataset), _kept(eval_dataset)
         self.compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         self._source, self._load_options, self._cache_dir = model, dict(load_options or {}), cache_dir
@@ -126,6 +136,7 @@ class Trainer:
         if self.args.profiled is not None:
             self.callbacks.add(ProfileCallback(*self.args.profiled))
         self._runner: TrainRunner | None = None
+        self._planners: dict[tuple[int, bool], PairPlanner] = {}
         self._store: CheckpointStore | None = None
         self.callbacks.call("on_init_end", self.args, self.state, self.control)
 
@@ -194,6 +205,10 @@ class Trainer:
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         total, loader = self._total_steps(), self.training_batches
         runner = self._made_runner(total)
+        if isinstance(self.method, PreferenceMethod):
+            self.method.refer(self._planner(self.train_dataset, training=True), runner)
+            if self.eval_dataset is not None:
+                self.method.refer(self._planner(self.eval_dataset, training=False), runner)
         state = self.state
         state.max_steps, state.train_batch_size = total, self._rows(training=True) * self.layout.process_count
         state.num_train_epochs = math.ceil(self.args.num_train_epochs)
@@ -347,7 +362,7 @@ class Trainer:
     @cached_property
     def training_batches(self) -> BatchLoader | RolloutBatches:
         """The training data from their beginning; made anew for each call of `train`."""
-        if self.method is not None:
+        if isinstance(self.method, GRPOMethod):
             return self.method.batches(
                 self.train_dataset,
                 self.tokenizer,
@@ -387,7 +402,20 @@ class Trainer:
     def _loader(self, dataset: Any, *, training: bool) -> BatchLoader:
         layout = self.layout
         settings = self._data_settings(training=training)
+        if isinstance(self.method, PreferenceMethod):
+            planner = self._planner(dataset, training=training)
+            if not training:
+                self.method.refer(planner, self.runner)
+            return self.method.loader(planner, settings, layout)
         return batch_loader(dataset, self.tokenizer, settings, layout.process_index, layout.process_count)
+
+    def _planner(self, dataset: Any, *, training: bool) -> PairPlanner:
+        """The rows of preferences, kept because comparing them with the model before training takes long."""
+        assert isinstance(self.method, PreferenceMethod)
+        key = id(dataset), training
+        if key not in self._planners:
+            self._planners[key] = self.method.planner(dataset, self.tokenizer, self._data_settings(training=training))
+        return self._planners[key]
 
     def _made_runner(self, total_steps: int) -> TrainRunner:
         if self._runner is None:
@@ -403,7 +431,9 @@ class Trainer:
         return self._store
 
 
-def _method(name: str, args: Any, arguments: dict[str, Any]) -> tuple[GRPOMethod | None, dict[str, Any]]:
+def _method(
+    name: str, args: Any, arguments: dict[str, Any]
+) -> tuple[GRPOMethod | PreferenceMethod | None, dict[str, Any]]:
     """The method of a trainer, and its other arguments.
 
     Raises:
@@ -411,11 +441,12 @@ def _method(name: str, args: Any, arguments: dict[str, Any]) -> tuple[GRPOMethod
     """
     if name == "sft":
         return None, arguments
-    if name != "grpo":
-        raise RequestError(f"method={name!r} was given, but it is sft or grpo: pass one of these.")
-    given = {**(args if isinstance(args, Mapping) else {}), **arguments}
-    own = {key: value for key, value in given.items() if key in GRPO_NAMES}
-    return GRPOMethod.read(own), {key: value for key, value in arguments.items() if key not in GRPO_NAMES}
+    if name not in METHOD_NAMES:
+        raise RequestError(f"method={name!r} was given, but it is sft, {', '.join(METHOD_NAMES)}: pass one of these.")
+    given, names = {**(args if isinstance(args, Mapping) else {}), **arguments}, METHOD_NAMES[name]
+    own = {key: value for key, value in given.items() if key in names}
+    method = GRPOMethod.read(own) if name == "grpo" else PreferenceMethod.read(name, own)
+    return method, {key: value for key, value in arguments.items() if key not in names}
 
 
 def _kept(dataset: Any) -> Any:

@@ -19,12 +19,21 @@ from ttpu_jax.model.modules import Runtime
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.train.adapters import AdaptedModel, Adapters
 from ttpu_jax.train.objectives.grpo import grpo_sums
+from ttpu_jax.train.objectives.preference import dpo_sums, kto_sums, kto_whole, orpo_sums, orpo_whole
 from ttpu_jax.train.optimizers import ELEMENTWISE, matches, optimizer_for, schedule_of
-from ttpu_jax.train.step import TrainStep
+from ttpu_jax.train.step import TrainStep, WholeBatch
 from ttpu_jax.train.zero import zero_placements
 
 if TYPE_CHECKING:
     from ttpu_train.runner import StepSettings
+
+OBJECTIVES: Mapping[str, Callable[..., LossSums]] = {
+    "dpo": dpo_sums,
+    "grpo": grpo_sums,
+    "kto": kto_sums,
+    "orpo": orpo_sums,
+}
+"""The method of an objective → its loss."""
 
 
 def step_from_settings(
@@ -80,6 +89,8 @@ def step_from_settings(
         settings.optimizer.max_grad_norm,
         settings.skip_nonfinite,
         zero,
+        rows_per_example=1 if settings.objective is None else settings.objective.rows_per_example,
+        of_whole_batch=_whole(settings),
         noise=None if adapters is None else partial(adapters.noise, settings.seed),
     )
 
@@ -123,9 +134,18 @@ def trained_paths(
 
 
 def _loss(settings: Any, objective: Any, model: Any, params: Any, batch: TokenBatch) -> LossSums:
-    if objective is not None and objective.method == "grpo":
-        return grpo_sums(model, params, batch, objective, settings.tokens_at_once)
-    return summed_loss(model, params, batch, settings)
+    if objective is None:
+        return summed_loss(model, params, batch, settings)
+    return OBJECTIVES[objective.method](model, params, batch, objective, settings.tokens_at_once)
+
+
+def _whole(settings: StepSettings) -> WholeBatch | None:
+    objective = settings.objective
+    if objective is not None and objective.method == "orpo":
+        return orpo_whole
+    if objective is not None and objective.method == "kto" and objective.rows_per_example == 2:
+        return partial(kto_whole, tokens_at_once=settings.loss.tokens_at_once)
+    return None
 
 
 def _rate(settings: StepSettings) -> Callable[[jax.Array], jax.Array]:

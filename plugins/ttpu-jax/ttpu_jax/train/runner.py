@@ -31,6 +31,7 @@ from ttpu_jax.train.adapter_files import identity_of_adapters, read_adapter, wri
 from ttpu_jax.train.adapters import Adapters, find_adapters
 from ttpu_jax.train.from_settings import step_from_settings, trained_paths
 from ttpu_jax.train.held import HeldParameters
+from ttpu_jax.train.objectives.preference import completion_logprobs
 from ttpu_jax.train.objectives.token_logprobs import token_logprobs
 from ttpu_jax.train.rollouts import HandedWeights, Handover, RolloutModel
 from ttpu_jax.train.step import Figures, mean_of
@@ -363,6 +364,22 @@ class JaxTrainRunner:
         placed = self._placed(batch)
         weights = self._initial if initial else None
         return _own_rows(self._run(f"logprobs {temperature}", logprobs, placed, placed.tokens.sharding, weights))
+
+    # -- for preferences --
+
+    def row_logprobs(self, batch: Batch) -> np.ndarray:
+        """float32 [rows of all processes], in their order: the log-probability of each row's tokens that have weight,
+        by the weights as they are. An adapter that has not been trained changes none.
+
+        Raises:
+            RequestError: rows that the layout's shards do not divide.
+        """
+        at_once = self.settings.loss.tokens_at_once
+
+        def logprobs(params: Mapping[str, Any], batch: TokenBatch) -> jax.Array:
+            return completion_logprobs(self._step.model, self._step.computed(params), batch, at_once)
+
+        return np.asarray(self._run("row logprobs", logprobs, self._placed(batch)))
 
     # -- for checkpoints --
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ttpu_core.errors import CheckpointError, RequestError
 from ttpu_train.data.packing import EpochPlan, RowPlanner
+from ttpu_train.data.pairs import PairPlanner
 from ttpu_train.data.settings import DataSettings
 from ttpu_train.data.sources import sources_of
 from ttpu_train.data.token_files import cache_folder, tokenized
@@ -63,7 +64,9 @@ class BatchLoader(Iterator[Batch]):
         RequestError: drop_last leaves no batch in an epoch.
     """
 
-    def __init__(self, planner: RowPlanner, settings: DataSettings, process_index: int, process_count: int) -> None:
+    def __init__(
+        self, planner: RowPlanner | PairPlanner, settings: DataSettings, process_index: int, process_count: int
+    ) -> None:
         self._planner, self._settings = planner, settings
         self._process, self._processes = process_index, process_count
         rows = planner.plan(0).rows
@@ -167,7 +170,13 @@ class _Batches:
     """The batches from a position on, by number: a data source for grain, whose threads read it at once."""
 
     def __init__(
-        self, planner: RowPlanner, settings: DataSettings, process: int, processes: int, epoch: int, row: int
+        self,
+        planner: RowPlanner | PairPlanner,
+        settings: DataSettings,
+        process: int,
+        processes: int,
+        epoch: int,
+        row: int,
     ) -> None:
         self._planner, self._settings, self._process, self._processes = planner, settings, process, processes
         self._epoch, self._row = epoch, row
