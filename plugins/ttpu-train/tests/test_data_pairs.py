@@ -23,8 +23,8 @@ WIDTH = 32
 
 
 def planner(examples: Any, folder: Path, kind: Any = "pairs", **settings: Any) -> PairPlanner:
-    given = DataSettings(**({"max_length": WIDTH, "rows": 2, "cache_dir": folder} | settings))
-    return PairPlanner(examples, tokenizer(), given, kind)
+    usual: dict[str, Any] = {"max_length": WIDTH, "rows": 2, "cache_dir": folder}
+    return PairPlanner(examples, tokenizer(), DataSettings(**{**usual, **settings}), kind)
 
 
 def said(batch: Batch, row: int, *, weighted: bool = True) -> str:
