@@ -145,7 +145,7 @@ def test_loss_and_gradients_are_those_of_trl(checkpoint: Path, reference: Any, t
         if objective not in programs:
             trained = runner(checkpoint, objective=objective)
             step = trained._step
-            programs[objective] = trained, jax.jit(lambda p, b, s=step: s._gradients(s.computed(p), b))
+            programs[objective] = trained, jax.jit(lambda p, b, s=step: s._gradients(s.computed(p), b, 0))
         trained, program = programs[objective]
         sums, gradients = program(trained.params, trained._placed(update_rows(args, one, slice(0, 4))))
         held, trained.params = trained.params, gradients
