@@ -181,6 +181,13 @@ class TorchXlaBackend:
     def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
         """Write a run's checkpoint as a Hugging Face checkpoint; see `ttpu_torch_xla.train.export`.
 
+        Args:
+            folder: of the run's checkpoints.
+            out: the folder to write.
+            step: which checkpoint; None takes the newest.
+            dtype: of the written weights.
+            merge: refused, as there are no adapters.
+
         Raises:
             CheckpointError: no whole checkpoint is there.
             RequestError: `merge`, which is for adapters.

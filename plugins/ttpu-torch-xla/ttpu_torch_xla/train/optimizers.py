@@ -47,7 +47,7 @@ class AdamW:
         self._settings = settings
 
     def directions(self, gradients: Sequence[torch.Tensor], state: Sequence[Tensors], count: torch.Tensor) -> Tensors:
-        """See `Optimizer`."""
+        """The directions, of the gradients' shapes; `count` is a float32 [] of the device. See `Optimizer`."""
         found = [torch.zeros_like(gradient) for gradient in gradients]
         means, squares = state
         adam(
@@ -78,7 +78,7 @@ class Sgd:
         self.per_parameter: tuple[str, ...] = ("momentum_buffer",) if settings.momentum else ()
 
     def directions(self, gradients: Sequence[torch.Tensor], state: Sequence[Tensors], count: torch.Tensor) -> Tensors:
-        """See `Optimizer`."""
+        """The directions, of the gradients' shapes; `count` is a float32 [] of the device. See `Optimizer`."""
         if not self._momentum:
             return [-gradient for gradient in gradients]
         return [-held.mul_(self._momentum).add_(gradient) for held, gradient in zip(state[0], gradients, strict=True)]
