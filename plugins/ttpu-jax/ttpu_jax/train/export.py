@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ from ttpu_core.mapping import FlaxMapping, Tensor, stack_layers
 from ttpu_core.registry import default_registry
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.params.dtypes import model_dtype
-from ttpu_jax.params.export import copy_small_files, save_checkpoint
+from ttpu_jax.params.export import save_checkpoint
 from ttpu_jax.train.adapter_files import merged_tensors, write_adapter
 from ttpu_jax.train.checkpoints import ADAPTERS, IDENTITY, MODEL, PARAMS, check_identity, identity_of
 
@@ -74,7 +75,9 @@ def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str, 
             arrays = {path: np.asarray(value, np.float32) for path, value in params.items()}
             if not merge:
                 write_adapter(out, adapters, arrays, architecture, kind)
-                copy_small_files(model, out)
+                for pattern in ("*token*", "chat_template*"):
+                    for file in model.glob(pattern):
+                        shutil.copyfile(file, out / file.name)
                 return chosen
             params = {name: one.astype(kind) for name, one in merged_tensors(adapters, arrays, architecture)}
             rules = tuple((name, Tensor(name, value.shape)) for name, value in params.items())
