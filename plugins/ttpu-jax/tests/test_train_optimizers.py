@@ -103,3 +103,41 @@ def test_unknown_names_are_refused_with_those_there_are() -> None:
         optimizer_for(OptimizerSettings("adam_4bit"), TABLE)
     with pytest.raises(RequestError, match=r"'step' was asked for, but learning rates follow constant, linear"):
         schedule_of(ScheduleSettings("step"))  # type: ignore[arg-type]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor"])
+def test_several_updates_are_those_of_torch_or_of_the_paper(name: str) -> None:
+    import torch
+    import transformers
+
+    table = {"embed.embedding": Parameter((130, 128), (axes.VOCAB, axes.EMBED))}  # large enough to be factored
+    random = np.random.default_rng(3)
+    weight, *gradients = random.standard_normal((4, 130, 128)).astype(np.float32)
+    settings = OptimizerSettings(name, beta1=0.8, beta2=0.95, momentum=0.9, weight_decay=0.1)
+    ours, rate = optimizer_for(settings, table), 0.01
+    params = {"embed.embedding": jnp.asarray(weight)}
+    state = ours.init(params)
+    for gradient in gradients:
+        updates, state = ours.update({"embed.embedding": jnp.asarray(gradient)}, state, params)
+        params = optax.apply_updates(params, {path: -rate * update for path, update in updates.items()})
+    theirs = torch.nn.Parameter(torch.tensor(weight))
+    decay = 1 - rate * 0.1  # decoupled, of the weight before the update
+    optimizer: Any = {
+        "adamw": lambda: torch.optim.AdamW([theirs], rate, (0.8, 0.95), 1e-8, 0.1),
+        "sgd": lambda: torch.optim.SGD([theirs], rate, 0.9),
+        "adafactor": lambda: transformers.Adafactor([theirs], rate, scale_parameter=False, relative_step=False),
+        "lion": lambda: None,
+    }[name]()
+    moment = np.zeros_like(weight)
+    for gradient in gradients:
+        with torch.no_grad():
+            if name != "adamw":
+                theirs.mul_(decay)
+            if name == "lion":  # arXiv 2302.06675, algorithm 2
+                theirs.sub_(rate * torch.tensor(np.sign(0.8 * moment + np.float32(0.2) * gradient)))
+                moment = 0.95 * moment + np.float32(0.05) * gradient
+        if optimizer is not None:
+            theirs.grad = torch.tensor(gradient)
+            optimizer.step()
+    np.testing.assert_allclose(params["embed.embedding"], theirs.detach().numpy(), rtol=2e-4, atol=2e-6)
