@@ -13,6 +13,7 @@ import ttpu_train.trainer
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_train.engine import Engine
 from ttpu_train.initialize import initialize
+from ttpu_train.micro_batches import batch_of, joined
 from ttpu_train.reporting import picture
 from ttpu_train.trainer import Trainer
 
@@ -93,6 +94,15 @@ def test_rows_of_the_users_own_loader_are_trained_on_and_evaluated(backend: Nump
     assert engine._update.values().tokens == 4 * 5 + 4 * 6
     engine.eval()
     assert engine(input_ids=tokens).item() < before.item() and engine.micro_steps == 2
+
+
+def test_rows_are_weighed_and_padded() -> None:
+    long = batch_of({"input_ids": [[5, 6, 7]], "labels": [[5, -100, 7]]})
+    short = batch_of({"input_ids": [[0, 8]], "attention_mask": [[0, 1]]})
+    rows = joined((long, short))
+    assert rows.tokens.tolist() == [[5, 6, 7], [0, 8, 0]]
+    assert rows.weights.tolist() == [[0, 0, 1], [0, 0, 0]]  # nothing comes before the first token
+    assert rows.positions.tolist() == [[0, 1, 2], [-1, 0, -1]]
 
 
 def test_checkpoints_restore_weights_counters_and_the_clients_state(backend: NumpyBackend, tmp_path: Path) -> None:
