@@ -72,7 +72,10 @@ def test_references_follow_their_examples_in_any_order_and_over_processes(tmp_pa
     found.compare(lambda batch: np.concatenate([batch.tokens.sum(1), np.full(4, -1.0)]), 0, 2)
     assert found.references is not None and found.references.shape == (5, 2)
     assert (found.references[2:4] == -1).all() and (found.references[[0, 1, 4]] != -1).all()
+    found.compare(lambda batch: np.concatenate([np.full(4, -1.0), batch.tokens.sum(1)]), 1, 2)
+    second = found.references[2:4]
     found.compare(lambda batch: batch.tokens.sum(1).astype(np.float64), 0, 1)
+    np.testing.assert_array_equal(second, found.references[2:4])
     batch = found.batch(found.plan(1), 0, 5, 5)
     np.testing.assert_array_equal(batch.extra["ref_logps"], batch.tokens.sum(1))
     assert sorted(found.plan(1).members) == list(range(5)) and list(found.plan(1).members) != list(range(5))
