@@ -267,6 +267,13 @@ class JaxBackend:
     def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
         """Write a run's checkpoint as a Hugging Face checkpoint, or its adapters; see `ttpu_jax.train.export`.
 
+        Args:
+            folder: of the run's checkpoints.
+            out: the folder to write.
+            step: which checkpoint; None takes the newest.
+            dtype: of the written weights.
+            merge: write the base model with the trained adapter merged, instead of the adapter.
+
         Raises:
             CheckpointError: no whole checkpoint is there.
         """

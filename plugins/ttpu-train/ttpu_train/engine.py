@@ -305,6 +305,7 @@ class Engine:
                 warning, and the folder that is returned is None.
 
         Raises:
+            RequestError: there is no such tag.
             CheckpointError: the checkpoint is damaged, or another model's.
         """
         folder = Path(load_dir).expanduser()

@@ -127,7 +127,11 @@ def split(batch: Batch, parts: int) -> Iterator[Batch]:
 
 
 def joined(batches: tuple[Batch, ...]) -> Batch:
-    """Micro-batches as the rows of one update, padded to the longest."""
+    """Micro-batches as the rows of one update, padded to the longest.
+
+    Raises:
+        RequestError: some have segments and others have not.
+    """
     length = max(one.tokens.shape[1] for one in batches)
 
     def rows(name: str, fill: int) -> np.ndarray:

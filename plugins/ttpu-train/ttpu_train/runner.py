@@ -372,6 +372,13 @@ class TrainsWithRunner(Protocol):
         """Write a run's checkpoint as a Hugging Face checkpoint, without devices of a slice; return its step. Of a run
         that trains adapters, write the adapter in peft's format, or with `merge` the base model with it merged.
 
+        Args:
+            folder: of the run's checkpoints.
+            out: the folder to write.
+            step: which checkpoint; None takes the newest.
+            dtype: of the written weights.
+            merge: write the base model with the trained adapter merged, instead of the adapter.
+
         Raises:
             CheckpointError: no whole checkpoint is there.
         """

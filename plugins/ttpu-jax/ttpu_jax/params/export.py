@@ -107,7 +107,7 @@ def save_checkpoint(
 
 
 def on_host(array: jax.Array | np.ndarray) -> np.ndarray:
-    """The whole array, including parts that other processes hold."""
+    """The whole array [...], including parts that other processes hold."""
     if isinstance(array, np.ndarray):
         return array
     if array.is_fully_addressable:

@@ -168,7 +168,7 @@ class Adapters:
         return arrays
 
     def noise(self, seed: int, number: jax.Array | int, part: jax.Array | int) -> dict[str, jax.Array]:
-        """What an update's part draws its dropped inputs from; nothing without dropout."""
+        """What part `part` [] of update `number` [] draws its dropped inputs from; nothing without dropout."""
         if not self.settings.lora_dropout:
             return {}
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), part)

@@ -55,7 +55,7 @@ class Rollout:
         return Batch(self.tokens, self.mask, self.positions)
 
     def taken(self, rows: np.ndarray) -> Self:
-        """Some of the rows, in a given order."""
+        """The rows of the numbers `rows` [taken], in their order."""
         arrays: dict[str, Any] = {name: None if one is None else one[rows] for name, one in self._arrays().items()}
         return type(self)(**arrays)
 

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 def grpo_sums(
     model: DecoderModel, params: Params, batch: TokenBatch, settings: GRPO, tokens_at_once: int
 ) -> LossSums:
-    """Sum the loss of a batch of completions, as `ttpu_train.objectives.GRPO` describes it."""
+    """Sum the loss of a batch of completions, as `ttpu_train.objectives.GRPO` describes it.
+
+    Args:
+        model: the decoder.
+        params: path → weight.
+        batch: completions with their advantages.
+        settings: of the method.
+        tokens_at_once: tokens of each row whose logits exist at once.
+    """
     extra, mask = batch.extra, (batch.weights != 0).astype(jnp.float32)
     logprobs, entropies = token_logprobs(model, params, batch, settings.temperature, tokens_at_once)
     advantages = extra["advantages"][:, None]

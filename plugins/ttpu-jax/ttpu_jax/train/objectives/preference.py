@@ -25,7 +25,15 @@ def completion_logprobs(model: DecoderModel, params: Params, batch: TokenBatch, 
 
 
 def dpo_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: DPO, tokens_at_once: int) -> LossSums:
-    """Sum the loss of pairs of rows, as `ttpu_train.objectives.DPO` describes it."""
+    """Sum the loss of pairs of rows, as `ttpu_train.objectives.DPO` describes it.
+
+    Args:
+        model: the decoder.
+        params: path → weight.
+        batch: a chosen row, then its rejected one.
+        settings: of the method.
+        tokens_at_once: tokens of each row whose logits exist at once.
+    """
     logprobs = completion_logprobs(model, params, batch, tokens_at_once)
     reference = jnp.zeros_like(logprobs) if settings.reference_free else batch.extra["ref_logps"]
     lengths = (batch.weights != 0).sum(1).astype(jnp.float32)
@@ -76,7 +84,15 @@ def dpo_losses(settings: DPO, chosen: jax.Array, rejected: jax.Array, mean_margi
 
 def orpo_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: ORPO, tokens_at_once: int) -> LossSums:
     """Sum the loss of pairs of rows, as `ttpu_train.objectives.ORPO` describes it. The cross-entropy is that of chosen
-    rows with their prompts, as the mean over the tokens of the whole batch."""
+    rows with their prompts, as the mean over the tokens of the whole batch.
+
+    Args:
+        model: the decoder.
+        params: path → weight.
+        batch: a chosen row, then its rejected one.
+        settings: of the method.
+        tokens_at_once: tokens of each row whose logits exist at once.
+    """
     found, _ = token_logprobs(model, params, batch, tokens_at_once=tokens_at_once)
     mask = (batch.weights != 0).astype(jnp.float32)
     lengths = mask.sum(1)
@@ -108,7 +124,15 @@ def orpo_whole(model: DecoderModel, params: Params, batch: TokenBatch) -> Mappin
 
 
 def kto_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: KTO, tokens_at_once: int) -> LossSums:
-    """Sum the loss of rows, as `ttpu_train.objectives.KTO` describes it."""
+    """Sum the loss of rows, as `ttpu_train.objectives.KTO` describes it.
+
+    Args:
+        model: the decoder.
+        params: path → weight.
+        batch: completions with their labels, and what the divergence is measured on.
+        settings: of the method.
+        tokens_at_once: tokens of each row whose logits exist at once.
+    """
     together = settings.rows_per_example
     batch = every(batch, together, 0)
     logprobs = completion_logprobs(model, params, batch, tokens_at_once)
