@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from ttpu_jax.runner.compilation_cache import CacheCounts
     from ttpu_jax.runner.runner import Runner
     from ttpu_jax.train.rollouts import RolloutModel
-    from ttpu_jax.train.runner import JaxTrainRunner, Rows
+    from ttpu_jax.train.rows import Rows
+    from ttpu_jax.train.runner import JaxTrainRunner
     from ttpu_plan.plan import Plan
     from ttpu_serve.api.engine_config import EngineConfig
     from ttpu_serve.runner import AdapterWeights
@@ -210,7 +211,7 @@ class JaxBackend:
         Raises:
             UnsupportedError: processes share rows.
         """
-        from ttpu_jax.train.runner import row_layout
+        from ttpu_jax.train.rows import row_layout
 
         return row_layout(model.programs.runtime.placement)
 

@@ -3,12 +3,11 @@ evaluate and read them. It implements `ttpu_train.runner.TrainRunner`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,102 +18,30 @@ from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.mapping import pad_mapping, stack_layers
 from ttpu_core.sharding.hardware import chip_of_device_kind
 from ttpu_core.sharding.training_state import ADAMW
-from ttpu_core.spec import Parameter, axes
+from ttpu_core.spec import Parameter
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.model.causal_model import Remat
 from ttpu_jax.model.loss import TokenBatch
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.export import on_host
-from ttpu_jax.params.placement import Placement
 from ttpu_jax.params.quantized import shardings_of
 from ttpu_jax.train.adapter_files import identity_of_adapters, read_adapter, write_adapter
 from ttpu_jax.train.adapters import Adapters, find_adapters
+from ttpu_jax.train.figures import Evaluated, Pending, Updated, evaluated, of_evaluation, of_update, updated
 from ttpu_jax.train.from_settings import step_from_settings, trained_paths
 from ttpu_jax.train.held import HeldParameters
 from ttpu_jax.train.objectives.preference import completion_logprobs
 from ttpu_jax.train.objectives.token_logprobs import token_logprobs
+from ttpu_jax.train.remat import REMATS, compiled_that_fits, peak_bytes
 from ttpu_jax.train.rollouts import HandedWeights, Handover, RolloutModel
-from ttpu_jax.train.step import Figures, mean_of
+from ttpu_jax.train.rows import form, own_rows, placed_batch, row_layout
+from ttpu_jax.train.stored import StoredArrays, named
 
 if TYPE_CHECKING:
     from ttpu_jax.causal_lm import JaxCausalLM
     from ttpu_jax.train.checkpoints import OrbaxStore
     from ttpu_train.runner import Batch, CheckpointPolicy, StepSettings
 
-Values = TypeVar("Values")
-REMATS: tuple[Remat, ...] = ("none", "dots", "full")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Which rows of a batch are this process's; see `ttpu_train.runner.RowLayout`."""
-
-    shards: int = 1
-    process_index: int = 0
-    process_count: int = 1
-    device_count: int = 1
-
-
-@dataclass(frozen=True)
-class Updated:
-    """The figures of an update; see `ttpu_train.runner.StepValues`."""
-
-    loss: float
-    cross_entropy: float
-    tokens: float
-    grad_norm: float
-    learning_rate: float
-    skipped: bool = False
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """The sums of a batch; see `ttpu_train.runner.EvalValues`."""
-
-    cross_entropy: float
-    tokens: float
-    correct: float
-    total: float
-    divisor: float
-    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Pending(Generic[Values]):
-    """Figures that devices may still be computing: an array, and what makes values of it."""
-
-    array: jax.Array
-    read: Callable[..., Values]
-
-    def ready(self) -> bool:
-        """Whether `values` returns without waiting."""
-        return bool(cast(Any, self.array).is_ready())
-
-    def values(self) -> Values:
-        """The figures, when they are there."""
-        return self.read(*(float(one) for one in np.asarray(self.array)))
-
-
-def row_layout(placement: Placement) -> Rows:
-    """Which rows of a batch a placement gives this process.
-
-    Raises:
-        UnsupportedError: processes share rows.
-    """
-    if placement.mesh is None:
-        return Rows()
-    shards = prod(placement.mesh.shape[axis] for axis in placement.axes_of(axes.BATCH))
-    processes = jax.process_count()
-    if processes > 1:
-        sharding = placement.sharding((axes.BATCH,), (shards,), "the rows")
-        own = {index[0].start or 0 for index in sharding.addressable_devices_indices_map((shards,)).values() if index}
-        if len(own) * processes != shards:
-            raise UnsupportedError(
-                f"{processes} processes were to train with rows divided over {shards} devices, but several of them "
-                "hold the same rows: use a mesh whose axes data and fsdp together are a multiple of the processes."
-            )
-    return Rows(shards, jax.process_index(), processes, placement.mesh.size)
 
 
 class JaxTrainRunner:
@@ -145,6 +72,7 @@ class JaxTrainRunner:
         programs = model.programs
         self.layout = row_layout(programs.runtime.placement)
         self.held = HeldParameters(model.spec, programs.spec, model.paddings)
+        self._stored = StoredArrays(self.held)
         self._table: dict[str, Parameter] = stacked_parameters(programs.spec)
         self.adapters = None
         if settings.adapters is None:
@@ -201,14 +129,19 @@ class JaxTrainRunner:
         self._take_back()
         placed = self._placed(batch, self.settings.accumulation)
         number = np.int32(self.step_count)
-        key = "update", _form(placed)
+        key = "update", form(placed)
         if key not in self._programs:
-            self._programs[key] = self._compiled_update(placed, number)
+            compiled = partial(self._compile, batch=placed, number=number)
+            if self._remat is None:
+                self._remat, program = compiled_that_fits(compiled, self._zero.weights.devices[0])
+            else:
+                program = compiled(self._remat)
+            self._programs[key], self._compiled_bytes = program, peak_bytes(program)
         self.params, self.optimizer_state, figures = self._programs[key](
             self.params, self.optimizer_state, placed, number
         )
         self.step_count += 1
-        return Pending(figures, partial(_updated, self._metrics))
+        return Pending(figures, partial(updated, self._metrics))
 
     def evaluate(self, batch: Batch) -> Pending[Evaluated]:
         """The loss of a batch with the weights as they are.
@@ -220,12 +153,10 @@ class JaxTrainRunner:
         def sums(params: Mapping[str, Any], batch: TokenBatch) -> jax.Array:
             found = self._step.sums(self._step.computed(params), batch)
             self._metrics = tuple(found.metrics)
-            divisor = found.weight if found.divisor is None else found.divisor
-            metrics = [figure for pair in found.metrics.values() for figure in pair]
-            return jnp.stack([found.cross_entropy, found.weight, found.correct, found.total, divisor, *metrics])
+            return of_evaluation(found)
 
         array = self._run("evaluate", sums, self._placed(batch))
-        return Pending(array, partial(_evaluated, self._metrics))
+        return Pending(array, partial(evaluated, self._metrics))
 
     def logits(self, batch: Batch) -> np.ndarray:
         """float32 [rows, seq, vocab], of this process's rows.
@@ -241,7 +172,7 @@ class JaxTrainRunner:
             return model.logits(weights, hidden)[..., : model.spec.vocab_size]
 
         placed = self._placed(batch)
-        return _own_rows(self._run("logits", logits, placed, placed.tokens.sharding))
+        return own_rows(self._run("logits", logits, placed, placed.tokens.sharding))
 
     def any_process(self, flag: bool) -> bool:
         """Whether any process gives True; each must call it at the same place. With one process, `flag`."""
@@ -363,7 +294,7 @@ class JaxTrainRunner:
 
         placed = self._placed(batch)
         weights = self._initial if initial else None
-        return _own_rows(self._run(f"logprobs {temperature}", logprobs, placed, placed.tokens.sharding, weights))
+        return own_rows(self._run(f"logprobs {temperature}", logprobs, placed, placed.tokens.sharding, weights))
 
     # -- for preferences --
 
@@ -395,7 +326,8 @@ class JaxTrainRunner:
 
     def stored_arrays(self) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Master weights by stacked path and the optimizer's state by name, both without padding."""
-        return self._stored(self._of_checkpoints()), self._stored(_named(self.optimizer_state))
+        stored = self._stored.without_padding
+        return stored(self._of_checkpoints()), stored(named(self.optimizer_state))
 
     def adapter_identity(self) -> dict[str, Any] | None:
         """What says which adapters a checkpoint holds; None where weights are trained."""
@@ -403,11 +335,7 @@ class JaxTrainRunner:
 
     def stored_shapes(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Shapes, dtypes and shardings of `stored_arrays`."""
-
-        def shapes(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
-            return {name: self._stored_shape(name, array) for name, array in arrays.items()}
-
-        return shapes(self._of_checkpoints()), shapes(_named(self.optimizer_state))
+        return self._stored.shapes(self._of_checkpoints()), self._stored.shapes(named(self.optimizer_state))
 
     def _of_checkpoints(self) -> dict[str, jax.Array]:
         return {path: value for path, value in self.params.items() if path in self._kept}
@@ -416,46 +344,12 @@ class JaxTrainRunner:
         """Take over arrays as `stored_arrays` gives them."""
         self._take_back()
         leaves, tree = jax.tree.flatten(self.optimizer_state)
-        names = list(_named(self.optimizer_state))
+        names = list(named(self.optimizer_state))
         shardings = {name: leaf.sharding for name, leaf in zip(names, leaves, strict=True)}
-        self.params = {**self.params, **self._repadded(params, self._shardings)}
-        padded = self._repadded(state, shardings)
+        self.params = {**self.params, **self._stored.with_padding(params, self._shardings)}
+        padded = self._stored.with_padding(state, shardings)
         self.optimizer_state = jax.tree.unflatten(tree, [padded[name] for name in names])
         self.step_count = step
-
-    def _padded_path(self, name: str, shape: tuple[int, ...], *, stored: bool = False) -> str | None:
-        """The parameter whose padding an array has: a parameter, or a moment of its shape."""
-        for path in self.held.paddings_by_path:
-            table = self.held.stored if stored else self._table
-            if (name == path or name.endswith(f".{path}")) and table[path].shape == shape:
-                return path
-        return None
-
-    def _stored_shape(self, name: str, array: jax.Array) -> jax.ShapeDtypeStruct:
-        path = self._padded_path(name, array.shape)
-        if path is None:
-            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-        sharding = self.held.stored_sharding(path, array.sharding)
-        return jax.ShapeDtypeStruct(self.held.stored[path].shape, array.dtype, sharding=sharding)
-
-    def _stored(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        def stored(name: str, array: jax.Array) -> jax.Array:
-            path = self._padded_path(name, array.shape)
-            if path is None:
-                return array
-            sharding = self._stored_shape(name, array).sharding
-            return jax.jit(partial(self.held.unpadded, path), out_shardings=sharding)(array)
-
-        return {name: stored(name, array) for name, array in arrays.items()}
-
-    def _repadded(self, arrays: Mapping[str, jax.Array], shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
-        def padded(name: str, array: jax.Array) -> jax.Array:
-            path = self._padded_path(name, array.shape, stored=True)
-            if path is None:
-                return array
-            return jax.jit(partial(self.held.repadded, path), out_shardings=shardings[name])(array)
-
-        return {name: padded(name, array) for name, array in arrays.items()}
 
     # -- programs --
 
@@ -486,62 +380,17 @@ class JaxTrainRunner:
         self._model.params.clear()
 
     def _placed(self, batch: Batch, parts: int = 1) -> TokenBatch:
-        """The batch on devices, each process giving its own rows."""
-        rows = batch.tokens.shape[0] * self.layout.process_count
-        together = self._step.rows_per_example
-        least = self.layout.shards * parts * together
-        if rows % least or not rows:
-            raise RequestError(
-                f"a batch of {rows} rows was given, but {self.layout.shards} devices take equal shares of it"
-                f"{f' in {parts} parts' if parts > 1 else ''}{f', {together} rows together' if together > 1 else ''}: "
-                f"give a multiple of {least} rows."
-            )
-        placement = self._zero.weights
-
-        def put(array: np.ndarray, dtype: Any) -> jax.Array:
-            array = np.ascontiguousarray(array, dtype)
-            shape = (rows, *array.shape[1:])
-            sharding = placement.sharding((axes.BATCH, *(None for _ in shape[1:])), shape, "the rows")
-            if self.layout.process_count == 1:
-                return jax.device_put(array, sharding)
-            return jax.make_array_from_process_local_data(sharding, array, shape)
-
-        return TokenBatch(
-            put(batch.tokens, np.int32),
-            put(batch.weights, np.float32),
-            put(batch.positions, np.int32),
-            None if batch.segments is None else put(batch.segments, np.int32),
-            {name: put(array, np.float32) for name, array in batch.extra.items()},
-        )
+        return placed_batch(batch, self.layout, self._zero.weights, parts, self._step.rows_per_example)
 
     def _run(
         self, name: str, function: Any, batch: TokenBatch, sharding: Any = None, weights: Any = None
     ) -> jax.Array:
         """Compute something of a batch with the weights as they are, or with others."""
-        key = name, _form(batch)
+        key = name, form(batch)
         if key not in self._programs:
             self._programs[key] = jax.jit(function, out_shardings=sharding or self._whole)
         result: jax.Array = self._programs[key](self.params if weights is None else weights, batch)
         return result
-
-    def _compiled_update(self, batch: TokenBatch, number: np.int32) -> Any:
-        if self._remat is not None:
-            program = self._compile(self._remat, batch, number)
-            self._compiled_bytes = _peak_bytes(program)
-            return program
-        limit = _device_bytes(self._zero.weights.devices[0])
-        for remat in REMATS if limit else REMATS[-1:]:
-            try:
-                program = self._compile(remat, batch, number)
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error) or remat == REMATS[-1]:
-                    raise
-                continue
-            self._compiled_bytes = _peak_bytes(program)
-            if remat == REMATS[-1] or (self._compiled_bytes or 0) <= (limit or 0):
-                break
-        self._remat = remat
-        return program
 
     def _compile(self, remat: Remat, batch: TokenBatch, number: np.int32) -> Any:
         step = replace(self._step, model=replace(self._step.model, remat=remat))
@@ -551,7 +400,7 @@ class JaxTrainRunner:
         ) -> tuple[dict[str, Any], Any, jax.Array]:
             params, state, figures = step(params, state, batch, number)
             self._metrics = tuple(figures.sums.metrics)
-            return params, state, _as_array(figures)
+            return params, state, of_update(figures)
 
         shardings = self._shardings, self._state_shardings, self._whole
         jitted = jax.jit(update, donate_argnums=(0, 1), out_shardings=shardings)
@@ -582,84 +431,3 @@ def _refuse(model: JaxCausalLM, settings: StepSettings) -> None:
         raise RequestError(
             f"an accumulation of {settings.accumulation} parts was asked for, but a batch has at least 1: raise it."
         )
-
-
-def _as_array(figures: Figures) -> jax.Array:
-    """The figures in the order of `Updated`, in one array that one transfer brings to the host."""
-    sums = figures.sums
-    return jnp.stack(
-        [
-            figures.loss,
-            mean_of(sums, sums.cross_entropy),
-            sums.weight,
-            figures.grad_norm,
-            figures.learning_rate,
-            figures.skipped.astype(jnp.float32),
-            *(total / jnp.where(count > 0, count, 1.0) for total, count in sums.metrics.values()),
-        ]
-    )
-
-
-def _updated(
-    names: tuple[str, ...],
-    loss: float,
-    cross_entropy: float,
-    tokens: float,
-    grad_norm: float,
-    learning_rate: float,
-    skipped: float,
-    *metrics: float,
-) -> Updated:
-    named = dict(zip(names, metrics, strict=True))
-    return Updated(loss, cross_entropy, tokens, grad_norm, learning_rate, bool(skipped), named)
-
-
-def _evaluated(
-    names: tuple[str, ...],
-    cross_entropy: float,
-    tokens: float,
-    correct: float,
-    total: float,
-    divisor: float,
-    *metrics: float,
-) -> Evaluated:
-    pairs = zip(metrics[::2], metrics[1::2], strict=True)
-    return Evaluated(cross_entropy, tokens, correct, total, divisor, dict(zip(names, pairs, strict=True)))
-
-
-def _form(batch: TokenBatch) -> Any:
-    """What a program is compiled for."""
-    shapes = tuple((name, array.shape) for name, array in sorted(batch.extra.items()))
-    return batch.tokens.shape, batch.segments is None, shapes
-
-
-def _named(tree: Any) -> dict[str, jax.Array]:
-    """The arrays of a tree by the names of their places."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def _own_rows(array: jax.Array) -> np.ndarray:
-    """The rows [rows, ...] that this process's devices hold."""
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in array.addressable_shards}
-    return np.concatenate([rows[start] for start in sorted(rows)])
-
-
-def _peak_bytes(program: Any) -> int | None:
-    analysis = program.memory_analysis()
-    if analysis is None:
-        return None
-    return int(
-        analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        + analysis.temp_size_in_bytes
-        - analysis.alias_size_in_bytes
-    )
-
-
-def _device_bytes(device: jax.Device) -> int | None:
-    """The memory that programs may use; None where the device does not say, as a CPU."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    return None if not stats else stats.get("bytes_limit")

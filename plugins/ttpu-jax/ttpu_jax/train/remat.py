@@ -1,0 +1,52 @@
+"""Compiles a run's update with the least recomputation that fits into the memory of its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ttpu_jax.model.causal_model import Remat
+
+REMATS: tuple[Remat, ...] = ("none", "dots", "full")
+
+
+def compiled_that_fits(compiled: Callable[[Remat], Any], device: jax.Device) -> tuple[Remat, Any]:
+    """The least recomputation whose program fits, and that program; "full" where the device does not say how much
+    memory it has, as a CPU.
+
+    Args:
+        compiled: makes the program.
+        device: one of those that it runs on.
+    """
+    limit = _device_bytes(device)
+    for remat in REMATS[:-1] if limit else ():
+        try:
+            program = compiled(remat)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            continue
+        if (peak_bytes(program) or 0) <= (limit or 0):
+            return remat, program
+    return REMATS[-1], compiled(REMATS[-1])
+
+
+def peak_bytes(program: Any) -> int | None:
+    """The peak bytes of a device, or None where the compiler does not say."""
+    analysis = program.memory_analysis()
+    if analysis is None:
+        return None
+    return int(
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        + analysis.temp_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
+
+
+def _device_bytes(device: jax.Device) -> int | None:
+    """The memory that programs may use; None where the device does not say, as a CPU."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return None if not stats else stats.get("bytes_limit")

@@ -1,0 +1,102 @@
+"""Which rows of a batch are a process's, and how they are put on devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.spec import axes
+from ttpu_jax.model.loss import TokenBatch
+from ttpu_jax.params.placement import Placement
+
+if TYPE_CHECKING:
+    from ttpu_train.runner import Batch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of a batch are this process's; see `ttpu_train.runner.RowLayout`."""
+
+    shards: int = 1
+    process_index: int = 0
+    process_count: int = 1
+    device_count: int = 1
+
+
+def row_layout(placement: Placement) -> Rows:
+    """Which rows of a batch a placement gives this process.
+
+    Raises:
+        UnsupportedError: processes share rows.
+    """
+    if placement.mesh is None:
+        return Rows()
+    shards = prod(placement.mesh.shape[axis] for axis in placement.axes_of(axes.BATCH))
+    processes = jax.process_count()
+    if processes > 1:
+        sharding = placement.sharding((axes.BATCH,), (shards,), "the rows")
+        own = {index[0].start or 0 for index in sharding.addressable_devices_indices_map((shards,)).values() if index}
+        if len(own) * processes != shards:
+            raise UnsupportedError(
+                f"{processes} processes were to train with rows divided over {shards} devices, but several of them "
+                "hold the same rows: use a mesh whose axes data and fsdp together are a multiple of the processes."
+            )
+    return Rows(shards, jax.process_index(), processes, placement.mesh.size)
+
+
+def placed_batch(batch: Batch, layout: Rows, placement: Placement, parts: int = 1, together: int = 1) -> TokenBatch:
+    """A batch on devices, each process giving its own rows.
+
+    Args:
+        batch: this process's rows.
+        layout: which rows these are.
+        placement: of the model.
+        parts: that the batch is computed in.
+        together: rows of one example, which stay on one device and in one part.
+
+    Raises:
+        RequestError: rows that the layout's shards and the parts do not divide.
+    """
+    rows = batch.tokens.shape[0] * layout.process_count
+    least = layout.shards * parts * together
+    if rows % least or not rows:
+        raise RequestError(
+            f"a batch of {rows} rows was given, but {layout.shards} devices take equal shares of it"
+            f"{f' in {parts} parts' if parts > 1 else ''}{f', {together} rows together' if together > 1 else ''}: "
+            f"give a multiple of {least} rows."
+        )
+
+    def put(array: np.ndarray, dtype: Any) -> jax.Array:
+        array = np.ascontiguousarray(array, dtype)
+        shape = (rows, *array.shape[1:])
+        sharding = placement.sharding((axes.BATCH, *(None for _ in shape[1:])), shape, "the rows")
+        if layout.process_count == 1:
+            return jax.device_put(array, sharding)
+        return jax.make_array_from_process_local_data(sharding, array, shape)
+
+    return TokenBatch(
+        put(batch.tokens, np.int32),
+        put(batch.weights, np.float32),
+        put(batch.positions, np.int32),
+        None if batch.segments is None else put(batch.segments, np.int32),
+        {name: put(array, np.float32) for name, array in batch.extra.items()},
+    )
+
+
+def form(batch: TokenBatch) -> Any:
+    """What a program is compiled for."""
+    shapes = tuple((name, array.shape) for name, array in sorted(batch.extra.items()))
+    return batch.tokens.shape, batch.segments is None, shapes
+
+
+def own_rows(array: jax.Array) -> np.ndarray:
+    """The rows [rows, ...] that this process's devices hold."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in array.addressable_shards}
+    return np.concatenate([rows[start] for start in sorted(rows)])
