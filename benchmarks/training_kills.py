@@ -1,7 +1,7 @@
 """Kills a training run with SIGKILL at random moments, again and again, while it writes checkpoints in the background;
-after each kill the run is resumed, which restores the newest checkpoint. Reports how many kills there were, how many
-hit a save, and that no checkpoint was torn: every folder with a number restores, and the losses of updates that were
-computed twice are equal to the last bit.
+after each kill this process restores every numbered checkpoint folder, and the run is resumed. Ends with an error if a
+checkpoint does not restore, if a resumed run says that one is damaged or goes on from another than the newest, or if an
+update that is computed twice has another loss, in any bit. Reports what was seen.
 
     python benchmarks/training_kills.py --kills 50 --output benchmarks/results/training_kills.json
 """
@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,10 @@ import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ttpu import Trainer
 
 CHECKPOINT = Path(__file__).parent.parent / "examples" / "checkpoints" / "pydoc-llama"
 STEPS = 1_000_000
@@ -37,6 +41,7 @@ def main() -> None:
     if options.run:
         train(options.run)
         return
+    os.environ["JAX_PLATFORMS"] = "cpu"
     with tempfile.TemporaryDirectory() as folder:
         report = kill_again_and_again(Path(folder) / "run", options.kills, random.Random(options.seed))
     versions = {name: metadata.version(name) for name in ("jax", "orbax-checkpoint")}
@@ -48,9 +53,14 @@ def main() -> None:
 
 def train(folder: Path) -> None:
     """One process: it trains from the newest checkpoint on, saving after every second update, until it is killed."""
+    trainer(folder).train()
+
+
+def trainer(folder: Path) -> Trainer:
+    """A trainer whose run has this folder."""
     from ttpu import Trainer
 
-    Trainer(
+    return Trainer(
         str(CHECKPOINT),
         train_dataset=[{"input_ids": [1, 5 + number % 90, *range(9, 30)]} for number in range(200)],
         output_dir=folder,
@@ -66,41 +76,103 @@ def train(folder: Path) -> None:
         disable_tqdm=True,
         resume_from_checkpoint=True,
         trainable=["layers.*.mlp.*"],
-    ).train()
+    )
+
+
+class Restorer:
+    """Restores checkpoints in this process, as a run does.
+
+    Args:
+        folder: where copies of checkpoints may stand, in the file system of the run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runner = trainer(folder / "run").runner
+
+    def restore_all(self, checkpoints: Path) -> int:
+        """Restore every folder with a number, and return how many there are. A copy by hard links is read, so that the
+        resumed run finds the folder as the kill left it.
+
+        Raises:
+            SystemExit: one does not restore, or is of another step than its name says.
+        """
+        from ttpu_core.errors import CheckpointError
+        from ttpu_train.runner import CheckpointPolicy
+
+        copy = self._folder / "copy"
+        for one in checkpoints.glob("*"):
+            if one.name.isdigit():
+                shutil.copytree(one, copy / one.name, copy_function=os.link)
+        if not copy.exists():
+            return 0
+        store = self._runner.checkpoints(copy, CheckpointPolicy(keep=None))
+        steps = store.steps()
+        for step in steps:
+            try:
+                found = store.restore(step)["state"]["global_step"]
+            except CheckpointError as error:
+                raise SystemExit(f"a checkpoint is torn: {error}") from error
+            if found != step or self._runner.step_count != step:
+                raise SystemExit(f"the checkpoint of step {step} holds step {found}")
+        numbered = sum(one.name.isdigit() for one in copy.iterdir())
+        if numbered != len(steps):
+            raise SystemExit(f"of {numbered} folders with numbers the store sees {list(steps)}")
+        store.close()
+        shutil.rmtree(copy)
+        return numbered
 
 
 def kill_again_and_again(folder: Path, kills: int, chance: random.Random) -> dict[str, Any]:
     """Figures of all kills.
 
     Raises:
-        SystemExit: a resumed run failed, or did not go on from the newest whole checkpoint, or computed another loss.
+        SystemExit: a checkpoint is torn, or a resumed run failed, found a damaged checkpoint, did not go on from the
+            newest or computed another loss.
     """
     losses: dict[int, float] = {}
-    unfinished = 0
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "jax")}
+    unfinished = restored = computed_twice = 0
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "jax")}
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    restorer = Restorer(folder.parent / "restored")
     for number in range(kills + 1):
         newest = newest_checkpoint(folder)
         before = newest or 0  # lines of the log: resuming cuts off those of updates that the checkpoint lacks
-        process = subprocess.Popen([sys.executable, __file__, "--run", str(folder)], env=environment, stdout=2)
-        last = number == kills
         wanted = before + chance.randint(2, 8) + max(0, len(log(folder)) - before)
+        said = folder.parent / "stderr"
+        with said.open("wb") as errors:
+            command = [sys.executable, __file__, "--run", str(folder)]
+            process = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
+        last = number == kills
         while len(log(folder)) < wanted and process.poll() is None:
             time.sleep(0.005)
         time.sleep(chance.random() * 0.3)
-        if process.poll() is not None:
-            raise SystemExit(f"the run after kill {number} ended by itself with status {process.returncode}")
+        ended = process.poll()
         process.send_signal(signal.SIGTERM if last else signal.SIGKILL)
         process.wait()
+        text = said.read_text(errors="replace")
+        if ended is not None:
+            raise SystemExit(f"{text}\nthe run after kill {number} ended by itself with status {ended}")
+        if "damaged" in text:
+            raise SystemExit(f"{text}\nthe run after kill {number} found a damaged checkpoint")
         lines = log(folder)[before:]
-        if newest and lines[0]["step"] != newest + 1:
-            raise SystemExit(f"the run after kill {number} began at {lines[0]['step']}, with a checkpoint of {newest}")
+        if newest and (not lines or lines[0]["step"] != newest + 1):
+            raise SystemExit(f"the run after kill {number} did not go on from the checkpoint of {newest}")
         for line in lines:
+            computed_twice += line["step"] in losses
             loss = losses.setdefault(line["step"], line["loss"])
             if loss != line["loss"]:
                 raise SystemExit(f"after kill {number} update {line['step']} has the loss {line['loss']}, not {loss}")
-        unfinished += not last and any(not one.name.isdigit() for one in (folder / "checkpoints").iterdir())
-    return {"kills": kills, "during_a_save": unfinished, "updates": len(losses), "torn_checkpoints": 0}
+        unfinished += not last and any("tmp" in one.name for one in (folder / "checkpoints").iterdir())
+        restored += restorer.restore_all(folder / "checkpoints")
+        print(f"kill {number}: {restored} checkpoints restored, newest {newest_checkpoint(folder)}", file=sys.stderr)
+    return {
+        "kills": kills,
+        "during_a_save": unfinished,
+        "updates": len(losses),
+        "updates_computed_twice": computed_twice,
+        "checkpoints_restored": restored,
+    }
 
 
 def newest_checkpoint(folder: Path) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import ttpu
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_jax.backend import JaxBackend
+from ttpu_jax.train import checkpoints
+from ttpu_jax.train.export import Parameters
 from ttpu_jax.train.runner import JaxTrainRunner
 from ttpu_train.runner import Batch, CheckpointPolicy, OptimizerSettings, ScheduleSettings, StepSettings
 
@@ -206,7 +209,7 @@ def test_moments_of_8_bits_are_sharded_and_restored_on_another_mesh_bit_for_bit(
         runner(checkpoint, "tensor=2", **settings)
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning_and_written_anew(
     checkpoint: Path, run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "checkpoints"
@@ -215,13 +218,35 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     one = runner(checkpoint)
-    store = one.checkpoints(folder, CheckpointPolicy())
-    assert store.restore() == {"position": 2} and "4 is damaged" in caplog.text
-    assert_bits(stored(one), run[1][2])
+    store = one.checkpoints(folder, CheckpointPolicy(keep=2))
     with pytest.raises(CheckpointError, match=r"was to be restored, but its files are damaged"):
         store.restore(4)
     with pytest.raises(CheckpointError, match=r"step 3 was to be restored.*it has those of \[2, 4\]"):
         store.restore(3)
+    assert store.restore() == {"position": 2} and "4 is damaged" in caplog.text
+    assert_bits(stored(one), run[1][2])
+    assert store.steps() == (2,) and (folder / "4.damaged").is_dir()
+    store.save(4, {"position": 40}, wait=True)
+    assert store.steps() == (2, 4) and store.restore() == {"position": 40}
+    store.close()
+
+
+def test_later_steps_of_other_runs_and_backends_do_not_count(checkpoint: Path, run: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (folder / "9").mkdir(parents=True)
+    (folder / "9" / "run.json").write_text("{}")
+    shutil.copytree(run[0] / "4", folder / "8")
+    shutil.rmtree(folder / "8" / "params")
+    one = runner(checkpoint, trainable=("final_norm.*",))
+    store = one.checkpoints(folder, CheckpointPolicy(keep=2, best_metric="eval_loss"))
+    for step in (1, 2, 3):
+        store.save(step, {"position": step}, {"eval_loss": 1.0 / step}, wait=True)
+    assert store.steps() == (2, 3, 8, 9)
+    assert sorted(file.name for file in folder.iterdir()) == ["2", "3", "8", "9"]
+    with pytest.raises(CheckpointError, match="was to be restored, but another backend wrote it: train on"):
+        store.restore()
+    assert store.restore(2) == {"position": 2}
+    store.close()
 
 
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(checkpoint: Path, run: Any, tmp_path: Path) -> None:
@@ -251,6 +276,30 @@ def test_an_export_is_read_by_transformers_with_the_same_logits(checkpoint: Path
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "out"))
     assert_bits(ours, theirs)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_an_export_reads_one_parameter_at_a_time(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[np.ndarray]] = []
+    most, read = 0, Parameters.read
+
+    def counted(self: Parameters, path: str) -> np.ndarray:
+        nonlocal most
+        value = read(self, path)
+        alive.append(weakref.ref(value))
+        most = max(most, sum(one() is not None for one in alive))
+        return value
+
+    monkeypatch.setattr(Parameters, "read", counted)
+    JaxBackend().export_checkpoint(run[0], tmp_path / "out", step=2, dtype="float32")
+    assert most == 1 and len(alive) > 5
+    (tmp_path / "run").mkdir()
+    shutil.copytree(run[0], tmp_path / "run" / "checkpoints")
+    shutil.copytree(run[0].parent / "model", tmp_path / "run" / "model")
+    for file in (tmp_path / "run" / "checkpoints" / "4" / "params").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match="was to be exported, but its files are damaged"):
+        JaxBackend().export_checkpoint(tmp_path / "run" / "checkpoints", tmp_path / "no", step=4, dtype="float32")
 
 
 def test_what_is_not_trained_stays_and_updates_that_are_not_finite_change_nothing(checkpoint: Path) -> None:
@@ -311,7 +360,13 @@ def test_the_newest_and_the_best_checkpoints_stay_and_a_failed_save_is_told(
             store.save(6, {})
             store.wait()
     assert store.steps() == (2, 4, 5)
+    shutil.rmtree(tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "copy_small_files", full)
+        with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints are whole"):
+            store.save(7, {})
     store.save(7, {}, wait=True)
+    assert (tmp_path / "model" / "config.json").is_file()
     assert 7 in store.steps()
     store.close()
     again.close()

@@ -4,10 +4,12 @@ own names, shapes and values, so that `transformers` loads the safetensors files
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,29 @@ MAX_SHARD_BYTES = 5 * 10**9
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
 
 
-def export_tensors(mapping: FlaxMapping, parameters: Mapping[str, jax.Array | np.ndarray]) -> dict[str, np.ndarray]:
+@dataclass(frozen=True)
+class Deferred:
+    """An array that is read when it is written.
+
+    Args:
+        shape: of the array.
+        dtype: what it is written in.
+        read: returns the array [*shape], in any dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is written."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def export_tensors(
+    mapping: FlaxMapping, parameters: Mapping[str, jax.Array | np.ndarray | Deferred]
+) -> dict[str, np.ndarray]:
     """Every checkpoint tensor by name, on the host. All processes must call this, and each gets all tensors.
 
     Padded parameters need the mapping of `ttpu_core.mapping.pad_mapping`, which removes the padding."""
@@ -38,13 +62,14 @@ def export_tensors(mapping: FlaxMapping, parameters: Mapping[str, jax.Array | np
             return tensors[leaf.name]
 
         scatter(rule, value, buffer)
+        del value  # before the next one is read
     return tensors
 
 
 def save_checkpoint(
     directory: str | Path,
     mapping: FlaxMapping,
-    parameters: Mapping[str, jax.Array | np.ndarray],
+    parameters: Mapping[str, jax.Array | np.ndarray | Deferred],
     config: dict[str, Any],
     source: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -58,7 +83,7 @@ def save_checkpoint(
     Args:
         directory: the checkpoint's folder.
         mapping: the mapping through which the parameters were read.
-        parameters: Flax path → array.
+        parameters: Flax path → array, or what reads it.
         config: the content of config.json.
         source: the checkpoint whose small files are copied, or None.
         max_shard_bytes: the largest size of one safetensors file.
@@ -106,8 +131,10 @@ def save_checkpoint(
     return target
 
 
-def on_host(array: jax.Array | np.ndarray) -> np.ndarray:
+def on_host(array: jax.Array | np.ndarray | Deferred) -> np.ndarray:
     """The whole array [...], including parts that other processes hold."""
+    if isinstance(array, Deferred):
+        return array.read().astype(array.dtype, copy=False)
     if isinstance(array, np.ndarray):
         return array
     if array.is_fully_addressable:
@@ -121,7 +148,9 @@ def wait_for_all() -> None:
         multihost_utils.sync_global_devices("a checkpoint is saved")
 
 
-def _shards(mapping: FlaxMapping, parameters: Mapping[str, jax.Array | np.ndarray], limit: int) -> list[list[str]]:
+def _shards(
+    mapping: FlaxMapping, parameters: Mapping[str, jax.Array | np.ndarray | Deferred], limit: int
+) -> list[list[str]]:
     """Parameter paths per file. Parameters that share a checkpoint tensor stay together, and files stay below the
     limit."""
     together: dict[str, list[str]] = defaultdict(list)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from ttpu_core.mapping import FlaxMapping, gather, pad_mapping, stack_layers
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.params.dtypes import stored_dtype
-from ttpu_jax.params.export import export_tensors, wait_for_all
+from ttpu_jax.params.export import Deferred, export_tensors, wait_for_all
 from ttpu_jax.train.adapters import MAGNITUDE, PREFIX, A, Adapters, B
 
 if TYPE_CHECKING:
@@ -125,9 +126,9 @@ def read_adapter(
 
 
 def merged_tensors(
-    identity: Mapping[str, Any], arrays: Mapping[str, np.ndarray], architecture: Architecture
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Name → float32 tensor of the base model's checkpoint with the adapter merged, one after another.
+    identity: Mapping[str, Any], arrays: Mapping[str, np.ndarray], architecture: Architecture, kind: np.dtype[Any]
+) -> dict[str, Deferred]:
+    """Name → tensor of the base model's checkpoint with the adapter merged in float32, written in the dtype `kind`.
 
     Raises:
         CheckpointError: the base model's files are not there any more.
@@ -149,20 +150,22 @@ def merged_tensors(
         )
     low_rank, whole = _low_rank_tensors(identity, arrays), _whole_tensors(identity, arrays, architecture)
     scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
-    mapping = architecture.mapping
-    names = mapping.canonical(base.tensors)
-    with TensorReader() as reader:
-        for name, stored in names.items():
-            value = _read(base.tensors[stored], reader)
-            module = f"{PREFIX}{name.removesuffix('.weight')}"
-            if name in whole:
-                value = whole[name].astype(np.float32)
-            elif f"{module}.{A}.weight" in low_rank:
-                change = low_rank[f"{module}.{B}.weight"] @ low_rank[f"{module}.{A}.weight"]
-                value = value + np.float32(scaling) * change
-                if (magnitude := low_rank.get(f"{module}.{MAGNITUDE}")) is not None:
-                    value *= (magnitude / np.linalg.norm(value, axis=1))[:, None]
-            yield name, value
+
+    def merged(name: str, info: TensorInfo) -> np.ndarray:
+        if name in whole:
+            return whole[name].astype(np.float32)
+        with TensorReader() as reader:
+            value = _read(info, reader)
+        module = f"{PREFIX}{name.removesuffix('.weight')}"
+        if f"{module}.{A}.weight" in low_rank:
+            change = low_rank[f"{module}.{B}.weight"] @ low_rank[f"{module}.{A}.weight"]
+            value = value + np.float32(scaling) * change
+            if (magnitude := low_rank.get(f"{module}.{MAGNITUDE}")) is not None:
+                value *= (magnitude / np.linalg.norm(value, axis=1))[:, None]
+        return value
+
+    names = {name: base.tensors[stored] for name, stored in architecture.mapping.canonical(base.tensors).items()}
+    return {name: Deferred(tuple(info.shape), kind, partial(merged, name, info)) for name, info in names.items()}
 
 
 def _peft_config(adapters: Adapters) -> dict[str, Any]:

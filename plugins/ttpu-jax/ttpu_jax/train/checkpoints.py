@@ -8,13 +8,14 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
 from ttpu_core.errors import CheckpointError
@@ -35,6 +36,11 @@ ADAPTERS = "adapters"
 """What the identity says of adapters: see `ttpu_jax.train.adapter_files.identity_of_adapters`."""
 MODEL = "model"
 """The folder beside the checkpoints with the model's config and tokenizer."""
+REMOVED = ".removed"
+"""The folder among the checkpoints to which those that need not stay are moved before they are deleted, so that a
+killed run leaves none with half of its files."""
+ASIDE = "damaged"
+"""The ending of the folder that a damaged checkpoint is renamed to."""
 
 
 def identity_of(
@@ -65,14 +71,21 @@ class OrbaxStore:
             best = managers.BestN(get_metric_fn=self._value, reverse=False, n=1, keep_checkpoints_without_metrics=False)
             kept = managers.AnyPreservationPolicy([kept, best])
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=kept,
+            preservation_policy=_CountedOnly(kept, self._is_counted),
             best_fn=None if metric is None else self._value,
             cleanup_tmp_directories=True,
+            todelete_subdir=REMOVED,
         )
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._checked(lambda: self._folder.mkdir(parents=True, exist_ok=True))
         handlers = {PARAMS: ocp.PyTreeCheckpointHandler(), OPTIMIZER: ocp.PyTreeCheckpointHandler()}
         handlers |= {RUN: ocp.JsonCheckpointHandler(), IDENTITY: ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
+        self._manager = self._checked(
+            lambda: ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
+        )
+        self._foreign = {step for step in self.steps() if is_another_backends(self._folder / str(step))}
+        self._damaged: set[int] = set()
+        self._saved = -1
+        self._delete_removed()
 
     def save(
         self, step: int, trainer: Mapping[str, Any], metrics: Mapping[str, float] | None = None, *, wait: bool = False
@@ -88,10 +101,13 @@ class OrbaxStore:
         Raises:
             CheckpointError: an earlier save failed; earlier checkpoints are untouched.
         """
-        self._checked(self._manager.wait_until_finished)
-        self._keep_model()
+        self.wait()
+        self._checked(self._keep_model)
+        if step in self._damaged:
+            self._checked(lambda: self._put_aside(step))
         if step in self.steps():
             return
+        self._saved = step
         params, state = self._runner.stored_arrays()
         items = ocp.args.Composite(
             **{
@@ -125,10 +141,11 @@ class OrbaxStore:
         """Put a checkpoint into the runner, whatever mesh and ZeRO stage wrote it, and return what the trainer gave.
 
         Args:
-            step: None takes the newest that is whole, with a warning for each newer one that is damaged.
+            step: None takes the newest that is whole, with a warning for each newer one that is damaged. Those are
+                renamed, so that they are not counted any more and their steps can be saved again.
 
         Raises:
-            CheckpointError: none is there, it is damaged, or it is another model's.
+            CheckpointError: none is there, it is damaged, or it is another model's or another backend's.
         """
         self.wait()
         steps = self.steps()
@@ -138,13 +155,21 @@ class OrbaxStore:
                 f"{self._folder}, but {f'it has those of {list(steps)}' if steps else 'it has none'}: use the folder "
                 "and the step of a whole one."
             )
+        passed_over: list[int] = []
         for candidate in (step,) if step is not None else reversed(steps):
             try:
-                return self._restore(candidate)
+                found = self._restore(candidate)
+                for damaged in passed_over:  # only now: where nothing can be read, the files are not to blame
+                    try:
+                        self._put_aside(damaged)
+                    except OSError as error:
+                        logger.warning("%s cannot be renamed (%s)", self._folder / str(damaged), _first_line(error))
+                return found
             except CheckpointError:
                 raise
             except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
                 reason = _first_line(error)
+                self._damaged.add(candidate)
                 if step is not None or candidate == steps[0]:
                     raise CheckpointError(
                         f"the checkpoint {self._folder / str(candidate)} was to be restored, but its files are damaged "
@@ -155,6 +180,7 @@ class OrbaxStore:
                     self._folder / str(candidate),
                     reason,
                 )
+                passed_over.append(candidate)
         raise AssertionError("a loop over checkpoints ended without one")
 
     def wait(self) -> None:
@@ -164,6 +190,7 @@ class OrbaxStore:
             CheckpointError: one failed.
         """
         self._checked(self._manager.wait_until_finished)
+        self._delete_removed()
 
     def close(self) -> None:
         """Wait, and release threads.
@@ -176,7 +203,41 @@ class OrbaxStore:
         finally:
             self._manager.close()
 
+    def _is_counted(self, step: int) -> bool:
+        """Whether `CheckpointPolicy.keep` counts a checkpoint. Another backend's is not counted, nor one of a later
+        step than the newest save: the run did not write that, or cannot read it."""
+        return step <= self._saved and step not in self._foreign
+
+    def _delete_removed(self) -> None:
+        if jax.process_index() == 0:
+            shutil.rmtree(self._folder / REMOVED, ignore_errors=True)
+
+    def _put_aside(self, step: int) -> None:
+        """Rename a damaged checkpoint, so that nothing is lost. All processes must call this.
+
+        Raises:
+            OSError: the folder cannot be renamed.
+        """
+        place = self._folder / str(step)
+        try:
+            if jax.process_index() == 0 and place.is_dir():
+                aside, number = self._folder / f"{step}.{ASIDE}", 1
+                while aside.exists():
+                    number += 1
+                    aside = self._folder / f"{step}.{ASIDE}-{number}"
+                place.rename(aside)
+        finally:
+            if jax.process_count() > 1:
+                multihost_utils.sync_global_devices("a damaged checkpoint is put aside")
+            self._manager.reload()
+        self._damaged.discard(step)
+
     def _restore(self, step: int) -> Mapping[str, Any]:
+        if is_another_backends(self._folder / str(step)):
+            raise CheckpointError(
+                f"the checkpoint {self._folder / str(step)} was to be restored, but another backend wrote it: train on "
+                "with that backend, or use another folder."
+            )
         read = self._manager.restore
         found = read(step, args=ocp.args.Composite(**{IDENTITY: ocp.args.JsonRestore()}))[IDENTITY]
         check_identity(found, self._identity(), self._folder / str(step))
@@ -250,6 +311,30 @@ def _silent(phrase: str) -> Iterator[None]:
         yield
     finally:
         absl.removeFilter(wanted)
+
+
+class _CountedOnly(managers.PreservationPolicy):
+    """A policy for the steps that count; the others stay.
+
+    Args:
+        policy: of those that count.
+        counts: whether a step counts.
+    """
+
+    def __init__(self, policy: Any, counts: Callable[[int], bool]) -> None:
+        self._policy, self._counts = policy, counts
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """Whether each checkpoint stays."""
+        counted = [one for one in checkpoints if self._counts(one.step)]
+        stays = self._policy.should_preserve(counted, context=context)
+        gone = {one.step for one, stay in zip(counted, stays, strict=True) if not stay}
+        return [one.step not in gone for one in checkpoints]
+
+
+def is_another_backends(place: Path) -> bool:
+    """Whether a checkpoint's folder has JSON files where this backend's has the folder of its identity."""
+    return not (place / IDENTITY).is_dir() and any(place.glob("*.json"))
 
 
 def check_identity(found: Mapping[str, Any], wanted: Mapping[str, Any], place: Path) -> None:

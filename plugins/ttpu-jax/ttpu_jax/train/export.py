@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -16,13 +20,22 @@ from ttpu_core.mapping import FlaxMapping, Tensor, stack_layers
 from ttpu_core.registry import default_registry
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.params.dtypes import model_dtype
-from ttpu_jax.params.export import save_checkpoint
+from ttpu_jax.params.export import Deferred, save_checkpoint
 from ttpu_jax.train.adapter_files import merged_tensors, write_adapter
-from ttpu_jax.train.checkpoints import ADAPTERS, IDENTITY, MODEL, PARAMS, check_identity, identity_of
+from ttpu_jax.train.checkpoints import (
+    ADAPTERS,
+    IDENTITY,
+    MODEL,
+    PARAMS,
+    check_identity,
+    identity_of,
+    is_another_backends,
+)
 
 
 def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
-    """Write the weights of a run's checkpoint, or its adapters in peft's format; return its step.
+    """Write the weights of a run's checkpoint, or its adapters in peft's format; return its step. Accelerators are left
+    to others: a process that has not used JAX yet has the CPU only from now on.
 
     Args:
         folder: of the run's checkpoints, beside which the run keeps its model's config and tokenizer.
@@ -49,47 +62,81 @@ def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str, 
     architecture = default_registry().architecture(ModelConfig.from_dict(config))
     table, kind = stacked_parameters(architecture.spec), model_dtype(dtype)
     place = folder / str(chosen)
-    if not (place / IDENTITY).is_dir() and any(place.glob("*.json")):
+    if is_another_backends(place):
         raise CheckpointError(
             f"the checkpoint {place} was to be exported, but another backend wrote it: name that with --backend."
         )
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        try:
-            identity = json.loads((place / IDENTITY / "metadata").read_text())
-            adapters = identity.get(ADAPTERS)
-            stored = table if adapters is None else [*adapters["modules"], *adapters["whole"]]
-            restore = ocp.RestoreArgs(restore_type=np.ndarray)
-            shapes = {path: np.empty(0, np.float32) for path in stored}
-            arguments = ocp.args.PyTreeRestore(shapes, restore_args=dict.fromkeys(stored, restore))
-            check_identity(identity, identity_of(architecture.spec.model_type, table, adapters), place)
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                params = reader.restore(place / PARAMS, args=arguments)
-        except CheckpointError:
-            raise
-        except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
-            raise CheckpointError(
-                f"the checkpoint {place} was to be exported, but its files are damaged ({type(error).__name__}): "
-                "export another step."
-            ) from error
+    jax.config.update("jax_platforms", "cpu")  # does nothing in a process that has used JAX already
+    with jax.default_device(jax.local_devices(backend="cpu")[0]), Parameters(place) as stored:
+        adapters = stored.identity.get(ADAPTERS)
+        check_identity(stored.identity, identity_of(architecture.spec.model_type, table, adapters), place)
         if adapters is not None:
-            arrays = {path: np.asarray(value, np.float32) for path, value in params.items()}
+            arrays = {path: stored.read(path) for path in (*adapters["modules"], *adapters["whole"])}
             if not merge:
                 write_adapter(out, adapters, arrays, architecture, kind)
                 for pattern in ("*token*", "chat_template*"):
                     for file in model.glob(pattern):
                         shutil.copyfile(file, out / file.name)
                 return chosen
-            params = {name: one.astype(kind) for name, one in merged_tensors(adapters, arrays, architecture)}
-            rules = tuple((name, Tensor(name, value.shape)) for name, value in params.items())
-            save_checkpoint(out, FlaxMapping(rules), params, {**config, "dtype": kind.name}, model)
+            merged = merged_tensors(adapters, arrays, architecture, kind)
+            rules = tuple((name, Tensor(name, value.shape)) for name, value in merged.items())
+            save_checkpoint(out, FlaxMapping(rules), merged, {**config, "dtype": kind.name}, model)
             return chosen
         if merge:
             raise RequestError(
                 f"{folder} was to be exported with merge, but that run trained the weights and no adapters: leave "
                 "--merge out."
             )
-        for path in table:
-            params[path] = np.asarray(params[path]).astype(kind)
+        params = {
+            path: Deferred(parameter.shape, kind, partial(stored.read, path)) for path, parameter in table.items()
+        }
         config["dtype"] = kind.name
         save_checkpoint(out, stack_layers(architecture.mapping, architecture.spec), params, config, model)
     return chosen
+
+
+class Parameters:
+    """The parameters of one checkpoint, read one at a time.
+
+    Args:
+        place: the checkpoint's folder.
+
+    Raises:
+        CheckpointError: its files are damaged.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        with self._whole():
+            self.identity: dict[str, Any] = json.loads((place / IDENTITY / "metadata").read_text())
+        self._reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
+
+    def read(self, path: str) -> np.ndarray:
+        """The parameter [...] at a stacked path, or an adapter's array by its name; float32.
+
+        Raises:
+            CheckpointError: its files are damaged.
+        """
+        arguments = ocp.args.PyTreeRestore(
+            {path: np.empty(0, np.float32)},
+            restore_args={path: ocp.RestoreArgs(restore_type=np.ndarray)},
+            partial_restore=True,
+        )
+        with self._whole():
+            return np.asarray(self._reader.restore(self._place / PARAMS, args=arguments)[path], np.float32)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
+            raise CheckpointError(
+                f"the checkpoint {self._place} was to be exported, but its files are damaged ({type(error).__name__}): "
+                "export another step."
+            ) from error
