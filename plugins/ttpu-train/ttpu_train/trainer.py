@@ -298,7 +298,7 @@ class Trainer:
         data = self.eval_dataset if dataset is None else dataset
         if data is None:
             raise RequestError("an evaluation was asked for, but the Trainer has no eval_dataset: give it some data.")
-        if self.method is not None:
+        if isinstance(self.method, GRPOMethod):
             raise RequestError(
                 "an evaluation was asked for with method='grpo', whose log shows the rewards of what it samples, and "
                 "which has no other loss: evaluate its checkpoint with a Trainer of method='sft'."
