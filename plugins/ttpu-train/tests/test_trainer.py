@@ -288,6 +288,10 @@ def test_checkpoints_of_runs_are_not_mixed_up(backend: NumpyBackend, tmp_path: P
         ({"learning_rat": 1.0}, "did you mean learning_rate"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0 was given, but it is 0 or more"),
         ({"learning_rate": float("nan")}, "learning_rate=nan was given"),
+        ({"learning_rate": float("inf")}, "learning_rate=inf was given, but it is a finite number"),
+        ({"num_train_epochs": float("inf")}, "num_train_epochs=inf was given, but it is a finite number"),
+        ({"save_steps": float("inf")}, "save_steps=inf was given"),
+        ({"nan_limit": -1}, "nan_limit=-1 was given, but it is 0 or more"),
         ({"learning_rate": "fast"}, "learning_rate='fast' was given, but it is a number"),
         ({"max_steps": 2.5}, "max_steps=2.5 was given, but it is a whole number"),
         ({"packing": "yes"}, "packing='yes' was given, but it is true or false"),
@@ -313,5 +317,15 @@ def test_wrong_arguments_are_refused_in_one_sentence(
 def test_data_are_needed(backend: NumpyBackend, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="without train_dataset"):
         trainer(tmp_path, train_dataset=None).train()
+    with pytest.raises(RequestError, match="eval_strategy='steps' was asked for, but there is no eval_dataset"):
+        trainer(tmp_path, eval_strategy="steps")
     with pytest.raises(RequestError, match="no eval_dataset"):
         trainer(tmp_path).evaluate()
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(backend: NumpyBackend, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(RequestError, match=r"output_dir='.*/run' was given for the files of the run, but it cannot be"):
+        trainer(tmp_path / "run").train()
+    with pytest.raises(RequestError, match=r"output_dir='.*/run/inside' was given"):
+        trainer(tmp_path / "run" / "inside").train()

@@ -3,6 +3,7 @@ where it has them, and of TRL's `SFTConfig` for text."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -45,6 +46,10 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 }
 """Names of optimizers, transformers' among them."""
 KINDS = {"int": "a whole number", "float": "a number"}
+NOT_NEGATIVE = (
+    "learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "max_grad_norm", "z_loss", "nan_limit",
+    "loss_spike_factor",
+)  # fmt: skip
 REPORTERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -197,12 +202,14 @@ class TrainingArguments:
             RequestError: one is out of range, or two contradict each other.
         """
         for one in fields(self):
-            _of_kind(one.name, str(one.type), getattr(self, one.name))
+            value = getattr(self, one.name)
+            _of_kind(one.name, str(one.type), value)
+            _need(not isinstance(value, float) or math.isfinite(value), one.name, value, "a finite number")
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             _need(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         _need(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, "-1 or at least 1")
         _need(self.num_train_epochs > 0, "num_train_epochs", self.num_train_epochs, "above 0")
-        for name in ("learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "max_grad_norm", "z_loss"):
+        for name in NOT_NEGATIVE:
             _need(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("adam_beta1", "adam_beta2", "momentum", "label_smoothing_factor", "warmup_ratio"):
             _need(0 <= getattr(self, name) < 1, name, getattr(self, name), "from 0 to below 1")

@@ -4,6 +4,7 @@ Trainer."""
 from __future__ import annotations
 
 import math
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -124,6 +125,11 @@ class Trainer:
             self.method.check(self.args, evaluates=eval_dataset is not None)
         elif self.method is not None:
             self.method.check(self.args, measures=compute_metrics is not None)
+        if self.args.eval_strategy != "no" and eval_dataset is None:
+            raise RequestError(
+                f"eval_strategy={self.args.eval_strategy!r} was asked for, but there is no eval_dataset: give it some "
+                "data, or leave eval_strategy out."
+            )
         self.train_dataset, self.eval_dataset = _kept(train_dataset), _kept(eval_dataset)
         self.compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         self._source, self._load_options, self._cache_dir = model, dict(load_options or {}), cache_dir
@@ -203,6 +209,7 @@ class Trainer:
         if self.train_dataset is None:
             raise RequestError("train() was called on a Trainer without train_dataset: give it some data.")
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        _make_folder(self.args.folder)
         total, loader = self._total_steps(), self.training_batches
         runner = self._made_runner(total)
         if isinstance(self.method, PreferenceMethod):
@@ -429,6 +436,23 @@ class Trainer:
         if self._store is None:
             self._store = runner.checkpoints(self.args.folder / CHECKPOINTS, self.args.checkpoint_policy())
         return self._store
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of a run.
+
+    Raises:
+        RequestError: it cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RequestError(
+            f"output_dir={str(folder)!r} was given for the files of the run, but it cannot be written to "
+            f"({error.strerror}): name a folder that can be."
+        ) from error
 
 
 def _method(
