@@ -4,7 +4,8 @@
 Each engine runs in a process of its own that stays up; the driver asks them in turn, so that both see the same machine.
 `ttpu` is the runner's compiled update, called as the trainer calls it; `trainer` is `Trainer.train` on rows of token
 ids, with its log, its data and without checkpoints, divided by its updates (compilation and the first line of the log
-left out). torch holds weights in the dtype that it computes in; this trainer always holds float32 master weights.
+left out). Nothing is computed again in the backward pass, as in torch. torch holds weights in the dtype that it
+computes in; this trainer always holds float32 master weights.
 
     python benchmarks/training_vs_torch.py --rounds 3 --output benchmarks/results/training_cpu.json
 """
@@ -149,7 +150,9 @@ def bare_engine(checkpoint: str, dtype: str) -> Any:
     from ttpu_core.registry import default_registry
     from ttpu_train.runner import Batch
 
-    arguments = TrainingArguments(bf16=dtype == "bfloat16", learning_rate=1e-4, max_steps=1000)
+    arguments = TrainingArguments(
+        bf16=dtype == "bfloat16", learning_rate=1e-4, max_steps=1000, gradient_checkpointing=False
+    )
     model = AutoModelForTPU.from_pretrained(checkpoint, dtype="float32")
     runner = default_registry().backend("jax").train_runner(model, arguments.step_settings(1000))
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (ROWS, LENGTH)).astype(np.int32)
@@ -201,6 +204,7 @@ def trainer_engine(checkpoint: str, dtype: str) -> Any:
         max_steps=1000,
         learning_rate=1e-4,
         bf16=dtype == "bfloat16",
+        gradient_checkpointing=False,
         logging_steps=UPDATES,
         save_strategy="no",
         disable_tqdm=True,
