@@ -496,5 +496,7 @@ def test_a_group_that_dies_is_started_again_as_often_as_asked(tmp_path: Path) ->
     done = shell(script, "--restarts", "2", cwd=tmp_path)
     assert done.returncode == 0 and "restart 1 of 2" in done.stderr and "restart 2" not in done.stderr
     assert done.stdout.count("try 1") == 2 and "SIGKILL" in done.stderr
+    refused = shell("exit 2", "--restarts", "1", processes=1, cwd=tmp_path)
+    assert refused.returncode == 2 and "restart 1" not in refused.stderr
     failed = shell("exit 7", "--restarts", "1", processes=1, cwd=tmp_path)
     assert failed.returncode == 7 and failed.stderr.count("exit code 7") == 2

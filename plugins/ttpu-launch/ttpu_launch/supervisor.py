@@ -32,6 +32,8 @@ LINGER_SECONDS = 5.0
 
 POLL_SECONDS = 0.1
 SSH_FAILED = 255
+USAGE_ERROR = 2
+"""The exit code of a command line or an argument that is refused: another start would be refused as well."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -72,7 +74,8 @@ class _Running:
 
 def supervise(tasks_of: Callable[[int], Sequence[Task]], restarts: int = 0, grace: float = DEFAULT_GRACE) -> int:
     """Run all tasks until they end. Their lines are passed on to stdout and stderr as they come. After one has failed,
-    all are started again; a signal to this process ends them for good.
+    all are started again, unless its exit code is that of a wrong command line or a refused argument, 2; a signal to
+    this process ends them for good.
 
     Args:
         tasks_of: number of the restart, 0 the first time → the tasks.
@@ -91,7 +94,7 @@ def supervise(tasks_of: Callable[[int], Sequence[Task]], restarts: int = 0, grac
     for number in range(restarts + 1):
         supervisor = _Supervisor(tasks_of(number), grace)
         code = supervisor.run()
-        if code == 0 or supervisor.was_signalled or number == restarts:
+        if code in (0, USAGE_ERROR) or supervisor.was_signalled or number == restarts:
             break
         _write(sys.stderr, f"ttpu launch: all processes are started again, restart {number + 1} of {restarts}\n")
     return code

@@ -142,7 +142,7 @@ class Trainer:
         if self.args.profiled is not None:
             self.callbacks.add(ProfileCallback(*self.args.profiled))
         self._runner: TrainRunner | None = None
-        self._planners: dict[tuple[int, bool], PairPlanner] = {}
+        self._planners: dict[tuple[int, bool], tuple[Any, PairPlanner]] = {}
         self._store: CheckpointStore | None = None
         self.callbacks.call("on_init_end", self.args, self.state, self.control)
 
@@ -421,8 +421,9 @@ class Trainer:
         assert isinstance(self.method, PreferenceMethod)
         key = id(dataset), training
         if key not in self._planners:
-            self._planners[key] = self.method.planner(dataset, self.tokenizer, self._data_settings(training=training))
-        return self._planners[key]
+            made = self.method.planner(dataset, self.tokenizer, self._data_settings(training=training))
+            self._planners[key] = dataset, made  # the dataset stays, so that no other one gets its id
+        return self._planners[key][1]
 
     def _made_runner(self, total_steps: int) -> TrainRunner:
         if self._runner is None:

@@ -26,6 +26,7 @@ WITHOUT_MEANING = (
     "overlong",
     "label_smoothing_factor",
     "z_loss",
+    "loss_spike_factor",
     "router_aux_loss_coef",
     "dataloader_drop_last",
     "dataloader_num_workers",
