@@ -90,7 +90,12 @@ def updated(
     skipped: float,
     *metrics: float,
 ) -> Updated:
-    """The figures of `of_update` with the names of the objective's."""
+    """The figures of `of_update`, on the host.
+
+    Args:
+        names: of the objective's figures.
+        loss, cross_entropy, tokens, grad_norm, learning_rate, skipped, *metrics: in the order of `of_update`.
+    """
     named = dict(zip(names, metrics, strict=True))
     return Updated(loss, cross_entropy, tokens, grad_norm, learning_rate, bool(skipped), named)
 
@@ -104,6 +109,11 @@ def evaluated(
     divisor: float,
     *metrics: float,
 ) -> Evaluated:
-    """The figures of `of_evaluation` with the names of the objective's."""
+    """The sums of `of_evaluation`, on the host.
+
+    Args:
+        names: of the objective's figures.
+        cross_entropy, tokens, correct, total, divisor, *metrics: in the order of `of_evaluation`.
+    """
     pairs = zip(metrics[::2], metrics[1::2], strict=True)
     return Evaluated(cross_entropy, tokens, correct, total, divisor, dict(zip(names, pairs, strict=True)))

@@ -95,7 +95,7 @@ def form(batch: TokenBatch) -> Any:
 
 
 def own_rows(array: jax.Array) -> np.ndarray:
-    """The rows [rows, ...] that this process's devices hold."""
+    """The rows of `array` [all rows, ...] that this process's devices hold: [rows, ...]."""
     if array.is_fully_addressable:
         return np.asarray(array)
     rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in array.addressable_shards}
