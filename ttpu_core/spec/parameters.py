@@ -97,7 +97,7 @@ def _layer(layer: LayerSpec, hidden: int) -> Named:
     elif isinstance(layer.mlp, MoESpec):
         yield from _prefixed("moe", _moe(layer.mlp, hidden))
     if layer.block.layer_scalar:
-        yield "layer_scalar", Parameter((1,), (None,), "ones")
+        yield "layer_scalar", Parameter((1,), (None,), "ones", trained=False)
     if layer.block.custom is not None:
         yield from _custom(layer.block.custom)
 
@@ -190,7 +190,7 @@ def _moe(spec: MoESpec, hidden: int) -> Named:
         yield "router.bias", Parameter((experts,), (axes.EXPERT,), "zeros")
     if router.correction_bias:
         # Tiny steps on scores near 1, lost in bfloat16: transformers keeps it in float32, and so do checkpoints.
-        yield "router.correction_bias", Parameter((experts,), (axes.EXPERT,), "zeros", "float32")
+        yield "router.correction_bias", Parameter((experts,), (axes.EXPERT,), "zeros", "float32", trained=False)
     if router.expert_scale:
         yield "router.expert_scale", Parameter((experts,), (axes.EXPERT,), "ones")
     if router.norm is not None:

@@ -134,13 +134,15 @@ class Parameter:
 
     An axis of None is never sharded. `dtype` is set for parameters that keep their dtype whatever the model's dtype
     is (router biases, decay rates). `format` is set for quantized kernels, which are stored as several arrays (see
-    `ttpu_core.spec.kernel_format.parts_of`)."""
+    `ttpu_core.spec.kernel_format.parts_of`). `trained` is False where transformers holds a buffer: training leaves it
+    as it is."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: Literal["normal", "ones", "zeros"] = "normal"
     dtype: str | None = None
     format: KernelFormat | None = None
+    trained: bool = True
 
     @property
     def size(self) -> int:

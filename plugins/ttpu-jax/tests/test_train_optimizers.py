@@ -11,7 +11,8 @@ import pytest
 
 from ttpu_core.errors import RequestError
 from ttpu_core.spec import Parameter, axes
-from ttpu_jax.train.optimizers import optimizer_for, schedule_of
+from ttpu_jax.train.from_settings import trained_paths
+from ttpu_jax.train.optimizers import EMBEDDING_SHARE, optimizer_for, schedule_of
 from ttpu_train.runner import OptimizerSettings, ScheduleSettings
 
 TOTAL, WARMUP, DECAY = 40, 5, 10
@@ -89,6 +90,21 @@ def test_weight_decay_leaves_out_what_its_patterns_name() -> None:
     for path, value in direction("sgd", weight_decay=0.5).items():
         decay = 0.0 if path.endswith(".scale") else 0.5
         np.testing.assert_allclose(value, bare[path] + decay * PARAMS[path], rtol=1e-6)
+
+
+def test_buffers_are_not_trained() -> None:
+    table = {**TABLE, "groups.0.0.layer_scalar": Parameter((2, 1), (axes.LAYERS, None), "ones", trained=False)}
+    for patterns in (None, ("*",)):
+        assert trained_paths(patterns, table, {}, "gemma4_text") == set(TABLE)
+
+
+def test_muon_leaves_depthwise_convolutions_to_adamw() -> None:
+    path = "groups.0.0.mixer.conv.kernel"
+    table = {**TABLE, path: Parameter((2, 4, 3, 5), (axes.LAYERS, None, axes.KV_HEADS, axes.QKV))}
+    gradient = {**GRADIENTS, path: jnp.ones((2, 4, 3, 5))}
+    optimizer = optimizer_for(OptimizerSettings("muon"), table)
+    updates, _ = optimizer.update(gradient, optimizer.init(gradient), gradient)
+    np.testing.assert_allclose(updates[path], EMBEDDING_SHARE, rtol=1e-5)
 
 
 def test_momentum_adds_up_earlier_gradients() -> None:

@@ -443,6 +443,19 @@ def test_parameters_have_the_paths_of_the_architecture() -> None:
         assert balance_coefficient(LossSettings(router_aux_loss=0.0), one.model.config) == 0.0
 
 
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text", "qwen3_next"])
+def test_what_is_trained_and_what_is_decayed_is_what_transformers_trains_and_decays(model_type: str) -> None:
+    from test_xla_sharding import on_meta
+
+    model, architecture = on_meta(model_type)
+    decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    paths, spared = paths_of(model, architecture), OptimizerSettings().no_decay
+    for name, held in paths.items():
+        assert {matches(path, spared) for path in held} == {name not in decayed}, name
+    table = architecture.spec.parameters
+    assert {path for held in paths.values() for path in held} == {path for path, one in table.items() if one.trained}
+
+
 def test_patterns_that_divide_one_tensor_are_refused() -> None:
     held = {"qkv.weight": ("attn.q.kernel", "attn.k.kernel"), "o.weight": ("attn.o.kernel",)}
     assert trained_names(("attn.*",), held, "llama") == ("qkv.weight", "o.weight")

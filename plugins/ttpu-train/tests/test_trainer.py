@@ -23,6 +23,8 @@ from ttpu_train.run import TrainingError
 from ttpu_train.trainer import Trainer
 
 VOCAB, LENGTH, ROWS = 11, 8, 4
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+COSINE = {"lr_scheduler_type": "cosine"}
 
 
 @pytest.fixture
@@ -75,6 +77,7 @@ def test_a_run_lowers_its_loss_and_leaves_log_checkpoints_and_picture(backend: N
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [5, 10, 12]
     assert output.global_step == 12
     assert output.metrics["train_tokens"] == 12 * ROWS * (LENGTH - 1)
+    assert output.metrics["train_tokens_per_second"] > 0
     assert output.training_loss == pytest.approx(np.mean([line["loss"] for line in training]))
 
 
@@ -98,6 +101,7 @@ def test_a_resumed_run_sees_the_same_rows_and_ends_with_the_same_weights(
     rest = trainer(tmp_path / "parts", max_steps=14)
     output = rest.train(resume_from_checkpoint=True)
     assert output.global_step == 14
+    assert output.metrics["train_tokens"] == (14 - at) * ROWS * (LENGTH - 1)  # of this call
     expected, first, second = (np.stack(runner.rows) for runner in backend.runners)
     assert len(first) == at
     assert (np.concatenate([first, second]) == expected).all()
@@ -182,6 +186,23 @@ def test_a_callback_of_transformers_stops_a_run_early(backend: NumpyBackend, tmp
     best = one.state.best_global_step
     assert best is not None and best < output.global_step
     assert one.evaluate()["eval_loss"] == pytest.approx(one.state.best_metric)  # the best weights are back
+
+
+def test_evaluations_that_improve_stop_no_run(backend: NumpyBackend, tmp_path: Path) -> None:
+    stops = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=1)], "eval_dataset": examples(6, 1), **BEST}
+    one = trainer(tmp_path / "falls", **stops, learning_rate=0.5, eval_steps=1, save_steps=1, max_steps=5)
+    assert one.train().global_step == one.state.best_global_step == 5
+
+    scores = iter([0.1, 0.2, 0.3, 0.25, 0.4])
+    stops["callbacks"] = [EarlyStoppingCallback(early_stopping_patience=1)]
+    rising = {**stops, "metric_for_best_model": "score", "compute_metrics": lambda _: {"score": next(scores)}}
+    two = trainer(tmp_path / "rises", **rising, eval_steps=1, save_steps=2, max_steps=5)
+    assert two.train().global_step == 4
+    assert two.state.best_global_step == 3  # which was not saved: the best that was is back
+    assert two.runner.step_count == 4
+    with pytest.raises(RequestError, match=r"train\(\) was called again after 4 updates"):
+        two.train()
+    assert two.train(resume_from_checkpoint=True).global_step == 5  # an earlier stop does not count
 
 
 def test_epochs_give_the_number_of_updates(backend: NumpyBackend, tmp_path: Path) -> None:
@@ -297,9 +318,20 @@ def test_checkpoints_of_runs_are_not_mixed_up(backend: NumpyBackend, tmp_path: P
         ({"packing": "yes"}, "packing='yes' was given, but it is true or false"),
         ({"optim": "adamw_apex"}, "optim='adamw_apex' was given, but it is one of adamw"),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type='polynomial'"),
-        ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs was given power"),
+        ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_type='linear' takes none"),
+        ({**COSINE, "lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs was given power"),
+        ({**COSINE, "lr_scheduler_kwargs": {"min_lr_rate": "a tenth"}}, "min_lr_rate='a tenth', but it is a number"),
+        ({**COSINE, "lr_scheduler_kwargs": {"min_lr": 9.0}}, "min_lr=9.0, but it is a number from 0 to 5"),
+        ({**COSINE, "lr_scheduler_kwargs": {"min_lr": 0.1, "min_lr_rate": 0.1}}, "min_lr and min_lr_rate"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "without the rate that it ends at"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps=None, but it needs the number of updates"),
+        ({"lr_scheduler_kwargs": "min_lr=0"}, "lr_scheduler_kwargs='min_lr=0' was given, but it is a mapping"),
+        ({"gradient_checkpointing": True, "remat": "none"}, "contradict each other"),
+        ({"gradient_checkpointing": False, "remat": "dots"}, "contradict each other"),
         ({"zero_stage": 4}, "zero_stage=4 was given, but it is 0, 1, 2, 3 or None"),
         ({"load_best_model_at_end": True}, "set both to steps"),
+        ({**BEST, "eval_steps": 2, "save_steps": 5}, "make save_steps a multiple of eval_steps"),
+        ({**BEST, "eval_steps": 4, "save_steps": 2}, "make save_steps a multiple of eval_steps"),
         ({"report_to": "excel"}, "report_to='excel'"),
         ({"callbacks": [object()]}, "none of the methods"),
         ({"args": TrainingArguments()}, "both args and"),

@@ -16,26 +16,15 @@ from ttpu_train.runner import (
     CheckpointPolicy,
     LossSettings,
     OptimizerSettings,
-    ScheduleName,
-    ScheduleSettings,
     StepSettings,
     ZeroStage,
 )
+from ttpu_train.schedules import schedule_settings
 
 Interval = Literal["no", "steps", "epoch"]
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
 Remat = Literal["auto", "full", "dots", "none"]
 
-SCHEDULES: Mapping[str, ScheduleName] = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "inverse_sqrt": "inverse_sqrt",
-    "warmup_stable_decay": "warmup_stable_decay",
-}
-"""transformers' names of schedules → the formulas."""
 OPTIMIZERS: Mapping[str, Optimizer] = {
     **{name: name for name in get_args(Optimizer)},
     "adamw_torch": "adamw",
@@ -67,9 +56,9 @@ class TrainingArguments:
         learning_rate: the peak of the schedule.
         lr_scheduler_type: linear, cosine, cosine_with_min_lr, constant, constant_with_warmup, inverse_sqrt or
             warmup_stable_decay.
-        lr_scheduler_kwargs: min_lr_rate (cosine_with_min_lr, warmup_stable_decay) and num_decay_steps
-            (warmup_stable_decay).
-        warmup_steps: updates over which the rate rises; below 1, their share of all updates.
+        lr_scheduler_kwargs: min_lr_rate, a share of the peak, or min_lr (cosine_with_min_lr, cosine,
+            warmup_stable_decay) and num_decay_steps (warmup_stable_decay, which needs it).
+        warmup_steps: updates over which the rate rises, with every schedule; below 1, their share of all updates.
         warmup_ratio: their share of all updates, if warmup_steps is 0.
         optim: adamw, adamw_8bit (moments of 8 bits), adafactor, lion, muon or sgd.
         weight_decay: decoupled; biases and norm scales have none.
@@ -82,7 +71,7 @@ class TrainingArguments:
         z_loss: coefficient of the squared log of the softmax's denominator.
         router_aux_loss_coef: coefficient of the load balance of experts; None leaves it to the checkpoint's config.
         bf16: compute in bfloat16; None does so on accelerators. Master weights are float32 either way.
-        gradient_checkpointing: True is remat="full", False is remat="none".
+        gradient_checkpointing: False is remat="none", True is remat="full" unless remat is "dots".
         remat: what is computed again in the backward pass instead of being kept: full, dots, none, or auto, the least
             that fits.
         zero_stage: 1 shards the optimizer's state, 2 gradients too, 3 weights too; None is 3 on a mesh with an "fsdp"
@@ -102,7 +91,7 @@ class TrainingArguments:
         mixture_weights: the shares of several sources, in their order; None takes every sequence once in an epoch.
         overlong: what becomes of more than max_length tokens: split, truncate or refuse; None splits text and truncates
             the rest.
-        dataloader_num_workers: processes that prepare rows; 0 prepares them in a thread.
+        dataloader_num_workers: threads that prepare rows; 0 is one.
         dataloader_drop_last: leave out the rows at the end of an epoch that fill no batch.
         logging_steps: updates between two lines of the log; below 1, a share of all updates.
         logging_first_step: log the first update too.
@@ -113,7 +102,8 @@ class TrainingArguments:
         save_steps: updates between two checkpoints; below 1, a share of all updates.
         save_total_limit: the newest checkpoints that stay; None keeps all.
         load_best_model_at_end: end with the weights of the best evaluation.
-        metric_for_best_model: "eval_loss", or another metric; the prefix eval_ may be left out.
+        metric_for_best_model: "loss" (the default with load_best_model_at_end), or another metric; a prefix eval_ may
+            be left out.
         greater_is_better: None: unless the metric's name ends in "loss".
         report_to: "all" (those installed), "none", or names among tensorboard, wandb, trackio, mlflow.
         run_name: how these call the run; None is the name of output_dir.
@@ -216,7 +206,9 @@ class TrainingArguments:
         for name in ("logging_steps", "save_steps", "eval_steps"):
             value = getattr(self, name)
             _need(value is None or value > 0, name, value, "above 0")
-        _among(self.lr_scheduler_type, "lr_scheduler_type", SCHEDULES)
+        more = self.lr_scheduler_kwargs
+        _need(more is None or isinstance(more, Mapping), "lr_scheduler_kwargs", more, "a mapping, or None")
+        schedule_settings(self.lr_scheduler_type, more or {}, self.learning_rate, 0, 1)
         _among(self.optim, "optim", OPTIMIZERS)
         _among(self.remat, "remat", get_args(Remat))
         _among(self.eval_strategy, "eval_strategy", get_args(Interval))
@@ -230,18 +222,14 @@ class TrainingArguments:
             self.save_total_limit,
             "1 or more, or None",
         )
-        refuse_unknown(
-            self.lr_scheduler_kwargs or {},
-            ("min_lr_rate", "num_decay_steps"),
-            "lr_scheduler_kwargs",
-            "the schedule",
-        )
+        self._check_recomputation()
         if self.load_best_model_at_end and (self.eval_strategy == "no" or self.eval_strategy != self.save_strategy):
             raise RequestError(
                 f"load_best_model_at_end was asked for with eval_strategy={self.eval_strategy!r} and save_strategy="
                 f"{self.save_strategy!r}, but the best checkpoint is one that was evaluated when it was saved: set "
                 "both to steps, or both to epoch."
             )
+        self._check_that_the_best_is_saved()
         _need(self.hung_step_factor >= 0, "hung_step_factor", self.hung_step_factor, "0 or more")
         seconds = self.hung_step_seconds
         _need(seconds is None or seconds > 0, "hung_step_seconds", seconds, "above 0, or None")
@@ -250,6 +238,7 @@ class TrainingArguments:
         _need(traced is None or 1 <= traced[0] <= traced[1], "profile_steps", self.profile_steps, wanted)
         for name in self.reporters:
             _among(name, "report_to", REPORTERS)
+        self._resolve()
         if self.adapters is not None and self.trainable is not None:
             raise RequestError(
                 "trainable was given with adapters, but these leave all weights as they are: name whole modules in "
@@ -306,7 +295,42 @@ class TrainingArguments:
     @property
     def best_is_greatest(self) -> bool:
         """Whether a greater value of it is better."""
-        return not self.best_metric.endswith("loss") if self.greater_is_better is None else self.greater_is_better
+        return bool(self.greater_is_better)
+
+    @property
+    def recomputed(self) -> Remat:
+        """What the backward pass computes again, of `remat` and `gradient_checkpointing`."""
+        if self.remat != "auto" or self.gradient_checkpointing is None:
+            return self.remat
+        return "full" if self.gradient_checkpointing else "none"
+
+    def _check_recomputation(self) -> None:
+        asked = self.gradient_checkpointing
+        if asked is not None and self.remat != "auto" and asked == (self.remat == "none"):
+            raise RequestError(
+                f"gradient_checkpointing={asked} was given with remat={self.remat!r}, but they contradict each other: "
+                "give one of them."
+            )
+
+    def _check_that_the_best_is_saved(self) -> None:
+        """Refuse checkpoints that are written after updates without an evaluation, as transformers does."""
+        every, saved = self.logging_steps if self.eval_steps is None else self.eval_steps, self.save_steps
+        if not self.load_best_model_at_end or self.save_strategy != "steps":
+            return
+        times = saved / every
+        if (every < 1) != (saved < 1) or abs(times - round(times)) > 1e-6 or times < 0.5:
+            raise RequestError(
+                f"load_best_model_at_end was asked for with an evaluation every {every:g} updates and save_steps="
+                f"{saved:g}, but the best checkpoint is one that was evaluated when it was saved: make save_steps a "
+                "multiple of eval_steps."
+            )
+
+    def _resolve(self) -> None:
+        """Set what follows from other arguments, as transformers does, because callbacks read it."""
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            object.__setattr__(self, "metric_for_best_model", "loss")
+        if self.metric_for_best_model is not None and self.greater_is_better is None:
+            object.__setattr__(self, "greater_is_better", not self.metric_for_best_model.endswith("loss"))
 
     def warmup(self, total_steps: int) -> int:
         """The updates over which the learning rate rises."""
@@ -314,14 +338,8 @@ class TrainingArguments:
 
     def step_settings(self, total_steps: int) -> StepSettings:
         """What the backend's runner is told, for a run of this many updates."""
-        more = self.lr_scheduler_kwargs or {}
-        schedule = ScheduleSettings(
-            SCHEDULES[self.lr_scheduler_type],
-            self.warmup(total_steps),
-            total_steps,
-            int(more.get("num_decay_steps", 0)),
-            float(more.get("min_lr_rate", 0.0)),
-        )
+        warmup, more = self.warmup(total_steps), self.lr_scheduler_kwargs or {}
+        schedule = schedule_settings(self.lr_scheduler_type, more, self.learning_rate, warmup, total_steps)
         optimizer = OptimizerSettings(
             OPTIMIZERS[self.optim],
             self.learning_rate,
@@ -333,14 +351,13 @@ class TrainingArguments:
             self.momentum,
             self.max_grad_norm or None,
         )
-        kept = {True: "full", False: "none", None: self.remat}[self.gradient_checkpointing]
         return StepSettings(
             optimizer,
             LossSettings(self.label_smoothing_factor, self.z_loss, self.router_aux_loss_coef),
             self.gradient_accumulation_steps,
             self.zero_stage,
             {True: "bfloat16", False: "float32", None: "auto"}[self.bf16],
-            kept,
+            self.recomputed,
             None if self.trainable is None else tuple(self.trainable),
             seed=self.seed,
             adapters=self.adapters,

@@ -169,6 +169,7 @@ class TrainingRun:
             CheckpointError: a checkpoint could not be written.
         """
         intervals = Intervals.of(self.args, self.state.max_steps)
+        self.control.should_training_stop = self.control.should_epoch_stop = False  # an earlier call's
         self._tell("on_train_begin")
         if self.args.eval_on_start and self.evaluate is not None and self.state.global_step == 0:
             self._evaluate()
@@ -327,6 +328,8 @@ class TrainingRun:
         assert self.evaluate is not None
         metrics = self._last_metrics = self.evaluate()
         self.log(metrics)
+        # Callbacks see the best value of the evaluations before, as in transformers, and compare this one with it.
+        self._tell("on_evaluate", metrics=metrics)
         value = metrics.get(self.args.best_metric)
         if value is None:
             if self.args.load_best_model_at_end:
@@ -339,7 +342,6 @@ class TrainingRun:
             if best is None or (value > best if greater else value < best):
                 self.state.best_metric, self.state.best_global_step = value, self.state.global_step
                 self.state.best_model_checkpoint = str(self.checkpoint_name(self.state.global_step))
-        self._tell("on_evaluate", metrics=metrics)
         self.meter.start()
 
     def _save(self) -> None:

@@ -81,7 +81,7 @@ class OptimizerSettings:
         beta1, beta2, epsilon: of Adam and its kin.
         momentum: of SGD and Muon.
         max_grad_norm: gradients are scaled down to this norm over all trained parameters; None clips nothing.
-        no_decay: patterns (fnmatch) of parameter paths without weight decay.
+        no_decay: patterns (fnmatch) of parameter paths without weight decay: those that transformers spares.
     """
 
     name: str = "adamw"
@@ -93,7 +93,7 @@ class OptimizerSettings:
     epsilon: float = 1e-8
     momentum: float = 0.0
     max_grad_norm: float | None = 1.0
-    no_decay: tuple[str, ...] = ("*.bias", "*.scale")
+    no_decay: tuple[str, ...] = ("*bias", "*norm.scale")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ class TrainOutput:
     Attributes:
         global_step: updates in all.
         training_loss: the mean loss of this call's updates.
-        metrics: train_runtime (seconds), train_tokens, train_tokens_per_second, total_flos, train_loss, epoch.
+        metrics: of this call train_loss, train_runtime (seconds without evaluations), train_tokens and
+            train_tokens_per_second; of the whole run total_flos and epoch.
         stopped_by: the name of the signal that ended the run early, or None.
     """
 
@@ -238,27 +239,33 @@ class Trainer:
             lambda step: self.args.folder / CHECKPOINTS / str(step),
             loader.metrics if isinstance(loader, RolloutBatches) else None,
         )
-        if resume and store is not None:
-            self._resume(run, store, resume)
-        elif store is not None and store.steps() and state.global_step == 0:
+        restored = resume and store is not None and self._resume(run, store, resume)
+        if runner.step_count and not restored:
+            raise RequestError(
+                f"train() was called again after {runner.step_count:,} updates, but the run would begin anew with "
+                "weights that are trained already: pass resume_from_checkpoint=True to go on from the newest "
+                "checkpoint, or make a new Trainer of the saved model."
+            )
+        if store is not None and store.steps() and not resume:
             raise RequestError(
                 f"a run was to begin in {self.args.folder}, but that has checkpoints of an earlier one (newest: "
                 f"{store.steps()[-1]:,}): pass resume_from_checkpoint=True to go on from it, or another output_dir."
             )
-        seconds_before = state.train_seconds
+        seconds_before, tokens_before = state.train_seconds, state.num_input_tokens_seen
         try:
             stopped_by = run.run()
         finally:
             self._console.close()
             loader.close()
             del self.training_batches
-        if self.args.load_best_model_at_end and store is not None and state.best_global_step in store.steps():
-            store.restore(state.best_global_step)
-        seconds = state.train_seconds - seconds_before
+        if self.args.load_best_model_at_end and store is not None:
+            self._restore_best(store)
+        seconds, tokens = state.train_seconds - seconds_before, state.num_input_tokens_seen - tokens_before
         metrics = {
             "train_loss": run.mean_loss,
             "train_runtime": seconds,
-            "train_tokens": state.num_input_tokens_seen,
+            "train_tokens": tokens,
+            "train_tokens_per_second": tokens / max(seconds, 1e-9),
             "total_flos": state.total_flos,
             "epoch": state.epoch,
         }
@@ -275,7 +282,9 @@ class Trainer:
             RequestError: there are no evaluation data.
         """
         metrics = self._evaluate(eval_dataset, metric_key_prefix)
-        self.callbacks.call("on_evaluate", self.args, self.state, self.control, metrics=metrics)
+        self.callbacks.call(
+            "on_evaluate", self.args, self.state, self.control, model=self._runner, metrics=metrics
+        )
         return metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
@@ -288,7 +297,7 @@ class Trainer:
         metrics = self._evaluate(test_dataset, metric_key_prefix)
         loader = self._loader(test_dataset, training=False)
         predicted = predict(self.runner, loader, self._preprocess)
-        self.callbacks.call("on_predict", self.args, self.state, self.control, metrics=metrics)
+        self.callbacks.call("on_predict", self.args, self.state, self.control, model=self._runner, metrics=metrics)
         return PredictionOutput(predicted.predictions, predicted.label_ids, metrics)
 
     def save_model(self, output_dir: str | Path | None = None, dtype: str = "bfloat16") -> Path:
@@ -317,8 +326,16 @@ class Trainer:
                 metrics[key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"] = value
         return metrics
 
-    def _resume(self, run: TrainingRun, store: CheckpointStore, resume: bool | str | Path) -> None:
-        """Restore the newest checkpoint, or the one that was named.
+    def _restore_best(self, store: CheckpointStore) -> None:
+        """Restore the best of the checkpoints that are there. Where not every evaluation is followed by one, that may
+        not be the best evaluation's."""
+        best = self.state.best_global_step
+        chosen = best if best in store.steps() else store.best_step()
+        if chosen is not None:
+            store.restore(chosen)
+
+    def _resume(self, run: TrainingRun, store: CheckpointStore, resume: bool | str | Path) -> bool:
+        """Restore the newest checkpoint, or the one that was named; False if there is none.
 
         Raises:
             RequestError: the folder is no checkpoint, or is followed by newer ones of this run.
@@ -331,9 +348,9 @@ class Trainer:
                     f"resume_from_checkpoint=True was asked for, but {ours} has no checkpoint: the run begins anew",
                     stacklevel=3,
                 )
-                return
+                return False
             run.resume(dict(store.restore()))
-            return
+            return True
         folder = Path(str(resume)).expanduser().resolve()
         step = int(folder.name) if folder.name.isdigit() else -1
         if not folder.is_dir() or step < 0:
@@ -351,12 +368,13 @@ class Trainer:
                     "output_dir, or remove them."
                 )
             run.resume(dict(store.restore(step)))
-            return
+            return True
         other = self.runner.checkpoints(folder.parent, CheckpointPolicy())
         try:
             run.resume(dict(other.restore(step)))
         finally:
             other.close()
+        return True
 
     def _total_steps(self) -> int:
         """The updates of the whole run; 1 without training data."""

@@ -168,7 +168,7 @@ def run_step(
     params = {
         path: jax.ShapeDtypeStruct(
             parameter.shape,
-            ADAMW.master_dtype if path in trained else parameter.dtype or step.dtype,
+            ADAMW.master_dtype if path in trained or adapters is None else parameter.dtype or step.dtype,
             sharding=(zero.state if path in trained else zero.weight)(path, parameter),
         )
         for path, parameter in table.items()

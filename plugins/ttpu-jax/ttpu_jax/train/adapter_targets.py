@@ -178,7 +178,7 @@ def whole_paths(
                 f"{leaves[chosen.index(True)]} was to be trained beside adapters and {leaves[chosen.index(False)]} was "
                 "not, but they are held as one array: choose both in modules_to_save and bias, or neither."
             )
-        if all(chosen):
+        if all(chosen) and table[path].trained:
             found.add(path)
     if padded.head.tied and "embed.embedding" in found:
         raise UnsupportedError(

@@ -96,13 +96,17 @@ def step_from_settings(
 
 
 def trained_paths(
-    patterns: Iterable[str] | None, table: Iterable[str], copies: Mapping[str, tuple[str, ...]], model_type: str
+    patterns: Iterable[str] | None,
+    parameters: Mapping[str, Parameter],
+    copies: Mapping[str, tuple[str, ...]],
+    model_type: str,
 ) -> frozenset[str]:
-    """The stacked paths of the trained parameters, whose patterns are of the paths of layers.
+    """The stacked paths of the trained parameters, whose patterns are of the paths of layers. What transformers holds
+    as a buffer is never trained.
 
     Args:
         patterns: fnmatch patterns; None trains all.
-        table: all stacked paths.
+        parameters: by stacked path.
         copies: stacked path → the paths of its layers.
         model_type: of the model, for errors.
 
@@ -110,7 +114,7 @@ def trained_paths(
         RequestError: a pattern that matches nothing.
         UnsupportedError: a pattern that chooses some of equal layers.
     """
-    table = list(table)
+    table = [path for path, parameter in parameters.items() if parameter.trained]
     if patterns is None:
         return frozenset(table)
     patterns, found = tuple(patterns), set()

@@ -96,7 +96,8 @@ def optimizer_for(settings: OptimizerSettings, table: Table) -> optax.GradientTr
 
     AdamW, Lion and SGD treat each number by itself; adamw_8bit holds AdamW's moments in 8 bits. Muon orthogonalizes
     kernels, as matrices [out, in] of each layer and expert, times sqrt(max(1, out / in))
-    (https://kellerjordan.github.io/posts/muon/); embeddings, the head, biases and norms are updated by AdamW.
+    (https://kellerjordan.github.io/posts/muon/); embeddings, the head, convolutions, biases and norms are updated by
+    AdamW.
     Adafactor keeps the second moment of each matrix as its rows' and columns' means.
 
     Args:
@@ -159,7 +160,8 @@ def _width_scale(shape: tuple[int, ...], numbers: contrib.MuonDimensionNumbers) 
 
 
 def _is_matrix(path: str) -> bool:
-    return path.endswith(".kernel") and not path.startswith("head.")
+    """Whether a parameter multiplies vectors. A depthwise convolution multiplies single numbers."""
+    return path.endswith(".kernel") and not path.endswith("conv.kernel") and not path.startswith("head.")
 
 
 def _as_matrix(kernel: Parameter) -> contrib.MuonDimensionNumbers:
