@@ -98,6 +98,7 @@ class Restorer:
             SystemExit: one does not restore, or is of another step than its name says.
         """
         from ttpu_core.errors import CheckpointError
+        from ttpu_train.checkpoints import Checkpoints
         from ttpu_train.runner import CheckpointPolicy
 
         copy = self._folder / "copy"
@@ -106,7 +107,7 @@ class Restorer:
                 shutil.copytree(one, copy / one.name, copy_function=os.link)
         if not copy.exists():
             return 0
-        store = self._runner.checkpoints(copy, CheckpointPolicy(keep=None))
+        store = Checkpoints(self._runner, copy, CheckpointPolicy(keep=None))
         steps = store.steps()
         for step in steps:
             try:

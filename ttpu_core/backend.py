@@ -385,18 +385,20 @@ class Trains(Protocol):
         """
         ...
 
-    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
-        """Write a run's checkpoint as a Hugging Face checkpoint, without devices of a slice; return its step.
+    def export_checkpoint(
+        self, place: Path, out: Path, *, identity: Mapping[str, Any], dtype: str, merge: bool = False
+    ) -> None:
+        """Write a run's checkpoint as a Hugging Face checkpoint, without devices of a slice.
 
         Args:
-            folder: of the run's checkpoints.
+            place: the checkpoint's folder, in which `model` holds config and tokenizer.
             out: the folder to write.
-            step: which checkpoint; None takes the newest that is whole.
+            identity: whose checkpoint it is, as the runner's checkpoint files said.
             dtype: of the written weights.
             merge: of a run that trains adapters, write the base model with them merged, and not the adapter.
 
         Raises:
-            CheckpointError: no whole checkpoint is there.
+            CheckpointError: its files are damaged, or are not those that its identity tells of.
         """
         ...
 

@@ -21,6 +21,8 @@ from ttpu_jax.runner.lora import tensor_updates
 from ttpu_jax.train.runner import JaxTrainRunner
 from ttpu_serve.adapters.files import read_adapter
 from ttpu_train.adapters import AdapterSettings, adapter_settings
+from ttpu_train.checkpoints import Checkpoints
+from ttpu_train.export import export_run
 from ttpu_train.runner import Batch, CheckpointPolicy, OptimizerSettings, ScheduleSettings, StepSettings
 
 ROWS, SEQ, STEPS = 8, 12, 10
@@ -129,7 +131,7 @@ def assert_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> N
 def test_a_run_of_adapters_resumes_bit_for_bit_and_exports(checkpoint: Path, tmp_path: Path) -> None:
     settings = replace(LORA, lora_dropout=0.2, init_lora_weights="gaussian")
     one = runner(checkpoint, settings, "fsdp=2", zero_stage=1)
-    store = one.checkpoints(tmp_path / "run" / "checkpoints", CheckpointPolicy())
+    store = Checkpoints(one, tmp_path / "run" / "checkpoints", CheckpointPolicy())
     states = {}
     for step in (1, 2):
         trained(one, step - 1, step)
@@ -138,22 +140,17 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_exports(checkpoint: Path, tmp
     store.close()
     assert {name.rsplit(".", 1)[-1] for name in one.stored_names} == {"lora_A", "lora_B"}
     again = runner(checkpoint, settings, "fsdp=2", zero_stage=1)
-    again.checkpoints(tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore(1)
+    Checkpoints(again, tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore(1)
     trained(again, 1, 2)
     assert_bits(stored(again), states[2])
     other = runner(checkpoint, settings)
-    other.checkpoints(tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore()
+    Checkpoints(other, tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore()
     assert_bits(stored(other), states[2])
 
     rows = batch(0)
     logits = other.logits(rows)
     for name, merge in (("adapter", False), ("merged", True)):
-        assert (
-            JaxBackend().export_checkpoint(
-                tmp_path / "run" / "checkpoints", tmp_path / name, step=None, dtype="float32", merge=merge
-            )
-            == 2
-        )
+        assert export_run(tmp_path / "run", tmp_path / name, JaxBackend(), dtype="float32", merge=merge) == 2
     merged = AutoModelForTPU.from_pretrained(str(tmp_path / "merged"), dtype="float32")
     np.testing.assert_allclose(merged(rows.tokens).logits, logits, atol=2e-5)
     np.testing.assert_allclose(other.model()(rows.tokens).logits, logits, atol=2e-5)
@@ -161,10 +158,10 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_exports(checkpoint: Path, tmp
     np.testing.assert_allclose(begun.logits(rows), logits, atol=1e-6)
     for changed, words in ((replace(settings, r=4), "another peft_config"), (None, "trains the weights")):
         with pytest.raises(CheckpointError, match=words):
-            runner(checkpoint, changed).checkpoints(tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore()
+            Checkpoints(runner(checkpoint, changed), tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore()
     with pytest.raises(CheckpointError, match="another base model or quantization of it"):
         quantized = runner(checkpoint, settings, quantization="int8")
-        quantized.checkpoints(tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore()
+        Checkpoints(quantized, tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore()
 
 
 def test_adapters_lower_the_loss_beside_quantized_weights_on_every_mesh(checkpoint: Path) -> None:

@@ -20,9 +20,10 @@ import ttpu
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_jax.backend import JaxBackend
-from ttpu_jax.train import checkpoints
 from ttpu_jax.train.export import Parameters
 from ttpu_jax.train.runner import JaxTrainRunner
+from ttpu_train.checkpoints import Checkpoints
+from ttpu_train.export import export_run
 from ttpu_train.runner import Batch, CheckpointPolicy, OptimizerSettings, ScheduleSettings, StepSettings
 
 ROWS, SEQ, STEPS = 16, 12, 10
@@ -164,7 +165,7 @@ def run(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     """A run's folder with checkpoints of steps 2 and 4, and what was in the runner then."""
     folder = tmp_path_factory.mktemp("run") / "checkpoints"
     one = runner(checkpoint, "fsdp=4,tensor=2", zero_stage=2)
-    store = one.checkpoints(folder, CheckpointPolicy())
+    store = Checkpoints(one, folder, CheckpointPolicy())
     states = {}
     for step in (2, 4):
         trained(one, step - 2, step)
@@ -177,7 +178,7 @@ def run(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def test_a_restored_run_goes_on_bit_for_bit(checkpoint: Path, run: Any) -> None:
     folder, states = run
     one = runner(checkpoint, "fsdp=4,tensor=2", zero_stage=2)
-    assert one.checkpoints(folder, CheckpointPolicy()).restore(2) == {"position": 2}
+    assert Checkpoints(one, folder, CheckpointPolicy()).restore(2) == {"position": 2}
     assert_bits(stored(one), states[2])
     trained(one, 2, 4)
     assert one.step_count == 4
@@ -188,7 +189,7 @@ def test_a_restored_run_goes_on_bit_for_bit(checkpoint: Path, run: Any) -> None:
 def test_other_meshes_and_stages_restore_the_same_bits(checkpoint: Path, run: Any, mesh: Any, stage: Any) -> None:
     folder, states = run
     one = runner(checkpoint, mesh, zero_stage=stage)
-    assert one.checkpoints(folder, CheckpointPolicy()).restore() == {"position": 4}
+    assert Checkpoints(one, folder, CheckpointPolicy()).restore() == {"position": 4}
     assert_bits(stored(one), states[4])
 
 
@@ -200,10 +201,10 @@ def test_moments_of_8_bits_are_sharded_and_restored_on_another_mesh_bit_for_bit(
     np.testing.assert_allclose([row[0] for row in trained(one, 0, 3)], [row[0] for row in plain[0][:3]], rtol=0.02)
     codes = one.optimizer_state[0].mu["embed.embedding"].codes
     assert codes.dtype == np.int8 and codes.sharding == one.params["embed.embedding"].sharding
-    store = one.checkpoints(tmp_path / "8bit", CheckpointPolicy())
+    store = Checkpoints(one, tmp_path / "8bit", CheckpointPolicy())
     store.save(3, {}, wait=True)
     other = runner(checkpoint, **settings)
-    assert other.checkpoints(tmp_path / "8bit", CheckpointPolicy()).restore() == {}
+    assert Checkpoints(other, tmp_path / "8bit", CheckpointPolicy()).restore() == {}
     assert_bits(stored(other), stored(one))
     with pytest.raises(UnsupportedError, match="'adamw_8bit' was asked for on a mesh that pads"):
         runner(checkpoint, "tensor=2", **settings)
@@ -218,7 +219,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_and_written_anew(
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     one = runner(checkpoint)
-    store = one.checkpoints(folder, CheckpointPolicy(keep=2))
+    store = Checkpoints(one, folder, CheckpointPolicy(keep=2))
     with pytest.raises(CheckpointError, match=r"was to be restored, but its files are damaged"):
         store.restore(4)
     with pytest.raises(CheckpointError, match=r"step 3 was to be restored.*it has those of \[2, 4\]"):
@@ -233,17 +234,18 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_and_written_anew(
 
 def test_later_steps_of_other_runs_and_backends_do_not_count(checkpoint: Path, run: Any, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    (folder / "9").mkdir(parents=True)
-    (folder / "9" / "run.json").write_text("{}")
-    shutil.copytree(run[0] / "4", folder / "8")
+    for step, other in ((9, "torch_xla"), (1, "torch_xla"), (8, "jax")):
+        shutil.copytree(run[0] / "4", folder / str(step))
+        written = json.loads((folder / str(step) / "run.json").read_text())
+        (folder / str(step) / "run.json").write_text(json.dumps(written | {"backend": other}))
     shutil.rmtree(folder / "8" / "params")
     one = runner(checkpoint, trainable=("final_norm.*",))
-    store = one.checkpoints(folder, CheckpointPolicy(keep=2, best_metric="eval_loss"))
+    store = Checkpoints(one, folder, CheckpointPolicy(keep=2, best_metric="eval_loss"))
     for step in (1, 2, 3):
         store.save(step, {"position": step}, {"eval_loss": 1.0 / step}, wait=True)
     assert store.steps() == (2, 3, 8, 9)
-    assert sorted(file.name for file in folder.iterdir()) == ["2", "3", "8", "9"]
-    with pytest.raises(CheckpointError, match="was to be restored, but another backend wrote it: train on"):
+    assert sorted(file.name for file in folder.iterdir()) == ["1.other", "2", "3", "8", "9"]
+    with pytest.raises(CheckpointError, match="another backend wrote it, 'torch_xla': train on"):
         store.restore()
     assert store.restore(2) == {"position": 2}
     store.close()
@@ -252,10 +254,10 @@ def test_later_steps_of_other_runs_and_backends_do_not_count(checkpoint: Path, r
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(checkpoint: Path, run: Any, tmp_path: Path) -> None:
     other = llama_checkpoint(tmp_path / "other", intermediate_size=32)
     with pytest.raises(CheckpointError, match="is of another llama model"):
-        runner(other).checkpoints(run[0], CheckpointPolicy()).restore()
+        Checkpoints(runner(other), run[0], CheckpointPolicy()).restore()
     lion = runner(checkpoint, optimizer=OptimizerSettings("lion"))
     with pytest.raises(CheckpointError, match="state of another optimizer"):
-        lion.checkpoints(run[0], CheckpointPolicy()).restore()
+        Checkpoints(lion, run[0], CheckpointPolicy()).restore()
 
 
 @pytest.mark.torch
@@ -263,9 +265,9 @@ def test_an_export_is_read_by_transformers_with_the_same_logits(checkpoint: Path
     import torch
     import transformers
 
-    assert JaxBackend().export_checkpoint(run[0], tmp_path / "out", step=None, dtype="float32") == 4
+    assert export_run(run[0].parent, tmp_path / "out", JaxBackend(), dtype="float32") == 4
     one = runner(checkpoint)
-    one.checkpoints(run[0], CheckpointPolicy()).restore()
+    Checkpoints(one, run[0], CheckpointPolicy()).restore()
     rows = batch(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     mask = torch.tensor(rows.positions >= 0)
@@ -290,16 +292,15 @@ def test_an_export_reads_one_parameter_at_a_time(run: Any, tmp_path: Path, monke
         return value
 
     monkeypatch.setattr(Parameters, "read", counted)
-    JaxBackend().export_checkpoint(run[0], tmp_path / "out", step=2, dtype="float32")
+    export_run(run[0].parent, tmp_path / "out", JaxBackend(), step=2, dtype="float32")
     assert most == 1 and len(alive) > 5
     (tmp_path / "run").mkdir()
     shutil.copytree(run[0], tmp_path / "run" / "checkpoints")
-    shutil.copytree(run[0].parent / "model", tmp_path / "run" / "model")
     for file in (tmp_path / "run" / "checkpoints" / "4" / "params").rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(CheckpointError, match="was to be exported, but its files are damaged"):
-        JaxBackend().export_checkpoint(tmp_path / "run" / "checkpoints", tmp_path / "no", step=4, dtype="float32")
+        export_run(tmp_path / "run", tmp_path / "no", JaxBackend(), step=4, dtype="float32")
 
 
 def test_what_is_not_trained_stays_and_updates_that_are_not_finite_change_nothing(checkpoint: Path) -> None:
@@ -343,12 +344,12 @@ def test_the_newest_and_the_best_checkpoints_stay_and_a_failed_save_is_told(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = runner(checkpoint, trainable=("final_norm.*",))
-    store = one.checkpoints(tmp_path / "run", CheckpointPolicy(keep=2, best_metric="eval_loss"))
+    store = Checkpoints(one, tmp_path / "run", CheckpointPolicy(keep=2, best_metric="eval_loss"))
     assert store.best_step() is None and store.steps() == ()
     for step, loss in enumerate((3.0, 1.0, 2.0, 2.5, None), 1):
         store.save(step, {}, None if loss is None else {"eval_loss": loss}, wait=True)
     assert store.steps() == (2, 4, 5) and store.best_step() == 2
-    again = one.checkpoints(tmp_path / "run", CheckpointPolicy(keep=2, best_metric="eval_loss"))
+    again = Checkpoints(one, tmp_path / "run", CheckpointPolicy(keep=2, best_metric="eval_loss"))
     assert again.best_step() == 2
 
     def full(*_: Any, **__: Any) -> Any:
@@ -362,7 +363,7 @@ def test_the_newest_and_the_best_checkpoints_stay_and_a_failed_save_is_told(
     assert store.steps() == (2, 4, 5)
     shutil.rmtree(tmp_path / "model")
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "copy_small_files", full)
+        patch.setattr("ttpu_jax.train.checkpoints.copy_small_files", full)
         with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints are whole"):
             store.save(7, {})
     store.save(7, {}, wait=True)

@@ -265,22 +265,24 @@ class JaxBackend:
             parallelism_strategy=parallelism_strategy,
         )
 
-    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
+    def export_checkpoint(
+        self, place: Path, out: Path, *, identity: Mapping[str, Any], dtype: str, merge: bool = False
+    ) -> None:
         """Write a run's checkpoint as a Hugging Face checkpoint, or its adapters; see `ttpu_jax.train.export`.
 
         Args:
-            folder: of the run's checkpoints.
+            place: the checkpoint's folder.
             out: the folder to write.
-            step: which checkpoint; None takes the newest.
+            identity: whose checkpoint it is.
             dtype: of the written weights.
             merge: write the base model with the trained adapter merged, instead of the adapter.
 
         Raises:
-            CheckpointError: no whole checkpoint is there.
+            CheckpointError: its files are damaged.
         """
         from ttpu_jax.train.export import export_checkpoint
 
-        return export_checkpoint(folder, out, step=step, dtype=dtype, merge=merge)
+        export_checkpoint(place, out, identity=identity, dtype=dtype, merge=merge)
 
     def text_logits(self, model: JaxCausalLM, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
         """Compute the logits [batch, seq, vocab] of texts, tokens [batch, seq] of the given lengths [batch]; see

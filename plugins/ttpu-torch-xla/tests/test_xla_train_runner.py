@@ -26,6 +26,8 @@ from ttpu_torch_xla.train.loss import balance_coefficient
 from ttpu_torch_xla.train.parameters import matches, paths_of, trained_names
 from ttpu_torch_xla.train.runner import TorchXlaTrainRunner
 from ttpu_torch_xla.train.schedule import share_of
+from ttpu_train.checkpoints import Checkpoints
+from ttpu_train.export import export_run
 from ttpu_train.objectives import DPO
 from ttpu_train.runner import (
     Batch,
@@ -54,7 +56,7 @@ class Run:
         self.runner, self.folder = runner(checkpoint), folder
         current().sync(wait=True)
         current().reset_counters()
-        store = self.runner.checkpoints(folder, CheckpointPolicy())
+        store = Checkpoints(self.runner, folder, CheckpointPolicy())
         self.figures = trained(self.runner, 0, 4)
         store.save(4, {"position": 4})
         self.figures += trained(self.runner, 4, STEPS)
@@ -237,7 +239,7 @@ def test_packed_rows_are_as_if_apart(run: Run) -> None:
 
 def test_a_restored_run_goes_on_bit_for_bit(checkpoint: Path, run: Run) -> None:
     one = runner(checkpoint)
-    assert one.checkpoints(run.folder, CheckpointPolicy()).restore(4) == {"position": 4}
+    assert Checkpoints(one, run.folder, CheckpointPolicy()).restore(4) == {"position": 4}
     assert one.step_count == 4
     trained(one, 4, STEPS)
     assert same(stored(one), run.state)
@@ -249,12 +251,12 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(
     shutil.copytree(run.folder, tmp_path / "checkpoints")
     weights = tmp_path / "checkpoints" / str(STEPS) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    store = run.runner.checkpoints(tmp_path / "checkpoints", CheckpointPolicy())
+    store = Checkpoints(run.runner, tmp_path / "checkpoints", CheckpointPolicy())
     with pytest.raises(CheckpointError, match=r"its files are damaged .*model.safetensors has .* bytes of"):
         store.restore(STEPS)
     assert store.restore() == {"position": 4}
     assert "is damaged" in caplog.text
-    run.runner.checkpoints(run.folder, CheckpointPolicy()).restore(STEPS)
+    Checkpoints(run.runner, run.folder, CheckpointPolicy()).restore(STEPS)
     assert same(stored(run.runner), run.state)
 
 
@@ -262,7 +264,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(
     ("change", "message"),
     [
         (lambda run: run["identity"].update(parameters="x", model_type="gemma"), "it is of another gemma model"),
-        (lambda run: run["identity"].update(format="torch 0"), "has format 'torch 0', but this version reads"),
+        (lambda run: run.update(format=0), "has format 0, but this version reads"),
     ],
 )
 def test_a_foreign_checkpoint_is_refused(run: Run, tmp_path: Path, change: Callable[[Any], None], message: str) -> None:
@@ -272,17 +274,17 @@ def test_a_foreign_checkpoint_is_refused(run: Run, tmp_path: Path, change: Calla
     change(written)
     file.write_text(json.dumps(written))
     with pytest.raises(CheckpointError, match=message):
-        run.runner.checkpoints(tmp_path / "checkpoints", CheckpointPolicy()).restore(4)
+        Checkpoints(run.runner, tmp_path / "checkpoints", CheckpointPolicy()).restore(4)
 
 
 def test_another_optimizers_state_is_refused(checkpoint: Path, run: Run) -> None:
     one = runner(checkpoint, optimizer=replace(OPTIMIZER, name="sgd"))
     with pytest.raises(CheckpointError, match="holds the state of another optimizer"):
-        one.checkpoints(run.folder, CheckpointPolicy()).restore()
+        Checkpoints(one, run.folder, CheckpointPolicy()).restore()
 
 
 def test_a_save_that_fails_leaves_no_checkpoint(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = run.runner.checkpoints(tmp_path / "checkpoints", CheckpointPolicy())
+    store = Checkpoints(run.runner, tmp_path / "checkpoints", CheckpointPolicy())
     store.save(1, {}, wait=True)
 
     def full(*_: Any, **__: Any) -> None:
@@ -296,7 +298,7 @@ def test_a_save_that_fails_leaves_no_checkpoint(run: Run, tmp_path: Path, monkey
 
 def test_the_newest_and_the_best_checkpoints_stay(run: Run, tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / ".unfinished-7").mkdir(parents=True)
-    store = run.runner.checkpoints(tmp_path / "checkpoints", CheckpointPolicy(keep=1, best_metric="eval_loss"))
+    store = Checkpoints(run.runner, tmp_path / "checkpoints", CheckpointPolicy(keep=1, best_metric="eval_loss"))
     for step, loss in enumerate([3.0, 1.0, 2.0]):
         store.save(step, {}, {"eval_loss": loss}, wait=True)
     assert store.steps() == (1, 2)
@@ -305,7 +307,7 @@ def test_the_newest_and_the_best_checkpoints_stay(run: Run, tmp_path: Path) -> N
 
 
 def test_what_is_exported_is_what_was_trained(run: Run, tmp_path: Path) -> None:
-    assert TorchXlaBackend().export_checkpoint(run.folder, tmp_path / "float", step=None, dtype="float32") == STEPS
+    assert export_run(run.folder.parent, tmp_path / "float", TorchXlaBackend(), dtype="float32") == STEPS
     run.runner.save_pretrained(tmp_path / "half", "bfloat16")
     whole, half = (load_file(tmp_path / name / "model.safetensors") for name in ("float", "half"))
     assert whole.keys() == half.keys()
@@ -322,18 +324,15 @@ def test_what_is_exported_is_what_was_trained(run: Run, tmp_path: Path) -> None:
 def test_another_backends_checkpoint_is_not_exported(run: Run, tmp_path: Path) -> None:
     from ttpu_jax.backend import JaxBackend
 
-    with pytest.raises(CheckpointError, match="another backend wrote it: name that with --backend"):
-        JaxBackend().export_checkpoint(run.folder, tmp_path / "out", step=None, dtype="float32")
-    (tmp_path / "checkpoints" / "3" / "params").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"it has no run.json, so that another backend wrote it"):
-        run.runner.checkpoints(tmp_path / "checkpoints", CheckpointPolicy()).restore()
+    with pytest.raises(CheckpointError, match="another backend wrote it, 'torch_xla': name that with --backend"):
+        export_run(run.folder.parent, tmp_path / "out", JaxBackend(), dtype="float32")
 
 
-def test_an_export_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_an_export_of_nothing_is_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="trains the weights and no adapters: leave --merge out"):
-        TorchXlaBackend().export_checkpoint(tmp_path, tmp_path / "out", step=None, dtype="float32", merge=True)
+        export_run(run.folder.parent, tmp_path / "out", TorchXlaBackend(), merge=True)
     with pytest.raises(CheckpointError, match="to be exported, but there is none"):
-        TorchXlaBackend().export_checkpoint(tmp_path / "checkpoints", tmp_path / "out", step=None, dtype="float32")
+        export_run(tmp_path, tmp_path / "out", TorchXlaBackend())
 
 
 # The trainer's front

@@ -17,6 +17,7 @@ from ttpu import AutoModelForTPU
 from ttpu_core.errors import UnsupportedError
 from ttpu_torch_xla.runtime import current
 from ttpu_torch_xla.train.runner import TorchXlaTrainRunner
+from ttpu_train.checkpoints import Checkpoints
 from ttpu_train.runner import Batch, CheckpointPolicy, OptimizerSettings, ScheduleSettings, StepSettings
 
 ROWS, SEQ, STEPS = 16, 12, 10
@@ -97,9 +98,9 @@ def moved_to_another_mesh(checkpoint: Path, folder: Path) -> dict[str, Any]:
     """What is saved on one mesh, restored on another with another stage of ZeRO."""
     first = runner(checkpoint, "fsdp=4,tensor=2")
     trained(first, 0, 1)
-    first.checkpoints(folder, CheckpointPolicy()).save(1, {"position": 1}, wait=True)
+    Checkpoints(first, folder, CheckpointPolicy()).save(1, {"position": 1}, wait=True)
     second = runner(checkpoint, "data=8", zero_stage=1)
-    answer = second.checkpoints(folder, CheckpointPolicy()).restore()
+    answer = Checkpoints(second, folder, CheckpointPolicy()).restore()
     return {"answer": answer, "same": same(stored(second), stored(first)), "next": trained(second, 1, 2)}
 
 

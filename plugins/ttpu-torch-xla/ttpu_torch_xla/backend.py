@@ -178,23 +178,25 @@ class TorchXlaBackend:
 
         return TorchXlaTrainRunner(model, settings)
 
-    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
+    def export_checkpoint(
+        self, place: Path, out: Path, *, identity: Mapping[str, Any], dtype: str, merge: bool = False
+    ) -> None:
         """Write a run's checkpoint as a Hugging Face checkpoint; see `ttpu_torch_xla.train.export`.
 
         Args:
-            folder: of the run's checkpoints.
+            place: the checkpoint's folder.
             out: the folder to write.
-            step: which checkpoint; None takes the newest.
+            identity: whose checkpoint it is.
             dtype: of the written weights.
             merge: refused, as there are no adapters.
 
         Raises:
-            CheckpointError: no whole checkpoint is there.
+            CheckpointError: its files are damaged.
             RequestError: `merge`, which is for adapters.
         """
         from ttpu_torch_xla.train.export import export_checkpoint
 
-        return export_checkpoint(folder, out, step=step, dtype=dtype, merge=merge)
+        export_checkpoint(place, out, identity=identity, dtype=dtype, merge=merge)
 
     def streaming(self, model: Any) -> StreamingModel:
         """Return the model with the interface that the command line needs."""

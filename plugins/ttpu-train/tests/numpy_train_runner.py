@@ -4,8 +4,7 @@ it, and it shows what a runner must do."""
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ttpu_core.errors import CheckpointError
-from ttpu_train.runner import Batch, CheckpointPolicy, EvalValues, RowLayout, StepSettings, StepValues
+from ttpu_train.runner import Batch, EvalValues, RowLayout, StepSettings, StepValues
 
 
 @dataclass
@@ -78,8 +77,8 @@ class NumpyTrainRunner:
     def compiled_bytes(self) -> int | None:
         return None
 
-    def checkpoints(self, folder: Path, policy: CheckpointPolicy) -> NumpyStore:
-        return NumpyStore(self, folder, policy)
+    def checkpoint_files(self) -> NumpyFiles:
+        return NumpyFiles(self)
 
     def save_pretrained(self, folder: Path, dtype: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,55 +103,41 @@ class NumpyTrainRunner:
         return loss, float(weights.sum()), gradient, correct
 
 
-class NumpyStore:
-    """Checkpoints as folders of two files each, renamed into place."""
+class NumpyFiles:
+    """The arrays of checkpoints: one file."""
 
-    def __init__(self, runner: NumpyTrainRunner, folder: Path, policy: CheckpointPolicy) -> None:
-        self.runner, self.folder, self.policy = runner, folder, policy
-        folder.mkdir(parents=True, exist_ok=True)
+    backend = "numpy"
 
-    def save(
-        self, step: int, trainer: Mapping[str, Any], metrics: Mapping[str, float] | None = None, *, wait: bool = False
-    ) -> None:
-        unfinished = self.folder / f".{step}"
-        unfinished.mkdir()
-        state = {"trainer": trainer, "metrics": metrics, "step_count": self.runner.step_count}
-        (unfinished / "state.json").write_text(json.dumps(state))
-        np.save(unfinished / "table.npy", self.runner.loaded.table)
-        unfinished.rename(self.folder / str(step))
-        kept = self.policy.keep
-        for old in self.steps()[:-kept] if kept else ():
-            if old != self.best_step():
-                shutil.rmtree(self.folder / str(old))
+    def __init__(self, runner: NumpyTrainRunner) -> None:
+        self.runner = runner
 
-    def steps(self) -> tuple[int, ...]:
-        return tuple(sorted(int(one.name) for one in self.folder.iterdir() if one.name.isdigit()))
+    def identity(self) -> dict[str, Any]:
+        return {"vocab": len(self.runner.loaded.table)}
 
-    def best_step(self) -> int | None:
-        metric = self.policy.best_metric
-        found = {step: (self._state(step)["metrics"] or {}).get(metric) for step in self.steps()}
-        known = {step: value for step, value in found.items() if value is not None}
-        best = max if self.policy.greater_is_better else min
-        return best(known, key=lambda step: known[step]) if known else None
+    def check(self, found: Mapping[str, Any], place: Path) -> None:
+        if found != self.identity():
+            raise CheckpointError(f"the checkpoint {place} was to be read, but it is of another model: use its own.")
 
-    def restore(self, step: int | None = None) -> Mapping[str, Any]:
-        steps = self.steps()
-        if not steps:
-            raise CheckpointError(f"a checkpoint was to be restored, but {self.folder} has none: train first.")
-        step = steps[-1] if step is None else step
-        self.runner.loaded.table = np.load(self.folder / str(step) / "table.npy")
-        state = self._state(step)
-        self.runner.step_count = state["step_count"]
-        return dict(state["trainer"])
+    def state_names(self) -> list[str]:
+        return [self.runner.settings.optimizer.name]
 
-    def wait(self) -> None:
-        pass
+    def write(self, place: Path) -> Callable[[], None]:
+        table = self.runner.loaded.table.copy()
+
+        def finish() -> None:
+            place.mkdir()
+            np.save(place / "table.npy", table)
+
+        return finish
+
+    def read(self, place: Path, step: int) -> None:
+        self.runner.loaded.table, self.runner.step_count = np.load(place / "table.npy"), step
+
+    def write_model(self, folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(self.identity()))
 
     def close(self) -> None:
         pass
-
-    def _state(self, step: int) -> dict[str, Any]:
-        return dict(json.loads((self.folder / str(step) / "state.json").read_text()))
 
 
 class NumpyBackend:
@@ -170,5 +155,8 @@ class NumpyBackend:
         self.runners.append(NumpyTrainRunner(model, settings))
         return self.runners[-1]
 
-    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
-        raise NotImplementedError
+    def export_checkpoint(
+        self, place: Path, out: Path, *, identity: Mapping[str, Any], dtype: str, merge: bool = False
+    ) -> None:
+        np.save(out / "table.npy", np.load(place / "table.npy").astype(dtype))
+        (out / "config.json").write_bytes((place / "model" / "config.json").read_bytes())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_train.checkpoints import Checkpoints
 from ttpu_train.micro_batches import MicroLoss, batch_of, joined
 from ttpu_train.runner import Batch, CheckpointPolicy, InFlight, StepValues
 from ttpu_train.trainer import Trainer
@@ -285,7 +286,7 @@ class Engine:
                 "is_gradient_accumulation_boundary() announced."
             )
         name = tag or f"global_step{self.global_steps}"
-        store = self.runner.checkpoints(Path(save_dir).expanduser() / name, CheckpointPolicy(keep=1))
+        store = Checkpoints(self.runner, Path(save_dir).expanduser() / name, CheckpointPolicy(keep=1))
         counters = {"global_steps": self.global_steps, "micro_steps": self.micro_steps,
                     "global_samples": self.global_samples, "skipped_steps": self.skipped_steps}  # fmt: skip
         try:
@@ -318,7 +319,7 @@ class Engine:
                 f"the checkpoint {place.name!r} was to be loaded from {folder}, but it is not there: name one of "
                 f"{', '.join(sorted(one.name for one in folder.iterdir() if one.is_dir())) or 'none'}."
             )
-        store = self.runner.checkpoints(place, CheckpointPolicy(keep=1))
+        store = Checkpoints(self.runner, place, CheckpointPolicy(keep=1))
         try:
             saved = store.restore()
         finally:

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from ttpu_core.errors import TTPUError
 from ttpu_train.arguments import TrainingArguments, steps_of
 from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
+from ttpu_train.checkpoints import Checkpoints
 from ttpu_train.interrupts import StopRequest
-from ttpu_train.runner import Batch, CheckpointStore, InFlight, StepValues, TrainRunner
+from ttpu_train.runner import Batch, InFlight, StepValues, TrainRunner
 from ttpu_train.throughput import Meter
 from ttpu_train.watchdog import Watchdog
 
@@ -133,7 +134,7 @@ class TrainingRun:
     args: TrainingArguments
     runner: TrainRunner
     batches: Batches
-    store: CheckpointStore | None
+    store: Checkpoints | None
     state: TrainerState
     control: TrainerControl
     callbacks: CallbackList

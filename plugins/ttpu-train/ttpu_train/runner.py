@@ -10,7 +10,7 @@ Runners are structural: they need not inherit from anything here, nor import it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -241,55 +241,47 @@ class InFlight(Protocol[Values]):
         ...
 
 
-class CheckpointStore(Protocol):
-    """The checkpoints of one run in one folder: weights, optimizer state and what the trainer gives, committed together
-    or not at all."""
+class CheckpointFiles(Protocol):
+    """Writes and reads the arrays of a runner's checkpoints; `ttpu_train.checkpoints.Checkpoints` does the rest.
 
-    def save(
-        self, step: int, trainer: Mapping[str, Any], metrics: Mapping[str, float] | None = None, *, wait: bool = False
-    ) -> None:
-        """Write the runner's state after update number `step`, in the background unless `wait`.
+    Attributes:
+        backend: the name of the backend.
+    """
 
-        Args:
-            step: updates so far.
-            trainer: what JSON holds: data position, counters, log history.
-            metrics: of an evaluation, from which the best is chosen.
-            wait: return when the checkpoint is committed.
+    backend: str
+
+    def identity(self) -> Mapping[str, Any]:
+        """What says whose checkpoint it is, as JSON: of the model, its parameters, and the adapters if any."""
+        ...
+
+    def check(self, found: Mapping[str, Any], place: Path) -> None:
+        """Compare the identity that a checkpoint has with the runner's.
 
         Raises:
-            CheckpointError: an earlier save failed, as by a full disk; earlier checkpoints are untouched.
+            CheckpointError: the checkpoint is another model's or other adapters'.
         """
         ...
 
-    def steps(self) -> tuple[int, ...]:
-        """The steps of all whole checkpoints, in order."""
+    def state_names(self) -> Iterable[str]:
+        """The names of the optimizer's arrays."""
         ...
 
-    def best_step(self) -> int | None:
-        """The step with the best metric, or None."""
+    def write(self, place: Path) -> Callable[[], None]:
+        """Begin to write weights and optimizer state as they are now into a new folder. What is returned is called in
+        another thread: it waits until the arrays of all processes are there, and raises what stopped them."""
         ...
 
-    def restore(self, step: int | None = None) -> Mapping[str, Any]:
-        """Put a checkpoint into the runner, whatever mesh and ZeRO stage wrote it, and return what the trainer gave.
-
-        Args:
-            step: None takes the newest that is whole, with a warning for each newer one that is damaged.
-
-        Raises:
-            CheckpointError: none is there, it is damaged, or it is another model's.
-        """
+    def read(self, place: Path, step: int) -> None:
+        """Put the arrays of a checkpoint after update number `step` into the runner, all or none. Damaged files raise
+        errors of any kind."""
         ...
 
-    def wait(self) -> None:
-        """Wait for saves in the background.
-
-        Raises:
-            CheckpointError: one failed.
-        """
+    def write_model(self, folder: Path) -> None:
+        """Write the model's config.json and tokenizer into an empty folder; only one process is asked."""
         ...
 
     def close(self) -> None:
-        """Wait, and release threads."""
+        """Release threads."""
         ...
 
 
@@ -336,8 +328,8 @@ class TrainRunner(Protocol):
         """The peak bytes of a device in the compiled update, or None before the first."""
         ...
 
-    def checkpoints(self, folder: Path, policy: CheckpointPolicy) -> CheckpointStore:
-        """The checkpoints of this run in a folder, which is made if it is not there."""
+    def checkpoint_files(self) -> CheckpointFiles:
+        """What writes and reads the arrays of this run's checkpoints."""
         ...
 
     def save_pretrained(self, folder: Path, dtype: str) -> Path:
@@ -368,19 +360,22 @@ class TrainsWithRunner(Protocol):
         """
         ...
 
-    def export_checkpoint(self, folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
-        """Write a run's checkpoint as a Hugging Face checkpoint, without devices of a slice; return its step. Of a run
-        that trains adapters, write the adapter in peft's format, or with `merge` the base model with it merged.
+    def export_checkpoint(
+        self, place: Path, out: Path, *, identity: Mapping[str, Any], dtype: str, merge: bool = False
+    ) -> None:
+        """Write a run's checkpoint as a Hugging Face checkpoint, without devices of a slice. Of a run that trains
+        adapters, write the adapter in peft's format, or with `merge` the base model with it merged.
 
         Args:
-            folder: of the run's checkpoints.
+            place: the checkpoint's folder, in which `model` holds config and tokenizer.
             out: the folder to write.
-            step: which checkpoint; None takes the newest.
+            identity: whose checkpoint it is, as `CheckpointFiles.identity` said.
             dtype: of the written weights.
             merge: write the base model with the trained adapter merged, instead of the adapter.
 
         Raises:
-            CheckpointError: no whole checkpoint is there.
+            CheckpointError: its files are damaged, or are not those that its identity tells of.
+            RequestError: `merge` for a run that trained the weights.
         """
         ...
 

@@ -17,6 +17,7 @@ import numpy as np
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
+from ttpu_train.checkpoints import CHECKPOINTS, Checkpoints
 from ttpu_train.data.loader import BatchLoader, batch_loader
 from ttpu_train.data.pairs import PairPlanner
 from ttpu_train.data.settings import DataSettings
@@ -33,11 +34,9 @@ from ttpu_train.reporting.jsonl import JsonLinesReporter
 from ttpu_train.reporting.picture import PictureReporter
 from ttpu_train.reporting.trackers import trackers
 from ttpu_train.run import TrainingRun
-from ttpu_train.runner import CheckpointPolicy, CheckpointStore, RowLayout, StepSettings, TrainRunner
+from ttpu_train.runner import CheckpointPolicy, RowLayout, StepSettings, TrainRunner
 from ttpu_train.throughput import Meter, training_flops
 
-CHECKPOINTS = "checkpoints"
-"""The folder of a run's checkpoints, in its output_dir."""
 METHOD_NAMES: Mapping[str, tuple[str, ...]] = {"grpo": GRPO_NAMES, **PREFERENCE_NAMES}
 """The arguments of each method that are not fields of `TrainingArguments`."""
 
@@ -144,7 +143,7 @@ class Trainer:
             self.callbacks.add(ProfileCallback(*self.args.profiled))
         self._runner: TrainRunner | None = None
         self._planners: dict[tuple[int, bool], tuple[Any, PairPlanner]] = {}
-        self._store: CheckpointStore | None = None
+        self._store: Checkpoints | None = None
         self.callbacks.call("on_init_end", self.args, self.state, self.control)
 
     def add_callback(self, callback: Any) -> None:
@@ -254,6 +253,10 @@ class Trainer:
         seconds_before, tokens_before = state.train_seconds, state.num_input_tokens_seen
         try:
             stopped_by = run.run()
+        except BaseException:
+            if store is not None:
+                store.settle()
+            raise
         finally:
             self._console.close()
             loader.close()
@@ -326,7 +329,7 @@ class Trainer:
                 metrics[key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"] = value
         return metrics
 
-    def _restore_best(self, store: CheckpointStore) -> None:
+    def _restore_best(self, store: Checkpoints) -> None:
         """Restore the best of the checkpoints that are there. Where not every evaluation is followed by one, that may
         not be the best evaluation's."""
         best = self.state.best_global_step
@@ -334,7 +337,7 @@ class Trainer:
         if chosen is not None:
             store.restore(chosen)
 
-    def _resume(self, run: TrainingRun, store: CheckpointStore, resume: bool | str | Path) -> bool:
+    def _resume(self, run: TrainingRun, store: Checkpoints, resume: bool | str | Path) -> bool:
         """Restore the newest checkpoint, or the one that was named; False if there is none.
 
         Raises:
@@ -451,9 +454,9 @@ class Trainer:
             self._runner = self.backend.train_runner(self.loaded, settings)
         return self._runner
 
-    def _made_store(self, runner: TrainRunner) -> CheckpointStore:
+    def _made_store(self, runner: TrainRunner) -> Checkpoints:
         if self._store is None:
-            self._store = runner.checkpoints(self.args.folder / CHECKPOINTS, self.args.checkpoint_policy())
+            self._store = Checkpoints(runner, self.args.folder / CHECKPOINTS, self.args.checkpoint_policy())
         return self._store
 
 

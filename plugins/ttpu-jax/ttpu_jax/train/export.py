@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,54 +22,37 @@ from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.export import Deferred, save_checkpoint
 from ttpu_jax.train.adapter_files import merged_tensors, write_adapter
-from ttpu_jax.train.checkpoints import (
-    ADAPTERS,
-    IDENTITY,
-    MODEL,
-    PARAMS,
-    check_identity,
-    identity_of,
-    is_another_backends,
-)
+from ttpu_jax.train.checkpoints import ADAPTERS, PARAMS, check_identity, identity_of
+
+MODEL = "model"
+"""The folder of a checkpoint with config and tokenizer."""
 
 
-def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
-    """Write the weights of a run's checkpoint, or its adapters in peft's format; return its step. Accelerators are left
-    to others: a process that has not used JAX yet has the CPU only from now on.
+def export_checkpoint(
+    place: Path, out: Path, *, identity: Mapping[str, Any], dtype: str, merge: bool = False
+) -> None:
+    """Write the weights of a run's checkpoint, or its adapters in peft's format. Accelerators are left to others: a
+    process that has not used JAX yet has the CPU only from now on.
 
     Args:
-        folder: of the run's checkpoints, beside which the run keeps its model's config and tokenizer.
+        place: the checkpoint's folder, in which `model` holds config and tokenizer.
         out: the folder of the Hugging Face checkpoint.
-        step: which checkpoint; None takes the newest.
+        identity: whose checkpoint it is.
         dtype: of the written weights.
         merge: write the base model with the adapters merged.
 
     Raises:
-        CheckpointError: no whole checkpoint is there.
+        CheckpointError: its files are damaged, or its config is another model's.
         RequestError: `merge` for a run that trained the weights.
     """
-    folder = folder.resolve()
-    steps = sorted(int(one.name) for one in folder.iterdir() if one.name.isdigit()) if folder.is_dir() else []
-    model = folder.parent / MODEL
-    if not steps or (step is not None and step not in steps) or not (model / "config.json").is_file():
-        raise CheckpointError(
-            f"{'the newest checkpoint' if step is None else f'the checkpoint of step {step}'} of {folder} was to be "
-            f"exported, but {f'there are those of {steps}' if steps else 'there is none'}: use the folder and the step "
-            "of a whole one, with the folder `model` beside it."
-        )
-    chosen = steps[-1] if step is None else step
+    model = place / MODEL
     config = json.loads((model / "config.json").read_text())
     architecture = default_registry().architecture(ModelConfig.from_dict(config))
     table, kind = stacked_parameters(architecture.spec), model_dtype(dtype)
-    place = folder / str(chosen)
-    if is_another_backends(place):
-        raise CheckpointError(
-            f"the checkpoint {place} was to be exported, but another backend wrote it: name that with --backend."
-        )
     jax.config.update("jax_platforms", "cpu")  # does nothing in a process that has used JAX already
     with jax.default_device(jax.local_devices(backend="cpu")[0]), Parameters(place) as stored:
-        adapters = stored.identity.get(ADAPTERS)
-        check_identity(stored.identity, identity_of(architecture.spec.model_type, table, adapters), place)
+        adapters = identity.get(ADAPTERS)
+        check_identity(identity, identity_of(architecture.spec.model_type, table, adapters), place)
         if adapters is not None:
             arrays = {path: stored.read(path) for path in (*adapters["modules"], *adapters["whole"])}
             if not merge:
@@ -77,14 +60,14 @@ def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str, 
                 for pattern in ("*token*", "chat_template*"):
                     for file in model.glob(pattern):
                         shutil.copyfile(file, out / file.name)
-                return chosen
+                return
             merged = merged_tensors(adapters, arrays, architecture, kind)
             rules = tuple((name, Tensor(name, value.shape)) for name, value in merged.items())
             save_checkpoint(out, FlaxMapping(rules), merged, {**config, "dtype": kind.name}, model)
-            return chosen
+            return
         if merge:
             raise RequestError(
-                f"{folder} was to be exported with merge, but that run trained the weights and no adapters: leave "
+                f"{place} was to be exported with merge, but that run trained the weights and no adapters: leave "
                 "--merge out."
             )
         params = {
@@ -92,7 +75,6 @@ def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str, 
         }
         config["dtype"] = kind.name
         save_checkpoint(out, stack_layers(architecture.mapping, architecture.spec), params, config, model)
-    return chosen
 
 
 class Parameters:
@@ -100,15 +82,10 @@ class Parameters:
 
     Args:
         place: the checkpoint's folder.
-
-    Raises:
-        CheckpointError: its files are damaged.
     """
 
     def __init__(self, place: Path) -> None:
         self._place = place
-        with self._whole():
-            self.identity: dict[str, Any] = json.loads((place / IDENTITY / "metadata").read_text())
         self._reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
 
     def __enter__(self) -> Self:

@@ -39,8 +39,8 @@ from ttpu_jax.train.stored import StoredArrays, named
 
 if TYPE_CHECKING:
     from ttpu_jax.causal_lm import JaxCausalLM
-    from ttpu_jax.train.checkpoints import OrbaxStore
-    from ttpu_train.runner import Batch, CheckpointPolicy, StepSettings
+    from ttpu_jax.train.checkpoints import OrbaxFiles
+    from ttpu_train.runner import Batch, StepSettings
 
 
 
@@ -204,12 +204,11 @@ class JaxTrainRunner:
         """The peak bytes of a device in the compiled update, or None before the first."""
         return self._compiled_bytes
 
-    def checkpoints(self, folder: Path, policy: CheckpointPolicy) -> OrbaxStore:
-        """The checkpoints of this run in a folder, which is made if it is not there. Config and tokenizer are kept in
-        the folder `model` beside it."""
-        from ttpu_jax.train.checkpoints import OrbaxStore
+    def checkpoint_files(self) -> OrbaxFiles:
+        """What writes and reads the arrays of this run's checkpoints."""
+        from ttpu_jax.train.checkpoints import OrbaxFiles
 
-        return OrbaxStore(self, folder, policy)
+        return OrbaxFiles(self)
 
     def save_pretrained(self, folder: Path, dtype: str) -> Path:
         """Write the weights as a Hugging Face checkpoint, in `dtype`; where adapters are trained, the adapter in peft's

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ttpu_core.errors import CheckpointError, RequestError
 from ttpu_torch_xla.load import TORCH_DTYPES
-from ttpu_torch_xla.train.checkpoints import DAMAGED, MODEL, WEIGHTS, read_run, steps_in
+from ttpu_torch_xla.train.checkpoints import WEIGHTS, check_identity, identity_of
+
+MODEL = "model"
+"""The folder of a checkpoint with config and tokenizer."""
 
 
 def write(model: Any, folder: Path, state: Mapping[str, torch.Tensor], dtype: str) -> None:
@@ -35,50 +39,43 @@ def write(model: Any, folder: Path, state: Mapping[str, torch.Tensor], dtype: st
     (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
 
 
-def export_checkpoint(folder: Path, out: Path, *, step: int | None, dtype: str, merge: bool = False) -> int:
-    """Write the weights of a run's checkpoint; return its step.
+def export_checkpoint(
+    place: Path, out: Path, *, identity: Mapping[str, Any], dtype: str, merge: bool = False
+) -> None:
+    """Write the weights of a run's checkpoint.
 
     Args:
-        folder: of the run's checkpoints, beside which the run keeps its model's config and tokenizer.
+        place: the checkpoint's folder, in which `model` holds config and tokenizer.
         out: the folder of the Hugging Face checkpoint.
-        step: which checkpoint; None takes the newest.
+        identity: whose checkpoint it is.
         dtype: of the written weights.
         merge: of a run of adapters, which this backend has none of.
 
     Raises:
-        CheckpointError: no whole checkpoint is there.
+        CheckpointError: its files are damaged, or its config is another model's.
         RequestError: `merge`.
     """
     import transformers
 
     if merge:
         raise RequestError(
-            f"{folder} was to be exported with merge, but a run on the torch_xla backend trains the weights and no "
+            f"{place} was to be exported with merge, but a run on the torch_xla backend trains the weights and no "
             "adapters: leave --merge out."
         )
-    folder = folder.resolve()
-    steps, kept = steps_in(folder), folder.parent / MODEL
-    if not steps or (step is not None and step not in steps) or not (kept / "config.json").is_file():
-        raise CheckpointError(
-            f"{'the newest checkpoint' if step is None else f'the checkpoint of step {step}'} of {folder} was to be "
-            f"exported, but {f'there are those of {list(steps)}' if steps else 'there is none'}: use the folder and "
-            "the step of a whole one, with the folder `model` beside it."
-        )
-    chosen = steps[-1] if step is None else step
-    place = folder / str(chosen)
     try:
-        read_run(place)
         state = load_file(place / WEIGHTS)
-    except DAMAGED as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the checkpoint {place} was to be exported, but its files are damaged ({type(error).__name__}): export "
             "another step."
         ) from error
+    kept = place / MODEL
     config = transformers.AutoConfig.from_pretrained(kept)
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
+    shapes = {name: one.shape for name, one in model.state_dict().items()}
+    check_identity(identity, identity_of(config.model_type, {name: shapes.get(name, ()) for name in state}), place)
     write(model, out, state, dtype)
     for file in kept.iterdir():
         if file.name != "config.json":
             shutil.copy2(file, out / file.name)
-    return chosen

@@ -27,8 +27,8 @@ from ttpu_torch_xla.train.parameters import batch_axes, matches, named, paths_of
 from ttpu_torch_xla.train.schedule import share_of
 
 if TYPE_CHECKING:
-    from ttpu_torch_xla.train.checkpoints import TorchStore
-    from ttpu_train.runner import Batch, CheckpointPolicy, StepSettings
+    from ttpu_torch_xla.train.checkpoints import SafetensorsFiles
+    from ttpu_train.runner import Batch, StepSettings
 
 Values = TypeVar("Values")
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -244,12 +244,11 @@ class TorchXlaTrainRunner:
         """None: torch_xla does not say what a compiled program holds."""
         return None
 
-    def checkpoints(self, folder: Path, policy: CheckpointPolicy) -> TorchStore:
-        """The checkpoints of this run in a folder, which is made if it is not there. Config and tokenizer are kept in
-        the folder `model` beside it."""
-        from ttpu_torch_xla.train.checkpoints import TorchStore
+    def checkpoint_files(self) -> SafetensorsFiles:
+        """What writes and reads the tensors of this run's checkpoints."""
+        from ttpu_torch_xla.train.checkpoints import SafetensorsFiles
 
-        return TorchStore(self, folder, policy)
+        return SafetensorsFiles(self)
 
     def save_pretrained(self, folder: Path, dtype: str) -> Path:
         """Write the weights as a Hugging Face checkpoint, in `dtype`."""

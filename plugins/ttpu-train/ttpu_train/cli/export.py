@@ -43,11 +43,11 @@ def export(
       ttpu export ./run --step 500 --out ./model-500 --dtype float32
       ttpu export ./lora-run --merge --out ./model
     """
-    from ttpu_train.trainer import CHECKPOINTS, training_backend
+    from ttpu_train.export import export_run
+    from ttpu_train.trainer import training_backend
 
-    folder = run.expanduser() / CHECKPOINTS
     runs = training_backend(backend)
-    written = runs.export_checkpoint(folder, out.expanduser(), step=step, dtype=dtype.value, merge=merge)
+    written = export_run(run.expanduser(), out.expanduser(), runs, step=step, dtype=dtype.value, merge=merge)
     if as_json:
         print_json({"folder": str(out), "step": written, "dtype": dtype.value})
     else:

@@ -89,7 +89,7 @@ def resumed_if_restarted(arguments: Mapping[str, Any]) -> dict[str, Any]:
     the run has a checkpoint."""
     from ttpu_core.processes import is_restarted
     from ttpu_train.arguments import TrainingArguments
-    from ttpu_train.trainer import CHECKPOINTS
+    from ttpu_train.checkpoints import CHECKPOINTS
 
     folder = Path(arguments.get("output_dir", TrainingArguments.output_dir)).expanduser() / CHECKPOINTS
     resumes = is_restarted() and any(one.name.isdigit() for one in (folder.iterdir() if folder.is_dir() else ()))

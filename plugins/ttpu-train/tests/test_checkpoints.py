@@ -1,0 +1,246 @@
+"""The checkpoints of a run, which are the same for all backends but for their arrays: what is committed, kept, passed
+over, refused and exported."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy_train_runner import BigramModel, NumpyBackend, NumpyFiles, NumpyTrainRunner
+
+from ttpu_core.errors import CheckpointError, RequestError
+from ttpu_train.checkpoints import Checkpoints
+from ttpu_train.export import export_run
+from ttpu_train.runner import CheckpointPolicy, StepSettings
+
+
+@pytest.fixture
+def runner() -> NumpyTrainRunner:
+    return NumpyTrainRunner(BigramModel(3), StepSettings())
+
+
+def store(runner: NumpyTrainRunner, run: Path, **policy: Any) -> Checkpoints:
+    return Checkpoints(runner, run / "checkpoints", CheckpointPolicy(**policy))
+
+
+def save(one: Checkpoints, runner: NumpyTrainRunner, *steps: int, **more: Any) -> None:
+    """Save checkpoints whose arrays hold their step."""
+    for step in steps:
+        runner.loaded.table[:] = step
+        one.save(step, {"position": step}, wait=True, **more)
+
+
+def change(place: Path, **fields: Any) -> None:
+    header = json.loads((place / "run.json").read_text())
+    (place / "run.json").write_text(json.dumps(header | fields))
+
+
+def damage(place: Path) -> None:
+    (place / "table.npy").write_bytes(b"")
+
+
+def names(run: Path) -> list[str]:
+    return sorted(one.name for one in (run / "checkpoints").iterdir())
+
+
+def test_nothing_is_made_or_deleted_before_the_first_save(runner: NumpyTrainRunner, tmp_path: Path) -> None:
+    assert store(runner, tmp_path / "nowhere").steps() == ()
+    assert not (tmp_path / "nowhere").exists()
+    other = tmp_path / "run" / "checkpoints" / ".unfinished-7"  # of a run that is saving
+    other.mkdir(parents=True)
+    save(store(runner, tmp_path / "run2"), runner, 1)
+    reading = store(runner, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="it has none"):
+        reading.restore()
+    assert other.is_dir()
+    save(reading, runner, 1)
+    assert names(tmp_path / "run") == ["1"]
+
+
+def test_a_damaged_checkpoint_is_put_aside_and_its_step_is_written_anew(
+    runner: NumpyTrainRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store(runner, tmp_path), runner, 2, 4, 6)
+    damage(tmp_path / "checkpoints" / "6")
+    (tmp_path / "checkpoints" / "4" / "trainer.json").unlink()
+    one = store(runner, tmp_path, keep=2)
+    with pytest.raises(CheckpointError, match=r"its files are damaged \(ValueError: table.npy has 0 bytes of"):
+        one.restore(6)
+    assert names(tmp_path) == ["2", "4", "6"]
+    assert one.restore() == {"position": 2} and runner.step_count == 2 and (runner.loaded.table == 2).all()
+    assert names(tmp_path) == ["2", "4.damaged", "6.damaged"]
+    assert "6 is damaged" in caplog.text and "4 is damaged" in caplog.text
+    save(one, runner, 4, 6)
+    assert names(tmp_path) == ["4", "4.damaged", "6", "6.damaged"]
+    assert store(runner, tmp_path).restore() == {"position": 6}
+
+
+def test_where_none_can_be_read_none_is_renamed(runner: NumpyTrainRunner, tmp_path: Path) -> None:
+    save(store(runner, tmp_path), runner, 1, 2)
+    for step in "12":
+        damage(tmp_path / "checkpoints" / step)
+    with pytest.raises(CheckpointError, match=r"checkpoints/1 was to be restored, but its files are damaged"):
+        store(runner, tmp_path).restore()
+    assert names(tmp_path) == ["1", "2"]
+
+
+def test_checkpoints_beside_are_not_counted_and_not_deleted(
+    runner: NumpyTrainRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoints"
+    save(store(runner, tmp_path), runner, 3, 5, 9)
+    for step in "35":
+        change(folder / step, backend="jax")
+    (folder / "4").mkdir()
+    (folder / "notes").mkdir()
+    one = store(runner, tmp_path, keep=1)
+    save(one, runner, 4, 5, 6)  # 9 is a later step, which this run did not write
+    assert names(tmp_path) == ["3", "4.other", "5.other", "6", "9", "notes"]
+    assert "5 was not written by this run's backend and is now" in caplog.text
+    with pytest.raises(CheckpointError, match="another backend wrote it, 'jax': train on with that backend"):
+        one.restore(3)
+
+
+def test_a_step_that_is_saved_again_replaces_its_checkpoint(runner: NumpyTrainRunner, tmp_path: Path) -> None:
+    one = store(runner, tmp_path, keep=1)
+    save(one, runner, 5)
+    runner.loaded.table[:] = 7
+    one.save(5, {"position": 7}, wait=True)
+    runner.loaded.table[:] = 0
+    assert one.restore() == {"position": 7} and (runner.loaded.table == 7).all()
+    assert names(tmp_path) == ["5"]
+
+
+def test_the_newest_and_the_best_stay(runner: NumpyTrainRunner, tmp_path: Path) -> None:
+    one = store(runner, tmp_path, keep=2, best_metric="eval_hits", greater_is_better=True)
+    assert one.best_step() is None
+    for step, value in enumerate((1.0, 3.0, float("nan"), 2.0, None), 1):
+        save(one, runner, step, metrics=None if value is None else {"eval_hits": value})
+    assert one.steps() == (2, 4, 5) and one.best_step() == 2
+    assert store(runner, tmp_path, best_metric="eval_hits").best_step() == 4
+
+
+def test_a_save_that_fails_leaves_the_earlier_ones(
+    runner: NumpyTrainRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = store(runner, tmp_path, keep=1)
+    save(one, runner, 1)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for where in ("_to_disk", "_link"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"ttpu_train.checkpoints.{where}", full)
+            with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints are whole"):
+                save(one, runner, 2)
+        assert names(tmp_path) == ["1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(NumpyFiles, "write_model", full)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save(store(runner, tmp_path), runner, 2)
+    assert one.restore() == {"position": 1}
+    with pytest.raises(RequestError, match="that is no JSON"):
+        one.save(2, {"position": object()})
+    save(one, runner, 2)
+    assert names(tmp_path) == ["2"]
+    assert not (tmp_path / ".model").exists()
+
+
+def test_another_models_or_optimizers_checkpoint_is_refused(runner: NumpyTrainRunner, tmp_path: Path) -> None:
+    save(store(runner, tmp_path), runner, 1)
+    with pytest.raises(CheckpointError, match="it is of another model"):
+        store(NumpyTrainRunner(BigramModel(4), StepSettings()), tmp_path).restore()
+    change(tmp_path / "checkpoints" / "1", state="of lion")
+    with pytest.raises(CheckpointError, match="holds the state of another optimizer"):
+        store(runner, tmp_path).restore()
+    change(tmp_path / "checkpoints" / "1", format=1)
+    with pytest.raises(CheckpointError, match="has format 1, but this version reads 2"):
+        store(runner, tmp_path).restore()
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["mp_rank_00_model_states.pt"], "a checkpoint of DeepSpeed"),
+        (["global_step3/mp_rank_00_model_states.pt", "latest"], "a folder with checkpoints of DeepSpeed"),
+        (["trainer_state.json", "model.safetensors", "optimizer.pt"], "a checkpoint of transformers' Trainer"),
+        (["checkpoint-500/trainer_state.json"], "a folder with checkpoints of transformers' Trainer"),
+        (["random_states_0.pkl", "model.safetensors"], "a state that accelerate saved"),
+        (["_CHECKPOINT_METADATA", "manifest.ocdbt"], "a checkpoint of orbax that another program wrote"),
+        (["default/manifest.ocdbt"], "a checkpoint of orbax that another program wrote"),
+        (["adapter_config.json"], "an adapter of peft"),
+        (["config.json", "model-00001-of-00002.safetensors"], "a model without optimizer state"),
+        (["model.pt"], "a folder with files of torch.save"),
+    ],
+)
+def test_checkpoints_of_other_programs_are_named(
+    runner: NumpyTrainRunner, tmp_path: Path, files: list[str], words: str
+) -> None:
+    for name in files:
+        file = tmp_path / "checkpoints" / "500" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=f"but it is {words}"):
+        store(runner, tmp_path).restore()
+    with pytest.raises(CheckpointError, match=f"there is none; .* is {words}"):
+        export_run(tmp_path / "checkpoints" / "500", tmp_path / "out", NumpyBackend())
+
+
+def test_an_export_has_the_config_that_the_checkpoint_was_trained_with(
+    runner: NumpyTrainRunner, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "old.txt"):  # of an earlier run in this folder
+        (model / name).write_text("another model")
+    save(store(runner, tmp_path), runner, 1)
+    assert [file.name for file in model.iterdir()] == ["config.json"]
+    shutil.rmtree(model)
+    one = store(runner, tmp_path)
+    save(one, runner, 2)
+    (model / "config.json").unlink()
+    save(one, runner, 3)
+    for step in (1, 3):
+        assert export_run(tmp_path, tmp_path / "out", NumpyBackend(), step=step, dtype="float32") == step
+        assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"vocab": 3}
+        assert (np.load(tmp_path / "out" / "table.npy") == step).all()
+
+
+@pytest.mark.parametrize(
+    ("run", "out", "words"),
+    [
+        ("nowhere", "out", "there is no such folder"),
+        ("file", "out", "there is none; .*/file is a file"),
+        ("run/checkpoints/1", "out", "there is none"),
+        ("run", "run", "is a folder of the run itself"),
+        ("run", "run/checkpoints/1", "is a folder of the run itself"),
+        ("run", "file/out", "that folder cannot be made"),
+    ],
+)
+def test_an_export_from_or_to_a_wrong_folder_is_refused(
+    runner: NumpyTrainRunner, tmp_path: Path, run: str, out: str, words: str
+) -> None:
+    save(store(runner, tmp_path / "run"), runner, 1)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises((CheckpointError, RequestError), match=words):
+        export_run(tmp_path / run, tmp_path / out, NumpyBackend())
+
+
+def test_an_export_of_a_damaged_checkpoint_or_of_a_missing_step_is_refused(
+    runner: NumpyTrainRunner, tmp_path: Path
+) -> None:
+    save(store(runner, tmp_path), runner, 1, 2)
+    damage(tmp_path / "checkpoints" / "2")
+    with pytest.raises(CheckpointError, match=r"its files are damaged \(ValueError: table.npy has 0 bytes"):
+        export_run(tmp_path, tmp_path / "out", NumpyBackend())
+    with pytest.raises(CheckpointError, match=r"there are those of \[1, 2\]: name"):
+        export_run(tmp_path, tmp_path / "out", NumpyBackend(), step=3)
+    change(tmp_path / "checkpoints" / "1", backend="jax")
+    with pytest.raises(CheckpointError, match="another backend wrote it, 'jax': name that with --backend"):
+        export_run(tmp_path, tmp_path / "out", NumpyBackend(), step=1)
