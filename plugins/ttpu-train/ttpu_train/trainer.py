@@ -372,7 +372,7 @@ class Trainer:
                 )
             run.resume(dict(store.restore(step)))
             return True
-        other = self.runner.checkpoints(folder.parent, CheckpointPolicy())
+        other = Checkpoints(self.runner, folder.parent, CheckpointPolicy())
         try:
             run.resume(dict(other.restore(step)))
         finally:
