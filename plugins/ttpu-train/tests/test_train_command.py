@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ttpu import AutoModelForTPU
 from ttpu_core.cli.main import app
-from ttpu_train.cli.train import resumed_if_restarted
+from ttpu_train.cli.train import exit_code, resumed_if_restarted
 
 TEXT = "The trainer reads this text again and again, until the model knows what comes next in it.\n" * 8
 
@@ -89,3 +89,7 @@ def test_a_command_that_is_started_again_resumes_from_its_own_checkpoints(
     assert resumed_if_restarted(given) == {**given, "resume_from_checkpoint": True}
     monkeypatch.delenv("TTPU_RESTART")
     assert resumed_if_restarted(given) == given
+
+
+def test_a_signal_gives_the_exit_status_that_shells_have_for_it() -> None:
+    assert [exit_code(name) for name in ("SIGTERM", "SIGINT", "a signal to another process")] == [143, 130, 143]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,12 @@ from numpy_train_runner import BigramModel, NumpyBackend
 from transformers import EarlyStoppingCallback
 
 import ttpu_train.trainer
-from ttpu_core.errors import RequestError
+from ttpu_core.errors import CheckpointError, RequestError
+from ttpu_core.files import write_whole
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import EVENTS, TrainerCallback, TrainerControl, TrainerState
 from ttpu_train.reporting import picture
+from ttpu_train.resuming import compare
 from ttpu_train.run import TrainingError
 from ttpu_train.trainer import Trainer
 
@@ -361,3 +365,105 @@ def test_a_folder_that_cannot_be_written_to_is_named(backend: NumpyBackend, tmp_
         trainer(tmp_path / "run").train()
     with pytest.raises(RequestError, match=r"output_dir='.*/run/inside' was given"):
         trainer(tmp_path / "run" / "inside").train()
+
+
+def test_a_resumed_run_names_each_argument_that_changed(
+    backend: NumpyBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = {"eval_dataset": examples(6, 1), "eval_strategy": "steps", "eval_steps": 5}
+    first = trainer(tmp_path, **data, load_best_model_at_end=True)
+    first.train()
+    assert first.state.best_metric is not None
+    changes = {"learning_rate": 1.0, "max_steps": 16, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    again = trainer(tmp_path, **data, **changes, metric_for_best_model="accuracy")
+    assert again.train(resume_from_checkpoint=True).global_step == 16
+    said = [line.removeprefix("resumed with another ") for line in caplog.messages if "resumed with" in line]
+    assert {line.partition(";")[0] for line in said} == {
+        "learning_rate than the checkpoint's: 5.0 → 1.0",
+        "rows of an update than the checkpoint's: 4 → 8",
+        "updates of the run than the checkpoint's: 12 → 16",
+        "metric_for_best_model than the checkpoint's: loss → accuracy",
+        "greater_is_better than the checkpoint's: False → True",
+    }
+    assert any("in other updates" in line for line in said)
+    assert again.state.best_metric is not None and 0 < again.state.best_metric <= 1  # an accuracy, not the old loss
+    # 12 updates of 4 rows and 4 of 8: no row is left out, and none comes twice
+    assert len(np.concatenate([rows for runner in backend.runners for rows in runner.rows])) == 12 * 4 + 4 * 8
+    caplog.clear()
+    with pytest.warns(UserWarning, match="of update 16, and the run has 16: nothing is left to do"):
+        trainer(tmp_path, **data, **changes, metric_for_best_model="accuracy").train(resume_from_checkpoint=True)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"seed": 1}, "with seed=42, but this run has seed=1"),
+        ({"train_dataset": examples(seed=5)}, "it is one in other training data"),
+        ({"max_length": 6}, "other training data|max_length=8"),
+    ],
+)
+def test_a_run_is_not_resumed_with_other_data(
+    backend: NumpyBackend, tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    with pytest.raises(CheckpointError, match=said):
+        trainer(tmp_path, **{"max_steps": 4, **given}).train(resume_from_checkpoint=True)
+
+
+def test_a_run_is_not_resumed_by_another_method() -> None:
+    with pytest.raises(RequestError, match="method='dpo' was to be resumed with method='orpo'"):
+        compare({"method": "dpo"}, {"method": "orpo"}, tells=True)
+
+
+def test_a_full_disk_stops_the_log_and_not_the_run(
+    backend: NumpyBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = {"is": True}
+
+    def written(*given: Any, **named: Any) -> None:
+        if not room["is"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_whole(*given, **named)
+
+    class Full(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            room["is"] = not 2 <= state.global_step < 8
+            if state.global_step == 2:  # a folder in the file's place cannot be opened
+                (tmp_path / "log.jsonl").rename(tmp_path / "aside")
+                (tmp_path / "log.jsonl").mkdir()
+            if state.global_step == 8:
+                (tmp_path / "log.jsonl").rmdir()
+
+    monkeypatch.setattr("ttpu_train.reporting.jsonl.write_whole", written)
+    assert trainer(tmp_path, callbacks=[Full], logging_steps=1).train().global_step == 12
+    assert len([line for line in caplog.messages if "the log was to be written to" in line]) == 1
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
+
+
+def test_a_metric_that_no_evaluation_gives_is_refused_by_name(backend: NumpyBackend, tmp_path: Path) -> None:
+    given = {"eval_dataset": examples(6, 1), "eval_strategy": "steps", "eval_steps": 3}
+    with pytest.raises(TrainingError, match="'bleu' was asked for, but an evaluation gives loss, perplexity, accuracy"):
+        trainer(tmp_path, **given, metric_for_best_model="bleu").train()
+    assert (tmp_path / "checkpoints" / "3").is_dir()  # from which the run goes on with another name
+    trainer(tmp_path, **given, metric_for_best_model="accuracy").train(resume_from_checkpoint=True)
+
+
+def test_rows_that_are_longer_than_the_models_positions_are_told_of(backend: NumpyBackend, tmp_path: Path) -> None:
+    one = trainer(tmp_path, max_steps=1)
+    one.loaded.architecture = SimpleNamespace(spec=SimpleNamespace(context=LENGTH))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one._warn_of_long_rows(one.loaded.architecture.spec)
+    with pytest.warns(UserWarning, match="max_length=8 was given, but the model's config names 4 positions"):
+        one._warn_of_long_rows(SimpleNamespace(context=4))
+
+
+def test_a_run_of_another_library_is_not_begun_over(backend: NumpyBackend, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-500").mkdir()
+    (tmp_path / "checkpoint-500" / "trainer_state.json").write_text("{}")
+    with pytest.raises(RequestError, match="a folder with checkpoints of transformers' Trainer, which"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+    with pytest.raises(RequestError, match="but that is a checkpoint of transformers' Trainer; those of this run are"):
+        trainer(tmp_path).train(resume_from_checkpoint=tmp_path / "checkpoint-500")

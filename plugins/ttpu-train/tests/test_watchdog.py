@@ -94,6 +94,37 @@ def test_updates_are_compared_with_the_median(
     assert Watchdog(0.0, None).limit() is None
 
 
+def test_updates_that_sample_completions_are_compared_with_each_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(watchdog.time, "perf_counter", lambda: now)
+    one = Watchdog(10.0, None)
+    for step in range(1, 25):  # each rollout serves four updates
+        samples = step % 4 == 1
+        one.begin(step, "the next completions" if samples else "the next batch", samples=samples)
+        now += 90.0 if samples else 0.1
+        one.look()
+        one.begin(step, "devices")
+        now += 1.0
+        one.look()
+        one.done(step)
+    assert not caplog.records
+    one.begin(25, "the next completions", samples=True)
+    now += 900.0
+    one.look()
+    assert not caplog.records
+    now += 15.0
+    one.look()
+    one.done(25)
+    one.begin(26, "the next batch")
+    now += 20.0
+    one.look()
+    assert [record.getMessage().partition("so far")[0] for record in caplog.records] == [
+        "update 25 has taken 915.0 s ", "update 25 went on after 915.0 s", "update 26 has taken 20.0 s "
+    ]  # fmt: skip
+
+
 def test_the_process_that_makes_others_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(watchdog.time, "perf_counter", lambda: now)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from ttpu_train.arguments import TrainingArguments, steps_of
 from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
 from ttpu_train.checkpoints import Checkpoints
 from ttpu_train.interrupts import StopRequest
+from ttpu_train.resuming import BEST, compare
 from ttpu_train.runner import Batch, InFlight, StepValues, TrainRunner
 from ttpu_train.throughput import Meter
 from ttpu_train.watchdog import Watchdog
@@ -36,9 +37,13 @@ class Batches(Protocol):
     """Batches whose position can be saved.
 
     epoch: passes over the data so far, with their fraction.
+    samples_next: whether the next batch is preceded by sampling completions, which takes longer than an update.
     """
 
     epoch: float
+
+    @property
+    def samples_next(self) -> bool: ...
 
     def __next__(self) -> Batch: ...
 
@@ -129,6 +134,7 @@ class TrainingRun:
         meter: measures throughput.
         evaluate: evaluates and returns metrics; None where there is nothing to evaluate on.
         measured: further figures of a line of the log.
+        arguments: what checkpoints keep of the run's arguments.
     """
 
     args: TrainingArguments
@@ -142,6 +148,7 @@ class TrainingRun:
     evaluate: Callable[[], dict[str, float]] | None = None
     checkpoint_name: Callable[[int], Path] = field(default=lambda step: Path(f"checkpoint_{step}"))
     measured: Callable[[], dict[str, float]] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._flying: deque[InFlight[StepValues]] = deque()
@@ -207,7 +214,9 @@ class TrainingRun:
         before = math.floor(state.epoch + 1e-9)
         if state.global_step == 0 or abs(state.epoch - before) < 1e-9:
             self._tell("on_epoch_begin")
-        self._watchdog.begin(state.global_step + 1, "the next batch")
+        samples = self.batches.samples_next
+        waits_for = "the next completions" if samples else "the next batch"
+        self._watchdog.begin(state.global_step + 1, waits_for, samples=samples)
         try:
             batch = next(self.batches)
         except StopIteration:
@@ -333,10 +342,12 @@ class TrainingRun:
         self._tell("on_evaluate", metrics=metrics)
         value = metrics.get(self.args.best_metric)
         if value is None:
-            if self.args.load_best_model_at_end:
+            if self.args.metric_for_best_model is not None:
+                self._save()  # so that nothing is lost: the run is resumed with another name
                 raise TrainingError(
-                    f"metric_for_best_model={self.args.best_metric!r} was asked for, but an evaluation gives "
-                    f"{', '.join(metrics)}: name one of these, or return it from compute_metrics."
+                    f"metric_for_best_model={self.args.metric_for_best_model!r} was asked for, but an evaluation gives "
+                    f"{', '.join(one.removeprefix('eval_') for one in metrics)}: name one of these, or return it from "
+                    "compute_metrics."
                 )
         else:
             best, greater = self.state.best_metric, self.args.best_is_greatest
@@ -349,15 +360,30 @@ class TrainingRun:
         if self.store is None or self._saved_at == self.state.global_step:
             return
         metrics = self._last_metrics if self.control.should_evaluate else None
-        trainer = {"state": self.state.saved(), "data": self.batches.state(), "running_mean": self._running_mean}
+        trainer = {
+            "state": self.state.saved(),
+            "data": self.batches.state(),
+            "running_mean": self._running_mean,
+            "arguments": dict(self.arguments),
+        }
         self.store.save(self.state.global_step, trainer, metrics)
         self._saved_at, self._rollbacks = self.state.global_step, 0
         self._tell("on_save")
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """Go on from what `store.restore` returned."""
-        self.state.restore(dict(saved["state"]))
+        """Go on from what `store.restore` returned, with a warning for each argument that is not the checkpoint's.
+
+        Raises:
+            RequestError: the checkpoint is of another method.
+            CheckpointError: it is of other data, whose position means nothing here.
+        """
+        changed = compare(
+            saved.get("arguments", {}), self.arguments, tells=self.state.is_world_process_zero
+        )
         self.batches.restore(dict(saved["data"]))
+        self.state.restore(dict(saved["state"]))
+        if changed & set(BEST):
+            self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         self._running_mean = saved.get("running_mean")
         self._saved_at = self.state.global_step
 

@@ -23,6 +23,7 @@ from ttpu_train.data.pairs import PairPlanner
 from ttpu_train.data.settings import DataSettings
 from ttpu_train.deepspeed import merged
 from ttpu_train.evaluation import EvalPrediction, PredictionOutput, evaluate, predict
+from ttpu_train.foreign import kind_of
 from ttpu_train.grpo.batches import RolloutBatches
 from ttpu_train.grpo.method import NAMES as GRPO_NAMES
 from ttpu_train.grpo.method import GRPOMethod
@@ -33,6 +34,7 @@ from ttpu_train.reporting.console import ConsoleReporter
 from ttpu_train.reporting.jsonl import JsonLinesReporter
 from ttpu_train.reporting.picture import PictureReporter
 from ttpu_train.reporting.trackers import trackers
+from ttpu_train.resuming import kept_arguments
 from ttpu_train.run import TrainingRun
 from ttpu_train.runner import CheckpointPolicy, RowLayout, StepSettings, TrainRunner
 from ttpu_train.throughput import Meter, training_flops
@@ -108,6 +110,9 @@ class Trainer:
         method: str = "sft",
         **arguments: Any,
     ) -> None:
+        every = {**(args if isinstance(args, Mapping) else {}), **arguments}
+        self._method_name = method
+        self._own_arguments = {key: value for key, value in every.items() if key in METHOD_NAMES.get(method, ())}
         self.method, arguments = _method(method, args, arguments)
         if isinstance(args, Mapping):
             args = {name: value for name, value in args.items() if name not in METHOD_NAMES.get(method, ())}
@@ -237,6 +242,7 @@ class Trainer:
             self._evaluate if with_eval else None,
             lambda step: self.args.folder / CHECKPOINTS / str(step),
             loader.metrics if isinstance(loader, RolloutBatches) else None,
+            kept_arguments(self.args, self._method_name, self._own_arguments, state.train_batch_size, total),
         )
         restored = resume and store is not None and self._resume(run, store, resume)
         if runner.step_count and not restored:
@@ -250,6 +256,12 @@ class Trainer:
                 f"a run was to begin in {self.args.folder}, but that has checkpoints of an earlier one (newest: "
                 f"{store.steps()[-1]:,}): pass resume_from_checkpoint=True to go on from it, or another output_dir."
             )
+        if restored and state.global_step >= total:
+            warnings.warn(
+                f"the checkpoint is of update {state.global_step:,}, and the run has {total:,}: nothing is left to do",
+                stacklevel=2,
+            )
+        self._warn_of_long_rows(spec)
         seconds_before, tokens_before = state.train_seconds, state.num_input_tokens_seen
         try:
             stopped_by = run.run()
@@ -347,6 +359,12 @@ class Trainer:
         ours, steps = (self.args.folder / CHECKPOINTS).resolve(), store.steps()
         if resume is True:
             if not steps:
+                kind = kind_of(self.args.folder)
+                if kind is not None and kind.startswith("a folder with checkpoints"):
+                    raise RequestError(
+                        f"resume_from_checkpoint=True was given, but {self.args.folder} is {kind}, which cannot be "
+                        "resumed here: begin a new run from that model's weights in another output_dir."
+                    )
                 warnings.warn(
                     f"resume_from_checkpoint=True was asked for, but {ours} has no checkpoint: the run begins anew",
                     stacklevel=3,
@@ -355,10 +373,11 @@ class Trainer:
             run.resume(dict(store.restore()))
             return True
         folder = Path(str(resume)).expanduser().resolve()
-        step = int(folder.name) if folder.name.isdigit() else -1
+        step = int(folder.name) if folder.name.isdecimal() else -1
         if not folder.is_dir() or step < 0:
+            kind = kind_of(folder) or "no checkpoint"
             raise RequestError(
-                f"resume_from_checkpoint={str(resume)!r} was given, but that is no checkpoint; those of this run are "
+                f"resume_from_checkpoint={str(resume)!r} was given, but that is {kind}; those of this run are "
                 f"{', '.join(str(ours / str(one)) for one in steps) or f'none in {ours}'}: name one, or True for the "
                 "newest."
             )
@@ -378,6 +397,17 @@ class Trainer:
         finally:
             other.close()
         return True
+
+    def _warn_of_long_rows(self, spec: Any) -> None:
+        """Say that rows are longer than the model's positions. Training so is how contexts are extended, so that it is
+        not refused."""
+        context = getattr(spec, "context", None)
+        if context is not None and self.args.max_length > context:
+            warnings.warn(
+                f"max_length={self.args.max_length:,} was given, but the model's config names {context:,} positions: "
+                f"pass max_length={context}, unless its context is to be extended",
+                stacklevel=3,
+            )
 
     def _total_steps(self) -> int:
         """The updates of the whole run; 1 without training data."""

@@ -43,7 +43,8 @@ class Watchdog:
     def __init__(self, factor: float, seconds: float | None, process: int = 0, processes: int = 1) -> None:
         self._factor, self._seconds = factor, seconds
         self._who = f" on process {process} of {processes}" if processes > 1 else ""
-        self._times: deque[float] = deque(maxlen=REMEMBERED)
+        self._times: dict[bool, deque[float]] = {kind: deque(maxlen=REMEMBERED) for kind in (False, True)}
+        self._samples = False
         self._lock = threading.Lock()
         self._since: float | None = None
         self._reported: int | None = None
@@ -64,13 +65,15 @@ class Watchdog:
         if self._thread.is_alive():
             self._thread.join()
 
-    def begin(self, step: int, waits_for: str) -> None:
-        """From now on an update's time counts, or goes on to count, and this is what the run waits for."""
+    def begin(self, step: int, waits_for: str, *, samples: bool = False) -> None:
+        """From now on an update's time counts, or goes on to count, and this is what the run waits for. Times in which
+        completions are sampled are compared with each other alone: they are much longer."""
         now = time.perf_counter()
         with self._lock:
             if self._since is None:
                 self._since, self._reported = now, None
             self._step = step
+            self._samples |= samples
             if self._waits_for != "devices" and waits_for == "devices":
                 self._host_seconds += now - self._host_since
             self._waits_for = waits_for
@@ -83,8 +86,8 @@ class Watchdog:
                 taken = now - self._since
                 if self._reported is not None:
                     logger.warning("update %d went on%s after %.1f s", self._reported, self._who, taken)
-                self._times.append(taken)
-            self._since, self._reported = now, None
+                self._times[self._samples].append(taken)
+            self._since, self._reported, self._samples = now, None, False
             self._step, self._waits_for, self._host_since = step + 1, "the host", now
             self._updates += 1
 
@@ -92,6 +95,7 @@ class Watchdog:
         """Until the next `begin` no update is waited for: it is evaluated, saved or logged."""
         with self._lock:
             self._since, self._host_since, self._waits_for = None, time.perf_counter(), ""
+            self._samples = False
 
     def figures(self, runner: Any) -> dict[str, Any]:
         """Of the updates since the last call: host_seconds, the time of an update in which a process reads data and
@@ -109,8 +113,9 @@ class Watchdog:
     def limit(self) -> float | None:
         """The seconds after which an update is reported; None as long as nothing is known."""
         limits = [] if self._seconds is None else [self._seconds]
-        if self._factor and len(self._times) >= KNOWN:
-            limits.append(max(LEAST_SECONDS, self._factor * median(self._times)))
+        times = self._times[self._samples]
+        if self._factor and len(times) >= KNOWN:
+            limits.append(max(LEAST_SECONDS, self._factor * median(times)))
         return min(limits) if limits else None
 
     def look(self) -> None:
@@ -121,7 +126,8 @@ class Watchdog:
             if limit is None or taken <= limit or self._reported is not None:
                 return
             self._reported = self._step
-            usual = f"the median is {median(self._times):.2f} s" if self._times else "none has ended before"
+            times = self._times[self._samples]
+            usual = f"the median is {median(times):.2f} s" if times else "none has ended before"
             logger.warning(
                 "update %d has taken %.1f s so far%s, %s; it waits for %s", self._step, taken, self._who, usual,
                 self._waits_for,

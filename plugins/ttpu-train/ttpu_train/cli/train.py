@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +13,6 @@ from ttpu_core.cli.console import in_bytes, note, print_facts, print_json
 
 if TYPE_CHECKING:
     from ttpu_train.config_file import TrainingFile
-
-INTERRUPTED = 130
 
 
 def train(
@@ -35,7 +34,7 @@ def train(
     The file holds the arguments of ttpu.Trainer: model, train_dataset, eval_dataset, and the fields of
     TrainingArguments, whose names are transformers'. With method: grpo it samples completions and trains on their
     rewards. A run keeps checkpoints, its log (log.jsonl) and a picture of it in output_dir. Ctrl-C and SIGTERM save a
-    checkpoint first; resume=true goes on from the newest.
+    checkpoint and end with status 130 or 143; resume=true goes on from the newest.
 
     Examples:
 
@@ -76,12 +75,17 @@ def train(
             f"stopped by {output.stopped_by} after step {output.global_step:,}: the same command with resume=true "
             "goes on from there."
         )
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(exit_code(output.stopped_by))
     if not as_json:
         print(
             f"{folder}: {output.global_step:,} updates, loss {output.training_loss:.4f}; `ttpu export {folder} --out "
             "DIR` writes the model"
         )
+
+
+def exit_code(stopped_by: str) -> int:
+    """128 and the number of the signal, as a shell says it: 143 for SIGTERM, 130 for Ctrl-C."""
+    return 128 + signal.Signals.__members__.get(stopped_by, signal.SIGTERM)  # another process heard: all are ended
 
 
 def resumed_if_restarted(arguments: Mapping[str, Any]) -> dict[str, Any]:

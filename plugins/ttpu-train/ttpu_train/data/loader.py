@@ -59,10 +59,13 @@ class BatchLoader(Iterator[Batch]):
         epoch: passes over the data so far: the share of rows in the present one; whole after an epoch's last batch.
         steps_per_epoch: batches of the first epoch. With shuffling and packing, others may have some more or fewer.
         rows_seen: rows of all processes so far, without those that only fill a batch.
+        samples_next: False: nothing is sampled.
 
     Raises:
         RequestError: drop_last leaves no batch in an epoch.
     """
+
+    samples_next = False
 
     def __init__(
         self, planner: RowPlanner | PairPlanner, settings: DataSettings, process_index: int, process_count: int
@@ -125,6 +128,12 @@ class BatchLoader(Iterator[Batch]):
         """
         for name, ours in self._identity.items():
             theirs = state["data"].get(name)
+            if theirs != ours and name == "tokens":
+                raise CheckpointError(
+                    "a data position was to be restored, but it is one in other training data, or in tokens of another "
+                    "tokenizer or template: resume with the same data and settings, or start a new run from the "
+                    "weights."
+                )
             if theirs != ours:
                 raise CheckpointError(
                     f"a data position was to be restored that was saved with {name}={theirs!r}, but this run has "

@@ -78,6 +78,11 @@ class RolloutBatches(Iterator[Batch]):
         self.epoch = 0.0
 
     @property
+    def samples_next(self) -> bool:
+        """Whether the next update needs a new rollout."""
+        return self._rollout is None
+
+    @property
     def steps_per_epoch(self) -> int:
         return -(-len(self._prompts) // self._groups) * self._updates
 

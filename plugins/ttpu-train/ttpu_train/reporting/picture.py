@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ttpu_train.callbacks import TrainerCallback, TrainerControl, TrainerState
+
+logger = logging.getLogger(__name__)
 
 NAME = "training.png"
 PANELS = (
@@ -24,7 +27,10 @@ class PictureReporter(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Draw."""
         if state.is_world_process_zero and state.log_history and find_spec("matplotlib") is not None:
-            draw(state.log_history, args.folder / NAME, args.run_name or args.folder.name)
+            try:
+                draw(state.log_history, args.folder / NAME, args.run_name or args.folder.name)
+            except OSError as error:
+                logger.warning("%s was to be drawn, but it cannot be written (%s)", args.folder / NAME, error.strerror)
 
 
 def draw(history: Sequence[dict[str, Any]], path: Path, title: str) -> None:

@@ -1,0 +1,90 @@
+"""Compares the arguments of a resumed run with those that its checkpoint was written with. A checkpoint keeps those
+that change what updates compute."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from ttpu_core.errors import RequestError
+from ttpu_train.arguments import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+SAME_UPDATES = (
+    "output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+    "num_train_epochs", "max_steps", "gradient_checkpointing", "remat", "zero_stage", "parallelism_strategy",
+    "peft_config", "adapter_name_or_path", "dataloader_num_workers", "logging_steps", "logging_first_step",
+    "eval_strategy", "eval_steps", "eval_on_start", "save_strategy", "save_steps", "save_total_limit",
+    "load_best_model_at_end", "report_to", "run_name", "disable_tqdm", "resume_from_checkpoint", "nan_limit",
+    "loss_spike_factor", "loss_spike_action", "profile_steps", "hung_step_factor", "hung_step_seconds",
+)  # fmt: skip
+"""Arguments that change no update, or that `rows` and `updates` or the checkpoint's identity tell of."""
+ROWS, UPDATES, METHOD = "rows of an update", "updates of the run", "method"
+SAID = {
+    ROWS: "the same rows come next, but in other updates, so that the run is not the one that would have gone on",
+    UPDATES: "the learning rate follows the new schedule from here on",
+    "seed": "dropout and whatever else is random in an update differs",
+    "dataloader_drop_last": "an epoch ends elsewhere",
+    "metric_for_best_model": "the best checkpoint is looked for anew",
+}
+"""What a change means, where its name does not say it."""
+BEST = ("metric_for_best_model", "greater_is_better")
+
+
+def kept_arguments(
+    args: TrainingArguments, method: str, own: Mapping[str, Any], rows: int, updates: int
+) -> dict[str, Any]:
+    """What a checkpoint keeps of a run's arguments, as JSON.
+
+    Args:
+        args: of the run.
+        method: sft, dpo, ...
+        own: the method's own arguments that were given.
+        rows: of one update, over all processes.
+        updates: of the whole run.
+    """
+    kept = {one.name: getattr(args, one.name) for one in fields(args) if one.name not in SAME_UPDATES}
+    return {
+        METHOD: method,
+        ROWS: rows,
+        UPDATES: updates,
+        **{name: _plain(value) for name, value in {**own, **kept}.items()},
+    }
+
+
+def compare(saved: Mapping[str, Any], ours: Mapping[str, Any], *, tells: bool) -> frozenset[str]:
+    """Warn of each argument that differs from the checkpoint's, in a line; return their names.
+
+    Args:
+        saved: what `kept_arguments` gave when the checkpoint was written.
+        ours: the same of this run.
+        tells: whether this process warns.
+
+    Raises:
+        RequestError: another method: what the checkpoint's optimizer state is of is not minimized any more.
+    """
+    if saved.get(METHOD, ours[METHOD]) != ours[METHOD]:
+        raise RequestError(
+            f"a run with method={saved[METHOD]!r} was to be resumed with method={ours[METHOD]!r}, which minimizes "
+            "something else: resume with the former, or export its checkpoint and start a new run from that."
+        )
+    changed = {name: (saved[name], ours.get(name)) for name in saved if saved[name] != ours.get(name)}
+    changed |= {name: (None, ours[name]) for name in ours if name not in saved and ours[name] is not None}
+    for name, (old, new) in changed.items() if tells else ():
+        said = f"; {SAID[name]}" if name in SAID else ""
+        logger.warning("resumed with another %s than the checkpoint's: %s → %s%s", name, old, new, said)
+    return frozenset(changed)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON reads it back."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return getattr(value, "__name__", type(value).__name__)
