@@ -8,7 +8,7 @@ PYTHON         ?= python3
 PYTEST_ARGS    ?=
 PYTEST_WORKERS ?= 3
 CHECKPOINT     ?= examples/checkpoints/pydoc-llama
-PROMPT         ?= A function definition
+PROMPT         ?= The with statement is used
 MAX_NEW_TOKENS ?= 64
 DIST           ?= dist
 
