@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
 from ttpu_jax.aot import hlo, schedule, topology
-from ttpu_jax.aot.compile import OVERLAP_COLLECTIVES, CompiledProgram, compile_for
+from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.topology import CHIPS, GIB, TpuTopology, make_mesh, tpu_topology
+from ttpu_jax.compiler_flags import OVERLAP_COLLECTIVES
 
 GROUP = "replica_groups={{0,1,2,3}}"
 

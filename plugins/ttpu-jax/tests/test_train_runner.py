@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint
 import pytest
@@ -20,6 +21,7 @@ import ttpu
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_jax.backend import JaxBackend
+from ttpu_jax.compiler_flags import TRAINING_OPTIONS, training_options
 from ttpu_jax.train.export import Parameters
 from ttpu_jax.train.runner import JaxTrainRunner
 from ttpu_train.checkpoints import Checkpoints
@@ -113,9 +115,44 @@ def test_every_stage_trains_as_one_device(
     np.testing.assert_allclose(trained(one, 0, 4), plain[0][:4], rtol=1e-5)
 
 
-def test_updates_are_traced(checkpoint: Path, tmp_path: Path) -> None:
-    one = runner(checkpoint, trainable=("final_norm.*",))
-    one.step(batch(0))
+@pytest.fixture(scope="module")
+def light(checkpoint: Path) -> JaxTrainRunner:
+    """A runner that has computed an update."""
+    with pytest.MonkeyPatch.context() as patch:
+        asked: list[str] = []
+        patch.setattr("ttpu_jax.train.runner.training_options", lambda platform: asked.append(platform))
+        one = runner(checkpoint, trainable=("final_norm.*",))
+        one.step(batch(0))
+        assert asked == ["cpu"]
+    return one
+
+
+def test_programs_of_slices_are_those_that_a_dry_run_compiles() -> None:
+    assert training_options("tpu") == dict(TRAINING_OPTIONS)
+    assert training_options("cpu") is None
+
+
+def test_an_update_takes_its_rows_from_the_host(light: JaxTrainRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "device_put", None)  # 0.7 ms of each update
+    assert light.step(batch(1)).values().loss > 0
+
+
+def test_a_save_converts_one_array_at_a_time(
+    light: JaxTrainRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted: list[int] = []
+
+    def counted(array: jax.Array) -> np.ndarray:
+        converted.append(sum(one.dtype == "bfloat16" for one in jax.live_arrays()))
+        return np.asarray(array)
+
+    monkeypatch.setattr("ttpu_jax.train.runner.on_host", counted)
+    light.save_pretrained(tmp_path, "bfloat16")
+    assert converted == [1] * len(light.params)
+
+
+def test_updates_are_traced(light: JaxTrainRunner, tmp_path: Path) -> None:
+    one = light
     one.start_trace(tmp_path / "profile")
     one.step(batch(1))
     one.stop_trace()

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 WITHOUT_EFFECT = (
@@ -16,6 +18,22 @@ WITHOUT_EFFECT = (
 BY_PLATFORM = {"cpu": ("--xla_cpu_",), "gpu": ("--xla_gpu_",), "tpu": ("--xla_tpu_", "--xla_jf_")}
 
 _AT_IMPORT = {name: os.environ.get(name, "") for name in VARIABLES}
+
+CompilerOption = str | bool | int | float
+
+# Lets v6e and v5p compute while weights are gathered. libtpu 0.0.42 does not do so by default.
+OVERLAP_COLLECTIVES: Mapping[str, CompilerOption] = MappingProxyType({
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_enable_async_all_gather": True,
+})
+
+# For fully sharded training: weights are gathered whole in the background, instead of piece by piece around each
+# product. Llama-3.1-8B on v5e:4x4: no 9,633 collective permutes.
+TRAINING_OPTIONS: Mapping[str, CompilerOption] = MappingProxyType({
+    **OVERLAP_COLLECTIVES,
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
+})
 
 
 def compiler_flags(platform: str, environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -32,3 +50,8 @@ def compiler_options(platform: str | None) -> dict[str, str | bool] | None:
     # Each kernel's float32 copy (`Runtime.widen_rows`) is made where it is used, into memory that is warm. By default
     # XLA:CPU begins with all that waits for nothing: the copies of every layer.
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
+
+def training_options(platform: str | None) -> dict[str, Any] | None:  # Any: JAX's annotation omits numbers
+    """Return the compiler options of an update for a platform; None for none."""
+    return dict(TRAINING_OPTIONS) if platform == "tpu" else None

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,26 +15,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 from ttpu_core.errors import UnsupportedError
+from ttpu_jax.compiler_flags import CompilerOption
 
 from .hlo import Collective, collectives
 from .schedule import ScheduleEstimate, estimate
 from .topology import GIB, TpuTopology, first_line
-
-CompilerOption = str | bool | int | float
-
-# Lets v6e and v5p compute while weights are gathered. libtpu 0.0.42 does not do so by default.
-OVERLAP_COLLECTIVES: Mapping[str, CompilerOption] = MappingProxyType({
-    "xla_tpu_enable_async_collective_fusion": True,
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-    "xla_enable_async_all_gather": True,
-})
-
-# For fully sharded training: weights are gathered whole in the background, instead of piece by piece around each
-# product. Llama-3.1-8B on v5e:4x4: no 9,633 collective permutes.
-TRAINING_OPTIONS: Mapping[str, CompilerOption] = MappingProxyType({
-    **OVERLAP_COLLECTIVES,
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
-})
 
 # A message of libtpu 0.0.42: "... required for HLO temporaries (37.29G) exceeds available HBM (15.75G)."
 _SIZE = r"([\d.]+)([KMGT]?)"

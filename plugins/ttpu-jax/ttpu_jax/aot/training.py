@@ -11,9 +11,10 @@ import jax
 from ttpu_core.architecture import Architecture
 from ttpu_core.sharding.parallelism import Parallelism, resolve_parallelism
 from ttpu_core.spec import axes
-from ttpu_jax.aot.compile import TRAINING_OPTIONS, compile_for
+from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.steps import run_step
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
+from ttpu_jax.compiler_flags import TRAINING_OPTIONS
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice

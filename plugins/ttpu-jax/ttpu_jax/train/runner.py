@@ -20,10 +20,11 @@ from ttpu_core.sharding.hardware import chip_of_device_kind
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import Parameter
 from ttpu_core.spec.parameters import stacked_parameters
+from ttpu_jax.compiler_flags import training_options
 from ttpu_jax.model.causal_model import Remat
 from ttpu_jax.model.loss import TokenBatch
 from ttpu_jax.params.dtypes import model_dtype
-from ttpu_jax.params.export import on_host
+from ttpu_jax.params.export import Deferred, on_host
 from ttpu_jax.params.quantized import shardings_of
 from ttpu_jax.train.adapter_files import identity_of_adapters, read_adapter, write_adapter
 from ttpu_jax.train.adapters import Adapters, find_adapters
@@ -34,7 +35,7 @@ from ttpu_jax.train.objectives.preference import completion_logprobs
 from ttpu_jax.train.objectives.token_logprobs import token_logprobs
 from ttpu_jax.train.remat import REMATS, compiled_that_fits, peak_bytes
 from ttpu_jax.train.rollouts import HandedWeights, Handover, RolloutModel
-from ttpu_jax.train.rows import form, own_rows, placed_batch, row_layout
+from ttpu_jax.train.rows import form, own_rows, placed_batch, row_layout, row_shardings
 from ttpu_jax.train.stored import StoredArrays, named
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class JaxTrainRunner:
             RequestError: rows that the layout's shards and the accumulation do not divide.
         """
         self._take_back()
-        placed = self._placed(batch, self.settings.accumulation)
+        placed = self._placed(batch, self.settings.accumulation, on_host=True)
         number = np.int32(self.step_count)
         key = "update", form(placed)
         if key not in self._programs:
@@ -141,6 +142,7 @@ class JaxTrainRunner:
             self.params, self.optimizer_state, placed, number
         )
         self.step_count += 1
+        figures.copy_to_host_async()
         return Pending(figures, partial(updated, self._metrics))
 
     def evaluate(self, batch: Batch) -> Pending[Evaluated]:
@@ -218,9 +220,14 @@ class JaxTrainRunner:
             arrays = {path: on_host(value) for path, value in self.stored_arrays()[0].items()}
             return write_adapter(folder, self.adapter_identity(), arrays, self._model.architecture, kind)
         mapping = stack_layers(pad_mapping(self._model.architecture.mapping, self._model.paddings), self.held.padded)
-        return self._model.save_parameters(
-            folder, mapping, {path: value.astype(kind) for path, value in self.params.items()}, kind
-        )
+
+        def converted(path: str) -> np.ndarray:
+            return on_host(self.params[path].astype(kind))
+
+        one_by_one = {
+            path: Deferred(value.shape, kind, partial(converted, path)) for path, value in self.params.items()
+        }
+        return self._model.save_parameters(folder, mapping, one_by_one, kind)
 
     def model(self) -> JaxCausalLM:
         """The loaded model with the weights as they are, to generate with; the next update takes them back."""
@@ -378,8 +385,9 @@ class JaxTrainRunner:
             array.delete()
         self._model.params.clear()
 
-    def _placed(self, batch: Batch, parts: int = 1) -> TokenBatch:
-        return placed_batch(batch, self.layout, self._zero.weights, parts, self._step.rows_per_example)
+    def _placed(self, batch: Batch, parts: int = 1, *, on_host: bool = False) -> TokenBatch:
+        together = self._step.rows_per_example
+        return placed_batch(batch, self.layout, self._zero.weights, parts, together, on_host=on_host)
 
     def _run(
         self, name: str, function: Any, batch: TokenBatch, sharding: Any = None, weights: Any = None
@@ -401,9 +409,12 @@ class JaxTrainRunner:
             self._metrics = tuple(figures.sums.metrics)
             return params, state, of_update(figures)
 
-        shardings = self._shardings, self._state_shardings, self._whole
-        jitted = jax.jit(update, donate_argnums=(0, 1), out_shardings=shardings)
-        return jitted.lower(self.params, self.optimizer_state, batch, number).compile()
+        placement = self._zero.weights
+        given = None, None, row_shardings(batch, placement), self._whole
+        held = self._shardings, self._state_shardings, self._whole
+        jitted = jax.jit(update, donate_argnums=(0, 1), in_shardings=given, out_shardings=held)
+        lowered = jitted.lower(self.params, self.optimizer_state, batch, number)
+        return lowered.compile(compiler_options=training_options(placement.platform))
 
 
 def _refuse(model: JaxCausalLM, settings: StepSettings) -> None:
