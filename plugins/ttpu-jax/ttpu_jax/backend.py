@@ -55,6 +55,7 @@ from ttpu_jax.params.quantized import groupings_for
 if TYPE_CHECKING:
     from ttpu_core.loading import ProgressCallback
     from ttpu_jax.aot.training import CompiledUpdate
+    from ttpu_jax.reward_model import JaxRewardModel
     from ttpu_jax.runner.ahead import Ahead
     from ttpu_jax.runner.compilation_cache import CacheCounts
     from ttpu_jax.runner.runner import Runner
@@ -201,9 +202,22 @@ class JaxBackend:
         if isinstance(model, RolloutModel):
             from ttpu_jax.runner.rollouts import rollout_runner
 
-            programs = model.source.programs
-            return rollout_runner(programs.spec, programs.runtime, model.weights, model.dtype, config)
+            return rollout_runner(model.source.programs.spec, model.runtime, model.weights, model.dtype, config)
         return model_runner(model, config, adapters)
+
+    def open_reward_model(self, source: str | Path, options: JaxLoadOptions) -> JaxRewardModel:
+        """Open a checkpoint as a reward model; see `ttpu_jax.reward_model`.
+
+        Args:
+            source: a checkpoint's folder or Hub id, of a language model or of a reward model.
+            options: how it is loaded.
+
+        Raises:
+            UnsupportedError: transformers has no classifier of this type, or the weights are quantized.
+        """
+        from ttpu_jax.reward_model import open_reward_model
+
+        return open_reward_model(self, source, options)
 
     def row_layout(self, model: JaxCausalLM) -> Rows:
         """Which rows of a batch a loaded model's mesh gives this process.

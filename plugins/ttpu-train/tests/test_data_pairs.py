@@ -76,9 +76,33 @@ def test_references_follow_their_examples_in_any_order_and_over_processes(tmp_pa
     second = found.references[2:4]
     found.compare(lambda batch: batch.tokens.sum(1).astype(np.float64), 0, 1)
     np.testing.assert_array_equal(second, found.references[2:4])
+    shapes = []
+
+    def of_part(batch: Batch) -> np.ndarray:
+        shapes.append(batch.tokens.shape[0])
+        return batch.tokens.sum(1).astype(np.float64)
+
+    found.compare(of_part, 0, 1, parts=2)  # an update of two examples in two parts: one example at once
+    assert shapes == [2] * 5
     batch = found.batch(found.plan(1), 0, 5, 5)
     np.testing.assert_array_equal(batch.extra["ref_logps"], batch.tokens.sum(1))
     assert sorted(found.plan(1).members) == list(range(5)) and list(found.plan(1).members) != list(range(5))
+
+
+def test_rewards_are_learned_from_whole_texts_with_margins(tmp_path: Path) -> None:
+    texts = [{"chosen": "good", "rejected": "bad", "margin": 2}, {"chosen": "a", "rejected": "b " * WIDTH, "margin": 3}]
+    found = planner([*texts, {"prompt": "x", **texts[0]}], tmp_path, "rewards", shuffle=False)
+    batch = found.batch(found.plan(0), 0, 2, 3)
+    assert found.plan(0).rows == 2  # the second is longer than a row, and not cut
+    said_whole = [said(batch, row, weighted=False) for row in range(4)]
+    assert said_whole == ["good", "bad", "xgood", "xbad"]
+    assert batch.extra["margins"].tolist() == [2, 0, 2, 0, 0, 0]
+    plain = planner([{"chosen": "good", "rejected": "bad"}], tmp_path, "rewards")
+    assert not plain.batch(plain.plan(0), 0, 1, 1).extra and plain.digest != found.digest
+    with pytest.raises(DataError, match=r"1 of 2 examples were given without a margin"):
+        planner([texts[0], {"chosen": "a", "rejected": "b"}], tmp_path, "rewards")
+    with pytest.raises(DataError, match=r"the margin 'much', but it is a number"):
+        planner([{**texts[0], "margin": "much"}], tmp_path, "rewards")
 
 
 def test_the_order_does_not_depend_on_processes_and_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -126,6 +150,7 @@ def test_wrong_examples_are_refused(examples: Any, kind: Any, words: str, tmp_pa
         ("dpo", {"loss_type": "hinge", "label_smoothing": 0.1}, "label_smoothing=0.1 .*0 with loss_type='hinge'"),
         ("dpo", {"loss_type": "exo_pair"}, "above 0 with loss_type='exo_pair'"),
         ("kto", {"desirable_weight": -1.0}, "desirable_weight=-1.0 .*0 or more"),
+        ("reward", {"center_rewards_coefficient": -1.0}, "center_rewards_coefficient=-1.0 .*0 or more"),
     ],
 )
 def test_values_out_of_range_are_refused(method: str, arguments: Any, words: str) -> None:
@@ -138,5 +163,5 @@ def test_arguments_without_meaning_are_refused() -> None:
         Trainer("model", method="dpo", packing=True)
     with pytest.raises(RequestError, match=r"desirable_weight"):
         Trainer("model", method="orpo", desirable_weight=1.0)
-    with pytest.raises(RequestError, match=r"method='ppo'.*dpo, orpo, kto"):
+    with pytest.raises(RequestError, match=r"method='ppo'.*dpo, orpo, kto, reward"):
         Trainer("model", method="ppo")

@@ -196,7 +196,7 @@ def test_truncated_completions_can_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"reward_funcs": "a/model"}, "rewards come from functions"),
+        ({"reward_funcs": [7]}, "rewards come from functions"),
         ({"reward_weights": [1.0, 2.0]}, "2 reward_weights were given for 1"),
         ({"num_generations": 1}, "at least 2"),
         ({"loss_type": "ppo"}, "one of grpo, bnpo, dr_grpo, dapo"),
@@ -226,6 +226,31 @@ def test_what_has_no_effect_is_refused() -> None:
         RolloutWorker(cast(Any, SimpleNamespace()), method.arguments, 8, 4)
 
 
+@pytest.mark.parametrize(("parts", "at_once", "expected"), [(4, None, 8), (4, 8, 16), (1, 3, 24)])
+def test_the_engine_is_sized_for_what_is_sampled_at_once(parts: int, at_once: int | None, expected: int) -> None:
+    """Eight rows of an update, in parts, of which `at_once` are sampled together."""
+    given = {"reward_funcs": length, "max_completion_length": 3, "num_generations": 2, "steps_per_generation": at_once}
+    served = SimpleNamespace(rollout_model=print, rollout_weights=print, token_logprobs=print)
+    made = GRPOMethod.read(given).batches(
+        [{"prompt": "a"}], Letters(), DataSettings(rows=8, max_length=8), lambda: cast(Any, served), TrainerState(),
+        parts, cast(Any, None),
+    )  # fmt: skip
+    assert made._make_worker()._rows == made._sampled_rows == expected
+
+
+def test_a_reward_model_is_a_reward_function_by_its_folder() -> None:
+    opened: list[str] = []
+
+    def judge(source: str) -> Any:
+        opened.append(source)
+        return length
+
+    made = GRPOMethod.read({"reward_funcs": ["a/judge", length], "max_completion_length": 3}).batches(
+        [{"prompt": "a"}], Letters(), DataSettings(rows=8, max_length=8), cast(Any, None), TrainerState(), 1, judge
+    )
+    assert opened == ["a/judge"] and made._args.functions == (length, length)
+
+
 @pytest.mark.parametrize(
     ("example", "said"),
     [
@@ -249,6 +274,8 @@ def test_reward_functions_are_imported(tmp_path: Path) -> None:
     read = read_training_file(file)
     assert (read.trainer["method"], read.trainer["train_dataset"]) == ("grpo", [{"prompt": "a"}])
     assert [one.__name__ for one in read.arguments["reward_funcs"]] == ["one", "mean"]
-    for wrong, said in (("{import: 'own.py:two'}", "has no attribute 'two'"), ("one", "each function is imported")):
+    (tmp_path / "judge").mkdir()
+    assert read_training_file(file, ["reward_funcs=judge"]).arguments["reward_funcs"] == ["judge"]
+    for wrong, said in (("{import: 'own.py:two'}", "has no attribute 'two'"), ("7", "each function is imported")):
         with pytest.raises(RequestError, match=said):
             read_training_file(file, [f"reward_funcs={wrong}"])

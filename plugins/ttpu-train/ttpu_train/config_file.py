@@ -17,6 +17,7 @@ import yaml
 from ttpu_core.errors import RequestError
 from ttpu_core.loading import refuse_unknown
 from ttpu_train.arguments import TrainingArguments
+from ttpu_train.distillation import NAMES as DISTILLATION_NAMES
 from ttpu_train.grpo.method import NAMES as GRPO_NAMES
 from ttpu_train.preference import NAMES as PREFERENCE_NAMES
 
@@ -24,7 +25,7 @@ TRAINER_KEYS = ("model", "backend", "method", "train_dataset", "eval_dataset", "
 DATASETS = ("train_dataset", "eval_dataset")
 INTERVALS = ("eval_strategy", "save_strategy")
 """Fields with the choice "no", which YAML reads as False."""
-PATHS = ("model", "deepspeed", "adapter_name_or_path")
+PATHS = ("model", "deepspeed", "adapter_name_or_path", "teacher_model", "reward_funcs")
 IMPORTED_KEYS = ("import", "skip", "take")
 
 
@@ -63,7 +64,8 @@ def read_training_file(path: str | Path, changes: Sequence[str] = ()) -> Trainin
         _apply(content, change)
     if "resume" in content:
         content["resume_from_checkpoint"] = content.pop("resume")
-    of_method = {"grpo": GRPO_NAMES, **PREFERENCE_NAMES}.get(str(content.get("method")), ())
+    of_methods = {"grpo": GRPO_NAMES, "distill": DISTILLATION_NAMES, **PREFERENCE_NAMES}
+    of_method = of_methods.get(str(content.get("method")), ())
     known = (*TRAINER_KEYS, *(one.name for one in fields(TrainingArguments)), *of_method)
     refuse_unknown(content, known, f"the training file {source}", "it", " (see docs/training.md)")
     for key in ("model", "train_dataset"):
@@ -119,17 +121,21 @@ def resolved(dataset: Any, folder: Path = Path()) -> Any:
 
 
 def _functions(given: Any, folder: Path) -> list[Any]:
-    """Reward functions, each written as {import: "package.module:name"}.
+    """Reward functions, each written as {import: "package.module:name"}, and reward models, by their folder or Hub id.
 
     Raises:
         RequestError: one is written in another way, or cannot be imported.
     """
     functions = []
     for one in given if isinstance(given, list) else [given]:
+        if isinstance(one, str):
+            functions.append(one)
+            continue
         if not isinstance(one, Mapping) or set(one) != {"import"}:
             raise RequestError(
                 f"reward_funcs holds {one!r}, but in a file each function is imported: write {{import: "
-                '"module:name"}, where the module may be a file.py beside the training file.'
+                '"module:name"}, where the module may be a file.py beside the training file, or the folder of a reward '
+                "model."
             )
         functions.append(_imported(str(one["import"]), folder, "the reward function", "a function"))
     return functions

@@ -116,4 +116,44 @@ class GRPO:
     use_bias_correction_kl: bool = True
 
 
-Objective = DPO | ORPO | KTO | GRPO
+@dataclass(frozen=True)
+class Reward:
+    """A reward model from preferences (Bradley and Terry's model; arXiv 2203.02155, equation 1) on pairs of rows:
+    chosen, then rejected. A row's reward is a linear head's output for its last token.
+
+    `Batch.extra` may have `margins`, float32 [rows]: by how much the reward of a chosen row is to be above its rejected
+    one's; that of rejected rows is not read.
+
+    Attributes:
+        center_rewards_coefficient: of the squared sum of both rewards, which keeps them near 0 (arXiv 2312.09244,
+            equation 2); None leaves it out.
+        pad_token_id: of the tokenizer: the last token is the last that is another one, as in transformers.
+    """
+
+    method: ClassVar[str] = "reward"
+    rows_per_example: ClassVar[int] = 2
+    center_rewards_coefficient: float | None = None
+    pad_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Distill:
+    """Learning a teacher's distribution of each next token (arXiv 2306.13649), where `Batch.weights` has weight.
+
+    With P the teacher's distribution and Q the student's, the divergence of a token is KL(P|Q) with beta 0, KL(Q|P)
+    with beta 1, and else beta KL(P|M) + (1 - beta) KL(Q|M) with M = beta P + (1 - beta) Q.
+
+    Attributes:
+        beta: which divergence.
+        temperature: that the logits of both are divided by.
+        cross_entropy_weight: the share of the loss that is the cross-entropy of the data's tokens, at temperature 1.
+    """
+
+    method: ClassVar[str] = "distill"
+    rows_per_example: ClassVar[int] = 1
+    beta: float = 0.5
+    temperature: float = 1.0
+    cross_entropy_weight: float = 0.0
+
+
+Objective = DPO | ORPO | KTO | GRPO | Reward | Distill

@@ -1,9 +1,10 @@
-"""What `Trainer(method="dpo")`, "orpo" and "kto" do in place of training on the data's own tokens."""
+"""What `Trainer(method="dpo")`, "orpo", "kto" and "reward" do in place of training on the data's own tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
 
 import numpy as np
@@ -13,11 +14,15 @@ from ttpu_train.arguments import TrainingArguments
 from ttpu_train.data.loader import BatchLoader
 from ttpu_train.data.pairs import PairKind, PairPlanner
 from ttpu_train.data.settings import DataSettings
-from ttpu_train.objectives import DPO, KTO, ORPO, DPOLoss, KTOLoss
+from ttpu_train.objectives import DPO, KTO, ORPO, DPOLoss, KTOLoss, Reward
 from ttpu_train.runner import Batch, RowLayout, TrainRunner
 
-METHODS: Mapping[str, type[DPO | ORPO | KTO]] = {"dpo": DPO, "orpo": ORPO, "kto": KTO}
-NAMES = {method: tuple(one.name for one in fields(kind)) for method, kind in METHODS.items()}
+METHODS: Mapping[str, type[DPO | ORPO | KTO | Reward]] = {"dpo": DPO, "orpo": ORPO, "kto": KTO, "reward": Reward}
+OF_TOKENIZER = "pad_token_id"
+"""The field of an objective that the tokenizer decides."""
+NAMES = {
+    method: tuple(one.name for one in fields(kind) if one.name != OF_TOKENIZER) for method, kind in METHODS.items()
+}
 """The arguments of each method."""
 WITHOUT_MEANING = (
     "packing",
@@ -43,6 +48,45 @@ class Compares(Protocol):
         ...
 
 
+@runtime_checkable
+class OpensRewardModels(Protocol):
+    """A backend with models whose head gives one number for a text."""
+
+    def open_reward_model(self, source: str | Path, options: Any) -> Any:
+        """A model with a checkpoint's layers, and its score head, or a new one where it has none.
+
+        Args:
+            source: a checkpoint's folder or Hub id, of a language model or of a reward model.
+            options: how it is loaded: `ttpu_core.loading.LoadOptions` of this backend.
+        """
+        ...
+
+
+def opened_reward_model(backend: Any, source: Any, options: Mapping[str, Any]) -> Any:
+    """A reward model on a backend's devices.
+
+    Args:
+        backend: an installed one.
+        source: the checkpoint's folder or Hub id.
+        options: `ttpu_core.loading.LoadOptions` by name.
+
+    Raises:
+        UnsupportedError: the backend has no reward models.
+        RequestError: the source is a loaded model.
+    """
+    if not isinstance(backend, OpensRewardModels):
+        raise UnsupportedError(
+            f"a reward model was asked for, but the backend {backend.name!r} opens language models alone: use "
+            "backend='jax'."
+        )
+    if not isinstance(source, str | Path):
+        raise RequestError(
+            f"a reward model was to be made of a loaded {type(source).__name__}, but a checkpoint is opened without "
+            "its language model head: pass the checkpoint's folder or Hub id."
+        )
+    return backend.open_reward_model(source, type(backend).options.read(options, backend.name))  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class PreferenceMethod:
     """A method that learns from preferences, as a trainer runs it.
@@ -51,7 +95,7 @@ class PreferenceMethod:
         objective: what the backend's runner minimizes.
     """
 
-    objective: DPO | ORPO | KTO
+    objective: DPO | ORPO | KTO | Reward
 
     @classmethod
     def read(cls, method: str, given: Mapping[str, Any]) -> PreferenceMethod:
@@ -61,7 +105,12 @@ class PreferenceMethod:
             RequestError: a value out of range.
         """
         objective = METHODS[method](**given)
-        checks: list[tuple[str, Any, bool, str]] = [("beta", objective.beta, objective.beta > 0, "above 0")]
+        checks: list[tuple[str, Any, bool, str]] = []
+        if isinstance(objective, Reward):
+            center = objective.center_rewards_coefficient
+            checks.append(("center_rewards_coefficient", center, center is None or center >= 0, "0 or more, or None"))
+        else:
+            checks.append(("beta", objective.beta, objective.beta > 0, "above 0"))
         if isinstance(objective, DPO):
             smoothing, kinds = objective.label_smoothing, get_args(DPOLoss)
             checks.append(
@@ -112,13 +161,22 @@ class PreferenceMethod:
     def kind(self) -> PairKind:
         """What an example is."""
         if not isinstance(self.objective, KTO):
-            return "pairs"
+            return "rewards" if isinstance(self.objective, Reward) else "pairs"
         return "labels_and_others" if self.objective.rows_per_example == 2 else "labels"
 
     @property
     def compares(self) -> bool:
         """Whether completions are compared with a reference's."""
-        return not isinstance(self.objective, ORPO) and not getattr(self.objective, "reference_free", False)
+        return not isinstance(self.objective, ORPO | Reward) and not getattr(self.objective, "reference_free", False)
+
+    def objective_for(self, tokenizer: Any) -> DPO | ORPO | KTO | Reward:
+        """The objective with what the tokenizer decides: as for TRL, the end of a text is its padding where it has no
+        other."""
+        if not isinstance(self.objective, Reward):
+            return self.objective
+        names = ("pad_token_id", "eos_token_id")
+        known = [found for name in names if (found := getattr(tokenizer, name, None)) is not None]
+        return replace(self.objective, pad_token_id=known[0] if known else None)
 
     def planner(self, dataset: Any, tokenizer: Any, settings: DataSettings) -> PairPlanner:
         """The rows of a dataset.
@@ -132,8 +190,13 @@ class PreferenceMethod:
         """Its batches; `settings.rows` are examples."""
         return BatchLoader(planner, settings, layout.process_index, layout.process_count)
 
-    def refer(self, planner: PairPlanner, runner: TrainRunner) -> None:
+    def refer(self, planner: PairPlanner, runner: TrainRunner, parts: int) -> None:
         """Compute the reference's log-probabilities, by the weights that a run begins with.
+
+        Args:
+            planner: of the rows.
+            runner: of the training.
+            parts: that the batches of this data are computed in.
 
         Raises:
             UnsupportedError: the backend's runner computes none.
@@ -151,4 +214,4 @@ class PreferenceMethod:
                 "data were to be compared with the model before training, but it was updated already: pass them to "
                 "Trainer as eval_dataset."
             )
-        planner.compare(runner.row_logprobs, runner.layout.process_index, runner.layout.process_count)
+        planner.compare(runner.row_logprobs, runner.layout.process_index, runner.layout.process_count, parts)

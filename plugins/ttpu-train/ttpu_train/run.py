@@ -16,6 +16,7 @@ from ttpu_train.arguments import TrainingArguments, steps_of
 from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
 from ttpu_train.checkpoints import Checkpoints
 from ttpu_train.interrupts import StopRequest
+from ttpu_train.objectives import Reward
 from ttpu_train.resuming import BEST, compare
 from ttpu_train.runner import Batch, InFlight, StepValues, TrainRunner
 from ttpu_train.throughput import Meter
@@ -320,7 +321,7 @@ class TrainingRun:
         self.state.train_seconds += figures["step_seconds"] * (len(window.losses) + window.skipped)
         loss = sum(window.losses) / len(window.losses) if window.losses else math.nan
         logs: dict[str, Any] = {"loss": loss, "grad_norm": last.grad_norm, "learning_rate": last.learning_rate}
-        if last.cross_entropy != last.loss:
+        if last.cross_entropy != last.loss and not isinstance(self.runner.settings.objective, Reward):
             logs["cross_entropy"] = last.cross_entropy
         if window.skipped:
             logs["skipped_updates"] = window.skipped

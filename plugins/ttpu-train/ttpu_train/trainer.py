@@ -22,13 +22,17 @@ from ttpu_train.data.loader import BatchLoader, batch_loader
 from ttpu_train.data.pairs import PairPlanner
 from ttpu_train.data.settings import DataSettings
 from ttpu_train.deepspeed import merged
+from ttpu_train.distillation import NAMES as DISTILLATION_NAMES
+from ttpu_train.distillation import DistillMethod
 from ttpu_train.evaluation import EvalPrediction, PredictionOutput, evaluate, predict
 from ttpu_train.foreign import kind_of
 from ttpu_train.grpo.batches import RolloutBatches
 from ttpu_train.grpo.method import NAMES as GRPO_NAMES
 from ttpu_train.grpo.method import GRPOMethod
+from ttpu_train.grpo.reward_models import RewardModel
+from ttpu_train.objectives import Objective, Reward
 from ttpu_train.preference import NAMES as PREFERENCE_NAMES
-from ttpu_train.preference import PreferenceMethod
+from ttpu_train.preference import PreferenceMethod, opened_reward_model
 from ttpu_train.profiling import ProfileCallback
 from ttpu_train.reporting.console import ConsoleReporter
 from ttpu_train.reporting.jsonl import JsonLinesReporter
@@ -39,7 +43,9 @@ from ttpu_train.run import TrainingRun
 from ttpu_train.runner import CheckpointPolicy, RowLayout, StepSettings, TrainRunner
 from ttpu_train.throughput import Meter, training_flops
 
-METHOD_NAMES: Mapping[str, tuple[str, ...]] = {"grpo": GRPO_NAMES, **PREFERENCE_NAMES}
+METHOD_NAMES: Mapping[str, tuple[str, ...]] = {
+    "grpo": GRPO_NAMES, "distill": DISTILLATION_NAMES, **PREFERENCE_NAMES
+}  # fmt: skip
 """The arguments of each method that are not fields of `TrainingArguments`."""
 
 
@@ -82,9 +88,10 @@ class Trainer:
         deepspeed: a DeepSpeed configuration, as a JSON file or its content, beside the other arguments.
         method: "sft" trains on the data's own tokens, "grpo" on completions that are sampled and rewarded, "dpo" and
             "orpo" on pairs of completions (prompt, chosen, rejected), "kto" on completions with labels (prompt,
-            completion, label).
-        **arguments: fields of `TrainingArguments`, and of the method: of `ttpu_train.grpo.arguments.GRPOArguments`, or
-            of `DPO`, `ORPO` or `KTO` in `ttpu_train.objectives`.
+            completion, label), "reward" makes a reward model from pairs, "distill" learns what a teacher predicts.
+        **arguments: fields of `TrainingArguments`, and of the method: of `ttpu_train.grpo.arguments.GRPOArguments`; of
+            `DPO`, `ORPO`, `KTO` or `Reward` in `ttpu_train.objectives`; or of `Distill` there, with teacher_model and
+            teacher_load_options.
 
     Raises:
         RequestError: an unknown argument, or a value out of range.
@@ -128,6 +135,8 @@ class Trainer:
             self.args = TrainingArguments.read(given if deepspeed is None else merged(given, deepspeed))
         if isinstance(self.method, GRPOMethod):
             self.method.check(self.args, evaluates=eval_dataset is not None)
+        elif isinstance(self.method, DistillMethod):
+            self.method.check(self.args)
         elif self.method is not None:
             self.method.check(self.args, measures=compute_metrics is not None)
         if self.args.eval_strategy != "no" and eval_dataset is None:
@@ -163,7 +172,8 @@ class Trainer:
     def loaded(self) -> Any:
         """The model as its backend opened it, unless it was opened already: with float32 weights, or beside adapters
         with weights in their own dtype."""
-        if not isinstance(self._source, str | Path):
+        rewards = isinstance(self._objective, Reward)
+        if not isinstance(self._source, str | Path) and not rewards:
             return self._source
         from ttpu_core.cli.console import LoadProgress
         from ttpu_core.loading import open_model
@@ -176,6 +186,8 @@ class Trainer:
                 "progress": progress,
                 **self._load_options,
             }
+            if rewards:
+                return opened_reward_model(self.backend, self._source, given)
             options = self.backend.options.read(given, self.backend.name)
             return open_model(self._source, options, backend=self.backend.name)
 
@@ -218,9 +230,10 @@ class Trainer:
         total, loader = self._total_steps(), self.training_batches
         runner = self._made_runner(total)
         if isinstance(self.method, PreferenceMethod):
-            self.method.refer(self._planner(self.train_dataset, training=True), runner)
+            parts = self.args.gradient_accumulation_steps
+            self.method.refer(self._planner(self.train_dataset, training=True), runner, parts)
             if self.eval_dataset is not None:
-                self.method.refer(self._planner(self.eval_dataset, training=False), runner)
+                self.method.refer(self._planner(self.eval_dataset, training=False), runner, 1)
         state = self.state
         state.max_steps, state.train_batch_size = total, self._rows(training=True) * self.layout.process_count
         state.num_train_epochs = math.ceil(self.args.num_train_epochs)
@@ -308,7 +321,15 @@ class Trainer:
         Args:
             test_dataset: as `eval_dataset`.
             metric_key_prefix: before each metric's name.
+
+        Raises:
+            RequestError: the method is "reward".
         """
+        if isinstance(self._objective, Reward):
+            raise RequestError(
+                "predict() was called with method='reward', but it returns the logits of tokens: call evaluate(), or "
+                "score texts with the saved model, which transformers' AutoModelForSequenceClassification loads."
+            )
         metrics = self._evaluate(test_dataset, metric_key_prefix)
         loader = self._loader(test_dataset, training=False)
         predicted = predict(self.runner, loader, self._preprocess)
@@ -428,8 +449,14 @@ class Trainer:
                 lambda: self.runner,
                 self.state,
                 self.args.gradient_accumulation_steps,
+                lambda source: RewardModel(source, self._reward_model),
             )
         return self._loader(self.train_dataset, training=True)
+
+    def _reward_model(self, source: str) -> Any:
+        """A reward model beside the model in training, divided over the same devices."""
+        strategy = self.args.parallelism_strategy
+        return opened_reward_model(self.backend, source, {"dtype": "auto", "parallelism_strategy": strategy})
 
     def _rows(self, *, training: bool) -> int:
         """This process's rows of a batch."""
@@ -463,7 +490,7 @@ class Trainer:
         if isinstance(self.method, PreferenceMethod):
             planner = self._planner(dataset, training=training)
             if not training:
-                self.method.refer(planner, self.runner)
+                self.method.refer(planner, self.runner, 1)
             return self.method.loader(planner, settings, layout)
         return batch_loader(dataset, self.tokenizer, settings, layout.process_index, layout.process_count)
 
@@ -479,10 +506,20 @@ class Trainer:
     def _made_runner(self, total_steps: int) -> TrainRunner:
         if self._runner is None:
             settings: StepSettings = self.args.step_settings(total_steps)
-            if self.method is not None:
-                settings = replace(settings, objective=self.method.objective)
-            self._runner = self.backend.train_runner(self.loaded, settings)
+            self._runner = self.backend.train_runner(self.loaded, replace(settings, objective=self._objective_here()))
+            if isinstance(self.method, DistillMethod):
+                self.method.teach(self._runner, self.tokenizer)
         return self._runner
+
+    @property
+    def _objective(self) -> Objective | None:
+        return None if self.method is None else self.method.objective
+
+    def _objective_here(self) -> Objective | None:
+        """What is minimized, with what the tokenizer decides."""
+        if isinstance(self.method, PreferenceMethod):
+            return self.method.objective_for(self.tokenizer)
+        return self._objective
 
     def _made_store(self, runner: TrainRunner) -> Checkpoints:
         if self._store is None:
@@ -509,7 +546,7 @@ def _make_folder(folder: Path) -> None:
 
 def _method(
     name: str, args: Any, arguments: dict[str, Any]
-) -> tuple[GRPOMethod | PreferenceMethod | None, dict[str, Any]]:
+) -> tuple[GRPOMethod | PreferenceMethod | DistillMethod | None, dict[str, Any]]:
     """The method of a trainer, and its other arguments.
 
     Raises:
@@ -521,7 +558,11 @@ def _method(
         raise RequestError(f"method={name!r} was given, but it is sft, {', '.join(METHOD_NAMES)}: pass one of these.")
     given, names = {**(args if isinstance(args, Mapping) else {}), **arguments}, METHOD_NAMES[name]
     own = {key: value for key, value in given.items() if key in names}
-    method = GRPOMethod.read(own) if name == "grpo" else PreferenceMethod.read(name, own)
+    method: GRPOMethod | PreferenceMethod | DistillMethod
+    if name in PREFERENCE_NAMES:
+        method = PreferenceMethod.read(name, own)
+    else:
+        method = GRPOMethod.read(own) if name == "grpo" else DistillMethod.read(own)
     return method, {key: value for key, value in arguments.items() if key not in names}
 
 

@@ -190,7 +190,11 @@ class DecoderModel:
         if not self.slices:
             return Decoder(self.spec, params, self.parameters, self.runtime, stacked=self.stacked, remat=self.remat)
         copies = dict(stacked_paths(self.spec, self.spec.parameters))
-        layers = {name: params[path][place] for path, names in copies.items() for place, name in enumerate(names)}
+        layers = {
+            name: jax.tree.map(lambda array, place=place: array[place], params[path])
+            for path, names in copies.items()
+            for place, name in enumerate(names)
+        }
         others = {path: value for path, value in params.items() if path not in copies}
         return Decoder(self.spec, {**others, **layers}, self.spec.parameters, self.runtime, remat=self.remat)
 

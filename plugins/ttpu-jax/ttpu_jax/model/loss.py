@@ -154,6 +154,23 @@ def summed_next_token_loss(
     return sums.cross_entropy, sums.weight
 
 
+def token_parts(x: jax.Array, tokens_at_once: int) -> jax.Array:
+    """x [batch, seq, ...] as [parts, batch, size, ...] with at most `tokens_at_once` tokens of a row in a part, and
+    zeros after the last."""
+    rows, seq = x.shape[:2]
+    size = min(seq, tokens_at_once)
+    whole = -(-seq // size) * size
+    padded = jnp.pad(x, ((0, 0), (0, whole - seq), *((0, 0),) * (x.ndim - 2)))
+    return jnp.moveaxis(padded.reshape(rows, whole // size, size, *x.shape[2:]), 1, 0)
+
+
+def next_tokens(batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
+    """The token after each one, int32 [batch, seq], and the weight of predicting it, float32 [batch, seq]: 0 for the
+    last of a row."""
+    weights = jnp.roll(batch.weights.astype(jnp.float32), -1, axis=1).at[:, -1].set(0.0)
+    return jnp.roll(batch.tokens, -1, axis=1), weights
+
+
 def _over_parts(
     model: DecoderModel,
     params: Params,
@@ -164,16 +181,7 @@ def _over_parts(
     tokens_at_once: int,
 ) -> LossSums:
     """The sums of a batch whose stream is `hidden` [batch, seq, hidden]."""
-    rows, seq = batch.tokens.shape
-    targets = jnp.roll(batch.tokens, -1, axis=1)
-    weights = jnp.roll(batch.weights.astype(jnp.float32), -1, axis=1).at[:, -1].set(0.0)
-    size = min(seq, tokens_at_once)
-    whole = -(-seq // size) * size
-
-    def parts(x: jax.Array) -> jax.Array:
-        """[batch, seq, ...] as [parts, batch, size, ...]."""
-        padded = jnp.pad(x, ((0, 0), (0, whole - seq), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(rows, whole // size, size, *x.shape[2:]), 1, 0)
+    targets, weights = next_tokens(batch)
 
     @jax.checkpoint
     def part_sums(x: jax.Array, target: jax.Array, weight: jax.Array) -> LossSums:
@@ -196,5 +204,6 @@ def _over_parts(
 
         return LossSums(summed(minimized), summed(losses), weight.sum(), summed(likeliest))
 
-    sums = jax.lax.map(lambda part: part_sums(*part), (parts(hidden), parts(targets), parts(weights)))
+    parts = tuple(token_parts(x, tokens_at_once) for x in (hidden, targets, weights))
+    sums = jax.lax.map(lambda part: part_sums(*part), parts)
     return jax.tree.map(lambda each: each.sum(), sums)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from ttpu_core.errors import RequestError
@@ -25,16 +26,20 @@ if TYPE_CHECKING:
 
 
 class RolloutRunner(Runner):
-    """Reads the arrays that a trainer hands over. `converted` are the paths of those that are its own."""
+    """Reads the arrays that a trainer hands over. `own` are those that nobody else reads."""
 
-    converted: frozenset[str] = frozenset()
+    own: tuple[jax.Array, ...] = ()
 
     def sleep(self) -> None:
         """Drop the weights and the pages. Nothing is kept on the host: the trainer hands the weights over again."""
-        for path in self.converted:
-            self.params[path].delete()
-        self.params, self.converted = {}, frozenset()
+        self._free()
+        self.params = {}
         self.release()
+
+    def _free(self) -> None:
+        for array in self.own:
+            array.delete()
+        self.own = ()
 
     def wake_up(self) -> None:
         """Make empty pages for the weights that were handed over.
@@ -64,9 +69,8 @@ class RolloutRunner(Runner):
             )
 
         def replace_all() -> None:
-            for path in self.converted:
-                self.params[path].delete()
-            self.params, self.converted = dict(params), weights.converted  # type: ignore[union-attr]
+            self._free()
+            self.params, self.own = dict(params), weights.own  # type: ignore[union-attr]
 
         yield replace_all
 
@@ -99,6 +103,6 @@ def rollout_runner(
         spec, replace(runtime, dtype=dtype), weights.params, config, dtype, kind=RolloutRunner, slices=True
     )
     assert isinstance(runner, RolloutRunner)
-    runner.converted = weights.converted
+    runner.own = weights.own
     runner.pool.store = ExecutableCache(runtime.placement.devices)
     return runner

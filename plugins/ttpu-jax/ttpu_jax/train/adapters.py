@@ -117,6 +117,18 @@ class Adapters:
         found = {path: value for path, value in params.items() if path not in self.names and path != DROPOUT}
         return {**found, **{target.path: self._kernel(target, params, placement) for target in self.targets}}
 
+    def served(self, params: Params, placement: Placement, dtype: np.dtype[Any]) -> dict[str, AdaptedKernel]:
+        """The adapters of each kernel in the dtype of an engine, without the kernel. For use inside jit.
+
+        Args:
+            params: as for `bound`.
+            placement: of the weights.
+            dtype: that the engine computes in.
+        """
+        cast = {name: params[name].astype(dtype) for name in self.names if not name.endswith(MAGNITUDE)}
+        bound = self.bound({**params, **cast}, placement)
+        return {target.path: replace(bound[target.path], base=None) for target in self.targets}
+
     def layer_shardings(
         self, params: Params, placements: Mapping[str, Any], placement: Placement
     ) -> dict[str, AdaptedKernel]:

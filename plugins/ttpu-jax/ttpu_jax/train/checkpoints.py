@@ -22,17 +22,20 @@ PARAMS, OPTIMIZER = "params", "optimizer"
 """The folders of a checkpoint that hold arrays."""
 ADAPTERS = "adapters"
 """What the identity says of adapters: see `ttpu_jax.train.adapter_files.identity_of_adapters`."""
+HEAD = "head"
+"""Where the identity says that a score head takes the place of a language model head."""
 
 
 def identity_of(
-    model_type: str, table: Mapping[str, Parameter], adapters: Mapping[str, Any] | None = None
+    model_type: str, table: Mapping[str, Parameter], adapters: Mapping[str, Any] | None = None, head: str | None = None
 ) -> dict[str, Any]:
-    """What says whose checkpoint it is: the model's parameters without padding, and the adapters if these are
-    trained."""
+    """What says whose checkpoint it is: the model's parameters without padding, the adapters if these are trained, and
+    the head if that is not a language model's."""
     shapes = {path: list(parameter.shape) for path, parameter in table.items()}
     digest = hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()
-    found = {"model_type": model_type, "parameters": digest}
-    return found if adapters is None else {**found, ADAPTERS: dict(adapters)}
+    found: dict[str, Any] = {"model_type": model_type, "parameters": digest}
+    found |= {} if adapters is None else {ADAPTERS: dict(adapters)}
+    return found if head is None else {**found, HEAD: head}
 
 
 class OrbaxFiles:
@@ -51,7 +54,7 @@ class OrbaxFiles:
     def identity(self) -> dict[str, Any]:
         """What says whose checkpoint it is."""
         runner = self._runner
-        return identity_of(runner.source.spec.model_type, runner.held.stored, runner.adapter_identity())
+        return identity_of(runner.source.spec.model_type, runner.held.stored, runner.adapter_identity(), runner.head)
 
     def check(self, found: Mapping[str, Any], place: Path) -> None:
         """Compare the identity that a checkpoint has with the runner's.
@@ -109,6 +112,12 @@ def check_identity(found: Mapping[str, Any], wanted: Mapping[str, Any], place: P
     Raises:
         CheckpointError: they are of another model or of other adapters.
     """
+    if found.get(HEAD) != wanted.get(HEAD):
+        kinds = ["a reward model" if HEAD in one else "a language model" for one in (found, wanted)]
+        raise CheckpointError(
+            f"the checkpoint {place} was to be restored, but it is of {kinds[0]}, and this run trains {kinds[1]}: use "
+            "that run's method, or another folder."
+        )
     ours, theirs = ({**one.get(ADAPTERS, {}), "base_path": None} for one in (wanted, found))
     if ours != theirs:
         words = {"peft_config": "another peft_config", "base": "another base model or quantization of it"}

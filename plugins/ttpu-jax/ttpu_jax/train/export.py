@@ -22,7 +22,9 @@ from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.export import Deferred, save_checkpoint
 from ttpu_jax.train.adapter_files import merged_tensors, write_adapter
-from ttpu_jax.train.checkpoints import ADAPTERS, PARAMS, check_identity, identity_of
+from ttpu_jax.train.checkpoints import ADAPTERS, HEAD, PARAMS, check_identity, identity_of
+from ttpu_jax.train.objectives.reward import SCORE
+from ttpu_jax.train.score_head import with_score, without_head
 
 MODEL = "model"
 """The folder of a checkpoint with config and tokenizer."""
@@ -47,12 +49,14 @@ def export_checkpoint(
     """
     model = place / MODEL
     config = json.loads((model / "config.json").read_text())
-    architecture = default_registry().architecture(ModelConfig.from_dict(config))
+    architecture, head = default_registry().architecture(ModelConfig.from_dict(config)), identity.get(HEAD)
+    if head is not None:
+        architecture = without_head(architecture)
     table, kind = stacked_parameters(architecture.spec), model_dtype(dtype)
     jax.config.update("jax_platforms", "cpu")  # does nothing in a process that has used JAX already
     with jax.default_device(jax.local_devices(backend="cpu")[0]), Parameters(place) as stored:
         adapters = identity.get(ADAPTERS)
-        check_identity(identity, identity_of(architecture.spec.model_type, table, adapters), place)
+        check_identity(identity, identity_of(architecture.spec.model_type, table, adapters, head), place)
         if adapters is not None:
             arrays = {path: stored.read(path) for path in (*adapters["modules"], *adapters["whole"])}
             if not merge:
@@ -73,8 +77,12 @@ def export_checkpoint(
         params = {
             path: Deferred(parameter.shape, kind, partial(stored.read, path)) for path, parameter in table.items()
         }
+        mapping = stack_layers(architecture.mapping, architecture.spec)
+        if head is not None:
+            params[SCORE] = Deferred((1, architecture.spec.hidden_size), kind, partial(stored.read, SCORE))
+            mapping = with_score(mapping, architecture.spec)
         config["dtype"] = kind.name
-        save_checkpoint(out, stack_layers(architecture.mapping, architecture.spec), params, config, model)
+        save_checkpoint(out, mapping, params, config, model)
 
 
 class Parameters:

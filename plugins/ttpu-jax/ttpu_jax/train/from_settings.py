@@ -20,6 +20,7 @@ from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.train.adapters import AdaptedModel, Adapters
 from ttpu_jax.train.objectives.grpo import grpo_sums
 from ttpu_jax.train.objectives.preference import dpo_sums, kto_sums, kto_whole, orpo_sums, orpo_whole
+from ttpu_jax.train.objectives.reward import SCORE, RewardDecoder, reward_sums
 from ttpu_jax.train.optimizers import ELEMENTWISE, matches, optimizer_for, schedule_of
 from ttpu_jax.train.step import TrainStep, WholeBatch
 from ttpu_jax.train.zero import zero_placements
@@ -32,8 +33,9 @@ OBJECTIVES: Mapping[str, Callable[..., LossSums]] = {
     "grpo": grpo_sums,
     "kto": kto_sums,
     "orpo": orpo_sums,
+    "reward": reward_sums,
 }
-"""The method of an objective → its loss."""
+"""The method of an objective → its loss; `JaxTrainRunner.teach` gives a step that of distillation."""
 
 
 def step_from_settings(
@@ -77,6 +79,9 @@ def step_from_settings(
     if adapters is not None:
         model = AdaptedModel(spec, model.runtime, stacked=True, remat=remat, adapters=adapters)
         table, trained = {**table, **adapters.table(zero.weights)}, trained | set(adapters.names)
+    if settings.objective is not None and settings.objective.method == "reward":
+        model = RewardDecoder(spec, model.runtime, stacked=True, remat=remat)
+        table, trained = model.parameters, trained | {SCORE}
     return TrainStep(
         model,
         dtype,
@@ -140,6 +145,11 @@ def trained_paths(
 def _loss(settings: Any, objective: Any, model: Any, params: Any, batch: TokenBatch) -> LossSums:
     if objective is None:
         return summed_loss(model, params, batch, settings)
+    if objective.method not in OBJECTIVES:
+        raise RequestError(
+            f"an update with the objective {objective.method!r} was asked for, but there is no teacher: call teach() "
+            "first."
+        )
     return OBJECTIVES[objective.method](model, params, batch, objective, settings.tokens_at_once)
 
 

@@ -27,19 +27,24 @@ from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.export import Deferred, on_host
 from ttpu_jax.params.quantized import shardings_of
 from ttpu_jax.train.adapter_files import identity_of_adapters, read_adapter, write_adapter
-from ttpu_jax.train.adapters import Adapters, find_adapters
+from ttpu_jax.train.adapters import AdaptedModel, Adapters, find_adapters
 from ttpu_jax.train.figures import Evaluated, Pending, Updated, evaluated, of_evaluation, of_update, updated
 from ttpu_jax.train.from_settings import step_from_settings, trained_paths
 from ttpu_jax.train.held import HeldParameters
+from ttpu_jax.train.objectives.distill import TEACHER, distill_sums
 from ttpu_jax.train.objectives.preference import completion_logprobs
+from ttpu_jax.train.objectives.reward import SCORE
 from ttpu_jax.train.objectives.token_logprobs import token_logprobs
 from ttpu_jax.train.remat import REMATS, compiled_that_fits, peak_bytes
 from ttpu_jax.train.rollouts import HandedWeights, Handover, RolloutModel
 from ttpu_jax.train.rows import form, own_rows, placed_batch, row_layout, row_shardings
+from ttpu_jax.train.score_head import HasScore, with_score
 from ttpu_jax.train.stored import StoredArrays, named
+from ttpu_jax.train.teacher import Teacher, open_teacher
 
 if TYPE_CHECKING:
     from ttpu_jax.causal_lm import JaxCausalLM
+    from ttpu_jax.model.causal_model import DecoderModel
     from ttpu_jax.train.checkpoints import OrbaxFiles
     from ttpu_train.runner import Batch, StepSettings
 
@@ -105,6 +110,8 @@ class JaxTrainRunner:
         self._kept = frozenset(self._table) if self.adapters is None else trained
         if self.adapters is not None:
             self._add_adapters(self.adapters)
+        if isinstance(model, HasScore):
+            self._add_score(model)
         shapes = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), self.params
         )
@@ -116,10 +123,16 @@ class JaxTrainRunner:
         self._compiled_bytes: int | None = None
         self._metrics: tuple[str, ...] = ()
         """The names of the objective's figures, in the order of a program's results; known when one was traced."""
+        self._teacher: Teacher | None = None
         self._initial: dict[str, jax.Array] | None = None
+        """Of the trained parameters, the values that the reference has where they differ from the present ones."""
         objective: Any = settings.objective
         if objective is not None and objective.method == "grpo" and objective.beta:
-            self._initial = jax.jit(lambda params: jax.tree.map(jnp.copy, self._step.computed(params)))(self.params)
+            changed = [path for path in self.params if self._step.trainable(path)]
+            if self.adapters is not None and self.adapters.settings.start is None:
+                changed = [path for path in changed if path not in self.adapters.names]
+            trained_now = {path: self.params[path] for path in changed}
+            self._initial = jax.jit(lambda params: jax.tree.map(jnp.copy, self._step.computed(params)))(trained_now)
 
     def step(self, batch: Batch) -> Pending[Updated]:
         """Update the weights. The first batch of a shape compiles its program.
@@ -220,6 +233,8 @@ class JaxTrainRunner:
             arrays = {path: on_host(value) for path, value in self.stored_arrays()[0].items()}
             return write_adapter(folder, self.adapter_identity(), arrays, self._model.architecture, kind)
         mapping = stack_layers(pad_mapping(self._model.architecture.mapping, self._model.paddings), self.held.padded)
+        if self.head is not None:
+            mapping = with_score(mapping, self._model.spec)
 
         def converted(path: str) -> np.ndarray:
             return on_host(self.params[path].astype(kind))
@@ -236,6 +251,9 @@ class JaxTrainRunner:
             dtypes = {path: np.dtype(one.dtype) if one.dtype else self._model.dtype for path, one in table.items()}
             placements = dict(self._model.programs.model.placements)
             params: Mapping[str, Any] = self.params
+            if isinstance(self._model, HasScore):
+                self._model.score = on_host(self.params[SCORE])
+                params = {path: value for path, value in params.items() if path != SCORE}
             if self.adapters is not None:
                 params = jax.jit(self._bound)(params)
                 placement = self._model.programs.runtime.placement
@@ -254,19 +272,10 @@ class JaxTrainRunner:
 
     @cached_property
     def _handover(self) -> Handover:
-        return Handover(self._model, self._step.dtype)
+        return Handover(self._model, self._step.dtype, self._zero.weights, self.adapters)
 
     def rollout_model(self) -> RolloutModel:
-        """The model in training, for a serving engine on the same devices.
-
-        Raises:
-            UnsupportedError: adapters are trained.
-        """
-        if self.adapters is not None:
-            raise UnsupportedError(
-                "an engine was to sample with the weights in training, but adapters are trained, which it cannot read "
-                "from the trainer: train the weights themselves, without peft_config."
-            )
+        """The model in training, for a serving engine on the same devices."""
         self._take_back()
         return self._handover.rollout_model(self.params)
 
@@ -275,6 +284,14 @@ class JaxTrainRunner:
         self._take_back()
         return self._handover.weights(self.params)
 
+    @property
+    def _reference(self) -> DecoderModel:
+        """The model that one in training is compared with: without new adapters, with one that was given."""
+        model = self._step.model
+        if isinstance(model, AdaptedModel) and model.adapters.settings.start is None:
+            return model.reference
+        return model
+
     def token_logprobs(self, batch: Batch, temperature: float, *, initial: bool = False) -> np.ndarray:
         """float32 [rows, seq], the log-probability of each token of this process's rows given those before it, where
         the batch has weight; 0 elsewhere.
@@ -282,7 +299,8 @@ class JaxTrainRunner:
         Args:
             batch: the rows.
             temperature: that logits are divided by.
-            initial: of the weights before training, which are kept for an objective with `beta`.
+            initial: of the weights before training, which are kept for an objective with `beta`; without the adapters
+                in training, unless these began as a given one.
 
         Raises:
             RequestError: rows that the layout's shards do not divide, or weights that were not kept.
@@ -293,20 +311,22 @@ class JaxTrainRunner:
                 "objective that compares with them: set its beta."
             )
         at_once = self.settings.loss.tokens_at_once
+        model = self._reference if initial else self._step.model
 
         def logprobs(params: Mapping[str, Any], batch: TokenBatch) -> jax.Array:
-            found, _ = token_logprobs(self._step.model, self._step.computed(params), batch, temperature, at_once)
+            found, _ = token_logprobs(model, self._step.computed(params), batch, temperature, at_once)
             return jnp.where(batch.weights != 0, found, 0.0)
 
         placed = self._placed(batch)
-        weights = self._initial if initial else None
-        return own_rows(self._run(f"logprobs {temperature}", logprobs, placed, placed.tokens.sharding, weights))
+        weights = {**self.params, **(self._initial or {})} if initial else None
+        name = f"{'initial ' if initial else ''}logprobs {temperature}"
+        return own_rows(self._run(name, logprobs, placed, placed.tokens.sharding, weights))
 
     # -- for preferences --
 
     def row_logprobs(self, batch: Batch) -> np.ndarray:
         """float32 [rows of all processes], in their order: the log-probability of each row's tokens that have weight,
-        by the weights as they are. An adapter that has not been trained changes none.
+        by the weights as they are. New adapters, which are trained, count nothing; one that training began with does.
 
         Raises:
             RequestError: rows that the layout's shards do not divide.
@@ -314,9 +334,29 @@ class JaxTrainRunner:
         at_once = self.settings.loss.tokens_at_once
 
         def logprobs(params: Mapping[str, Any], batch: TokenBatch) -> jax.Array:
-            return completion_logprobs(self._step.model, self._step.computed(params), batch, at_once)
+            return completion_logprobs(self._reference, self._step.computed(params), batch, at_once)
 
         return np.asarray(self._run("row logprobs", logprobs, self._placed(batch)))
+
+    # -- for distillation --
+
+    def teach(self, source: str | Path, load_options: Mapping[str, Any], tokenizer: Any) -> None:
+        """Load a teacher onto the devices of the training.
+
+        Args:
+            source: a checkpoint's folder or Hub id.
+            load_options: of the teacher, by name.
+            tokenizer: the student's, or None.
+
+        Raises:
+            RequestError: its vocabulary is not the student's, or an option says where it lies.
+            UnsupportedError: the mesh does not divide it.
+        """
+        objective: Any = self.settings.objective
+        found = open_teacher(source, load_options, self._model, self._zero, self._step.dtype, tokenizer)
+        at_once = self.settings.loss.tokens_at_once
+        loss = partial(distill_sums, settings=objective, tokens_at_once=at_once, teacher=found.model)
+        self._teacher, self._step = found, replace(self._step, loss=loss)
 
     # -- for checkpoints --
 
@@ -324,6 +364,11 @@ class JaxTrainRunner:
     def source(self) -> JaxCausalLM:
         """The loaded model, whose weights this runner may hold."""
         return self._model
+
+    @property
+    def head(self) -> str | None:
+        """What a checkpoint says of a head that is not a language model's; None for that."""
+        return SCORE if isinstance(self._model, HasScore) else None
 
     @property
     def stored_names(self) -> frozenset[str]:
@@ -379,6 +424,22 @@ class JaxTrainRunner:
         self.parameter_count += sum(parameter.size for parameter in own.values())
         self._kept |= frozenset(own)
 
+    def _add_score(self, model: HasScore) -> None:
+        """Take over a reward model's score head, or draw one as transformers does."""
+        objective: Any = self.settings.objective
+        model.pad_token_id = objective.pad_token_id
+        parameter = self._step.model.parameters[SCORE]
+        value = model.score
+        if value is None:
+            deviation = self._model.architecture.config.get("initializer_range", 0.02)
+            drawn = np.random.default_rng(self.settings.seed).normal(0, deviation, parameter.shape)
+            value = drawn.astype(np.float32)
+        self._table[SCORE], self._shardings[SCORE] = parameter, self._zero.state(SCORE, parameter)
+        self.params[SCORE] = jax.make_array_from_callback(value.shape, self._shardings[SCORE], value.__getitem__)
+        self.trained_count += parameter.size
+        self.parameter_count += parameter.size
+        self._kept |= {SCORE}
+
     def _take_back(self) -> None:
         """Free the weights that `model` gave."""
         for array in jax.tree.leaves(self._model.params):
@@ -387,7 +448,8 @@ class JaxTrainRunner:
 
     def _placed(self, batch: Batch, parts: int = 1, *, on_host: bool = False) -> TokenBatch:
         together = self._step.rows_per_example
-        return placed_batch(batch, self.layout, self._zero.weights, parts, together, on_host=on_host)
+        placed = placed_batch(batch, self.layout, self._zero.weights, parts, together, on_host=on_host)
+        return placed if self._teacher is None else replace(placed, shared={TEACHER: self._teacher.params})
 
     def _run(
         self, name: str, function: Any, batch: TokenBatch, sharding: Any = None, weights: Any = None
@@ -422,6 +484,18 @@ def _refuse(model: JaxCausalLM, settings: StepSettings) -> None:
         raise UnsupportedError(
             "a quantized model was to be trained, but updates are smaller than the steps between its numbers: train "
             "adapters beside it with peft_config={'target_modules': 'all-linear'}, or load it without quantization."
+        )
+    rewards = settings.objective is not None and settings.objective.method == "reward"
+    if rewards != isinstance(model, HasScore):
+        raise RequestError(
+            f"{model.name} was to be trained {'as a reward model' if rewards else 'as a language model'}, but it was "
+            f"opened {'with a language model head' if rewards else 'as a reward model'}: pass Trainer the folder of "
+            "the checkpoint."
+        )
+    if rewards and settings.adapters is not None:
+        raise UnsupportedError(
+            "peft_config was given with method='reward', but the weights of a reward model are trained themselves: "
+            "leave it out, or choose some of them with trainable."
         )
     if model.engine is not None:
         raise UnsupportedError(

@@ -82,6 +82,15 @@ def zero_placements(placement: Placement, stage: int | None) -> ZeroPlacements:
     return ZeroPlacements(stage, placement, batch)
 
 
+def spread(placement: Placement) -> Placement:
+    """The placement, with features that are sharded by all axes of the batch too, so that no two devices hold the same
+    weights."""
+    rules, batch = dict(placement.strategy.rules), placement.axes_of(axes.BATCH)
+    return _with_features(
+        placement, {name: (*_without(rules.get(name, ()), batch), *batch) for name in FEATURES}
+    )
+
+
 def without_batch(placement: Placement) -> Placement:
     """The placement, with features that the axes of the batch do not shard."""
     rules, batch = dict(placement.strategy.rules), placement.axes_of(axes.BATCH)

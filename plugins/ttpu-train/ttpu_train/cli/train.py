@@ -32,9 +32,10 @@ def train(
     """Train a model on text, chats or token ids.
 
     The file holds the arguments of ttpu.Trainer: model, train_dataset, eval_dataset, and the fields of
-    TrainingArguments, whose names are transformers'. With method: grpo it samples completions and trains on their
-    rewards. A run keeps checkpoints, its log (log.jsonl) and a picture of it in output_dir. Ctrl-C and SIGTERM save a
-    checkpoint and end with status 130 or 143; resume=true goes on from the newest.
+    TrainingArguments, whose names are transformers'. method is sft, grpo (samples completions and trains on their
+    rewards), dpo, orpo or kto (preferences), reward (makes a reward model), or distill (learns from a teacher). A run
+    keeps checkpoints, its log (log.jsonl) and a picture of it in output_dir. Ctrl-C and SIGTERM save a checkpoint and
+    end with status 130 or 143; resume=true goes on from the newest.
 
     Examples:
 
@@ -44,6 +45,7 @@ def train(
       ttpu train run.yaml output_dir=./run resume=true
       ttpu train run.yaml --dry-run --topology v5e:4x4
       ttpu train examples/train/grpo.yaml
+      ttpu train examples/train/distill.yaml max_steps=20
 
     \f
     Raises:

@@ -1,6 +1,6 @@
-"""Preferences as batches: examples with a prompt, a chosen and a rejected completion, or with a prompt, a completion
-and a label. Each example is two rows (or one) that stay together. Tokens, cache, order and positions are those of
-prompts with completions."""
+"""Preferences as batches: examples with a prompt, a chosen and a rejected completion (for rewards, whole texts too), or
+with a prompt, a completion and a label. Each example is two rows (or one) that stay together. Tokens, cache, order and
+positions are those of prompts with completions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from ttpu_train.data.token_files import TokenFile, cache_folder, tokenized
 from ttpu_train.data.tokenize import Tokenization
 from ttpu_train.runner import Batch
 
-PairKind = Literal["pairs", "labels", "labels_and_others"]
-"""What an example is: a chosen and a rejected completion; a completion with a label; or that, and beside it the
-completion of the example before, which the divergence of KTO is estimated from."""
+PairKind = Literal["pairs", "rewards", "labels", "labels_and_others"]
+"""What an example is: a chosen and a rejected completion; these or whole texts, perhaps with a margin, of which none is
+cut; a completion with a label; or that, and beside it the completion of the example before, which the divergence of KTO
+is estimated from."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,12 @@ class Completions:
     Attributes:
         source: of the examples.
         kind: what an example is.
+        text_field: that a whole text is given to the tokenization in.
     """
 
     source: Source
     kind: PairKind
+    text_field: str = "text"
 
     @property
     def name(self) -> str:
@@ -52,13 +55,14 @@ class Completions:
         Raises:
             DataError: a field is missing.
         """
-        if self.kind == "pairs":
+        if self.kind in ("pairs", "rewards"):
             for place, example in self.source.examples():
                 example = with_prompt(example)
-                _need(example, ("prompt", "chosen", "rejected"), place)
+                whole = self.kind == "rewards" and example.get("prompt") is None
+                _need(example, ("chosen", "rejected") if whole else ("prompt", "chosen", "rejected"), place)
                 rest = {key: value for key, value in example.items() if key not in ("chosen", "rejected")}
                 for field in ("chosen", "rejected"):
-                    yield f"{place} ({field})", {**rest, "completion": example[field]}
+                    yield f"{place} ({field})", {**rest, self.text_field if whole else "completion": example[field]}
             return
         other = self._last() if self.kind == "labels_and_others" else None
         for place, example in self.source.examples():
@@ -83,6 +87,24 @@ class Completions:
                     "write true or false."
                 )
             found.append(float(example["label"]))
+        return np.asarray(found, np.float32)
+
+    def margins(self) -> np.ndarray:
+        """float32 [examples], by how much chosen rewards are to be above rejected ones; NaN where nothing says so.
+
+        Raises:
+            DataError: a margin is no number.
+        """
+        found = []
+        for place, example in self.source.examples():
+            margin = example.get("margin")
+            number = isinstance(margin, int | float | np.number) and not isinstance(margin, bool)
+            if margin is not None and not (number and np.isfinite(margin)):
+                raise DataError(
+                    f"{place} was given with the margin {margin!r}, but it is a number, the least difference of both "
+                    "rewards: write one, or leave it out of all examples."
+                )
+            found.append(float("nan") if margin is None else float(margin))
         return np.asarray(found, np.float32)
 
     def _last(self) -> Any:
@@ -125,18 +147,25 @@ class PairPlanner:
     def __init__(self, dataset: Any, tokenizer: Any, settings: DataSettings, kind: PairKind) -> None:
         self._settings, self._each = settings, 1 if kind == "labels" else 2
         tokenization = Tokenization(tokenizer, replace(settings, completion_only_loss=True))
-        sources = [Completions(source, kind) for source in sources_of(dataset, settings)]
+        field = settings.text_field
+        sources = [Completions(source, kind, field) for source in sources_of(dataset, settings)]
         self._files: list[TokenFile] = [tokenized(one, tokenization, cache_folder(settings)) for one in sources]
         counts = [(len(file.offsets) - 1) // self._each for file in self._files]
         self._bounds = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self._labels = None if kind == "pairs" else np.concatenate([one.labels() for one in sources])
-        self._kept = np.flatnonzero(np.concatenate([self._fitting(file) for file in self._files]))
+        self._labels = self._margins = None
+        if kind.startswith("labels"):
+            self._labels = np.concatenate([one.labels() for one in sources])
+        elif kind == "rewards":
+            self._margins = _all_or_none(np.concatenate([one.margins() for one in sources]))
+        fits = self._whole if kind == "rewards" else self._fitting
+        self._kept = np.flatnonzero(np.concatenate([fits(file) for file in self._files]))
         if not len(self._kept):
+            which = "do both texts fit into" if kind == "rewards" else "do both completions begin within the first"
             raise DataError(
-                f"{int(self._bounds[-1]):,} examples were given as training data, but in none do both completions "
-                f"begin within the first {settings.max_length:,} tokens (max_length): raise it, or shorten prompts."
+                f"{int(self._bounds[-1]):,} examples were given as training data, but in none {which} "
+                f"{settings.max_length:,} tokens (max_length): raise it, or shorten prompts."
             )
-        labels = b"" if self._labels is None else self._labels.tobytes()
+        labels = b"".join(b"" if one is None else one.tobytes() for one in (self._labels, self._margins))
         digests = " ".join([kind, *(file.digest for file in self._files)]).encode()
         self.digest = hashlib.blake2b(digests + labels, digest_size=16).hexdigest()
         self.references: np.ndarray | None = None
@@ -147,7 +176,9 @@ class PairPlanner:
         order = permutation(count, self._settings.seed, epoch) if self._settings.shuffle else np.arange(count)
         return EpochPlan(order, np.arange(count + 1))
 
-    def compare(self, logprobs: Callable[[Batch], np.ndarray], process: int, processes: int) -> None:
+    def compare(
+        self, logprobs: Callable[[Batch], np.ndarray], process: int, processes: int, parts: int = 1
+    ) -> None:
         """Compute `references`.
 
         Args:
@@ -155,8 +186,9 @@ class PairPlanner:
                 of each row's completion.
             process: this process among those that train together.
             processes: how many they are.
+            parts: that an update is computed in: the rows of one are what devices have memory for.
         """
-        count, each = len(self._kept), self._settings.rows
+        count, each = len(self._kept), self._settings.rows // parts
         plan, found = EpochPlan(np.arange(count), np.arange(count + 1)), []
         for begin in range(0, count, each * processes):
             first = min(begin + process * each, count)
@@ -177,6 +209,7 @@ class PairPlanner:
         tokens, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
         weights = np.zeros(shape, np.float32)
         references, labels = np.zeros(shape[0], np.float32), np.full(shape[0], -1, np.float32)
+        margins = np.zeros(shape[0], np.float32)
         for here, member in enumerate(plan.members[first:last].tolist()):
             example = int(self._kept[member])
             place = int(np.searchsorted(self._bounds, example, "right")) - 1
@@ -191,13 +224,38 @@ class PairPlanner:
                     references[at] = self.references[member, row]
             if self._labels is not None:
                 labels[here * each] = self._labels[example]
-        extra = {} if self.references is None else {"ref_logps": references}
-        return Batch(tokens, weights, positions, None, extra if self._labels is None else {**extra, "labels": labels})
+            if self._margins is not None:
+                margins[here * each] = self._margins[example]
+        beside = (("ref_logps", self.references, references), ("labels", self._labels, labels))
+        found = {name: array for name, known, array in (*beside, ("margins", self._margins, margins))
+                 if known is not None}  # fmt: skip
+        return Batch(tokens, weights, positions, None, found)
+
+    def _whole(self, file: TokenFile) -> np.ndarray:
+        """bool [examples], whether each row of an example holds its whole text."""
+        return np.all((np.diff(file.offsets) <= self._settings.max_length).reshape(-1, self._each), axis=1)
 
     def _fitting(self, file: TokenFile) -> np.ndarray:
         """bool [examples], whether each row of an example has a token with weight."""
         first = file.first_weighted
         return np.all(((first >= 0) & (first < self._settings.max_length)).reshape(-1, self._each), axis=1)
+
+
+def _all_or_none(margins: np.ndarray) -> np.ndarray | None:
+    """Margins [examples], or None where there are none.
+
+    Raises:
+        DataError: some examples have none.
+    """
+    missing = np.isnan(margins)
+    if missing.all():
+        return None
+    if missing.any():
+        raise DataError(
+            f"{int(missing.sum()):,} of {len(margins):,} examples were given without a margin, which the others have: "
+            "write a margin in each example, or in none."
+        )
+    return margins
 
 
 def _need(example: Example, names: tuple[str, ...], place: str) -> None:

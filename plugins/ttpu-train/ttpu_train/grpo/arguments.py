@@ -14,6 +14,8 @@ ScaleRewards = Literal["group", "batch", "none"]
 Level = Literal["token", "sequence"]
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 RewardFunction = Callable[..., Sequence[float | None]]
+Judge = RewardFunction | str
+"""A reward function, or the folder or Hub id of a reward model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class GRPOArguments:
     Args:
         reward_funcs: a function or several. Each is called with prompts, completions, completion_ids, trainer_state and
             the other columns of the data, all lists but the last but one, by keyword; it returns one number for each
-            completion, or None where it does not judge it.
+            completion, or None where it does not judge it. A text is the folder or Hub id of a reward model.
         reward_weights: of the functions; None weighs all by 1.
         num_generations: completions of each prompt: the size of a group.
         max_completion_length: tokens of a completion.
@@ -56,7 +58,7 @@ class GRPOArguments:
         engine_options: of the serving engine, as for `LLM`, such as max_num_seqs or kv_cache_dtype.
     """
 
-    reward_funcs: RewardFunction | Sequence[RewardFunction]
+    reward_funcs: Judge | Sequence[Judge]
     reward_weights: Sequence[float] | None = None
     num_generations: int = 8
     max_completion_length: int = 256
@@ -90,10 +92,10 @@ class GRPOArguments:
             RequestError: one is out of range, or two contradict each other.
         """
         functions = self.functions
-        if not functions or not all(callable(one) for one in functions):
+        if not functions or not all(callable(one) or isinstance(one, str) for one in functions):
             raise RequestError(
-                f"reward_funcs={self.reward_funcs!r} was given, but rewards come from functions: pass one, or a list "
-                "of them; in a file write {import: package.module:name}."
+                f"reward_funcs={self.reward_funcs!r} was given, but rewards come from functions and reward models: "
+                "pass one, or a list of them; in a file write {import: package.module:name} or a model's folder."
             )
         if self.reward_weights is not None and len(self.reward_weights) != len(functions):
             raise RequestError(
@@ -121,8 +123,8 @@ class GRPOArguments:
             )
 
     @property
-    def functions(self) -> tuple[RewardFunction, ...]:
-        """The reward functions."""
+    def functions(self) -> tuple[Judge, ...]:
+        """The reward functions and models."""
         given = self.reward_funcs
         return (given,) if callable(given) or isinstance(given, str) else tuple(given)
 

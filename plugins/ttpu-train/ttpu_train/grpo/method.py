@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ttpu_core.errors import RequestError
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import TrainerState
 from ttpu_train.data.settings import DataSettings
-from ttpu_train.grpo.arguments import GRPOArguments
+from ttpu_train.grpo.arguments import GRPOArguments, RewardFunction
 from ttpu_train.grpo.batches import RolloutBatches
 from ttpu_train.grpo.prompts import Prompts
 from ttpu_train.grpo.worker import RolloutWorker
@@ -105,6 +105,7 @@ class GRPOMethod:
         runner: Callable[[], TrainRunner],
         state: TrainerState,
         parts: int,
+        reward_model: Callable[[str], RewardFunction],
     ) -> RolloutBatches:
         """The training data.
 
@@ -115,15 +116,19 @@ class GRPOMethod:
             runner: makes the trainer's runner.
             state: what reward functions are told of the run.
             parts: that an update is computed in.
+            reward_model: opens one by its folder or Hub id, as a reward function.
 
         Raises:
             DataError: prompts that are missing or too long.
             RequestError: numbers of rows that do not divide each other.
         """
         args = self.arguments
+        judges = [reward_model(one) if isinstance(one, str) else one for one in args.functions]
+        args = replace(args, reward_funcs=judges)
         longest = settings.max_length - args.max_completion_length
         prompts = Prompts(dataset, tokenizer, settings, longest, shuffle=args.shuffle_dataset)
-        length, rows = prompts.longest + args.max_completion_length, settings.rows * (args.steps_per_generation or 1)
+        length = prompts.longest + args.max_completion_length
+        rows = settings.rows * (args.steps_per_generation or parts) // parts
 
         def worker() -> RolloutWorker:
             return RolloutWorker(runner(), args, length, rows)

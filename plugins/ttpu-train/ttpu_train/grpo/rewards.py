@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ttpu_core.errors import RequestError
-from ttpu_train.grpo.arguments import GRPOArguments, RewardFunction
+from ttpu_train.grpo.arguments import GRPOArguments, Judge
 
 STD_EPSILON = 1e-4
 """Added to standard deviations of rewards, as in TRL."""
@@ -68,7 +68,7 @@ def scored(
     return Scores(advantages, metrics)
 
 
-def names(functions: Sequence[RewardFunction]) -> list[str]:
+def names(functions: Sequence[Judge]) -> list[str]:
     """The functions' names in the log; of equal ones the later have a number."""
     result: list[str] = []
     for function in functions:
@@ -78,8 +78,9 @@ def names(functions: Sequence[RewardFunction]) -> list[str]:
     return result
 
 
-def _judged(function: RewardFunction, given: Mapping[str, Any], count: int) -> np.ndarray:
+def _judged(function: Judge, given: Mapping[str, Any], count: int) -> np.ndarray:
     """A function's rewards, float64 [completions]; NaN where it gives None."""
+    assert not isinstance(function, str)
     name = names((function,))[0]
     found: Any = function(**given)
     try:

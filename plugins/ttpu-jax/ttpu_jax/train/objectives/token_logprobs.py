@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ttpu_jax.model.causal_model import DecoderModel, Params
-from ttpu_jax.model.loss import TokenBatch
+from ttpu_jax.model.loss import TokenBatch, token_parts
 
 
 def token_logprobs(
@@ -25,13 +25,6 @@ def token_logprobs(
     hidden = model.hidden(params, batch.tokens, batch.positions, batch.segments)
     rows, seq = batch.tokens.shape
     targets = jnp.roll(batch.tokens, -1, axis=1)
-    size = min(seq, tokens_at_once)
-    whole = -(-seq // size) * size
-
-    def parts(x: jax.Array) -> jax.Array:
-        """[batch, seq, ...] as [parts, batch, size, ...]."""
-        padded = jnp.pad(x, ((0, 0), (0, whole - seq), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(rows, whole // size, size, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
     def of_part(x: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -45,7 +38,8 @@ def token_logprobs(
         return chosen - normalizer, entropy
 
     def together(x: jax.Array) -> jax.Array:
-        return jnp.roll(jnp.moveaxis(x, 0, 1).reshape(rows, whole)[:, :seq], 1, axis=1)
+        return jnp.roll(jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :seq], 1, axis=1)
 
-    logprobs, entropies = jax.lax.map(lambda part: of_part(*part), (parts(hidden), parts(targets)))
+    parts = token_parts(hidden, tokens_at_once), token_parts(targets, tokens_at_once)
+    logprobs, entropies = jax.lax.map(lambda part: of_part(*part), parts)
     return together(logprobs), together(entropies)
