@@ -212,9 +212,16 @@ def run(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return folder, states
 
 
-def test_a_restored_run_goes_on_bit_for_bit(checkpoint: Path, run: Any) -> None:
+def test_a_restored_run_goes_on_bit_for_bit(checkpoint: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, states = run
     one = runner(checkpoint, "fsdp=4,tensor=2", zero_stage=2)
+    restore = orbax.checkpoint.AsyncCheckpointer.restore
+
+    def in_free_memory(*args: Any, **kwargs: Any) -> Any:
+        assert all(array.is_deleted() for array in jax.tree.leaves((one.params, one.optimizer_state)))
+        return restore(*args, **kwargs)
+
+    monkeypatch.setattr(orbax.checkpoint.AsyncCheckpointer, "restore", in_free_memory)
     assert Checkpoints(one, folder, CheckpointPolicy()).restore(2) == {"position": 2}
     assert_bits(stored(one), states[2])
     trained(one, 2, 4)
@@ -248,7 +255,11 @@ def test_moments_of_8_bits_are_sharded_and_restored_on_another_mesh_bit_for_bit(
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning_and_written_anew(
-    checkpoint: Path, run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    checkpoint: Path,
+    run: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "checkpoints"
     shutil.copytree(run[0], folder)
@@ -266,6 +277,13 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_and_written_anew(
     assert store.steps() == (2,) and (folder / "4.damaged").is_dir()
     store.save(4, {"position": 40}, wait=True)
     assert store.steps() == (2, 4) and store.restore() == {"position": 40}
+    monkeypatch.setattr(orbax.checkpoint.AsyncCheckpointer, "restore", None)
+    with pytest.raises(CheckpointError, match=r"was to be restored, but its files are damaged"):
+        store.restore(4)
+    with pytest.raises(RequestError, match=r"freed for a checkpoint that could not be read: restore another one"):
+        one.step(batch(4))
+    with pytest.raises(RequestError, match=r"freed for a checkpoint"):
+        one.evaluate(batch(4))
     store.close()
 
 

@@ -84,6 +84,7 @@ class OrbaxFiles:
             name: ocp.args.PyTreeRestore(tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
             for name, tree in shapes.items()
         }
+        self._runner.release()
         restored = self._orbax().restore(place, args=ocp.args.Composite(**items))
         self._runner.put(restored[PARAMS], restored[OPTIMIZER], step)
 

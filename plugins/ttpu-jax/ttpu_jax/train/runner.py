@@ -121,6 +121,7 @@ class JaxTrainRunner:
         self.peak_flops = chip.bf16_flops if chip is not None and dtype.name == "bfloat16" else None
         self._programs: dict[Any, Any] = {}
         self._compiled_bytes: int | None = None
+        self._released = False
         self._metrics: tuple[str, ...] = ()
         """The names of the objective's figures, in the order of a program's results; known when one was traced."""
         self._teacher: Teacher | None = None
@@ -140,6 +141,7 @@ class JaxTrainRunner:
         Raises:
             RequestError: rows that the layout's shards and the accumulation do not divide.
         """
+        self._check_held()
         self._take_back()
         placed = self._placed(batch, self.settings.accumulation, on_host=True)
         number = np.int32(self.step_count)
@@ -391,9 +393,18 @@ class JaxTrainRunner:
     def _of_checkpoints(self) -> dict[str, jax.Array]:
         return {path: value for path, value in self.params.items() if path in self._kept}
 
+    def release(self) -> None:
+        """Free the arrays of `stored_arrays`, so that those of a checkpoint need no memory beside them; their shapes
+        stay. Only `put` may follow."""
+        self._take_back()
+        for array in jax.tree.leaves((self._of_checkpoints(), self.optimizer_state)):
+            array.delete()
+        self._released = True
+
     def put(self, params: Mapping[str, jax.Array], state: Mapping[str, jax.Array], step: int) -> None:
         """Take over arrays as `stored_arrays` gives them."""
         self._take_back()
+        self._released = False
         leaves, tree = jax.tree.flatten(self.optimizer_state)
         names = list(named(self.optimizer_state))
         shardings = {name: leaf.sharding for name, leaf in zip(names, leaves, strict=True)}
@@ -455,11 +466,19 @@ class JaxTrainRunner:
         self, name: str, function: Any, batch: TokenBatch, sharding: Any = None, weights: Any = None
     ) -> jax.Array:
         """Compute something of a batch with the weights as they are, or with others."""
+        self._check_held()
         key = name, form(batch)
         if key not in self._programs:
             self._programs[key] = jax.jit(function, out_shardings=sharding or self._whole)
         result: jax.Array = self._programs[key](self.params if weights is None else weights, batch)
         return result
+
+    def _check_held(self) -> None:
+        if self._released:
+            raise RequestError(
+                "the weights of a run were to be used, but they were freed for a checkpoint that could not be read: "
+                "restore another one, or make the run anew."
+            )
 
     def _compile(self, remat: Remat, batch: TokenBatch, number: np.int32) -> Any:
         step = replace(self._step, model=replace(self._step.model, remat=remat))
