@@ -17,7 +17,14 @@ from ttpu_core.errors import RequestError
 from ttpu_core.mapping import stack_layers
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.model.causal_model import DecoderModel, Remat, causal_model
-from ttpu_jax.model.loss import TokenBatch, next_token_loss, settings_for, summed_loss, summed_next_token_loss
+from ttpu_jax.model.loss import (
+    TokenBatch,
+    next_token_loss,
+    settings_for,
+    summed_loss,
+    summed_next_token_loss,
+    token_parts,
+)
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.load import load_parameters
@@ -51,6 +58,12 @@ def plain_loss(model: DecoderModel, params: Any, tokens: jax.Array, mask: np.nda
     chosen = jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1)[..., 0]
     counted = mask[:, 1:] & mask[:, :-1]
     return -(chosen * counted).sum() / counted.sum()
+
+
+def test_parts_of_a_row_are_of_one_size_with_little_added() -> None:
+    assert token_parts(jnp.ones((2, 600, 3)), 512).shape == (2, 2, 300, 3)  # 1,024 tokens would cost 1.7 times as much
+    assert token_parts(jnp.ones((2, 1024)), 512).shape == (2, 2, 512)
+    np.testing.assert_array_equal(token_parts(jnp.arange(7.0)[None], 3).ravel(), [0, 1, 2, 3, 4, 5, 6, 0, 0])
 
 
 @pytest.mark.parametrize("at_once", [512, 8])

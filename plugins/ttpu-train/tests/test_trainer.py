@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy_train_runner import BigramModel, NumpyBackend
+from numpy_train_runner import BigramModel, NumpyBackend, NumpyTrainRunner
 from transformers import EarlyStoppingCallback
 
 import ttpu_train.trainer
@@ -21,9 +22,11 @@ from ttpu_core.errors import CheckpointError, RequestError
 from ttpu_core.files import write_whole
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import EVENTS, TrainerCallback, TrainerControl, TrainerState
+from ttpu_train.evaluation import predict
 from ttpu_train.reporting import picture
 from ttpu_train.resuming import compare
 from ttpu_train.run import TrainingError
+from ttpu_train.runner import Batch, RowLayout, StepSettings
 from ttpu_train.trainer import Trainer
 
 VOCAB, LENGTH, ROWS = 11, 8, 4
@@ -276,6 +279,29 @@ def test_metrics_of_the_user_join_an_evaluation(backend: NumpyBackend, tmp_path:
     predicted = one.predict(examples(5, 3), metric_key_prefix="test")
     assert predicted.predictions.shape == predicted.label_ids.shape == (5, LENGTH)
     assert predicted.metrics["test_hits"] == pytest.approx(predicted.metrics["test_accuracy"])
+
+
+def test_several_processes_measure_all_rows() -> None:
+    def made(process: int = 0, processes: int = 1) -> NumpyTrainRunner:
+        return NumpyTrainRunner(BigramModel(VOCAB), StepSettings(), RowLayout(processes, process, processes))
+
+    random = np.random.default_rng(0)
+    rows = [random.integers(0, VOCAB, (4, LENGTH)).astype(np.int32) for _ in range(2)]
+    places = np.tile(np.arange(LENGTH, dtype=np.int32), (4, 1))
+    places[3] = -1  # the last row of each batch fills it up
+
+    def batches(own: slice) -> Iterator[Batch]:
+        return iter([Batch(one[own], (places[own] > 0).astype(np.float32), places[own]) for one in rows])
+
+    first, second, whole = (made(*which) for which in ((0, 2), (1, 2), ()))
+    of_second: list[np.ndarray] = []
+    second.gathered_rows = lambda rows: (of_second.append(rows), rows)[1]  # type: ignore[attr-defined]
+    predict(second, batches(slice(2, 4)))
+    first.gathered_rows = lambda rows: np.concatenate([rows, of_second.pop(0)])  # type: ignore[attr-defined]
+    found, wanted = predict(first, batches(slice(2))), predict(whole, batches(slice(4)))
+    assert wanted.label_ids.shape == (6, LENGTH)
+    np.testing.assert_array_equal(found.label_ids, wanted.label_ids)
+    np.testing.assert_array_equal(found.predictions, wanted.predictions)
 
 
 def test_tensorboard_gets_the_log(backend: NumpyBackend, tmp_path: Path) -> None:

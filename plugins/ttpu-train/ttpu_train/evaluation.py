@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,6 +19,16 @@ AHEAD = 4
 
 Progress = Callable[[int], None]
 """Called with the number of batches so far."""
+
+
+@runtime_checkable
+class GathersRows(Protocol):
+    """A runner of several processes that exchanges rows between them."""
+
+    def gathered_rows(self, rows: np.ndarray) -> np.ndarray:
+        """The rows [rows, ...] of each process, one after another: [all rows, ...]; each must call it at the same
+        place."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,7 @@ def evaluate(
 def predict(
     runner: TrainRunner, batches: Iterator[Batch], preprocess: Callable[[np.ndarray, np.ndarray], Any] | None = None
 ) -> EvalPrediction:
-    """The logits of all rows of this process.
+    """The logits of all rows, of several processes too: metrics must not differ between them.
 
     Args:
         runner: computes them.
@@ -113,9 +123,11 @@ def predict(
     labels: list[np.ndarray] = []
     for batch in batches:
         logits = runner.logits(batch)
-        of_batch = np.where(batch.weights > 0, batch.tokens, -100).astype(np.int64)
-        rows = (batch.positions >= 0).any(axis=1)  # the last batch is filled up
+        of_batch: np.ndarray = np.where(batch.weights > 0, batch.tokens, -100).astype(np.int64)
+        rows: np.ndarray = (batch.positions >= 0).any(axis=1)  # the last batch is filled up
         made = logits if preprocess is None else np.asarray(preprocess(logits, of_batch))
+        if runner.layout.process_count > 1 and isinstance(runner, GathersRows):
+            made, of_batch, rows = (runner.gathered_rows(one) for one in (made, of_batch, rows))
         kept.append(made[rows])
         labels.append(of_batch[rows])
     return EvalPrediction(_joined(kept), _joined(labels))

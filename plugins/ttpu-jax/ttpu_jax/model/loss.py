@@ -155,13 +155,13 @@ def summed_next_token_loss(
 
 
 def token_parts(x: jax.Array, tokens_at_once: int) -> jax.Array:
-    """x [batch, seq, ...] as [parts, batch, size, ...] with at most `tokens_at_once` tokens of a row in a part, and
-    zeros after the last."""
-    rows, seq = x.shape[:2]
-    size = min(seq, tokens_at_once)
-    whole = -(-seq // size) * size
-    padded = jnp.pad(x, ((0, 0), (0, whole - seq), *((0, 0),) * (x.ndim - 2)))
-    return jnp.moveaxis(padded.reshape(rows, whole // size, size, *x.shape[2:]), 1, 0)
+    """x [batch, seq, ...] as [parts, batch, size, ...]: the fewest parts of at most `tokens_at_once` tokens of a row,
+    of one size, with zeros after the last token."""
+    rows, seq, *rest = x.shape
+    count = -(-seq // tokens_at_once)
+    size = -(-seq // count)
+    padded = jnp.pad(x, ((0, 0), (0, count * size - seq), *((0, 0),) * len(rest)))
+    return jnp.moveaxis(padded.reshape(rows, count, size, *rest), 1, 0)
 
 
 def next_tokens(batch: TokenBatch) -> tuple[jax.Array, jax.Array]:

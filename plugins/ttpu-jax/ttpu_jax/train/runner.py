@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.errors import RequestError
 from ttpu_core.mapping import pad_mapping, stack_layers
 from ttpu_core.sharding.hardware import chip_of_device_kind
 from ttpu_core.sharding.training_state import ADAMW
@@ -28,6 +28,7 @@ from ttpu_jax.params.export import Deferred, on_host
 from ttpu_jax.params.quantized import shardings_of
 from ttpu_jax.train.adapter_files import identity_of_adapters, read_adapter, write_adapter
 from ttpu_jax.train.adapters import AdaptedModel, Adapters, find_adapters
+from ttpu_jax.train.checks import check_settings, warn_of_dropout
 from ttpu_jax.train.figures import Evaluated, Pending, Updated, evaluated, of_evaluation, of_update, updated
 from ttpu_jax.train.from_settings import step_from_settings, trained_paths
 from ttpu_jax.train.held import HeldParameters
@@ -35,7 +36,7 @@ from ttpu_jax.train.objectives.distill import TEACHER, distill_sums
 from ttpu_jax.train.objectives.preference import completion_logprobs
 from ttpu_jax.train.objectives.reward import SCORE
 from ttpu_jax.train.objectives.token_logprobs import token_logprobs
-from ttpu_jax.train.remat import REMATS, compiled_that_fits, peak_bytes
+from ttpu_jax.train.remat import compiled_that_fits, peak_bytes
 from ttpu_jax.train.rollouts import HandedWeights, Handover, RolloutModel
 from ttpu_jax.train.rows import form, own_rows, placed_batch, row_layout, row_shardings
 from ttpu_jax.train.score_head import HasScore, with_score
@@ -72,7 +73,8 @@ class JaxTrainRunner:
     """
 
     def __init__(self, model: JaxCausalLM, settings: StepSettings) -> None:
-        _refuse(model, settings)
+        check_settings(model, settings)
+        warn_of_dropout(model.architecture.config)
         self.settings, self._model = settings, model
         self.step_count = 0
         programs = model.programs
@@ -203,6 +205,14 @@ class JaxTrainRunner:
             return (value,)
         every = multihost_utils.process_allgather(np.asarray(value, np.float32))
         return tuple(float(one) for one in np.ravel(every))
+
+    def gathered_rows(self, rows: np.ndarray) -> np.ndarray:
+        """The rows [rows, ...] of each process, one after another: [all rows, ...]; each must call it at the same
+        place."""
+        if self.layout.process_count == 1:
+            return rows
+        narrow = rows.astype(jax.dtypes.canonicalize_dtype(rows.dtype))
+        return np.asarray(multihost_utils.process_allgather(narrow, tiled=True)).astype(rows.dtype)
 
     def start_trace(self, folder: Path) -> None:
         """Begin to trace with JAX's profiler, into a folder that TensorBoard and Perfetto read."""
@@ -496,41 +506,3 @@ class JaxTrainRunner:
         jitted = jax.jit(update, donate_argnums=(0, 1), in_shardings=given, out_shardings=held)
         lowered = jitted.lower(self.params, self.optimizer_state, batch, number)
         return lowered.compile(compiler_options=training_options(placement.platform))
-
-
-def _refuse(model: JaxCausalLM, settings: StepSettings) -> None:
-    if model.programs.spec.kernel_formats and settings.adapters is None:
-        raise UnsupportedError(
-            "a quantized model was to be trained, but updates are smaller than the steps between its numbers: train "
-            "adapters beside it with peft_config={'target_modules': 'all-linear'}, or load it without quantization."
-        )
-    rewards = settings.objective is not None and settings.objective.method == "reward"
-    if rewards != isinstance(model, HasScore):
-        raise RequestError(
-            f"{model.name} was to be trained {'as a reward model' if rewards else 'as a language model'}, but it was "
-            f"opened {'with a language model head' if rewards else 'as a reward model'}: pass Trainer the folder of "
-            "the checkpoint."
-        )
-    if rewards and settings.adapters is not None:
-        raise UnsupportedError(
-            "peft_config was given with method='reward', but the weights of a reward model are trained themselves: "
-            "leave it out, or choose some of them with trainable."
-        )
-    if model.engine is not None:
-        raise UnsupportedError(
-            "a model with a serving engine was to be trained, but the engine holds the weights: load it without "
-            "enable_paged_attention."
-        )
-    if not model.params:
-        raise RequestError(
-            "a model without weights was to be trained, but another trainer has taken them over: load it again."
-        )
-    if settings.remat not in (*REMATS, "auto"):
-        raise RequestError(
-            f"remat={settings.remat!r} was asked for, but what is computed again is one of {', '.join(REMATS)} and "
-            "auto: use one of these."
-        )
-    if settings.accumulation < 1:
-        raise RequestError(
-            f"an accumulation of {settings.accumulation} parts was asked for, but a batch has at least 1: raise it."
-        )
