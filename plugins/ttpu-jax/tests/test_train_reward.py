@@ -23,6 +23,7 @@ from ttpu_train.export import export_run
 from ttpu_train.grpo.reward_models import RewardModel
 from ttpu_train.objectives import Reward
 from ttpu_train.runner import Batch, CheckpointPolicy, OptimizerSettings, ScheduleSettings, StepSettings
+from ttpu_train.throughput import training_flops
 from ttpu_train.trainer import Trainer
 
 ROWS, SEQ, PAD = 16, 10, 258
@@ -165,8 +166,11 @@ def test_what_is_no_reward_model_is_refused(checkpoint: Path) -> None:
     language = AutoModelForTPU.from_pretrained(str(checkpoint), dtype="float32")
     with pytest.raises(RequestError, match=r"as a reward model, but it was opened with a language model head"):
         JaxBackend().train_runner(language, StepSettings(objective=OBJECTIVE))
+    model = opened(checkpoint)
     with pytest.raises(RequestError, match=r"has no score.weight: train it with method='reward'"):
-        opened(checkpoint).rewards([[1]])
+        model.rewards([[1]])
+    spared = training_flops(language.spec, SEQ) - training_flops(model.spec, SEQ, head=False)
+    assert spared == 3 * 2 * language.spec.parameters["head.kernel"].size  # no logits are computed
     with pytest.raises(UnsupportedError, match=r"no sequence classifier of that type"):
         classifier_of("llama4_text")
     with pytest.raises(UnsupportedError, match=r"weights of a reward model are trained themselves"):

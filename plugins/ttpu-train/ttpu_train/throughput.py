@@ -13,12 +13,12 @@ FORWARD_AND_BACKWARD = 3
 """The backward pass multiplies each kernel twice: by the gradient for the inputs, and for the kernel itself."""
 
 
-def training_flops(spec: ArchitectureSpec, length: int) -> float:
+def training_flops(spec: ArchitectureSpec, length: int, *, head: bool = True) -> float:
     """FLOPs of one token in an update on rows of `length` tokens: three times those of a forward pass (Kaplan et al.,
     arXiv 2001.08361, table 1, with attention's own products; PaLM, arXiv 2204.02311, appendix B). Tokens attend to
     half of the row on average, or to their window. What is computed again in the backward pass is not counted, nor is
-    the lookup of an embedding that is not the head too."""
-    looked_up = 0 if spec.head.tied else spec.parameters["embed.embedding"].size
+    the lookup of an embedding that is not the head too; `head` says whether logits are computed."""
+    looked_up = 0 if spec.head.tied and head else spec.parameters["embed.embedding"].size
     forward = product_flops(spec.num_active_parameters - looked_up, 1)
     for layer in spec.layers:
         if isinstance(layer.mixer, AttentionSpec):

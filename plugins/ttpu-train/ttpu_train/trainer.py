@@ -240,7 +240,8 @@ class Trainer:
         state.is_world_process_zero = state.is_local_process_zero = self.layout.process_index == 0
         store = None if self.args.save_strategy == "no" and not resume else self._made_store(runner)
         spec = getattr(getattr(_described(self.loaded), "architecture", None), "spec", None)
-        flops = 0.0 if spec is None else training_flops(spec, self.args.max_length)
+        head = not isinstance(self._objective, Reward)
+        flops = 0.0 if spec is None else training_flops(spec, self.args.max_length, head=head)
         meter = Meter(flops, self.layout.device_count, runner.peak_flops)
         with_eval = self.eval_dataset is not None and self.args.eval_strategy != "no"
         run = TrainingRun(
