@@ -124,7 +124,7 @@ def predict(
     for batch in batches:
         logits = runner.logits(batch)
         of_batch: np.ndarray = np.where(batch.weights > 0, batch.tokens, -100).astype(np.int64)
-        rows: np.ndarray = (batch.positions >= 0).any(axis=1)  # the last batch is filled up
+        rows: np.ndarray = np.asarray((batch.positions >= 0).any(axis=1))  # the last batch is filled up
         made = logits if preprocess is None else np.asarray(preprocess(logits, of_batch))
         if runner.layout.process_count > 1 and isinstance(runner, GathersRows):
             made, of_batch, rows = (runner.gathered_rows(one) for one in (made, of_batch, rows))
