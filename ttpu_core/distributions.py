@@ -32,7 +32,12 @@ COMMANDS = {
     "train": '"ttpu-core[train]"',
 }
 
-SERVICES = {"planner": "ttpu-plan", "rendezvous": "ttpu-launch", "engine": '"ttpu-core[serve]"'}
+SERVICES = {
+    "planner": "ttpu-plan",
+    "rendezvous": "ttpu-launch",
+    "engine": '"ttpu-core[serve]"',
+    "harness": '"ttpu-quantize[lm-eval]"',
+}
 
 PACKAGES = {
     "ttpu_serve": '"ttpu-core[serve]"',

@@ -136,7 +136,7 @@ class Registry:
 
     def service(self, name: str) -> Any:
         """What another distribution does for backends and commands: "planner" (`ttpu_core.services.Planner`),
-        "rendezvous" (`ttpu_core.services.Rendezvous`) or "engine".
+        "rendezvous" (`ttpu_core.services.Rendezvous`), "engine" or "harness" (`ttpu_core.services.Harness`).
 
         Raises:
             MissingDependencyError: no installed distribution brings it.

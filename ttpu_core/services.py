@@ -92,8 +92,9 @@ class RolloutEngine(Protocol):
         ...
 
     def step(self) -> Sequence[Any]:
-        """Compute a step and return what it added: objects with request_id, token_ids, logprobs (for each token: id →
-        an object with logprob), finish_reason (None while the sequence grows) and error."""
+        """Compute a step and return what it added: objects with request_id, token_ids, text, logprobs (for each token:
+        id → an object with logprob), prompt_logprobs (the same of the prompt's tokens, with rank; None for the first),
+        finish_reason (None while the sequence grows) and error."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -140,6 +141,54 @@ class Engines(Protocol):
         Raises:
             UnsupportedError: a model, or a mesh, that an engine cannot serve.
             RequestError: settings that contradict the model or each other, or too little memory.
+        """
+        ...
+
+
+class LoadedTasks(Protocol):
+    """Tasks with their data."""
+
+    def evaluate(
+        self, engine: RolloutEngine, tokenizer: Any, max_model_len: int, *, quiet: bool = False
+    ) -> dict[str, float]:
+        """Run the tasks on an engine and return TASK_METRIC → value, without standard errors.
+
+        Args:
+            engine: awake, built with prompt_logprobs.
+            tokenizer: of its model, of transformers.
+            max_model_len: tokens of the engine's sequences.
+            quiet: show no progress.
+
+        Raises:
+            UnsupportedError: a task generates with options that an engine does not have.
+            TTPUError: a request failed in the engine.
+        """
+        ...
+
+
+class Harness(Protocol):
+    """The service "harness": tasks of the lm-evaluation-harness."""
+
+    def load(
+        self,
+        tasks: Sequence[str],
+        *,
+        num_fewshot: int | None = None,
+        limit: float | None = None,
+        apply_chat_template: bool = False,
+    ) -> LoadedTasks:
+        """Find tasks and read their data.
+
+        Args:
+            tasks: names of tasks, groups or tags, or paths of YAML files.
+            num_fewshot: examples before each question; None as the tasks say.
+            limit: examples of each task; below 1, their share; None takes all.
+            apply_chat_template: write prompts as the tokenizer's chat template does.
+
+        Raises:
+            MissingDependencyError: the harness is not installed.
+            RequestError: a task that does not exist, or runs code.
+            DataError: the data of a task cannot be read.
         """
         ...
 

@@ -200,7 +200,7 @@ def test_the_engine_reads_the_arrays_of_the_trainer(checkpoint: Path) -> None:
     random = np.random.default_rng(0)
     prompts = [random.integers(0, 255, 5).tolist() for _ in range(4)]
     before = [one.tokens for one in worker.generate(prompts, range(4))]
-    engine: Any = worker._engine
+    engine: Any = worker.live.engine
     assert isinstance(engine.runner, RolloutRunner) and not engine.runner.params and not engine.runner.caches
     tokens = random.integers(0, 255, (4, 12)).astype(np.int32)
     places = np.broadcast_to(np.arange(12, dtype=np.int32), tokens.shape)

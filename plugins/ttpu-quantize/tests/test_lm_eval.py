@@ -49,7 +49,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluated(tasks: Path, model: str, arguments: str) -> dict[str, list[Any]]:
+def evaluated(tasks: Path, model: Any, arguments: str | None = None) -> dict[str, list[Any]]:
     """Task → the answers to each of its requests."""
     from lm_eval.tasks import TaskManager
 
@@ -68,10 +68,7 @@ def evaluated(tasks: Path, model: str, arguments: str) -> dict[str, list[Any]]:
     return {name: [sample["resps"] for sample in samples] for name, samples in found["samples"].items()}
 
 
-def test_a_task_gives_the_figures_of_the_harness_own_model(tasks: Path, tmp_path: Path) -> None:
-    checkpoint = llama_checkpoint(tmp_path / "tiny", max_position_embeddings=32)  # texts are longer than this
-    found = evaluated(tasks, "ttpu", f"pretrained={checkpoint}")
-    expected = evaluated(tasks, "hf", f"pretrained={checkpoint},dtype=float32,max_length=32")
+def assert_same(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> None:
     assert found.keys() == expected.keys() == TASKS.keys()
     assert found["made_answer"] == expected["made_answer"]
     for name in ("made_choice", "made_rolling"):
@@ -84,6 +81,13 @@ def test_a_task_gives_the_figures_of_the_harness_own_model(tasks: Path, tmp_path
                 assert best == expected_best
 
 
+def test_a_task_gives_the_figures_of_the_harness_own_model(tasks: Path, tmp_path: Path) -> None:
+    checkpoint = llama_checkpoint(tmp_path / "tiny", max_position_embeddings=32)  # texts are longer than this
+    found = evaluated(tasks, "ttpu", f"pretrained={checkpoint}")
+    expected = evaluated(tasks, "hf", f"pretrained={checkpoint},dtype=float32,max_length=32")
+    assert_same(found, expected)
+
+
 def test_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
     from ttpu_quantize.lm_eval import TTPULM
 
@@ -93,3 +97,34 @@ def test_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
         TTPULM("nowhere", batch_size="auto")
     with pytest.raises(RequestError, match="no tokenizer files"):
         TTPULM(str(llama_checkpoint(tmp_path / "bare", tokenizer=False)))
+
+
+def test_tasks_during_a_training_give_the_figures_of_the_exported_checkpoint(tasks: Path, tmp_path: Path) -> None:
+    """The engine reads the weights in training."""
+    from ttpu import Trainer
+    from ttpu_quantize.lm_eval_engine import EngineLM
+
+    checkpoint = llama_checkpoint(tmp_path / "tiny", max_position_embeddings=34)
+    engine = {
+        "max_num_seqs": 4, "sequence_buckets": (4,), "token_buckets": (32,), "max_num_batched_tokens": 32,
+        "page_size": 8,
+    }  # fmt: skip
+    trainer: Any = Trainer(
+        str(checkpoint), train_dataset=[{"text": "Two and two are four."}] * 8, output_dir=tmp_path / "run",
+        max_steps=2, learning_rate=1e-2, eval_strategy="steps", eval_steps=1, eval_on_start=True, save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="made_choice_acc", max_length=32, logging_steps=1,
+        eval_tasks=[str(tasks / f"{name}.yaml") for name in TASKS], eval_tasks_engine_options=engine,
+        disable_tqdm=True, remat="none",
+    )  # fmt: skip
+    trainer.train()
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    evaluations = [line for line in log if "eval_made_choice_acc" in line]
+    assert [line["step"] for line in evaluations] == [0, 1, 2]
+    assert len({line["eval_made_rolling_byte_perplexity"] for line in evaluations}) == 3
+    assert {"eval_made_answer_exact_match"} <= evaluations[0].keys()
+    best = max(evaluations[1:], key=lambda line: line["eval_made_choice_acc"])
+    assert trainer.state.best_metric == best["eval_made_choice_acc"]
+    saved = trainer.save_model(tmp_path / "saved", dtype="float32")
+    with trainer._tasks._live.awake() as live:
+        found = evaluated(tasks, EngineLM(live, trainer.tokenizer, 34))
+    assert_same(found, evaluated(tasks, "hf", f"pretrained={saved},dtype=float32,max_length=32"))

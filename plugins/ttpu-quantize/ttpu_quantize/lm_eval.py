@@ -16,25 +16,22 @@ from typing import Any
 
 import numpy as np
 from lm_eval import models  # noqa: F401  fills the harness's table, which is not filled once it holds a model
-from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from ttpu_core.backend import Scores
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.loading import LoadOptions, open_model
 from ttpu_core.registry import default_registry
+from ttpu_quantize.lm_eval_base import Request, TokenizedLM
 
 SMALLEST = 32
 """Tokens to which short requests are padded; others are padded to a power of two, so that few programs compile."""
 
-Request = tuple[Any, list[int], list[int]]
-
 
 @register_model("ttpu")
-class TTPULM(TemplateLM):
+class TTPULM(TokenizedLM):
     """A checkpoint that a TTPU backend runs.
 
     Args:
@@ -67,7 +64,6 @@ class TTPULM(TemplateLM):
         max_batch_size: int | None = None,
         device: str | None = None,
     ) -> None:
-        super().__init__()
         if device is not None:
             raise RequestError(
                 f"device={device!r} was given, but a backend chooses its devices: leave it out, and set JAX_PLATFORMS "
@@ -84,67 +80,13 @@ class TTPULM(TemplateLM):
             )
         options = LoadOptions(dtype=dtype, quantization=quantization, parallelism_strategy=parallelism_strategy)
         model: Any = open_model(pretrained, options, backend=backend)
-        self.runs, self.model = runs, model
-        self.tokenizer = self.model.tokenizer
-        if self.tokenizer is None:
+        if model.tokenizer is None:
             raise RequestError(
                 f"tasks were to be run with {pretrained}, but it has no tokenizer files: copy tokenizer.json into it."
             )
-        self.pretrained, self.batch_size = pretrained, int(batch_size)
-        self.max_length = min(max_length or self.model.context, self.model.context)
-        self.max_gen_toks = max_gen_toks
-
-    @property
-    def eot_token_id(self) -> int:
-        """The token that ends a text."""
-        return int(self.tokenizer.eos_token_id)
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The token before a text that has no context."""
-        first = self.tokenizer.bos_token_id
-        return self.eot_token_id if first is None else int(first)
-
-    @property
-    def tokenizer_name(self) -> str:
-        """A name for the harness's cache of requests."""
-        return str(Path(self.pretrained)).replace("/", "__")
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """Messages as the text of a prompt."""
-        text: str = self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-        return text
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of a text, with special tokens as the tokenizer adds them, unless the text begins with one."""
-        if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
-            add_special_tokens = False
-        special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return [int(token) for token in self.tokenizer.encode(string, **special)]
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, in windows of `max_length` tokens that overlap by one."""
-        windows: list[Request] = []
-        owner: list[int] = []
-        for number, request in enumerate(requests):
-            (text,) = request.args
-            cut = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
-            for context, continuation in map(make_disjoint_window, cut):
-                windows.append((None, context, continuation))
-                owner.append(number)
-        totals = [0.0] * len(requests)
-        for number, (value, _) in zip(owner, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
-            totals[number] += value
-        for request, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return totals
+        name, longest = str(Path(pretrained)).replace("/", "__"), min(max_length or model.context, model.context)
+        super().__init__(model.tokenizer, name, longest, max_gen_toks)
+        self.runs, self.model, self.batch_size = runs, model, int(batch_size)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue each context until one of its stop sequences, the end of text, or its most new tokens."""

@@ -77,6 +77,8 @@ class TrainingArguments:
         zero_stage: 1 shards the optimizer's state, 2 gradients too, 3 weights too; None is 3 on a mesh with an "fsdp"
             axis, else 0.
         parallelism_strategy: how the model is sharded, as for `AutoModelForTPU.from_pretrained`.
+        offload_optimizer: hold the optimizer's state in the host's memory; an update brings it to the devices layer by
+            layer.
         trainable: patterns of the paths of trained parameters, as in "layers.*.attn.*"; None trains all.
         peft_config: train low-rank adapters in place of the weights: the fields of peft's LoraConfig as a mapping, such
             as {"r": 16, "target_modules": "all-linear"}, or a LoraConfig.
@@ -98,6 +100,12 @@ class TrainingArguments:
         eval_strategy: no, steps or epoch: when the evaluation data are used.
         eval_steps: updates between two evaluations; None is logging_steps.
         eval_on_start: evaluate before the first update.
+        eval_tasks: tasks of the lm-evaluation-harness that are run at each evaluation, by name or as paths of YAML
+            files. Their metrics are eval_TASK_METRIC, as in eval_arc_easy_acc.
+        eval_tasks_num_fewshot: examples before each of their questions; None as the tasks say.
+        eval_tasks_limit: examples of each task; below 1, their share; None takes all.
+        eval_tasks_apply_chat_template: write their prompts as the tokenizer's chat template does.
+        eval_tasks_engine_options: of the serving engine that answers them, such as {"max_model_len": 8192}.
         save_strategy: no, steps or epoch: when checkpoints are written. Unless "no", the end of a run writes one too.
         save_steps: updates between two checkpoints; below 1, a share of all updates.
         save_total_limit: the newest checkpoints that stay; None keeps all.
@@ -148,6 +156,7 @@ class TrainingArguments:
     remat: Remat = "auto"
     zero_stage: ZeroStage | None = None
     parallelism_strategy: Any = None
+    offload_optimizer: bool = False
     trainable: Sequence[str] | None = None
     peft_config: Any = None
     adapter_name_or_path: str | Path | None = None
@@ -166,6 +175,11 @@ class TrainingArguments:
     eval_strategy: Interval = "no"
     eval_steps: float | None = None
     eval_on_start: bool = False
+    eval_tasks: str | Sequence[str] | None = None
+    eval_tasks_num_fewshot: int | None = None
+    eval_tasks_limit: float | None = None
+    eval_tasks_apply_chat_template: bool = False
+    eval_tasks_engine_options: Mapping[str, Any] | None = None
     save_strategy: Interval = "steps"
     save_steps: float = 500
     save_total_limit: int | None = None
@@ -203,7 +217,7 @@ class TrainingArguments:
             _need(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("adam_beta1", "adam_beta2", "momentum", "label_smoothing_factor", "warmup_ratio"):
             _need(0 <= getattr(self, name) < 1, name, getattr(self, name), "from 0 to below 1")
-        for name in ("logging_steps", "save_steps", "eval_steps"):
+        for name in ("logging_steps", "save_steps", "eval_steps", "eval_tasks_limit"):
             value = getattr(self, name)
             _need(value is None or value > 0, name, value, "above 0")
         more = self.lr_scheduler_kwargs
@@ -287,6 +301,12 @@ class TrainingArguments:
         return (numbers[0], numbers[-1]) if len(numbers) in (1, 2) else (0, 0)
 
     @property
+    def task_names(self) -> tuple[str, ...]:
+        """The tasks in `eval_tasks`."""
+        given = self.eval_tasks or ()
+        return (given,) if isinstance(given, str) else tuple(given)
+
+    @property
     def best_metric(self) -> str:
         """The metric that chooses the best checkpoint, with its prefix."""
         name = self.metric_for_best_model or "loss"
@@ -361,6 +381,7 @@ class TrainingArguments:
             None if self.trainable is None else tuple(self.trainable),
             seed=self.seed,
             adapters=self.adapters,
+            offload_optimizer=self.offload_optimizer,
         )
 
     def checkpoint_policy(self) -> CheckpointPolicy:

@@ -60,6 +60,10 @@ def read_training_file(path: str | Path, changes: Sequence[str] = ()) -> Trainin
     content = _content(source)
     content = {key: _beside(value, source.parent) if key in (*PATHS, *DATASETS) else _number(value)
                for key, value in content.items()}  # fmt: skip
+    tasks = content.get("eval_tasks")
+    if isinstance(tasks, str | list):  # a folder beside the file may have the name of a task
+        names = [tasks] if isinstance(tasks, str) else tasks
+        content["eval_tasks"] = [_beside(one, source.parent) if _is_yaml(one) else one for one in names]
     for change in changes:
         _apply(content, change)
     if "resume" in content:
@@ -200,6 +204,10 @@ def _beside(value: Any, folder: Path) -> Any:
     if isinstance(value, dict):
         return {key: one if key in IMPORTED_KEYS else _beside(one, folder) for key, one in value.items()}
     return value
+
+
+def _is_yaml(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith((".yaml", ".yml"))
 
 
 def _apply(content: dict[str, Any], change: str) -> None:

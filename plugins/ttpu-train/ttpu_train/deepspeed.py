@@ -29,6 +29,9 @@ NO_EFFECT = {
 }  # fmt: skip
 """Keys about how PyTorch's processes exchange buffers, by section: a compiler schedules that here."""
 
+OFFLOAD_WITHOUT_EFFECT = ("pin_memory", "buffer_count", "fast_init")
+"""Keys of offload_optimizer about PyTorch's copies: the host's memory is always pinned here."""
+
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "sgd": "sgd", "muon": "muon"}
 """DeepSpeed's names, in small letters. Its Adam decays weights as AdamW does."""
 OPTIMIZER_KEYS = {
@@ -143,12 +146,28 @@ class _Reader:
                 if value not in (0, 1, 2, 3):
                     raise _refused("zero_optimization.stage", value, "0, 1, 2 or 3")
                 yield "zero_stage", value
-            elif key in ("offload_optimizer", "offload_param"):
+            elif key == "offload_optimizer":
+                yield from self._offload(value)
+            elif key == "offload_param":
                 device = value.get("device") if isinstance(value, Mapping) else value
                 if device not in (None, "none"):
-                    raise _refused(f"zero_optimization.{key}.device", device, "none: weights and state stay on devices")
+                    raise _refused(f"zero_optimization.{key}.device", device, "none: weights stay on devices")
             else:
                 raise _unknown("zero_optimization", key)
+
+    def _offload(self, value: Any) -> Iterator[tuple[str, Any]]:
+        section = value if isinstance(value, Mapping) else {"device": value}
+        name = "zero_optimization.offload_optimizer"
+        for key in section:
+            if key in OFFLOAD_WITHOUT_EFFECT:
+                self.unused.append(f"{name}.{key}")
+            elif key != "device":
+                raise _unknown(name, key)
+        device = section.get("device")
+        if device not in (None, "none", "cpu"):
+            raise _refused(f"{name}.device", device, "cpu or none")
+        if device == "cpu":
+            yield "offload_optimizer", True
 
     def _optimizer(self, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for key in section:

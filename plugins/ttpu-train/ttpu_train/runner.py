@@ -130,6 +130,7 @@ class StepSettings:
             products of weights), "none", or "auto" (the first of none, dots and full that fits).
         trainable: patterns (fnmatch) of the paths of trained parameters; None trains all.
         adapters: low-rank adapters that are trained in place of the model's parameters.
+        offload_optimizer: the optimizer's state lies in the host's memory, and comes to the devices layer by layer.
         skip_nonfinite: an update whose gradients are not finite changes nothing.
         seed: of whatever is random in a step.
         objective: what is minimized in place of the cross-entropy of the next tokens; None for that. Its
@@ -147,6 +148,7 @@ class StepSettings:
     seed: int = 42
     objective: Objective | None = None
     adapters: AdapterSettings | None = None
+    offload_optimizer: bool = False
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from ttpu_train.reporting.trackers import trackers
 from ttpu_train.resuming import kept_arguments
 from ttpu_train.run import TrainingRun
 from ttpu_train.runner import CheckpointPolicy, RowLayout, StepSettings, TrainRunner
+from ttpu_train.task_evaluation import TaskEvaluation
 from ttpu_train.throughput import Meter, training_flops
 
 METHOD_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -139,10 +140,10 @@ class Trainer:
             self.method.check(self.args)
         elif self.method is not None:
             self.method.check(self.args, measures=compute_metrics is not None)
-        if self.args.eval_strategy != "no" and eval_dataset is None:
+        if self.args.eval_strategy != "no" and eval_dataset is None and not self.args.task_names:
             raise RequestError(
                 f"eval_strategy={self.args.eval_strategy!r} was asked for, but there is no eval_dataset: give it some "
-                "data, or leave eval_strategy out."
+                "data, or eval_tasks, or leave eval_strategy out."
             )
         self.train_dataset, self.eval_dataset = _kept(train_dataset), _kept(eval_dataset)
         self.compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
@@ -243,7 +244,9 @@ class Trainer:
         head = not isinstance(self._objective, Reward)
         flops = 0.0 if spec is None else training_flops(spec, self.args.max_length, head=head)
         meter = Meter(flops, self.layout.device_count, runner.peak_flops)
-        with_eval = self.eval_dataset is not None and self.args.eval_strategy != "no"
+        with_eval = self.args.eval_strategy != "no"
+        if with_eval and self._tasks is not None:
+            self._tasks.build()
         run = TrainingRun(
             self.args,
             runner,
@@ -301,7 +304,8 @@ class Trainer:
         return TrainOutput(state.global_step, run.mean_loss, metrics, stopped_by)
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """The loss of evaluation data with the weights as they are, and what `compute_metrics` returns.
+        """The loss of evaluation data with the weights as they are, and what `compute_metrics` returns; without
+        `eval_dataset` also the metrics of `eval_tasks`.
 
         Args:
             eval_dataset: in place of the trainer's.
@@ -349,6 +353,9 @@ class Trainer:
 
     def _evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         data = self.eval_dataset if dataset is None else dataset
+        if dataset is None and self._tasks is not None:
+            of_tasks = self._tasks.metrics(prefix)
+            return of_tasks if data is None else {**self._evaluate(data, prefix), **of_tasks}
         if data is None:
             raise RequestError("an evaluation was asked for, but the Trainer has no eval_dataset: give it some data.")
         if isinstance(self.method, GRPOMethod):
@@ -438,6 +445,14 @@ class Trainer:
         if self.train_dataset is None:
             return 1
         return max(1, math.ceil(self.training_batches.steps_per_epoch * self.args.num_train_epochs))
+
+    @cached_property
+    def _tasks(self) -> TaskEvaluation | None:
+        """What runs `eval_tasks`; None without any."""
+        if not self.args.task_names:
+            return None
+        context = _described(self.loaded).architecture.spec.context
+        return TaskEvaluation(self.args, self.runner, self.tokenizer, context)
 
     @cached_property
     def training_batches(self) -> BatchLoader | RolloutBatches:

@@ -118,7 +118,7 @@ def compile_lowered(
     memory, text = executable.memory_analysis(), executable.as_text()
     return CompiledProgram(
         topology=topology,
-        peak_bytes=memory.peak_memory_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes - _host_bytes(memory),
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
@@ -128,6 +128,16 @@ def compile_lowered(
         estimate=estimate(text, topology.chip.name),
         hlo_text=text,
         executable=executable,
+    )
+
+
+def _host_bytes(memory: Any) -> int:
+    """What a program holds in the host's memory, which the compiler counts in its peak."""
+    return int(
+        memory.host_argument_size_in_bytes
+        + memory.host_output_size_in_bytes
+        + memory.host_temp_size_in_bytes
+        - memory.host_alias_size_in_bytes
     )
 
 

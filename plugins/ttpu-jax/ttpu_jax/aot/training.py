@@ -19,6 +19,7 @@ from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.params.placement import Placement
+from ttpu_jax.train.offload import HOST
 
 if TYPE_CHECKING:
     from ttpu_train.runner import StepSettings
@@ -108,6 +109,6 @@ def _placement(topology: Any, found: Parallelism) -> Placement:
 
 
 def _device_bytes(arrays: Any) -> int:
-    """Bytes of abstract arrays on one device, without the padding of tiles."""
-    leaves = jax.tree.leaves(arrays)
+    """Bytes of abstract arrays on one device, without the padding of tiles and without what lies on the host."""
+    leaves = [leaf for leaf in jax.tree.leaves(arrays) if leaf.sharding.memory_kind != HOST]
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

@@ -21,6 +21,7 @@ from ttpu_jax.train.adapters import AdaptedModel, Adapters
 from ttpu_jax.train.objectives.grpo import grpo_sums
 from ttpu_jax.train.objectives.preference import dpo_sums, kto_sums, kto_whole, orpo_sums, orpo_whole
 from ttpu_jax.train.objectives.reward import SCORE, RewardDecoder, reward_sums
+from ttpu_jax.train.offload import offload_for
 from ttpu_jax.train.optimizers import ELEMENTWISE, matches, optimizer_for, schedule_of
 from ttpu_jax.train.step import TrainStep, WholeBatch
 from ttpu_jax.train.zero import zero_placements
@@ -70,6 +71,11 @@ def step_from_settings(
             f"computes with whole matrices or rows: use {', '.join(ELEMENTWISE)}, or a mesh whose tensor axis divides "
             "the model's heads and sizes."
         )
+    if paddings and settings.offload_optimizer:
+        raise UnsupportedError(
+            "offload_optimizer was asked for on a mesh that pads parameters, whose optimizer state is held on the "
+            "devices: use a mesh whose tensor axis divides the model's heads and sizes, or leave offload_optimizer out."
+        )
     zero = zero_placements(runtime.placement, settings.zero_stage)
     usual = "float32" if runtime.placement.platform == "cpu" else "bfloat16"
     dtype = model_dtype(usual if settings.compute_dtype == "auto" else settings.compute_dtype)
@@ -97,6 +103,9 @@ def step_from_settings(
         rows_per_example=1 if settings.objective is None else settings.objective.rows_per_example,
         of_whole_batch=_whole(settings),
         noise=None if adapters is None else partial(adapters.noise, settings.seed),
+        offload=offload_for(settings, {path: table[path] for path in trained}, zero)
+        if settings.offload_optimizer
+        else None,
     )
 
 

@@ -36,6 +36,7 @@ from ttpu_jax.train.objectives.distill import TEACHER, distill_sums
 from ttpu_jax.train.objectives.preference import completion_logprobs
 from ttpu_jax.train.objectives.reward import SCORE
 from ttpu_jax.train.objectives.token_logprobs import token_logprobs
+from ttpu_jax.train.offload import first_state
 from ttpu_jax.train.remat import compiled_that_fits, peak_bytes
 from ttpu_jax.train.rollouts import HandedWeights, Handover, RolloutModel
 from ttpu_jax.train.rows import form, own_rows, placed_batch, row_layout, row_shardings
@@ -117,8 +118,12 @@ class JaxTrainRunner:
         shapes = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), self.params
         )
-        self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self._step.abstract_state(shapes))
-        self.optimizer_state = jax.jit(self._step.init, out_shardings=self._state_shardings)(self.params)
+        state = self._step.abstract_state(shapes)
+        self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        if self._step.offload is None:
+            self.optimizer_state = jax.jit(self._step.init, out_shardings=self._state_shardings)(self.params)
+        else:
+            self.optimizer_state = first_state(state)
         chip = chip_of_device_kind(programs.runtime.placement.devices[0].device_kind)
         self.peak_flops = chip.bf16_flops if chip is not None and dtype.name == "bfloat16" else None
         self._programs: dict[Any, Any] = {}

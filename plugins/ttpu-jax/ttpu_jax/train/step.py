@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from ttpu_jax.model.causal_model import DecoderModel, Params
 from ttpu_jax.model.loss import LossSums, TokenBatch, summed_cross_entropy
 from ttpu_jax.params.padding import project_gradients, squared_norm
 from ttpu_jax.params.placement import Placement
+from ttpu_jax.train.offload import HOST, Offload
 from ttpu_jax.train.zero import ZeroPlacements
 
 LEARNING_RATE = 1e-4
@@ -97,6 +99,7 @@ class TrainStep:
         of_whole_batch: sums over all rows that the loss of each row depends on, computed without gradients before the
             loss, which finds their totals in `TokenBatch.shared`.
         noise: number of the update, part → what the loss's parameters hold beside the model's, from which it draws.
+        offload: how the optimizer's state is held on the host; None holds it on the devices.
     """
 
     model: DecoderModel
@@ -113,6 +116,7 @@ class TrainStep:
     rows_per_example: int = 1
     of_whole_batch: WholeBatch | None = None
     noise: Callable[[jax.Array | int, jax.Array | int], Params] | None = None
+    offload: Offload | None = None
 
     def init(self, params: Params) -> Any:
         """The optimizer's state before the first step; for use inside jit, or of shapes with `jax.eval_shape`."""
@@ -129,7 +133,7 @@ class TrainStep:
             weight = trained[names[-1]] if names else None
             sharding = whole
             if weight is not None and leaf.shape == weight.shape:
-                sharding = weight.sharding
+                sharding = weight.sharding if self.offload is None else weight.sharding.with_memory_kind(HOST)
             elif weight is not None and leaf.ndim == weight.ndim and leaf.shape[:-1] == weight.shape[:-1]:
                 sharding = _of_blocks(weight.sharding, leaf.shape)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -161,18 +165,35 @@ class TrainStep:
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + CLIP_EPSILON))
             gradients = jax.tree.map(lambda gradient: gradient * scale, gradients)
-        updates, after = self.optimizer.update(gradients, state, trained)
-        rate = jnp.float32(0)
-        if self.learning_rate is not None:
-            rate = self.learning_rate(jnp.asarray(number))
-            updates = jax.tree.map(lambda update: -rate * update, updates)
-        updated, skipped = optax.apply_updates(trained, updates), jnp.asarray(False)
-        if self.skip_nonfinite:
-            skipped = ~(jnp.isfinite(norm) & jnp.isfinite(sums.total))
-            updated, after = jax.tree.map(
-                lambda new, old: jnp.where(skipped, old, new), (updated, after), (trained, state)
-            )
+        rate = jnp.float32(0) if self.learning_rate is None else self.learning_rate(jnp.asarray(number))
+        finite = jnp.isfinite(norm) & jnp.isfinite(sums.total)
+        skipped = ~finite if self.skip_nonfinite else jnp.asarray(False)
+        update = partial(self._updated, rate, skipped)
+        if self.offload is None:
+            updated, after = update(self.optimizer, trained, state, gradients)
+        else:
+            updated, after = self.offload(update, trained, state, gradients)
         return {**params, **updated}, after, Figures(sums, norm, rate, skipped)
+
+    def _updated(
+        self,
+        rate: jax.Array,
+        skipped: jax.Array,
+        optimizer: optax.GradientTransformation,
+        params: dict[str, jax.Array],
+        state: Any,
+        gradients: dict[str, jax.Array],
+    ) -> tuple[dict[str, jax.Array], Any]:
+        """Parameters and their optimizer's state after an update, or as they were if it is skipped."""
+        updates, after = optimizer.update(gradients, state, params)
+        if self.learning_rate is not None:
+            updates = jax.tree.map(lambda update: -rate * update, updates)
+        updated = optax.apply_updates(params, updates)
+        if self.skip_nonfinite:
+            updated, after = jax.tree.map(
+                lambda new, old: jnp.where(skipped, old, new), (updated, after), (params, state)
+            )
+        return updated, after
 
     def sums(self, weights: Params, batch: TokenBatch) -> LossSums:
         """The sums of a batch that is computed at once, with weights as `computed` gives them."""

@@ -3,32 +3,21 @@ during updates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Protocol, cast
 
 import numpy as np
 
-from ttpu_core.errors import TTPUError, UnsupportedError
+from ttpu_core.errors import TTPUError
 from ttpu_core.generation.sampling_params import SamplingParams
-from ttpu_core.registry import default_registry
-from ttpu_core.services import Engines, RolloutEngine
 from ttpu_train.grpo.arguments import GRPOArguments
+from ttpu_train.live_engine import HandsWeights, LiveEngine
 from ttpu_train.runner import Batch, TrainRunner
 
 
-@runtime_checkable
-class RolloutRunner(Protocol):
-    """A `TrainRunner` whose weights an engine can read."""
-
-    def rollout_model(self) -> Any:
-        """The model in training, for the service "engine" to build an engine for."""
-        ...
-
-    def rollout_weights(self) -> Any:
-        """The present weights, for that engine's `update_weights`. Valid until the next update."""
-        ...
+class RolloutRunner(HandsWeights, Protocol):
+    """A `TrainRunner` whose weights an engine can read, and which compares with its own."""
 
     def token_logprobs(self, batch: Batch, temperature: float, *, initial: bool = False) -> np.ndarray:
         """float32 [rows, seq], the log-probability of each token of this process's rows given those before it, where
@@ -66,22 +55,28 @@ class RolloutWorker:
         max_length: the most tokens of a prompt with its completion.
         rows: completions that are sampled at once.
 
+    Attributes:
+        live: the engine.
+
     Raises:
-        UnsupportedError: the backend's weights cannot be served while they are trained, or the engine cannot serve the
-            model or its mesh.
-        MissingDependencyError: no serving engine is installed.
+        UnsupportedError: the backend's weights cannot be served while they are trained.
     """
 
     def __init__(self, runner: TrainRunner, args: GRPOArguments, max_length: int, rows: int) -> None:
-        if not isinstance(runner, RolloutRunner):
-            raise UnsupportedError(
-                "method='grpo' samples with the weights in training, but this backend gives no engine access to them: "
-                "use backend='jax'."
-            )
-        self._runner: RolloutRunner = runner
-        self._args, self._max_length, self._rows = args, max_length, rows
-        self._engine: RolloutEngine | None = None
+        self._runner = cast(RolloutRunner, runner)
+        self._args = args
         self._with_logprobs = args.importance_sampling_correction
+        penalties = args.repetition_penalty != 1
+        options = {
+            "max_model_len": max_length,
+            "max_num_seqs": min(rows, 256),
+            "sampling_level": "all" if self._with_logprobs or penalties else "draw",
+            "penalties": penalties,
+            "prompt_logprobs": False,
+            "max_logprobs": 1,
+            **args.engine_options,
+        }
+        self.live = LiveEngine(runner, options, "method='grpo'")
 
     def generate(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[Completion]:
         """Sample a completion of each prompt with the present weights.
@@ -91,9 +86,11 @@ class RolloutWorker:
             seeds: of each completion. The same seeds, prompts and weights give the same tokens.
 
         Raises:
+            UnsupportedError: the engine cannot serve the model or its mesh.
+            MissingDependencyError: no serving engine is installed.
             TTPUError: a request failed in the engine.
         """
-        with self._awake() as engine:
+        with self.live.awake() as engine:
             tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
             logprobs: dict[str, list[float]] = {name: [] for name in tokens}
             reasons: dict[str, str] = {}
@@ -138,37 +135,7 @@ class RolloutWorker:
 
     def close(self) -> None:
         """Free the engine's memory."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-
-    @contextmanager
-    def _awake(self) -> Iterator[RolloutEngine]:
-        """The engine with the present weights; it sleeps afterwards."""
-        if self._engine is None:
-            engine = self._engine = self._built()
-        else:
-            engine = self._engine
-            engine.update_weights(self._runner.rollout_weights())
-            engine.wake_up()
-        try:
-            yield engine
-        finally:
-            engine.sleep()
-
-    def _built(self) -> RolloutEngine:
-        engines: Engines = default_registry().service("engine")
-        penalties = self._args.repetition_penalty != 1
-        config = {
-            "max_model_len": self._max_length,
-            "max_num_seqs": min(self._rows, 256),
-            "sampling_level": "all" if self._with_logprobs or penalties else "draw",
-            "penalties": penalties,
-            "prompt_logprobs": False,
-            "max_logprobs": 1,
-            **self._args.engine_options,
-        }
-        return cast(RolloutEngine, engines.build(self._runner.rollout_model(), engines.config(config)))
+        self.live.close()
 
     def _sampling(self, seed: int) -> SamplingParams:
         args = self._args
