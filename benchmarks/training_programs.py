@@ -1,6 +1,6 @@
 """What the TPU compiler says of training steps, without a TPU: the bytes of a device for each ZeRO stage of
-Llama-3.1-8B on 16 chips, and whole steps of models of 8, 70 and 235 billion parameters on slices of v5p and v6e,
-one of them two slices that the data centre network joins.
+Llama-3.1-8B on 16 chips and with the optimizer's state on the host, and whole steps of models of 8, 70 and 235 billion
+parameters on slices of v5p and v6e, one of them two slices that the data centre network joins.
 
 A row has the compiler's peak, the part of it that is held between steps (master weights and moments) beside the
 formula's for the stage, and the predicted time: the compiler's, kernels added with their least time. All layers are
@@ -21,6 +21,8 @@ from importlib import metadata
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.config import ModelConfig
@@ -69,6 +71,7 @@ class Row:
     zero_stage: int | None
     rows: int
     length: int
+    offload: bool = False
 
 
 ROWS = (
@@ -78,6 +81,7 @@ ROWS = (
         for stage in (0, 1, 2, 3)
     ),
     Row("zero", "Llama-3.1-8B", "v5e:4x4", "fsdp", 3, 1, 2048),
+    Row("offload", "Llama-3.1-8B", "v5e:4x4", "fsdp", 3, 1, 2048, offload=True),
     Row("slices", "Llama-3.1-8B", "v5p:2x2x4", "fsdp", 3, 2, 4096),
     Row("slices", "Llama-3.1-8B", "v6e:4x4", "fsdp", 3, 1, 4096),
     Row("slices", "Llama-3.1-8B", "2*v5e:4x4", "dcn.data=2,fsdp=16", 3, 1, 2048),
@@ -109,7 +113,11 @@ def compiled(row: Row) -> dict[str, Any]:
     """The figures of one row, or what the compiler refused it with."""
     architecture = architecture_of(row.model)
     asked = {"group": row.group, "model": row.model, "slice": row.topology, "mesh": row.mesh, "zero": row.zero_stage}
-    settings = TrainingArguments(zero_stage=row.zero_stage, bf16=True, remat="full").step_settings(1000)
+    if row.offload:
+        asked["offload"] = True
+    settings = TrainingArguments(
+        zero_stage=row.zero_stage, bf16=True, remat="full", offload_optimizer=row.offload
+    ).step_settings(1000)
     began = time.monotonic()
     try:
         step = compile_update(
@@ -141,13 +149,14 @@ def compiled(row: Row) -> dict[str, Any]:
 def held_by_formula(architecture: Architecture, row: Row) -> float:
     """Bytes of master weights and moments of a device: 12 for each parameter, divided over the axes of tensors and
     experts, and from stage 1 on over those of the batch too (arXiv 1910.02054, figure 1). In stage 3 an axis fsdp
-    divides them alone; slices along another axis hold copies."""
+    divides them alone; slices along another axis hold copies. Moments that are offloaded do not count."""
     sizes = dict(resolve_parallelism(row.mesh, parse_topology(row.topology).num_devices).mesh)
     batch = prod(size for axis, size in sizes.items() if axis in ("data", "fsdp"))
     others = prod(sizes.values()) // batch
     over = sizes["fsdp"] if row.zero_stage == 3 and "fsdp" in sizes else batch if row.zero_stage else 1
     count = sum(prod(parameter.shape) for parameter in architecture.spec.parameters.values())
-    return count * ADAMW.held_bytes / others / over
+    each = np.dtype(ADAMW.master_dtype).itemsize if row.offload else ADAMW.held_bytes
+    return count * each / others / over
 
 
 def architecture_of(model: str) -> Architecture:

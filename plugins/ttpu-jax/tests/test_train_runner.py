@@ -7,6 +7,7 @@ import json
 import shutil
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ttpu_jax.backend import JaxBackend
 from ttpu_jax.compiler_flags import TRAINING_OPTIONS, training_options
 from ttpu_jax.train.export import Parameters
 from ttpu_jax.train.runner import JaxTrainRunner
+from ttpu_train.adapters import AdapterSettings
 from ttpu_train.checkpoints import Checkpoints
 from ttpu_train.export import export_run
 from ttpu_train.runner import Batch, CheckpointPolicy, OptimizerSettings, ScheduleSettings, StepSettings
@@ -235,6 +237,45 @@ def test_other_meshes_and_stages_restore_the_same_bits(checkpoint: Path, run: An
     one = runner(checkpoint, mesh, zero_stage=stage)
     assert Checkpoints(one, folder, CheckpointPolicy()).restore() == {"position": 4}
     assert_bits(stored(one), states[4])
+
+
+def test_an_optimizer_on_the_host_trains_alike_and_is_restored_bit_for_bit(checkpoint: Path, tmp_path: Path) -> None:
+    """The same gradients give the same moments bit for bit, and weights that differ in their last bits."""
+    usual, host = (runner(checkpoint, "fsdp=8", offload_optimizer=offload) for offload in (False, True))
+    np.testing.assert_allclose(trained(host, 0, 3), trained(usual, 0, 3), rtol=1e-5)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(host.optimizer_state) if leaf.ndim}
+    assert kinds == {"pinned_host"}
+    update = partial(host._step._updated, np.float32(1e-3), np.asarray(False))
+    assert host._step.offload is not None
+    weights, moments = jax.jit(partial(host._step.offload, update))(host.params, host.optimizer_state, host.params)
+    on_devices = jax.device_put(host.optimizer_state, usual._state_shardings)
+    expected = jax.jit(partial(update, usual._step.optimizer))(host.params, on_devices, host.params)
+    jax.tree.map(np.testing.assert_array_equal, moments, expected[1])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), weights, expected[0])
+    before = stored(host)
+    not_finite = replace(batch(4), weights=np.full((ROWS, SEQ), np.inf, np.float32))
+    assert host.step(not_finite).values().skipped
+    assert_bits(stored(host), before)
+    store = Checkpoints(host, tmp_path / "checkpoints", CheckpointPolicy())
+    store.save(4, {})
+    store.close()
+    trained(host, 4, 5)
+    for one in (usual, host):
+        Checkpoints(one, tmp_path / "checkpoints", CheckpointPolicy()).restore()
+        assert_bits(stored(one), before)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings", "said"),
+    [
+        ("fsdp=8", {"optimizer": replace(OPTIMIZER, name="muon")}, "only the state of adamw, lion, sgd"),
+        ("tensor=2", {}, "on a mesh that pads parameters"),
+        (None, {"adapters": AdapterSettings(target_modules="all-linear")}, "with adapters"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(checkpoint: Path, mesh: Any, settings: Any, said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        runner(checkpoint, mesh, offload_optimizer=True, **settings)
 
 
 def test_moments_of_8_bits_are_sharded_and_restored_on_another_mesh_bit_for_bit(

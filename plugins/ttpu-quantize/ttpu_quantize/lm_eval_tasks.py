@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,9 @@ def load_tasks(
         DataError: the data of a task cannot be read.
     """
     files = [Path(name).expanduser() for name in names]
-    manager = TaskManager(include_defaults=not all(_is_yaml(file) for file in files))
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name, file in zip(names, files, strict=True):
-        found = _load(manager, str(file) if _is_yaml(file) else name)
+        found = _load(str(file) if _is_yaml(file) else name)
         twice = sorted(set(found["tasks"]) & set(loaded["tasks"]))
         if twice:
             raise RequestError(
@@ -110,9 +110,20 @@ def _is_yaml(path: Path) -> bool:
     return path.suffix in (".yaml", ".yml") and path.is_file()
 
 
-def _load(manager: TaskManager, name: str) -> dict[str, Any]:
-    known = name in manager.all_tasks
-    if not known and not _is_yaml(Path(name)):
+@lru_cache(maxsize=2)
+def _manager(*, include_defaults: bool) -> TaskManager:
+    """Reads the thousands of files of the harness's own tasks, which takes long, only if they are included."""
+    return TaskManager(include_defaults=include_defaults)
+
+
+def _load(name: str) -> dict[str, Any]:
+    """One task, or the tasks of a group. A YAML file may name tasks of the harness."""
+    if _is_yaml(Path(name)):
+        with suppress(Exception), seeded():
+            alone: dict[str, Any] = _manager(include_defaults=False).load([name])
+            return alone
+    manager = _manager(include_defaults=True)
+    if name not in manager.all_tasks and not _is_yaml(Path(name)):
         close = get_close_matches(name, manager.all_tasks, 3)
         advice = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists them."
         raise RequestError(

@@ -20,7 +20,7 @@ CONFIG: dict[str, Any] = {
     "gradient_accumulation_steps": 4,
     "gradient_clipping": "auto",
     "steps_per_print": 5,
-    "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "none"}},
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
     "optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.8, 0.99], "eps": 1e-7, "weight_decay": "auto"}},
     "scheduler": {
         "type": "WarmupDecayLR",
@@ -37,13 +37,15 @@ CONFIG: dict[str, Any] = {
 def test_every_key_becomes_an_argument(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(CONFIG))
-    with pytest.warns(UserWarning, match=r"overlap_comm, activation_checkpointing.partition_activations, wall_clock"):
+    unused = r"overlap_comm, .*offload_optimizer.pin_memory, activation_checkpointing.partition_activations, wall_clock"
+    with pytest.warns(UserWarning, match=unused):
         found = read_deepspeed(file)
     assert found == {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4,
         "logging_steps": 5,
         "zero_stage": 2,
+        "offload_optimizer": True,
         "optim": "adamw",
         "learning_rate": 3e-4,
         "adam_beta1": 0.8,
@@ -74,7 +76,10 @@ def test_a_logarithmic_warmup_is_said_to_be_linear_here() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = read_deepspeed(
-            {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "cos_min_ratio": 0.1}}}
+            {
+                "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "cos_min_ratio": 0.1}},
+                "zero_optimization": {"offload_optimizer": {"device": "none"}},
+            }
         )
     assert found == {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
 
@@ -87,7 +92,9 @@ def test_a_logarithmic_warmup_is_said_to_be_linear_here() -> None:
         ({"gradient_clipping": "much"}, "gradient_clipping = 'much', but it must be a number"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_hpz_partition_size"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer.device = 'cpu'"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "must be cpu or none"),
+        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "offload_optimizer.ratio"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param.device = 'cpu'"),
         ({"zero_optimization": 2}, "zero_optimization = 2, but it must be an object"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type = 'OneBitAdam'"),
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),

@@ -34,6 +34,8 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "lion_32bit": "lion",
 }
 """Names of optimizers, transformers' among them."""
+LESS_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+"""The ends of metrics' names of which the least is the best."""
 KINDS = {"int": "a whole number", "float": "a number"}
 NOT_NEGATIVE = (
     "learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "max_grad_norm", "z_loss", "nan_limit",
@@ -112,7 +114,7 @@ class TrainingArguments:
         load_best_model_at_end: end with the weights of the best evaluation.
         metric_for_best_model: "loss" (the default with load_best_model_at_end), or another metric; a prefix eval_ may
             be left out.
-        greater_is_better: None: unless the metric's name ends in "loss".
+        greater_is_better: None: unless the metric's name ends in loss, perplexity or bits_per_byte.
         report_to: "all" (those installed), "none", or names among tensorboard, wandb, trackio, mlflow.
         run_name: how these call the run; None is the name of output_dir.
         disable_tqdm: no progress bar; None shows one on a terminal.
@@ -350,7 +352,7 @@ class TrainingArguments:
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             object.__setattr__(self, "metric_for_best_model", "loss")
         if self.metric_for_best_model is not None and self.greater_is_better is None:
-            object.__setattr__(self, "greater_is_better", not self.metric_for_best_model.endswith("loss"))
+            object.__setattr__(self, "greater_is_better", not self.metric_for_best_model.endswith(LESS_IS_BETTER))
 
     def warmup(self, total_steps: int) -> int:
         """The updates over which the learning rate rises."""

@@ -23,7 +23,7 @@ class TaskEvaluation:
         args: of the run.
         runner: of the training.
         tokenizer: of the model.
-        context: tokens that the model holds.
+        context: tokens that the model holds; None if unknown.
 
     Raises:
         MissingDependencyError: the harness is not installed.
@@ -32,13 +32,13 @@ class TaskEvaluation:
         UnsupportedError: the backend's weights cannot be served while they are trained.
     """
 
-    def __init__(self, args: TrainingArguments, runner: TrainRunner, tokenizer: Any, context: int) -> None:
+    def __init__(self, args: TrainingArguments, runner: TrainRunner, tokenizer: Any, context: int | None) -> None:
         if tokenizer is None:
             raise RequestError(
                 "eval_tasks was given, but the model has no tokenizer for the tasks' texts: pass processing_class."
             )
         options = {
-            "max_model_len": min(context, LONGEST),
+            "max_model_len": min(context or LONGEST, LONGEST),
             "sampling_level": "draw",
             "max_logprobs": 1,
             **(args.eval_tasks_engine_options or {}),

@@ -451,8 +451,8 @@ class Trainer:
         """What runs `eval_tasks`; None without any."""
         if not self.args.task_names:
             return None
-        context = _described(self.loaded).architecture.spec.context
-        return TaskEvaluation(self.args, self.runner, self.tokenizer, context)
+        spec = getattr(getattr(_described(self.loaded), "architecture", None), "spec", None)
+        return TaskEvaluation(self.args, self.runner, self.tokenizer, None if spec is None else spec.context)
 
     @cached_property
     def training_batches(self) -> BatchLoader | RolloutBatches:

@@ -163,7 +163,7 @@ def first_state(shapes: Any) -> Any:
     """
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             sizes = [len(range(*part.indices(size))) for part, size in zip(index, leaf.shape, strict=True)]
             return np.zeros(sizes, leaf.dtype)
 
