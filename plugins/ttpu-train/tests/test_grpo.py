@@ -235,7 +235,7 @@ def test_the_engine_is_sized_for_what_is_sampled_at_once(parts: int, at_once: in
         [{"prompt": "a"}], Letters(), DataSettings(rows=8, max_length=8), lambda: cast(Any, served), TrainerState(),
         parts, cast(Any, None),
     )  # fmt: skip
-    assert made._make_worker()._rows == made._sampled_rows == expected
+    assert made._make_worker().live.options["max_num_seqs"] == made._sampled_rows == expected
 
 
 def test_a_reward_model_is_a_reward_function_by_its_folder() -> None:

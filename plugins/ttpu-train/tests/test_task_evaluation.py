@@ -111,6 +111,8 @@ def test_what_tasks_need_is_said(services: Services, tmp_path: Path) -> None:
         TaskEvaluation(TrainingArguments(eval_tasks="piqa"), cast(Any, SimpleNamespace()), TOKENIZER, None)
     with pytest.raises(RequestError, match="eval_tasks_limit=0"):
         TrainingArguments(eval_tasks_limit=0)
+    with pytest.raises(RequestError, match="writes none: leave it out"):
+        trainer(tmp_path, method="reward")
     with pytest.raises(RequestError, match="give it some data, or eval_tasks"):
         trainer(tmp_path, eval_tasks=None)
     assert TrainingArguments(metric_for_best_model="wikitext_word_perplexity").best_is_greatest is False

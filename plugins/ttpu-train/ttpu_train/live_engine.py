@@ -34,6 +34,7 @@ class LiveEngine:
         wanted: what samples, for errors, as in "method='grpo'".
 
     Attributes:
+        options: the engine's settings.
         engine: None before the first use.
 
     Raises:
@@ -47,7 +48,7 @@ class LiveEngine:
                 "backend='jax'."
             )
         self._runner: HandsWeights = runner
-        self._options = dict(options)
+        self.options = dict(options)
         self.engine: RolloutEngine | None = None
 
     @contextmanager
@@ -61,7 +62,7 @@ class LiveEngine:
         """
         if self.engine is None:
             engines: Engines = default_registry().service("engine")
-            config = engines.config(self._options)
+            config = engines.config(self.options)
             engine = self.engine = cast(RolloutEngine, engines.build(self._runner.rollout_model(), config))
         else:
             engine = self.engine

@@ -145,6 +145,10 @@ class Trainer:
                 f"eval_strategy={self.args.eval_strategy!r} was asked for, but there is no eval_dataset: give it some "
                 "data, or eval_tasks, or leave eval_strategy out."
             )
+        if self.args.task_names and method == "reward":
+            raise RequestError(
+                "eval_tasks was given with method='reward', whose model scores texts and writes none: leave it out."
+            )
         self.train_dataset, self.eval_dataset = _kept(train_dataset), _kept(eval_dataset)
         self.compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         self._source, self._load_options, self._cache_dir = model, dict(load_options or {}), cache_dir
