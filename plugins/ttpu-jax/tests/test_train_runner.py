@@ -28,6 +28,7 @@ from ttpu_jax.train.runner import JaxTrainRunner
 from ttpu_train.adapters import AdapterSettings
 from ttpu_train.checkpoints import Checkpoints
 from ttpu_train.export import export_run
+from ttpu_train.micro_batches import batch_of
 from ttpu_train.runner import Batch, CheckpointPolicy, OptimizerSettings, ScheduleSettings, StepSettings
 
 ROWS, SEQ, STEPS = 16, 12, 10
@@ -162,6 +163,19 @@ def test_updates_are_traced(light: JaxTrainRunner, tmp_path: Path) -> None:
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert any("update" in str(event.get("name")) for event in events)
     assert one.gathered(2.5) == (2.5,)
+
+
+def test_packed_rows_of_a_users_loader_have_the_loss_of_their_sequences(light: JaxTrainRunner) -> None:
+    random, lengths = np.random.default_rng(0), (5, 4, 3)
+    packed = {"input_ids": random.integers(0, 255, (2, SEQ)), "position_ids": [[*range(5), *range(4), *range(3)]] * 2}
+    sequences = [one for row in packed["input_ids"] for one in np.split(row, np.cumsum(lengths)[:-1])]
+    rows, masks = np.zeros((6, 5), int), np.zeros((6, 5), int)
+    for place, one in enumerate(sequences):
+        rows[place, : len(one)], masks[place, : len(one)] = one, 1
+    separate = light.evaluate(batch_of({"input_ids": rows, "attention_mask": masks})).values()
+    together = light.evaluate(batch_of(packed)).values()
+    assert together.tokens == separate.tokens == 2 * (4 + 3 + 2)
+    np.testing.assert_allclose(together.cross_entropy, separate.cross_entropy, rtol=1e-5)
 
 
 def test_a_loop_of_deepspeed_trains_as_one_device(checkpoint: Path, plain: Any) -> None:

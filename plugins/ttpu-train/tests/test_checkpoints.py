@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from numpy_train_runner import BigramModel, NumpyBackend, NumpyFiles, NumpyTrainRunner
 
 from ttpu_core.errors import CheckpointError, RequestError
+from ttpu_train import checkpoints
 from ttpu_train.checkpoints import Checkpoints
 from ttpu_train.export import export_run
 from ttpu_train.runner import CheckpointPolicy, StepSettings
@@ -244,3 +246,53 @@ def test_an_export_of_a_damaged_checkpoint_or_of_a_missing_step_is_refused(
     change(tmp_path / "checkpoints" / "1", backend="jax")
     with pytest.raises(CheckpointError, match="another backend wrote it, 'jax': name that with --backend"):
         export_run(tmp_path, tmp_path / "out", NumpyBackend(), step=1)
+
+
+class Killed(BaseException):
+    """Nothing that follows runs."""
+
+
+def test_a_save_in_place_of_another_may_be_killed_at_any_moment(
+    runner: NumpyTrainRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AtOnce:
+        def __init__(self, target: Any, args: Any, name: str) -> None:
+            self.start = lambda: target(*args)
+
+        def join(self) -> None: ...
+
+    monkeypatch.setattr(checkpoints, "Thread", AtOnce)
+    save(store(runner, tmp_path), runner, 5)
+    found, renamed = [], Path.rename
+    for moment in range(1, 9):
+        calls: list[Path] = []
+
+        def rename(path: Path, target: Path, calls: list[Path] = calls, moment: int = moment) -> Path:
+            calls.append(path)
+            if len(calls) == moment:
+                raise Killed
+            return renamed(path, target)
+
+        runner.loaded.table[:] = moment
+        before = found[-1] if found else 5
+        with monkeypatch.context() as patch, suppress(Killed):
+            patch.setattr(Path, "rename", rename)
+            store(runner, tmp_path).save(5, {}, wait=True)
+        again = store(runner, tmp_path)
+        assert again.steps() == (5,)
+        again.restore()
+        found.append(int(runner.loaded.table[0, 0]))
+        assert found[-1] in (before, moment)
+        if len(calls) < moment:
+            break
+    assert found == [5, 5, 3, 4]  # renamed: the old one aside, the new one there, the old one to be deleted
+    assert names(tmp_path) == ["5"]
+
+
+def test_only_the_checkpoint_that_was_saved_last_stays(
+    runner: NumpyTrainRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store(runner, tmp_path), runner, 4, 9)
+    change(tmp_path / "checkpoints" / "4", backend="other")
+    save(store(runner, tmp_path, keep=1, last_saved_alone=True), runner, 5)
+    assert names(tmp_path) == ["4.other", "5"] and "4.other" in caplog.text

@@ -81,7 +81,25 @@ def test_a_logarithmic_warmup_is_said_to_be_linear_here() -> None:
                 "zero_optimization": {"offload_optimizer": {"device": "none"}},
             }
         )
-    assert found == {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+    kwargs = {"min_lr_rate": 0.1}
+    assert found == {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": kwargs, "warmup_steps": 1000}  # its default
+
+
+def test_the_schedules_peak_counts_and_all_trackers_are_kept() -> None:
+    found = read_deepspeed({
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_max_lr": 2e-3}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "tensorboard": {"enabled": True, "job_name": "first"},
+        "wandb": {"enabled": True},
+        "csv_monitor": {"enabled": False},
+        "flops_profiler": {"enabled": False, "profile_step": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": float("inf"),
+    })  # fmt: skip
+    assert (found["learning_rate"], found["report_to"], found["run_name"]) == (2e-3, ("tensorboard", "wandb"), "first")
+    assert TrainingArguments.read(found).logging_steps > 1e9
+    with pytest.warns(UserWarning, match=r"wandb.project, which has no effect here: set .* WANDB_PROJECT"):
+        read_deepspeed({"wandb": {"enabled": True, "project": "mine"}})
 
 
 @pytest.mark.parametrize(
@@ -100,6 +118,10 @@ def test_a_logarithmic_warmup_is_said_to_be_linear_here() -> None:
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type = 'OneCycle'"),
         ({"fp16": {"enabled": True}}, "fp16.enabled = True"),
+        ({"flops_profiler": {"enabled": True}}, "'flops_profiler', but train_micro_batch_size_per_gpu"),
+        ({"tensorboard": {"folder": "x"}}, "tensorboard.folder, which is not supported"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype = 'bf16'"),
+        ({"steps_per_print": None}, "steps_per_print = None, but it must be a number"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "cpu_checkpointing = True"),
     ],
 )

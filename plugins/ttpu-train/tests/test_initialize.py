@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from numpy_train_runner import BigramModel, NumpyBackend
 
 import ttpu_train.trainer
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_train.arguments import TrainingArguments
 from ttpu_train.engine import Engine
-from ttpu_train.initialize import initialize
+from ttpu_train.initialize import OF_THE_LOOP, initialize
 from ttpu_train.micro_batches import batch_of, joined
 from ttpu_train.reporting import picture
 from ttpu_train.trainer import Trainer
@@ -129,6 +132,47 @@ def test_checkpoints_restore_weights_counters_and_the_clients_state(backend: Num
         other.save_checkpoint(tmp_path)
 
 
+def test_a_tag_holds_the_weights_that_were_saved_last(backend: NumpyBackend, tmp_path: Path) -> None:
+    engine, _, loader, _ = engine_of(training_data=examples())
+    update(engine, loader)
+    engine.save_checkpoint(tmp_path, "best")
+    update(engine, loader)
+    engine.save_checkpoint(tmp_path, "best", {"saved": 2})  # another update
+    assert engine.load_checkpoint(tmp_path, "best")[1] == {"saved": 2} and engine.global_steps == 2
+    engine.module.table[:] = 7
+    engine.save_checkpoint(tmp_path, "best")  # the same update
+    engine.module.table[:] = 0
+    engine.load_checkpoint(tmp_path)
+    assert (engine.module.table == 7).all()
+    earlier, _, data, _ = engine_of(training_data=examples())
+    update(earlier, data)
+    earlier.save_checkpoint(tmp_path, tag="best")  # of fewer updates than what the tag held
+    assert [one.name for one in (tmp_path / "best").iterdir()] == ["1"]
+    engine.load_checkpoint(tmp_path)
+    assert engine.global_steps == 1 and (engine.module.table == earlier.module.table).all()
+
+
+def test_tags_and_arguments_of_checkpoints_are_deepspeeds(backend: NumpyBackend, tmp_path: Path) -> None:
+    engine, _, loader, _ = engine_of(training_data=examples())
+    engine.save_checkpoint(tmp_path, 5, exclude_frozen_parameters=False)
+    assert engine.load_checkpoint(tmp_path, 5, load_module_strict=True)[0] == str(tmp_path / "5")
+    with pytest.raises(UnsupportedError, match="load_checkpoint was given load_module_only=True, but a checkpoint is"):
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+    for tag in ("a/b", "latest", "model", ".."):
+        with pytest.raises(RequestError, match="a tag is the name of a folder"):
+            engine.save_checkpoint(tmp_path, tag)
+    theirs = tmp_path / "global_step9" / "mp_rank_00_model_states.pt"
+    theirs.parent.mkdir()
+    theirs.touch()
+    with pytest.raises(RequestError, match=r"global_step9 was to be loaded, but it is a checkpoint of DeepSpeed"):
+        engine.load_checkpoint(tmp_path, "global_step9")
+    with pytest.raises(RequestError, match="but it is not there: name one of 5\\."):
+        engine.load_checkpoint(tmp_path, "6")
+    with pytest.raises(RequestError, match="no JSON"):
+        engine.save_checkpoint(tmp_path, 5, {"tensor": object()})
+    update(engine, loader)
+
+
 def update(engine: Engine, loader: Any) -> None:
     for _, batch in zip(range(2), loader, strict=False):
         engine.backward(engine(batch))
@@ -164,3 +208,102 @@ def test_what_a_compiled_update_cannot_do_is_refused_by_name(backend: NumpyBacke
         engine_of({"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_type": "linear"}}})
     with pytest.raises(RequestError, match="called without config"):
         initialize(model=BigramModel(VOCAB))
+
+
+def test_every_argument_is_taken_or_refused_by_name(backend: NumpyBackend) -> None:
+    names = {one.name for one in fields(TrainingArguments)}
+    assert set(OF_THE_LOOP) <= names
+    for name, value in (("save_steps", 5), ("eval_strategy", "steps"), ("nan_limit", 3), ("hung_step_seconds", 1.0),
+                        ("resume_from_checkpoint", True), ("load_best_model_at_end", True)):  # fmt: skip
+        with pytest.raises(UnsupportedError, match=rf"was given {name}, but the loop is yours: \w+"):
+            engine_of(**{name: value})
+    engine_of(save_strategy="no", eval_strategy="no", resume_from_checkpoint=None)
+    taken = names - set(OF_THE_LOOP)
+    assert taken == {
+        "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
+        "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "optim",
+        "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "momentum", "max_grad_norm", "bf16", "z_loss",
+        "label_smoothing_factor", "router_aux_loss_coef", "gradient_checkpointing", "remat", "zero_stage",
+        "parallelism_strategy", "trainable", "peft_config", "adapter_name_or_path", "max_length", "packing",
+        "dataset_text_field", "assistant_only_loss", "completion_only_loss", "document_separator", "mixture_weights",
+        "overlong", "dataloader_num_workers", "dataloader_drop_last", "logging_steps", "logging_first_step",
+        "report_to", "run_name", "disable_tqdm", "seed", "data_seed", "profile_steps",
+    }, "a new argument is honoured by ttpu.initialize, or in OF_THE_LOOP"  # fmt: skip
+
+
+def test_the_number_of_updates_is_given_or_counted(backend: NumpyBackend) -> None:
+    def schedule(config: Any, **given: Any) -> Any:
+        return engine_of({"train_batch_size": 8, **config}, **given)[0].runner.settings.optimizer.schedule
+
+    warm = {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_num_steps": "auto"}}}
+    assert schedule(warm, warmup_ratio=0.5, max_steps=10).warmup_steps == 5
+    counted = {"training_data": examples(), "num_train_epochs": 2}
+    assert schedule(warm, warmup_ratio=0.5, **counted).warmup_steps == 3
+    assert schedule({}, lr_scheduler_type="linear", **counted).total_steps == 6
+    assert schedule({}, lr_scheduler_type="inverse_sqrt").name == "inverse_sqrt"
+    for wrong, said in (
+        ({"warmup_ratio": 0.1}, "warmup_ratio=0.1 was given, but it is a share of a number of updates that is not"),
+        ({"logging_steps": 0.5}, "logging_steps=0.5 was given"),
+        ({"num_train_epochs": 3}, "num_train_epochs was given without training_data"),
+        ({**counted, "max_steps": 4}, "num_train_epochs=2 was given, but the schedule has 4 updates"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            schedule(warm, **wrong)
+    engine, _, loader, _ = engine_of(training_data=examples())
+    with pytest.warns(UserWarning, match=r"update 7 begins, but the learning rate's schedule ended after 6"):
+        for _ in range(UPDATES + 1):
+            update(engine, loader)
+
+
+def test_updates_are_logged_as_often_as_steps_per_print_says(
+    backend: NumpyBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[Any] = []
+    ended: list[bool] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            sent.append(folder)
+
+        def add_text(self, *_: Any) -> None: ...
+        def flush(self) -> None: ...
+        def add_scalar(self, key: str, value: float, step: int) -> None:
+            sent.append((key, value, step)) if key == "train/loss" else None
+
+        def close(self) -> None:
+            ended.append(True)
+
+    module = type(sys)("tensorboardX")
+    module.__spec__, module.SummaryWriter = object(), Writer  # type: ignore[assignment, attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    config = {**CONFIG, "steps_per_print": 2, "tensorboard": {"enabled": True}}
+    engine, _, loader, _ = engine_of(config, training_data=examples(), output_dir=tmp_path)
+    engine.runner.break_at = {5}
+    losses = []
+    for _ in range(5):
+        for _, batch in zip(range(2), loader, strict=False):
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+    assert sent == [str(tmp_path / "tensorboard"), ("train/loss", np.mean(losses[:2]), 2),
+                    ("train/loss", np.mean(losses[2:4]), 4)]  # fmt: skip
+    printed = capsys.readouterr().err
+    assert printed.count("step ") == 2 and f"step 4: loss {np.mean(losses[2:4]):.4f}" in printed
+    assert engine.skipped_steps == 1 and not ended
+    engine.destroy()
+    assert ended == [True] and engine.steps_per_print() == 2
+    assert [one.name for one in tmp_path.iterdir()] == []  # the writer is not tensorboardX
+
+
+def test_a_loss_stands_for_the_output_of_a_model_of_transformers(backend: NumpyBackend) -> None:
+    engine, _, _, _ = engine_of()
+    outputs = engine(input_ids=np.ones((4, LENGTH), int))
+    assert outputs.loss is outputs and outputs[0] is outputs and outputs.detach() is outputs
+    assert sum([outputs, outputs]) / 2 == outputs.item() == outputs / 2 * 2 == 0.5 * outputs + outputs / 2
+    for name in ("backward", "logits"):
+        with pytest.raises(UnsupportedError, match=rf"loss.{name} was asked for, but the engine gives a number"):
+            getattr(outputs, name)
+    with pytest.raises(RequestError, match="was given a float"):
+        engine.backward(outputs / 2)
+    engine.backward(outputs.loss)

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -30,17 +31,24 @@ MODEL = "model"
 """The folder with the model's config and tokenizer: beside the checkpoints, and by hard links in each."""
 UNFINISHED = ".unfinished-"
 """Before the number of a checkpoint that is being written, or deleted."""
+REPLACED = ".replaced-"
+"""Before the number of a checkpoint that another takes the place of."""
 DAMAGED, OTHER = "damaged", "other"
 """The endings of folders that a damaged checkpoint, or another run's in the way, is renamed to."""
 
 
 def steps_in(folder: Path) -> tuple[int, ...]:
-    """The steps of the checkpoints in a folder, in order; none if it is not there.
+    """The steps of the checkpoints in a folder, in order; none if it is not there. A checkpoint that a killed run was
+    about to replace is there again.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     try:
+        for replaced in folder.glob(f"{REPLACED}*"):
+            if not (place := folder / replaced.name.removeprefix(REPLACED)).exists():
+                with suppress(FileNotFoundError):  # another process did it
+                    replaced.rename(place)
         names = [one.name for one in folder.iterdir() if one.is_dir()]
     except FileNotFoundError:
         return ()
@@ -255,6 +263,7 @@ class Checkpoints:
         model = self._folder.parent / MODEL
         if not self._is_ready:
             self._folder.mkdir(parents=True, exist_ok=True)
+            steps_in(self._folder)  # a checkpoint that was about to be replaced is there again
             for left in self._folder.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(left)
         if not self._is_ready or not (model / "config.json").is_file():
@@ -302,20 +311,30 @@ class Checkpoints:
         header.write_text(json.dumps(json.loads(texts[HEADER]) | {"files": sizes}), encoding="utf-8")
         for path in (*files, header, *(one for one in unfinished.rglob("*") if one.is_dir()), unfinished):
             _to_disk(path)
-        place = self._folder / str(step)
+        place, replaced = self._folder / str(step), self._folder / f"{REPLACED}{step}"
+        if place.exists() and not self._is_ours(step):
+            self._put_others_aside(place)
         if place.exists():
-            if self._is_ours(step):
-                _delete(place)
-            else:
-                aside = _put_aside(place, OTHER)
-                logger.warning("%s was not written by this run's backend and is now %s", place, aside)
+            shutil.rmtree(replaced, ignore_errors=True)
+            place.rename(replaced)
         unfinished.rename(place)
         _to_disk(self._folder)
+        if replaced.exists():
+            _delete(replaced)
         self._remove_old(step)
+
+    def _put_others_aside(self, place: Path) -> None:
+        aside = _put_aside(place, OTHER)
+        logger.warning("%s was not written by this run's backend and is now %s", place, aside)
 
     def _remove_old(self, newest: int) -> None:
         """Delete what the policy does not keep. Another backend's or program's checkpoints are not counted, nor those
         of later steps than the newest save: the run did not write these."""
+        if self._policy.last_saved_alone:
+            for step in set(steps_in(self._folder)) - {newest}:
+                place = self._folder / str(step)
+                _delete(place) if self._is_ours(step) else self._put_others_aside(place)
+            return
         if self._policy.keep is None:
             return
         steps = [step for step in steps_in(self._folder) if step <= newest and self._is_ours(step)]

@@ -7,8 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from ttpu_core.loading import refuse_unknown
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.distillation import NAMES as DISTILLATION_NAMES
 from ttpu_train.grpo.method import NAMES as GRPO_NAMES
+from ttpu_train.imports import imported
 from ttpu_train.preference import NAMES as PREFERENCE_NAMES
 
 TRAINER_KEYS = ("model", "backend", "method", "train_dataset", "eval_dataset", "load_options", "cache_dir", "deepspeed")
@@ -109,7 +108,7 @@ def resolved(dataset: Any, folder: Path = Path()) -> Any:
         return dataset
     refuse_unknown(dataset, IMPORTED_KEYS, "a dataset with import", "it")
     target = str(dataset["import"])
-    found = _imported(target, folder, "the dataset", "a sequence of examples")
+    found = imported(target, folder, "the dataset", "a sequence of examples")
     examples: Any = found() if callable(found) else found
     if isinstance(examples, Mapping):
         examples = list(examples.values())
@@ -141,36 +140,8 @@ def _functions(given: Any, folder: Path) -> list[Any]:
                 '"module:name"}, where the module may be a file.py beside the training file, or the folder of a reward '
                 "model."
             )
-        functions.append(_imported(str(one["import"]), folder, "the reward function", "a function"))
+        functions.append(imported(str(one["import"]), folder, "the reward function", "a function"))
     return functions
-
-
-def _imported(target: str, folder: Path, what: str, wanted: str) -> Any:
-    """What "package.module:name" or "file.py:name" names.
-
-    Raises:
-        RequestError: it cannot be imported.
-    """
-    module, _, name = target.partition(":")
-    try:
-        found: Any = _of_file(folder / module) if module.endswith(".py") else import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError, OSError, SyntaxError) as error:
-        raise RequestError(
-            f"{what} {target!r} was to be imported, but that failed ({error}): write package.module:name, or "
-            f"file.py:name of a file beside the training file, of {wanted} that Python can import."
-        ) from error
-    return found
-
-
-def _of_file(path: Path) -> Any:
-    """The module in a file."""
-    spec = spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _content(source: Path) -> dict[str, Any]:

@@ -4,6 +4,8 @@ nothing to a compiled program is named in a warning; any other key is refused by
 from __future__ import annotations
 
 import json
+import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,13 +16,16 @@ from ttpu_core.errors import RequestError
 AUTO = "auto"
 
 NO_EFFECT = {
-    "": ("wall_clock_breakdown", "prescale_gradients", "sparse_gradients", "zero_allow_untested_optimizer",
+    "": ("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_allgather", "prescale_gradients",
+         "sparse_gradients", "zero_allow_untested_optimizer",
          "zero_force_ds_cpu_optimizer", "communication_data_type", "gradient_predivide_factor"),
     "zero_optimization": (
         "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
         "allgather_bucket_size", "round_robin_gradients", "sub_group_size", "load_from_fp32_weights",
         "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
         "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save", "ignore_unused_parameters",
+        "stage3_gather_fp16_weights_on_model_save", "allgather_bucket_count", "memory_efficient_linear",
+        "stage3_use_all_reduce_for_fetch_params", "stage3_module_granularity_threshold", "elastic_checkpoint",
     ),
     "activation_checkpointing": (
         "partition_activations", "contiguous_memory_optimization", "number_checkpoints",
@@ -37,6 +42,22 @@ OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "sgd": "sgd", "
 OPTIMIZER_KEYS = {
     "lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay", "momentum": "momentum"
 }  # fmt: skip
+REPORTERS: Mapping[str, Mapping[str, str]] = {
+    "tensorboard": {"output_path": "the log is in output_dir/tensorboard", "job_name": ""},
+    "wandb": {
+        "project": "set the environment variable WANDB_PROJECT",
+        "team": "set the environment variable WANDB_ENTITY",
+        "group": "set the environment variable WANDB_RUN_GROUP",
+    },
+}
+"""Sections of trackers, and what to do in place of their keys."""
+SWITCHED = (
+    "amp", "autotuning", "comms_logger", "csv_monitor", "comet", "curriculum_learning", "data_efficiency", "eigenvalue",
+    "flops_profiler", "hybrid_engine", "progressive_layer_drop", "torch_autocast", "torch_profiler",
+)  # fmt: skip
+"""Sections that are accepted as long as they are not enabled."""
+DEFAULT_WARMUP = 1000
+"""Updates of a warm-up, in DeepSpeed's schedules, where warmup_num_steps is missing."""
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
@@ -97,7 +118,7 @@ class _Reader:
             "train_micro_batch_size_per_gpu": lambda value: ("per_device_train_batch_size", int(value)),
             "gradient_accumulation_steps": lambda value: ("gradient_accumulation_steps", int(value)),
             "gradient_clipping": lambda value: ("max_grad_norm", float(value)),
-            "steps_per_print": lambda value: ("logging_steps", int(value)),
+            "steps_per_print": lambda value: ("logging_steps", _interval(value)),
         }
         sections = {
             "zero_optimization": self._zero,
@@ -108,15 +129,22 @@ class _Reader:
             "activation_checkpointing": self._activation_checkpointing,
             "tensorboard": lambda section: self._reporter("tensorboard", section),
             "wandb": lambda section: self._reporter("wandb", section),
+            "data_types": self._data_types,
         }
         known = [*simple, *sections, "train_batch_size", *NO_EFFECT[""]]
-        for key, value in content.items():
+        reporters = tuple(name for name in REPORTERS if _is_on(content.get(name)))
+        if reporters:
+            yield "report_to", reporters[0] if len(reporters) == 1 else reporters
+        # A schedule's peak is the optimizer's learning rate, whichever section comes first in the file.
+        for key, value in sorted(content.items(), key=lambda item: item[0] == "scheduler"):
             if value == AUTO or key in self._ignored("", key):
+                continue
+            if key in SWITCHED and isinstance(value, Mapping) and value.get("enabled") is False:
                 continue
             if key in simple:
                 try:
                     yield simple[key](value)
-                except (TypeError, ValueError):
+                except (TypeError, ValueError, OverflowError):
                     raise _refused(key, value, "a number, or auto") from None
             elif key in sections:
                 if not isinstance(value, Mapping):
@@ -202,6 +230,8 @@ class _Reader:
                 'learning rate rises linearly here: write "warmup_type": "linear"',
                 stacklevel=5,
             )
+        if "warmup_num_steps" not in given:
+            yield "warmup_steps", DEFAULT_WARMUP
         for key, value in given.items():
             if value == AUTO or key in ("warmup_type", "last_batch_iteration"):
                 continue
@@ -241,8 +271,33 @@ class _Reader:
         yield "gradient_checkpointing", True
 
     def _reporter(self, name: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        if section.get("enabled"):
-            yield "report_to", name
+        for key, value in section.items():
+            if key not in ("enabled", *REPORTERS[name]):
+                raise _unknown(name, key)
+            if key == "job_name" and _is_on(section):
+                yield "run_name", str(value)
+            elif key != "enabled" and _is_on(section):
+                warnings.warn(
+                    f"the DeepSpeed configuration has {name}.{key}, which has no effect here: {REPORTERS[name][key]}",
+                    stacklevel=5,
+                )
+
+    def _data_types(self, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key, value in section.items():
+            if key != "grad_accum_dtype":
+                raise _unknown("data_types", key)
+            if value not in (None, AUTO, "fp32"):
+                raise _refused("data_types.grad_accum_dtype", value, "fp32: gradients are summed in float32")
+        yield from ()
+
+
+def _is_on(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("enabled") not in (None, False, AUTO)
+
+
+def _interval(value: Any) -> int:
+    """Updates between two lines of the log; infinity, as accelerate writes it, is never."""
+    return sys.maxsize if value == math.inf else int(value)
 
 
 def _content(path: Path) -> dict[str, Any]:

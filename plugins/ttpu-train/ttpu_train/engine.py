@@ -7,12 +7,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ttpu_core.errors import RequestError, UnsupportedError
-from ttpu_train.checkpoints import Checkpoints
+from ttpu_core.files import write_whole
+from ttpu_train.arguments import steps_of
+from ttpu_train.checkpoints import MODEL, Checkpoints, steps_in
+from ttpu_train.engine_views import EngineOptimizer, EngineSchedule
+from ttpu_train.foreign import kind_of
 from ttpu_train.micro_batches import MicroLoss, batch_of, joined
-from ttpu_train.runner import Batch, CheckpointPolicy, InFlight, StepValues
+from ttpu_train.progress import Progress
+from ttpu_train.row_shapes import RowShapes
+from ttpu_train.runner import Batch, CheckpointPolicy, EvalValues, InFlight, StepValues
 from ttpu_train.trainer import Trainer
 
 LATEST = "latest"
@@ -29,64 +35,6 @@ UNMAPPED = {
 """Members of DeepSpeed's engine that a compiled update cannot have, and what to do."""
 
 
-class EngineOptimizer:
-    """What DeepSpeed's loops read of an optimizer. Gradients exist only within an update.
-
-    Args:
-        engine: whose optimizer it is.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """One group with the settings of the run; `lr` is that of the last update."""
-        settings = self._engine.runner.settings.optimizer
-        group = {"lr": self._engine.get_lr()[0], "weight_decay": settings.weight_decay, "eps": settings.epsilon}
-        return [{**group, "betas": (settings.beta1, settings.beta2)}]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients of an update end with it."""
-
-    def step(self, *_: Any) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "optimizer.step() was called, but the optimizer is part of the engine's compiled update: call "
-            "engine.step() alone."
-        )
-
-
-class EngineSchedule:
-    """What DeepSpeed's loops read of a schedule. The learning rate follows the number of the update.
-
-    Args:
-        engine: whose learning rate it is.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def get_last_lr(self) -> list[float]:
-        """The learning rate of the last update; before the first, the peak."""
-        return self._engine.get_lr()
-
-    def step(self, *_: Any) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "lr_scheduler.step() was called, but the schedule is part of the engine's compiled update: call "
-            "engine.step() alone."
-        )
-
-
 class Engine:
     """A run that the user's loop drives; `ttpu.initialize` makes it.
 
@@ -101,18 +49,24 @@ class Engine:
         global_samples: rows so far, over all devices.
         skipped_steps: updates that changed nothing, because gradients were not finite.
         device: where batches are given: "cpu", that is, as numpy arrays, lists or tensors of the host.
+        optimizer: what loops read of an optimizer.
+        lr_scheduler: what loops read of a schedule.
     """
 
     device = "cpu"
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._layout, self.runner = trainer, trainer.layout, trainer.runner
+        self.optimizer, self.lr_scheduler = EngineOptimizer(self), EngineSchedule(self)
         self.training = True
         self.global_steps = self.micro_steps = self.global_samples = 0
-        self._skipped = 0
-        self._counted = True
+        self._progress = Progress(trainer, self.steps_per_print())
+        self._skipped_before = 0
+        self._is_told_of_end = False
+        self._shapes, self._eval_shapes = RowShapes(self.runner), RowShapes(self.runner)
         self._forward: tuple[MicroLoss, Batch] | None = None
         self._collected: list[tuple[MicroLoss, Batch]] = []
+        self._has_own_rows = False
         self._was_backward = False
         self._update: InFlight[StepValues] | None = None
 
@@ -133,18 +87,22 @@ class Engine:
             **inputs: the same by name.
 
         Raises:
-            RequestError: the micro-batch is none, or its rows differ in number from those of the update's others.
+            RequestError: the micro-batch is none, or its rows differ in number from those of the update's others, or of
+                other processes.
         """
+        is_own = not isinstance(batch, Batch)
         rows = batch if isinstance(batch, Batch) else batch_of({**(batch or {}), **inputs})
+        if is_own:
+            self._check_rows(rows)
         if self._collected and len(rows.tokens) != len(self._collected[0][1].tokens):
             raise RequestError(
                 f"a micro-batch of {len(rows.tokens)} rows was given after one of "
                 f"{len(self._collected[0][1].tokens)} in the same update, but a compiled update has equal parts: give "
                 "micro-batches of one size."
             )
-        loss = MicroLoss(self.runner, rows)
+        loss = MicroLoss(self._evaluated if is_own else self.runner.evaluate, rows)
         if self.training:
-            self._forward = loss, rows
+            self._forward, self._has_own_rows = (loss, rows), self._has_own_rows or is_own
         return loss
 
     forward = __call__
@@ -183,10 +141,14 @@ class Engine:
             return
         losses, batches = zip(*self._collected, strict=True)
         self._collected = []
-        self._count_skipped()
-        self._update, self._counted = self.runner.step(joined(batches)), False
+        self._tell_of_end()
+        self._progress.begin(self.global_steps)
+        batch = joined(batches)
+        self._update = self.runner.step(self._shapes.padded(batch) if self._has_own_rows else batch)
+        self._has_own_rows = False
         for loss in losses:
             loss.updated(self._update)
+        self._progress.given(self._update)
         self.global_steps += 1
         self.global_samples += sum(len(one.tokens) for one in batches) * self._layout.process_count
 
@@ -201,6 +163,10 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Gradients of an update end with it."""
+
+    def destroy(self) -> None:
+        """Wait for the devices, and close trackers and a trace."""
+        self._progress.end()
 
     # -- where it is --
 
@@ -219,6 +185,10 @@ class Engine:
     def train_batch_size(self) -> int:
         """Rows of an update over all devices."""
         return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self._layout.shards
+
+    def steps_per_print(self) -> int:
+        """Updates between two lines of the log."""
+        return steps_of(self._trainer.args.logging_steps, self.runner.settings.optimizer.schedule.total_steps)
 
     def zero_optimization_stage(self) -> int | None:
         """The stage of ZeRO; None leaves it to the mesh."""
@@ -240,8 +210,8 @@ class Engine:
     @property
     def skipped_steps(self) -> int:
         """Updates that changed nothing, because gradients were not finite."""
-        self._count_skipped()
-        return self._skipped
+        self._progress.drain()
+        return self._skipped_before + self._progress.skipped
 
     @property
     def global_rank(self) -> int:
@@ -263,61 +233,79 @@ class Engine:
     def save_checkpoint(
         self,
         save_dir: str | Path,
-        tag: str | None = None,
+        tag: str | int | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        **others: Any,
     ) -> bool:
-        """Write weights, optimizer state and counters to `save_dir/tag`, and return when they are there.
+        """Write weights, optimizer state and counters to `save_dir/tag`, and return when they are there. What the tag
+        held before stays until then, and is deleted afterwards.
 
         Args:
             save_dir: the folder of all tags.
             tag: of this checkpoint; None is global_stepN.
             client_state: what `load_checkpoint` returns, as JSON.
             save_latest: name the tag in the file `latest`.
+            **others: further arguments of DeepSpeed, each None or False.
 
         Raises:
-            RequestError: some micro-batches of an update are collected.
+            RequestError: some micro-batches of an update are collected, or the tag is no name of a folder.
+            UnsupportedError: an argument of DeepSpeed that means nothing here.
             CheckpointError: it cannot be written.
         """
+        _refuse_others("save_checkpoint", others)
         if self._collected or self._forward is not None:
             raise RequestError(
                 f"a checkpoint was to be written after {len(self._collected)} of {self.gradient_accumulation_steps()} "
                 "micro-batches of an update, but these have not been computed: save after a step that "
                 "is_gradient_accumulation_boundary() announced."
             )
-        name = tag or f"global_step{self.global_steps}"
-        store = Checkpoints(self.runner, Path(save_dir).expanduser() / name, CheckpointPolicy(keep=1))
+        name = _tag(f"global_step{self.global_steps}" if tag is None else tag)
+        folder = Path(save_dir).expanduser()
         counters = {"global_steps": self.global_steps, "micro_steps": self.micro_steps,
                     "global_samples": self.global_samples, "skipped_steps": self.skipped_steps}  # fmt: skip
+        store = Checkpoints(self.runner, folder / name, CheckpointPolicy(keep=1, last_saved_alone=True))
+        kept = {"engine": counters, "client_state": dict(client_state or {})}
         try:
-            store.save(self.global_steps, {"engine": counters, "client_state": dict(client_state or {})}, wait=True)
+            store.save(self.runner.step_count, kept, wait=True)
         finally:
             store.close()
         if save_latest and self._layout.process_index == 0:
-            (Path(save_dir).expanduser() / LATEST).write_text(name, encoding="utf-8")
+            write_whole(folder / LATEST, name)
         return True
 
-    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | int | None = None, **others: Any
+    ) -> tuple[str | None, dict[str, Any]]:
         """Restore a checkpoint that any mesh and ZeRO stage wrote; return its folder and its `client_state`.
 
         Args:
             load_dir: the folder of all tags.
             tag: None takes the one that the file `latest` names; without that file nothing is restored, with a
                 warning, and the folder that is returned is None.
+            **others: further arguments of DeepSpeed, with its defaults.
 
         Raises:
             RequestError: there is no such tag.
-            CheckpointError: the checkpoint is damaged, or another model's.
+            UnsupportedError: an argument of DeepSpeed that means nothing here.
+            CheckpointError: the checkpoint is damaged, another model's or another program's.
         """
+        _refuse_others("load_checkpoint", others)
         folder = Path(load_dir).expanduser()
         if tag is None and not (folder / LATEST).is_file():
             warnings.warn(f"{folder} has no file {LATEST!r}, so that no checkpoint is restored", stacklevel=2)
             return None, {}
-        place = folder / (tag or (folder / LATEST).read_text(encoding="utf-8").strip())
+        place = folder / _tag((folder / LATEST).read_text(encoding="utf-8").strip() if tag is None else tag)
         if not place.is_dir():
             raise RequestError(
                 f"the checkpoint {place.name!r} was to be loaded from {folder}, but it is not there: name one of "
-                f"{', '.join(sorted(one.name for one in folder.iterdir() if one.is_dir())) or 'none'}."
+                f"{', '.join(_tags_in(folder)) or 'none'}."
+            )
+        kind = kind_of(place)
+        if kind is not None and not steps_in(place):
+            raise RequestError(
+                f"the checkpoint {place} was to be loaded, but it is {kind}: name a tag that engine.save_checkpoint "
+                "wrote, or begin with the weights, as a Hugging Face checkpoint given as `model`."
             )
         store = Checkpoints(self.runner, place, CheckpointPolicy(keep=1))
         try:
@@ -325,7 +313,8 @@ class Engine:
         finally:
             store.close()
         counters = dict(saved["engine"])
-        self._skipped, self._counted, self._update = counters.pop("skipped_steps"), True, None
+        self._progress.drain()
+        self._skipped_before, self._update = counters.pop("skipped_steps") - self._progress.skipped, None
         for name, value in counters.items():
             setattr(self, name, value)
         self._forward, self._collected, self._was_backward = None, [], False
@@ -336,7 +325,63 @@ class Engine:
         self.runner.save_pretrained(Path(save_dir).expanduser(), "bfloat16")
         return True
 
-    def _count_skipped(self) -> None:
-        if not self._counted and self._update is not None:
-            self._skipped += self._update.values().skipped
-            self._counted = True
+    def _evaluated(self, batch: Batch) -> InFlight[EvalValues]:
+        return self.runner.evaluate(self._eval_shapes.padded(batch))
+
+    def _check_rows(self, batch: Batch) -> None:
+        """Refuse rows of the user's own loader that other processes cannot have as many of."""
+        processes = self._layout.process_count
+        expected = self.train_micro_batch_size_per_gpu() * self._layout.shards // processes
+        if processes > 1 and len(batch.tokens) != expected:
+            raise RequestError(
+                f"a micro-batch of {len(batch.tokens)} rows was given, but each of {processes} processes gives "
+                f"{expected}, which is train_micro_batch_size_per_gpu times its share of the devices: make the "
+                "loader's batch_size so, with drop_last=True."
+            )
+
+    def _tell_of_end(self) -> None:
+        schedule = self.runner.settings.optimizer.schedule
+        ends = schedule.name in ("linear", "cosine", "warmup_stable_decay")
+        if ends and self.global_steps >= schedule.total_steps and not self._is_told_of_end:
+            self._is_told_of_end = True
+            warnings.warn(
+                f"update {self.global_steps + 1:,} begins, but the learning rate's schedule ended after "
+                f"{schedule.total_steps:,}: write a larger total_num_steps in the scheduler's params, or end the loop",
+                stacklevel=3,
+            )
+
+
+DEFAULTS_OF_DEEPSPEED = {
+    "load_module_strict": True, "load_optimizer_states": True, "load_lr_scheduler_states": True,
+    "load_module_only": False, "custom_load_fn": None, "exclude_frozen_parameters": False,
+}  # fmt: skip
+"""Arguments of DeepSpeed's load_checkpoint and save_checkpoint that are accepted with these values alone."""
+
+
+def _refuse_others(method: str, others: Mapping[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in DEFAULTS_OF_DEEPSPEED or value != DEFAULTS_OF_DEEPSPEED[name]:
+            raise UnsupportedError(
+                f"engine.{method} was given {name}={value!r}, but a checkpoint is written and read as a whole: leave "
+                "it out; to begin with weights alone, give a Hugging Face checkpoint as `model`."
+            )
+
+
+def _tag(tag: str | int) -> str:
+    """The name of a tag's folder.
+
+    Raises:
+        RequestError: it is no name of a folder.
+    """
+    name = str(tag)
+    if name in ("", ".", "..", LATEST, MODEL) or Path(name).name != name:
+        raise RequestError(
+            f"the tag {name!r} was given, but a tag is the name of a folder, and neither {LATEST!r} nor {MODEL!r}: "
+            "give another, such as step_100."
+        )
+    return name
+
+
+def _tags_in(folder: Path) -> list[str]:
+    """The tags of a folder that hold checkpoints."""
+    return sorted(one.name for one in folder.iterdir() if one.is_dir() and steps_in(one)) if folder.is_dir() else []

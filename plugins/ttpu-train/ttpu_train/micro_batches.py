@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from ttpu_core.errors import RequestError
+from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_train.data.loader import BatchLoader
-from ttpu_train.runner import Batch, InFlight, StepValues, TrainRunner
+from ttpu_train.runner import Batch, EvalValues, InFlight, StepValues
 
 INPUTS = ("input_ids", "labels", "attention_mask", "position_ids")
 IGNORED = -100
@@ -19,22 +19,52 @@ class MicroLoss:
     """The loss of a micro-batch, a number that is computed when it is asked for (`float(loss)`, `loss.item()`).
 
     After the update that the micro-batch is part of, it is the mean loss of that whole update, with no further
-    computation. Before that update, an evaluation of the micro-batch computes its cross-entropy.
+    computation. Before that update, an evaluation of the micro-batch computes its cross-entropy. It also stands for the
+    output of a transformers model: `loss` and `[0]` are itself.
+
+    Args:
+        evaluate: computes the sums over a batch with the weights as they are.
+        batch: the rows.
     """
 
-    def __init__(self, runner: TrainRunner, batch: Batch) -> None:
-        self._runner, self._batch = runner, batch
+    def __init__(self, evaluate: Callable[[Batch], InFlight[EvalValues]], batch: Batch) -> None:
+        self._evaluate, self._batch = evaluate, batch
         self._update: InFlight[StepValues] | None = None
         self._value: float | None = None
 
+    @property
+    def loss(self) -> MicroLoss:
+        """Itself, as loops read it from the output of a model of transformers."""
+        return self
+
+    def __getitem__(self, index: int) -> MicroLoss:
+        if index != 0:
+            raise UnsupportedError(
+                f"the output [{index}] of the engine was asked for, but it gives the loss alone, [0]: compute logits "
+                "with engine.module."
+            )
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UnsupportedError(
+            f"loss.{name} was asked for, but the engine gives a number and no tensor: read it by float(loss) or "
+            "loss.item(), and pass the loss itself to engine.backward()."
+        )
+
     def item(self) -> float:
-        """The loss as a number, in nats a token."""
+        """The loss as a number, in nats a token. Where several processes train, each must ask."""
         if self._update is not None:
             return self._update.values().loss
         if self._value is None:
-            found = self._runner.evaluate(self._batch).values()
+            found = self._evaluate(self._batch).values()
             self._value = found.cross_entropy / max(found.tokens, 1e-9)
         return self._value
+
+    def detach(self) -> MicroLoss:
+        """Itself: it holds no gradients."""
+        return self
 
     def updated(self, values: InFlight[StepValues]) -> None:
         """The update with this micro-batch was given to the devices."""
@@ -42,6 +72,19 @@ class MicroLoss:
 
     def __float__(self) -> float:
         return self.item()
+
+    def __add__(self, other: Any) -> float:
+        return self.item() + float(other)
+
+    __radd__ = __add__
+
+    def __mul__(self, other: Any) -> float:
+        return self.item() * float(other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> float:
+        return self.item() / float(other)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
@@ -84,10 +127,12 @@ class MicroBatches:
 
 def batch_of(inputs: Mapping[str, Any]) -> Batch:
     """The rows that transformers' names describe: input_ids [rows, seq], and labels, attention_mask and position_ids of
-    the same shape.
+    the same shape. Where position_ids do not go on by 1, another sequence begins, as in transformers, and tokens attend
+    to their own sequence alone; beside an attention_mask that is where they fall.
 
     Raises:
-        RequestError: a name is unknown or missing, shapes differ, or labels are not the tokens themselves.
+        RequestError: a name is unknown or missing, shapes differ, the mask holds other numbers than 0 and 1, or labels
+            are not the tokens themselves.
     """
     unknown = [name for name in inputs if name not in INPUTS]
     if unknown or "input_ids" not in inputs:
@@ -103,8 +148,17 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch:
                 f"a micro-batch was given whose {name} has the shape {list(array.shape)} and input_ids "
                 f"{list(tokens.shape)}, but each is [rows, seq]: make them equal."
             )
-    real = arrays.get("attention_mask", np.ones_like(tokens)) > 0
+    mask = arrays.get("attention_mask", np.ones_like(tokens))
+    other = mask[(mask != 0) & (mask != 1)]
+    if other.size:
+        raise RequestError(
+            f"a micro-batch was given whose attention_mask holds {other[0]:g}, but it is 1 for tokens and 0 for "
+            "padding: tell of several sequences in a row by position_ids that begin again at 0."
+        )
+    real = mask > 0
     positions = arrays.get("position_ids", np.cumsum(real, axis=1) - 1)
+    real &= positions >= 0
+    begins = _begins(positions, real, masked="attention_mask" in arrays)
     labels = arrays.get("labels", tokens)
     wrong = (labels != tokens) & (labels != IGNORED)
     if wrong.any():
@@ -113,7 +167,19 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch:
             f"from those before it: give labels that are the input_ids, not shifted, or {IGNORED}."
         )
     positions = np.where(real, positions, -1).astype(np.int32)
-    return Batch(tokens, (real & (labels != IGNORED) & (positions > 0)).astype(np.float32), positions)
+    segments = np.where(real, np.cumsum(begins, axis=1), 0).astype(np.int32)
+    weights = (real & (labels != IGNORED) & ~begins).astype(np.float32)
+    return Batch(tokens, weights, positions, segments if segments.max(initial=0) > 1 else None)
+
+
+def _begins(positions: np.ndarray, real: np.ndarray, *, masked: bool) -> np.ndarray:
+    """bool [rows, seq], where a sequence begins: at each row's first token, and where a position does not follow that
+    of the token before; in rows with a mask, whose positions may have gaps, where it is no greater."""
+    places = np.maximum.accumulate(np.where(real, np.arange(real.shape[1]), -1), axis=1)
+    before = np.concatenate([np.full_like(places[:, :1], -1), places[:, :-1]], axis=1)  # the place of the token before
+    previous = np.take_along_axis(positions, np.maximum(before, 0), axis=1)
+    other = positions <= previous if masked else positions != previous + 1
+    return real & ((before < 0) | other)
 
 
 def split(batch: Batch, parts: int) -> Iterator[Batch]:
@@ -127,25 +193,34 @@ def split(batch: Batch, parts: int) -> Iterator[Batch]:
 
 
 def joined(batches: tuple[Batch, ...]) -> Batch:
-    """Micro-batches as the rows of one update, padded to the longest.
-
-    Raises:
-        RequestError: some have segments and others have not.
-    """
+    """Micro-batches as the rows of one update, padded to the longest."""
     length = max(one.tokens.shape[1] for one in batches)
+    packed = any(one.segments is not None for one in batches)
+    rows = [padded(one, length, packed=packed) for one in batches]
+    extra = {name: np.concatenate([one.extra[name] for one in rows]) for name in rows[0].extra}
+    segments = [one.segments for one in rows if one.segments is not None]
+    return Batch(
+        np.concatenate([one.tokens for one in rows]),
+        np.concatenate([one.weights for one in rows]),
+        np.concatenate([one.positions for one in rows]),
+        np.concatenate(segments) if packed else None,
+        extra,
+    )
 
-    def rows(name: str, fill: int) -> np.ndarray:
-        arrays = [getattr(one, name) for one in batches]
-        return np.concatenate(
-            [np.pad(one, ((0, 0), (0, length - one.shape[1])), constant_values=fill) for one in arrays]
-        )
 
-    segmented = [one.segments is not None for one in batches]
-    if any(segmented) != all(segmented):
-        raise RequestError(
-            "some micro-batches of an update were given with segments and others without, but they are one array: give "
-            "segments with all of them, or with none."
-        )
-    extra = {name: np.concatenate([one.extra[name] for one in batches]) for name in batches[0].extra}
-    segments = rows("segments", 0) if all(segmented) else None
-    return Batch(rows("tokens", 0), rows("weights", 0), rows("positions", -1), segments, extra)
+def padded(batch: Batch, length: int, *, packed: bool) -> Batch:
+    """Rows of `length` tokens, with segments if `packed`."""
+    segments = batch.segments
+    if packed and segments is None:
+        segments = (batch.positions >= 0).astype(np.int32)
+
+    def rows(array: np.ndarray, fill: int = 0) -> np.ndarray:
+        return np.pad(array, ((0, 0), (0, length - array.shape[1])), constant_values=fill)
+
+    return Batch(
+        rows(batch.tokens),
+        rows(batch.weights),
+        rows(batch.positions, -1),
+        None if segments is None else rows(segments),
+        batch.extra,
+    )

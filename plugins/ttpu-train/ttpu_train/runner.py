@@ -159,11 +159,13 @@ class CheckpointPolicy:
         keep: the newest that stay; None keeps all.
         best_metric: the metric whose best checkpoint stays too; None for none.
         greater_is_better: whether a greater metric is better.
+        last_saved_alone: only the checkpoint that was saved last stays, whatever its step.
     """
 
     keep: int | None = None
     best_metric: str | None = None
     greater_is_better: bool = False
+    last_saved_alone: bool = False
 
 
 # -- values that a runner gives, with whatever types of its own that have these --
