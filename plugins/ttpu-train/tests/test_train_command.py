@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from ttpu import AutoModelForTPU
 from ttpu_core.cli.main import app
-from ttpu_train.cli.train import exit_code, resumed_if_restarted
+from ttpu_train.cli.train import exit_code, plain_warnings, resumed_if_restarted
 
 TEXT = "The trainer reads this text again and again, until the model knows what comes next in it.\n" * 8
 
@@ -93,3 +94,9 @@ def test_a_command_that_is_started_again_resumes_from_its_own_checkpoints(
 
 def test_a_signal_gives_the_exit_status_that_shells_have_for_it() -> None:
     assert [exit_code(name) for name in ("SIGTERM", "SIGINT", "a signal to another process")] == [143, 130, 143]
+
+
+def test_warnings_are_lines_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    with plain_warnings():
+        warnings.warn("rows are long", stacklevel=1)
+    assert capsys.readouterr().err.endswith("warning: rows are long\n")

@@ -18,10 +18,11 @@ from numpy_train_runner import BigramModel, NumpyBackend, NumpyTrainRunner
 from transformers import EarlyStoppingCallback
 
 import ttpu_train.trainer
-from ttpu_core.errors import CheckpointError, RequestError
+from ttpu_core.errors import CheckpointError, DataError, RequestError
 from ttpu_core.files import write_whole
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import EVENTS, TrainerCallback, TrainerControl, TrainerState
+from ttpu_train.data.packing import RowPlanner
 from ttpu_train.evaluation import predict
 from ttpu_train.reporting import picture
 from ttpu_train.resuming import compare
@@ -346,6 +347,19 @@ def test_checkpoints_of_runs_are_not_mixed_up(backend: NumpyBackend, tmp_path: P
         ({"learning_rate": "fast"}, "learning_rate='fast' was given, but it is a number"),
         ({"max_steps": 2.5}, "max_steps=2.5 was given, but it is a whole number"),
         ({"packing": "yes"}, "packing='yes' was given, but it is true or false"),
+        ({"optim": ["adamw"]}, "optim=['adamw'] was given, but it is a text"),
+        ({"lr_scheduler_type": [1]}, "lr_scheduler_type=[1] was given, but it is a text"),
+        ({"report_to": 5}, "report_to=5 was given, but it is a text or a list of texts"),
+        ({"trainable": "layers.*"}, "trainable='layers.*' was given, but it is a list of texts"),
+        ({"trainable": [5]}, "trainable=[5] was given, but it is a list of texts"),
+        ({"output_dir": None}, "output_dir=None was given, but it is a path"),
+        ({"output_dir": ""}, "output_dir='' was given, but it is a path"),
+        ({"document_separator": 5}, "document_separator=5 was given, but it is a text"),
+        ({"mixture_weights": ["a"]}, "mixture_weights=['a'] was given, but it is a list of numbers"),
+        ({"zero_stage": True}, "zero_stage=True was given, but it is 0, 1, 2, 3 or None"),
+        ({"data_seed": -1}, "data_seed=-1 was given, but it is 0 or more"),
+        ({"dataloader_num_workers": -1}, "dataloader_num_workers=-1 was given, but it is 0 or more"),
+        ({"load_options": 5}, "load_options=5 was given, but it is a mapping"),
         ({"optim": "adamw_apex"}, "optim='adamw_apex' was given, but it is one of adamw"),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type='polynomial'"),
         ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_type='linear' takes none"),
@@ -376,7 +390,11 @@ def test_wrong_arguments_are_refused_in_one_sentence(
     assert "\n" not in str(refused.value)
 
 
-def test_data_are_needed(backend: NumpyBackend, tmp_path: Path) -> None:
+def test_data_and_a_model_are_needed(backend: NumpyBackend, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="model=5 was given, but it is a checkpoint's folder"):
+        Trainer(5)
+    with pytest.raises(DataError, match="an empty mapping was given as training data"):
+        trainer(tmp_path, train_dataset={}).train()
     with pytest.raises(RequestError, match="without train_dataset"):
         trainer(tmp_path, train_dataset=None).train()
     with pytest.raises(RequestError, match="eval_strategy='steps' was asked for, but there is no eval_dataset"):
@@ -493,3 +511,48 @@ def test_a_run_of_another_library_is_not_begun_over(backend: NumpyBackend, tmp_p
         trainer(tmp_path).train(resume_from_checkpoint=True)
     with pytest.raises(RequestError, match="but that is a checkpoint of transformers' Trainer; those of this run are"):
         trainer(tmp_path).train(resume_from_checkpoint=tmp_path / "checkpoint-500")
+
+
+def test_what_is_wrong_with_evaluation_data_is_said_before_the_first_update(
+    backend: NumpyBackend, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="it is empty"):
+        trainer(tmp_path, eval_dataset=[], eval_strategy="steps").train()
+    assert not backend.runners[0].rows
+
+
+def test_ids_beyond_the_vocabulary_are_refused(backend: NumpyBackend, tmp_path: Path) -> None:
+    one = trainer(tmp_path, train_dataset=[{"input_ids": [1, VOCAB, 2]}] * 8)
+    one.loaded.architecture = SimpleNamespace(spec=SimpleNamespace(vocab_size=VOCAB, layers=()))
+    one._data_settings(training=True)
+    with pytest.raises(DataError, match="have the token id 11, but the model's vocabulary has 11 tokens"):
+        next(one.training_batches)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 GiB"), TrainingError, "lower per_"),
+        (RuntimeError("something else"), RuntimeError, "something else"),
+    ],
+)
+def test_devices_without_room_for_an_update_are_named(
+    backend: NumpyBackend, tmp_path: Path, error: Exception, kind: type[Exception], said: str
+) -> None:
+    class Stops(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise error
+
+    with pytest.raises(kind, match=said):
+        trainer(tmp_path, callbacks=[Stops]).train()
+
+
+def test_a_batch_that_the_host_cannot_hold_is_refused(
+    backend: NumpyBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(RowPlanner, "batch", none_left)
+    with pytest.raises(RequestError, match="batches of 4 rows of 8 tokens were asked for, but this machine's memory"):
+        trainer(tmp_path).train()

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, get_args
 from ttpu_core.errors import RequestError
 from ttpu_core.loading import refuse_unknown
 from ttpu_train.adapters import AdapterSettings, adapter_settings
+from ttpu_train.argument_kinds import among, check_kind, need
 from ttpu_train.runner import (
     CheckpointPolicy,
     LossSettings,
@@ -19,7 +20,7 @@ from ttpu_train.runner import (
     StepSettings,
     ZeroStage,
 )
-from ttpu_train.schedules import schedule_settings
+from ttpu_train.schedules import SCHEDULES, schedule_settings
 
 Interval = Literal["no", "steps", "epoch"]
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
@@ -36,10 +37,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 """Names of optimizers, transformers' among them."""
 LESS_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 """The ends of metrics' names of which the least is the best."""
-KINDS = {"int": "a whole number", "float": "a number"}
 NOT_NEGATIVE = (
     "learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "max_grad_norm", "z_loss", "nan_limit",
-    "loss_spike_factor",
+    "loss_spike_factor", "hung_step_factor", "seed", "data_seed", "dataloader_num_workers",
 )  # fmt: skip
 REPORTERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
@@ -209,30 +209,33 @@ class TrainingArguments:
         """
         for one in fields(self):
             value = getattr(self, one.name)
-            _of_kind(one.name, str(one.type), value)
-            _need(not isinstance(value, float) or math.isfinite(value), one.name, value, "a finite number")
+            check_kind(one.name, str(one.type), value)
+            need(not isinstance(value, float) or math.isfinite(value), one.name, value, "a finite number")
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            _need(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        _need(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, "-1 or at least 1")
-        _need(self.num_train_epochs > 0, "num_train_epochs", self.num_train_epochs, "above 0")
+            need(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        need(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, "-1 or at least 1")
+        need(self.num_train_epochs > 0, "num_train_epochs", self.num_train_epochs, "above 0")
         for name in NOT_NEGATIVE:
-            _need(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+            need(getattr(self, name) is None or getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("adam_beta1", "adam_beta2", "momentum", "label_smoothing_factor", "warmup_ratio"):
-            _need(0 <= getattr(self, name) < 1, name, getattr(self, name), "from 0 to below 1")
+            need(0 <= getattr(self, name) < 1, name, getattr(self, name), "from 0 to below 1")
         for name in ("logging_steps", "save_steps", "eval_steps", "eval_tasks_limit"):
             value = getattr(self, name)
-            _need(value is None or value > 0, name, value, "above 0")
+            need(value is None or value > 0, name, value, "above 0")
         more = self.lr_scheduler_kwargs
-        _need(more is None or isinstance(more, Mapping), "lr_scheduler_kwargs", more, "a mapping, or None")
+        need(more is None or isinstance(more, Mapping), "lr_scheduler_kwargs", more, "a mapping, or None")
+        among(self.lr_scheduler_type, "lr_scheduler_type", SCHEDULES)
         schedule_settings(self.lr_scheduler_type, more or {}, self.learning_rate, 0, 1)
-        _among(self.optim, "optim", OPTIMIZERS)
-        _among(self.remat, "remat", get_args(Remat))
-        _among(self.eval_strategy, "eval_strategy", get_args(Interval))
-        _among(self.save_strategy, "save_strategy", get_args(Interval))
-        _among(self.loss_spike_action, "loss_spike_action", ("warn", "rollback"))
-        _need(self.zero_stage in (None, *get_args(ZeroStage)), "zero_stage", self.zero_stage, "0, 1, 2, 3 or None")
-        _need(self.max_length >= 2, "max_length", self.max_length, "2 or more")
-        _need(
+        among(self.optim, "optim", OPTIMIZERS)
+        among(self.remat, "remat", get_args(Remat))
+        among(self.eval_strategy, "eval_strategy", get_args(Interval))
+        among(self.save_strategy, "save_strategy", get_args(Interval))
+        among(self.loss_spike_action, "loss_spike_action", ("warn", "rollback"))
+        stage = self.zero_stage
+        known = stage is None or (isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3)
+        need(known, "zero_stage", stage, "0, 1, 2, 3 or None")
+        need(self.max_length >= 2, "max_length", self.max_length, "2 or more")
+        need(
             self.save_total_limit is None or self.save_total_limit >= 1,
             "save_total_limit",
             self.save_total_limit,
@@ -246,14 +249,13 @@ class TrainingArguments:
                 "both to steps, or both to epoch."
             )
         self._check_that_the_best_is_saved()
-        _need(self.hung_step_factor >= 0, "hung_step_factor", self.hung_step_factor, "0 or more")
         seconds = self.hung_step_seconds
-        _need(seconds is None or seconds > 0, "hung_step_seconds", seconds, "above 0, or None")
+        need(seconds is None or seconds > 0, "hung_step_seconds", seconds, "above 0, or None")
         traced = self.profiled
         wanted = "a number of an update, or the first and the last, as in '10-12'"
-        _need(traced is None or 1 <= traced[0] <= traced[1], "profile_steps", self.profile_steps, wanted)
+        need(traced is None or 1 <= traced[0] <= traced[1], "profile_steps", self.profile_steps, wanted)
         for name in self.reporters:
-            _among(name, "report_to", REPORTERS)
+            among(name, "report_to", REPORTERS)
         self._resolve()
         if self.adapters is not None and self.trainable is not None:
             raise RequestError(
@@ -396,25 +398,3 @@ def steps_of(value: float, total: int, *, least: int = 1) -> int:
     """A number of updates, or if it is below 1 a share of `total`, rounded up; at least `least`."""
     steps = value if value >= 1 else -(-value * total // 1)
     return max(least, int(steps))
-
-
-def _of_kind(name: str, kind: str, value: Any) -> None:
-    """Refuse what is no number, or no yes or no, where one is needed; `kind` is a field's annotation."""
-    wanted, _, optional = kind.partition(" | ")
-    if wanted not in ("int", "float", "bool") or (value is None and optional == "None"):
-        return
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if wanted == "bool":
-        _need(isinstance(value, bool) or "str" in optional, name, value, "true or false")
-    else:
-        _need(whole or (wanted == "float" and isinstance(value, float)), name, value, KINDS[wanted])
-
-
-def _need(holds: bool, name: str, value: Any, allowed: str) -> None:
-    if not holds:
-        raise RequestError(f"{name}={value!r} was given, but it is {allowed}: correct it.")
-
-
-def _among(value: Any, name: str, allowed: Any) -> None:
-    if value not in allowed:
-        raise RequestError(f"{name}={value!r} was given, but it is one of {', '.join(allowed)}: pass one of these.")

@@ -409,6 +409,9 @@ def check_backend(header: Mapping[str, Any], ours: str, place: Path, remedy: str
 def first_line(error: Exception) -> str:
     """An error's kind and the first line of its words."""
     words = str(error).strip()
+    for known in ("No space left on device", "Disk quota exceeded", "File too large"):  # deep in the words of libraries
+        if known in words:
+            return known
     return f"{type(error).__name__}: {words.splitlines()[0][:200] if words else ''}"
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +33,28 @@ SMOOTHING = 0.98
 
 class TrainingError(TTPUError):
     """A run cannot go on: its loss is not finite, or grows without end."""
+
+
+@contextmanager
+def _memory_named() -> Iterator[None]:
+    """Say that devices' memory is too small, in place of XLA's words.
+
+    Raises:
+        TrainingError: it is.
+    """
+    try:
+        yield
+    except TTPUError:
+        raise
+    except Exception as error:  # each framework has its own class
+        words = str(error)
+        if "RESOURCE_EXHAUSTED" not in words and "out of memory" not in words.lower():
+            raise
+        raise TrainingError(
+            f"an update was to be computed, but the devices' memory does not hold it ({words.splitlines()[0][:200]}): "
+            "lower per_device_train_batch_size and raise gradient_accumulation_steps, shard the model over more "
+            "devices, lower max_length, or set remat to full."
+        ) from error
 
 
 class Batches(Protocol):
@@ -183,13 +206,13 @@ class TrainingRun:
         if self.args.eval_on_start and self.evaluate is not None and self.state.global_step == 0:
             self._evaluate()
         self.meter.start()
-        with StopRequest() as stop, self._watchdog:
+        with StopRequest() as stop, self._watchdog, _memory_named():
             while self.state.global_step < self.state.max_steps:
                 if not self._update(intervals):
                     break
                 if self._told_to_end(stop) or self.control.should_training_stop or self.control.should_epoch_stop:
                     break
-        self._drain()
+            self._drain()
         if self._window.last is not None:
             self._log_window()
         if self.args.save_strategy != "no" and self._saved_at != self.state.global_step:

@@ -118,6 +118,7 @@ class Trainer:
         method: str = "sft",
         **arguments: Any,
     ) -> None:
+        _check_kinds(model, load_options)
         every = {**(args if isinstance(args, Mapping) else {}), **arguments}
         self._method_name = method
         self._own_arguments = {key: value for key, value in every.items() if key in METHOD_NAMES.get(method, ())}
@@ -206,6 +207,11 @@ class Trainer:
         """The model with the weights as they are, to generate with."""
         return self.loaded if self._runner is None else self._runner.model()
 
+    @property
+    def _spec(self) -> Any:
+        """The architecture of a model that describes itself; None of others."""
+        return getattr(getattr(_described(self.loaded), "architecture", None), "spec", None)
+
     @cached_property
     def layout(self) -> RowLayout:
         """Which rows of a batch are this process's."""
@@ -244,7 +250,7 @@ class Trainer:
         state.num_train_epochs = math.ceil(self.args.num_train_epochs)
         state.is_world_process_zero = state.is_local_process_zero = self.layout.process_index == 0
         store = None if self.args.save_strategy == "no" and not resume else self._made_store(runner)
-        spec = getattr(getattr(_described(self.loaded), "architecture", None), "spec", None)
+        spec = self._spec
         head = not isinstance(self._objective, Reward)
         flops = 0.0 if spec is None else training_flops(spec, self.args.max_length, head=head)
         meter = Meter(flops, self.layout.device_count, runner.peak_flops)
@@ -283,6 +289,8 @@ class Trainer:
                 stacklevel=2,
             )
         self._warn_of_long_rows(spec)
+        if with_eval:
+            self._loader(self.eval_dataset, training=False).close()  # what is wrong with the data is said before hours
         seconds_before, tokens_before = state.train_seconds, state.num_input_tokens_seen
         try:
             stopped_by = run.run()
@@ -408,7 +416,8 @@ class Trainer:
         folder = Path(str(resume)).expanduser().resolve()
         step = int(folder.name) if folder.name.isdecimal() else -1
         if not folder.is_dir() or step < 0:
-            kind = kind_of(folder) or "no checkpoint"
+            of_run = "the output_dir of a run, whose checkpoints are in its folder checkpoints"
+            kind = kind_of(folder) or (of_run if (folder / CHECKPOINTS).is_dir() else "no checkpoint")
             raise RequestError(
                 f"resume_from_checkpoint={str(resume)!r} was given, but that is {kind}; those of this run are "
                 f"{', '.join(str(ours / str(one)) for one in steps) or f'none in {ours}'}: name one, or True for the "
@@ -501,6 +510,7 @@ class Trainer:
             overlong=args.overlong,
             drop_last=training and args.dataloader_drop_last,
             num_workers=args.dataloader_num_workers if training else 0,
+            vocab_size=getattr(self._spec, "vocab_size", None),
             cache_dir=self._cache_dir,
         )
 
@@ -545,6 +555,23 @@ class Trainer:
         if self._store is None:
             self._store = Checkpoints(runner, self.args.folder / CHECKPOINTS, self.args.checkpoint_policy())
         return self._store
+
+
+def _check_kinds(model: Any, load_options: Any) -> None:
+    """Refuse what is no model, and options that are no mapping.
+
+    Raises:
+        RequestError: it is so.
+    """
+    if model is None or isinstance(model, bool | int | float | list | tuple | Mapping):
+        raise RequestError(
+            f"model={model!r} was given, but it is a checkpoint's folder or Hub id, or a model that "
+            "AutoModelForTPU.from_pretrained opened: pass one of these."
+        )
+    if load_options is not None and not isinstance(load_options, Mapping):
+        raise RequestError(
+            f"load_options={load_options!r} was given, but it is a mapping, such as {{dtype: float32}}: correct it."
+        )
 
 
 def _make_folder(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,11 @@ def identity_of(
     found: dict[str, Any] = {"model_type": model_type, "parameters": digest}
     found |= {} if adapters is None else {ADAPTERS: dict(adapters)}
     return found if head is None else {**found, HEAD: head}
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    """False for the traceback of a failed save, whose error is raised too."""
+    return "background save thread" not in record.getMessage()
 
 
 class OrbaxFiles:
@@ -99,9 +105,11 @@ class OrbaxFiles:
         if self._opened is not None:
             self._opened.close()
             self._opened = None
+            logging.getLogger("absl").removeFilter(_is_shown)
 
     def _orbax(self) -> ocp.AsyncCheckpointer:
         if self._opened is None:
+            logging.getLogger("absl").addFilter(_is_shown)
             handlers = {PARAMS: ocp.PyTreeCheckpointHandler(), OPTIMIZER: ocp.PyTreeCheckpointHandler()}
             self._opened = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
         return self._opened

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import signal
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,8 +68,9 @@ def train(
     if topology is not None:
         _compile(asked, topology, as_json=as_json)
         return
-    trainer = Trainer(**asked.trainer, args=resumed_if_restarted(asked.arguments))
-    output = trainer.train()
+    with plain_warnings():
+        trainer = Trainer(**asked.trainer, args=resumed_if_restarted(asked.arguments))
+        output = trainer.train()
     if not trainer.state.is_world_process_zero:
         return
     folder = trainer.args.folder
@@ -79,10 +83,16 @@ def train(
         )
         raise typer.Exit(exit_code(output.stopped_by))
     if not as_json:
-        print(
-            f"{folder}: {output.global_step:,} updates, loss {output.training_loss:.4f}; `ttpu export {folder} --out "
-            "DIR` writes the model"
-        )
+        loss = "none of them now" if math.isnan(output.training_loss) else f"loss {output.training_loss:.4f}"
+        print(f"{folder}: {output.global_step:,} updates, {loss}; `ttpu export {folder} --out DIR` writes the model")
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Show warnings as lines for people, without the place in the code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: note(f"warning: {' '.join(str(message).split())}")
+        yield
 
 
 def exit_code(stopped_by: str) -> int:
@@ -95,11 +105,12 @@ def resumed_if_restarted(arguments: Mapping[str, Any]) -> dict[str, Any]:
     the run has a checkpoint."""
     from ttpu_core.processes import is_restarted
     from ttpu_train.arguments import TrainingArguments
-    from ttpu_train.checkpoints import CHECKPOINTS
+    from ttpu_train.checkpoints import CHECKPOINTS, steps_in
 
-    folder = Path(arguments.get("output_dir", TrainingArguments.output_dir)).expanduser() / CHECKPOINTS
-    resumes = is_restarted() and any(one.name.isdigit() for one in (folder.iterdir() if folder.is_dir() else ()))
-    return {**arguments, **({"resume_from_checkpoint": True} if resumes else {})}
+    given = arguments.get("output_dir", TrainingArguments.output_dir)
+    if not is_restarted() or not isinstance(given, str | Path) or not steps_in(Path(given).expanduser() / CHECKPOINTS):
+        return dict(arguments)
+    return {**arguments, "resume_from_checkpoint": True}
 
 
 def _compile(asked: TrainingFile, topology: str, *, as_json: bool) -> None:

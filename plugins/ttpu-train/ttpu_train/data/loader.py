@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from ttpu_core.errors import CheckpointError, RequestError
+from ttpu_core.errors import CheckpointError, DataError, RequestError
 from ttpu_train.data.packing import EpochPlan, RowPlanner
 from ttpu_train.data.pairs import PairPlanner
 from ttpu_train.data.settings import DataSettings
@@ -76,8 +76,8 @@ class BatchLoader(Iterator[Batch]):
         self.steps_per_epoch = _batch_count(rows, settings, process_count)
         if self.steps_per_epoch == 0:
             raise RequestError(
-                f"drop_last=True was given, but an epoch has {rows:,} rows and a global batch "
-                f"{settings.rows * process_count:,}, so that all would be dropped: pass drop_last=False, smaller "
+                f"dataloader_drop_last=True was given, but an epoch has {rows:,} rows and a global batch "
+                f"{settings.rows * process_count:,}, so that all would be dropped: pass False, smaller "
                 "batches or more data.",
                 param="drop_last",
             )
@@ -207,7 +207,21 @@ class _Batches:
         plan, each = self._plan(epoch), self._settings.rows
         first = self.first_row(epoch, number) + self._process * each
         first, last = min(first, plan.rows), min(first + each, plan.rows)
-        return self._planner.batch(plan, first, last, each)
+        try:
+            batch = self._planner.batch(plan, first, last, each)
+        except MemoryError as error:
+            raise RequestError(
+                f"batches of {each:,} rows of {self._settings.max_length:,} tokens were asked for, but this machine's "
+                "memory does not hold one: lower per_device_train_batch_size (in evaluation "
+                "per_device_eval_batch_size), gradient_accumulation_steps or max_length."
+            ) from error
+        size = self._settings.vocab_size
+        if size is not None and batch.tokens.size and int(batch.tokens.max()) >= size:
+            raise DataError(
+                f"the data have the token id {int(batch.tokens.max()):,}, but the model's vocabulary has {size:,} "
+                "tokens: give ids of the model's own tokenizer."
+            )
+        return batch
 
     def locate(self, index: int) -> tuple[int, int]:
         """The epoch of a batch and its number there."""

@@ -37,6 +37,7 @@ class DataSettings:
             sequence of all sources once in an epoch.
         num_workers: threads that assemble batches ahead; 0 is the same as 1.
         prefetch: batches that are assembled ahead.
+        vocab_size: of the model, which has no row for greater ids; None checks none.
         cache_dir: where tokens are kept; None is `$TTPU_CACHE/tokens`, or `~/.cache/ttpu/tokens`.
     """
 
@@ -57,6 +58,7 @@ class DataSettings:
     mixture_weights: tuple[float, ...] | None = None
     num_workers: int = 0
     prefetch: int = 4
+    vocab_size: int | None = None
     cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:

@@ -157,6 +157,11 @@ def sources_of(dataset: Any, settings: DataSettings) -> tuple[Source, ...]:
                 "data, but only one split is trained on: pass one, as in dataset['train']."
             )
         named = [(str(name), member) for name, member in dataset.items()]
+        if not named:
+            raise DataError(
+                "an empty mapping was given as training data, but training needs at least one source: name some, as in "
+                "{books: books/*.txt}."
+            )
     elif isinstance(dataset, list | tuple) and dataset and not isinstance(dataset[0], Mapping):
         named = [(f"dataset {number}", member) for number, member in enumerate(dataset)]
     else:

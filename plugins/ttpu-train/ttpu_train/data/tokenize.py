@@ -113,7 +113,7 @@ class Tokenization:
         raise DataError(
             f"{place} was given as training data, but it has the fields {', '.join(map(repr, example)) or '(none)'}: "
             f"an example needs {self._settings.text_field!r}, or 'messages', or 'prompt' and 'completion', or "
-            "'input_ids'; add one, or name the field of the text by text_field."
+            "'input_ids'; add one, or name the field of the text by dataset_text_field."
         )
 
     def _completion(self, example: Example, place: str) -> Encoded:
