@@ -40,8 +40,9 @@ def identity_of(
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    """False for the traceback of a failed save, whose error is raised too."""
-    return "background save thread" not in record.getMessage()
+    """False for the tracebacks of a failed save, whose error is raised too."""
+    message = record.getMessage()
+    return "background save thread" not in message and "_SignalingThread.run() raised" not in message
 
 
 class OrbaxFiles:
