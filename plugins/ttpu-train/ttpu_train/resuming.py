@@ -19,7 +19,9 @@ SAME_UPDATES = (
     "peft_config", "adapter_name_or_path", "dataloader_num_workers", "logging_steps", "logging_first_step",
     "eval_strategy", "eval_steps", "eval_on_start", "save_strategy", "save_steps", "save_total_limit",
     "load_best_model_at_end", "report_to", "run_name", "disable_tqdm", "resume_from_checkpoint", "nan_limit",
-    "loss_spike_factor", "loss_spike_action", "profile_steps", "hung_step_factor", "hung_step_seconds",
+    "eval_tasks", "eval_tasks_num_fewshot", "eval_tasks_limit", "eval_tasks_apply_chat_template",
+    "eval_tasks_engine_options", "loss_spike_factor", "loss_spike_action", "profile_steps",
+    "hung_step_factor", "hung_step_seconds",
 )  # fmt: skip
 """Arguments that change no update, or that `rows` and `updates` or the checkpoint's identity tell of."""
 ROWS, UPDATES, METHOD = "rows of an update", "updates of the run", "method"

@@ -289,7 +289,7 @@ class Trainer:
                 stacklevel=2,
             )
         self._warn_of_long_rows(spec)
-        if with_eval:
+        if with_eval and self.eval_dataset is not None:
             self._loader(self.eval_dataset, training=False).close()  # what is wrong with the data is said before hours
         seconds_before, tokens_before = state.train_seconds, state.num_input_tokens_seen
         try:
