@@ -121,7 +121,7 @@ def test_a_step_that_is_saved_again_replaces_its_checkpoint(runner: NumpyTrainRu
 def test_the_newest_and_the_best_stay(runner: NumpyTrainRunner, tmp_path: Path) -> None:
     one = store(runner, tmp_path, keep=2, best_metric="eval_hits", greater_is_better=True)
     assert one.best_step() is None
-    for step, value in enumerate((1.0, 3.0, float("nan"), 2.0, None), 1):
+    for step, value in enumerate((float("nan"), 3.0, 1.0, 2.0, None), 1):
         save(one, runner, step, metrics=None if value is None else {"eval_hits": value})
     assert one.steps() == (2, 4, 5) and one.best_step() == 2
     assert store(runner, tmp_path, best_metric="eval_hits").best_step() == 4
