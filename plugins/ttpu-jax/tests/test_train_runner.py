@@ -285,6 +285,7 @@ def test_an_optimizer_on_the_host_trains_alike_and_is_restored_bit_for_bit(check
         ("fsdp=8", {"optimizer": replace(OPTIMIZER, name="muon")}, "only the state of adamw, lion, sgd"),
         ("tensor=2", {}, "on a mesh that pads parameters"),
         (None, {"adapters": AdapterSettings(target_modules="all-linear")}, "with adapters"),
+        (None, {}, "on one device"),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(checkpoint: Path, mesh: Any, settings: Any, said: str) -> None:

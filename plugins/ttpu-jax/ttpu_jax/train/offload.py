@@ -130,7 +130,8 @@ def offload_for(settings: StepSettings, table: Mapping[str, Parameter], zero: Ze
         zero: where the optimizer's state lies.
 
     Raises:
-        UnsupportedError: the optimizer, or the mesh, does not treat each layer by itself; or adapters are trained.
+        UnsupportedError: the optimizer, or the mesh, does not treat each layer by itself; there is one device; or adapters are
+            trained.
     """
     optimizer = settings.optimizer
     if optimizer.name not in ELEMENTWISE:
@@ -147,7 +148,12 @@ def offload_for(settings: StepSettings, table: Mapping[str, Parameter], zero: Ze
     layers = frozenset(path for path, one in table.items() if one.axes[:1] == (axes.LAYERS,))
     for path in layers:
         sharding = zero.state(path, table[path])
-        if isinstance(sharding, jax.sharding.NamedSharding) and sharding.spec and sharding.spec[0] is not None:
+        if not isinstance(sharding, jax.sharding.NamedSharding):
+            raise UnsupportedError(
+                "offload_optimizer was asked for on one device, but it works on meshes of several: set "
+                "parallelism_strategy, as in fsdp, or leave offload_optimizer out."
+            )
+        if sharding.spec and sharding.spec[0] is not None:
             raise UnsupportedError(
                 f"offload_optimizer was asked for on a mesh that divides the layers ({sharding.spec[0]!r}), but "
                 "moments are brought to the devices layer by layer: use another mesh, or leave it out."
