@@ -130,8 +130,8 @@ def offload_for(settings: StepSettings, table: Mapping[str, Parameter], zero: Ze
         zero: where the optimizer's state lies.
 
     Raises:
-        UnsupportedError: the optimizer, or the mesh, does not treat each layer by itself; there is one device; or adapters are
-            trained.
+        UnsupportedError: the optimizer, or the mesh, does not treat each layer by itself; there is one device; or
+            adapters are trained.
     """
     optimizer = settings.optimizer
     if optimizer.name not in ELEMENTWISE:
