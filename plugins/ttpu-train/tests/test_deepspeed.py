@@ -94,6 +94,8 @@ def test_the_schedules_peak_counts_and_all_trackers_are_kept() -> None:
         "csv_monitor": {"enabled": False},
         "flops_profiler": {"enabled": False, "profile_step": 1},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "bfloat16": {"enabled": False},
+        "zero_optimization": {"cpu_offload": False, "offload_optimizer": {"device": "none", "nvme_path": None}},
         "steps_per_print": float("inf"),
     })  # fmt: skip
     assert (found["learning_rate"], found["report_to"], found["run_name"]) == (2e-3, ("tensorboard", "wandb"), "first")
@@ -118,6 +120,7 @@ def test_the_schedules_peak_counts_and_all_trackers_are_kept() -> None:
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type = 'OneCycle'"),
         ({"fp16": {"enabled": True}}, "fp16.enabled = True"),
+        ({"zero_optimization": {"cpu_offload": True}}, "cpu_offload = True, but it must be false: write offload_opt"),
         ({"flops_profiler": {"enabled": True}}, "'flops_profiler', but train_micro_batch_size_per_gpu"),
         ({"tensorboard": {"folder": "x"}}, "tensorboard.folder, which is not supported"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype = 'bf16'"),

@@ -227,7 +227,7 @@ def test_every_argument_is_taken_or_refused_by_name(backend: NumpyBackend) -> No
         "parallelism_strategy", "trainable", "peft_config", "adapter_name_or_path", "max_length", "packing",
         "dataset_text_field", "assistant_only_loss", "completion_only_loss", "document_separator", "mixture_weights",
         "overlong", "dataloader_num_workers", "dataloader_drop_last", "logging_steps", "logging_first_step",
-        "report_to", "run_name", "disable_tqdm", "seed", "data_seed", "profile_steps",
+        "report_to", "run_name", "disable_tqdm", "seed", "data_seed", "profile_steps", "offload_optimizer",
     }, "a new argument is honoured by ttpu.initialize, or in OF_THE_LOOP"  # fmt: skip
 
 
@@ -307,3 +307,28 @@ def test_a_loss_stands_for_the_output_of_a_model_of_transformers(backend: NumpyB
     with pytest.raises(RequestError, match="was given a float"):
         engine.backward(outputs / 2)
     engine.backward(outputs.loss)
+
+
+def test_a_careless_users_batches_and_models_are_refused_in_one_sentence(
+    backend: NumpyBackend,
+) -> None:
+    engine, _, _, _ = engine_of()
+    tokens = np.ones((4, LENGTH), int)
+    assert engine(tokens, labels=tokens).item() == engine(input_ids=tokens).item()
+    engine._vocabulary = VOCAB
+    for wrong, said in (
+        (tokens.astype(float), r"input_ids are float64 \[4, 8\], but they are whole numbers"),
+        (tokens[0], r"input_ids are int64 \[8\], but they are whole numbers \[rows, seq\]"),
+        (tokens * VOCAB, "the token 11, but the model's are from 0 to below 11"),
+        (tokens * -100, "the token -100"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            engine(wrong)
+    engine(tokens * -100, attention_mask=tokens * 0)
+    for name in ("set_lr", "to", "local_rank", "loss_scale"):
+        with pytest.raises(UnsupportedError, match=rf"engine.{name} was asked for"):
+            getattr(engine, name)
+    assert (engine.gradient_clipping(), engine.bfloat16_enabled(), engine.fp16_enabled()) == (0.0, None, False)
+    assert engine.training_dataloader is None
+    with pytest.raises(RequestError, match="model is a dict, but a backend trains a model that it opened itself"):
+        initialize(model={}, config=CONFIG)

@@ -125,13 +125,14 @@ class _Reader:
             "optimizer": self._optimizer,
             "scheduler": self._scheduler,
             "bf16": self._bf16,
+            "bfloat16": self._bf16,
             "fp16": self._fp16,
             "activation_checkpointing": self._activation_checkpointing,
             "tensorboard": lambda section: self._reporter("tensorboard", section),
             "wandb": lambda section: self._reporter("wandb", section),
             "data_types": self._data_types,
         }
-        known = [*simple, *sections, "train_batch_size", *NO_EFFECT[""]]
+        known = [*simple, *sections, "train_batch_size"]
         reporters = tuple(name for name in REPORTERS if _is_on(content.get(name)))
         if reporters:
             yield "report_to", reporters[0] if len(reporters) == 1 else reporters
@@ -176,6 +177,9 @@ class _Reader:
                 yield "zero_stage", value
             elif key == "offload_optimizer":
                 yield from self._offload(value)
+            elif key in ("cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory"):
+                if value:
+                    raise _refused(f"zero_optimization.{key}", value, "false: write offload_optimizer in its place")
             elif key == "offload_param":
                 device = value.get("device") if isinstance(value, Mapping) else value
                 if device not in (None, "none"):
@@ -187,6 +191,8 @@ class _Reader:
         section = value if isinstance(value, Mapping) else {"device": value}
         name = "zero_optimization.offload_optimizer"
         for key in section:
+            if section[key] is None:
+                continue
             if key in OFFLOAD_WITHOUT_EFFECT:
                 self.unused.append(f"{name}.{key}")
             elif key != "device":

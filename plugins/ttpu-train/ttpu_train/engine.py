@@ -12,20 +12,29 @@ from typing import Any
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.files import write_whole
 from ttpu_train.arguments import steps_of
-from ttpu_train.checkpoints import MODEL, Checkpoints, steps_in
+from ttpu_train.checkpoints import Checkpoints, steps_in
+from ttpu_train.engine_tags import LATEST, refuse_others, tag_name, tags_in
 from ttpu_train.engine_views import EngineOptimizer, EngineSchedule
 from ttpu_train.foreign import kind_of
-from ttpu_train.micro_batches import MicroLoss, batch_of, joined
+from ttpu_train.micro_batches import MicroBatches, MicroLoss, batch_of, joined
 from ttpu_train.progress import Progress
 from ttpu_train.row_shapes import RowShapes
 from ttpu_train.runner import Batch, CheckpointPolicy, EvalValues, InFlight, StepValues
-from ttpu_train.trainer import Trainer
+from ttpu_train.trainer import Trainer, described
 
-LATEST = "latest"
-"""The file that names the newest checkpoint, as DeepSpeed's."""
 UNMAPPED = {
     "parameters": "weights are held by the backend: engine.module is the model with the weights as they are",
     "named_parameters": "weights are held by the backend: engine.module is the model with the weights as they are",
+    "state_dict": "weights are held by the backend: engine.module.save_pretrained(folder) writes them",
+    "save_pretrained": "engine.module has it, and engine.save_16bit_model writes bfloat16",
+    "to": "weights are on the mesh's devices already: leave it out",
+    "cuda": "weights are on the mesh's devices already: leave it out",
+    "local_rank": "the backend chooses devices: engine.global_rank is the number of the process",
+    "set_lr": "the schedule is part of the compiled update: write it in the configuration",
+    "clip_grad_norm_": "gradients are clipped in the compiled update: write gradient_clipping in the configuration",
+    "loss_scale": "bfloat16 needs no scale: leave it out",
+    "cur_scale": "bfloat16 needs no scale: leave it out",
+    "monitor": "trackers are opened by the configuration, or by report_to: leave it out",
     "no_sync": "gradients are summed over devices in the compiled update: leave it out",
     "allreduce_gradients": "gradients are summed over devices in the compiled update: leave it out",
     "train_batch": "there are no pipeline stages: call the engine, backward and step",
@@ -51,6 +60,7 @@ class Engine:
         device: where batches are given: "cpu", that is, as numpy arrays, lists or tensors of the host.
         optimizer: what loops read of an optimizer.
         lr_scheduler: what loops read of a schedule.
+        training_dataloader: the micro-batches of the training data, or None.
     """
 
     device = "cpu"
@@ -58,6 +68,9 @@ class Engine:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._layout, self.runner = trainer, trainer.layout, trainer.runner
         self.optimizer, self.lr_scheduler = EngineOptimizer(self), EngineSchedule(self)
+        self.training_dataloader: MicroBatches | None = None
+        spec = getattr(getattr(described(trainer.loaded), "architecture", None), "spec", None)
+        self._vocabulary: int | None = getattr(spec, "vocab_size", None)
         self.training = True
         self.global_steps = self.micro_steps = self.global_samples = 0
         self._progress = Progress(trainer, self.steps_per_print())
@@ -91,8 +104,12 @@ class Engine:
                 other processes.
         """
         is_own = not isinstance(batch, Batch)
-        rows = batch if isinstance(batch, Batch) else batch_of({**(batch or {}), **inputs})
-        if is_own:
+        if isinstance(batch, Batch):
+            rows = batch
+        else:
+            if batch is not None and not isinstance(batch, Mapping):
+                inputs["input_ids"], batch = batch, None  # a model's first argument
+            rows = batch_of({**(batch or {}), **inputs}, self._vocabulary)
             self._check_rows(rows)
         if self._collected and len(rows.tokens) != len(self._collected[0][1].tokens):
             raise RequestError(
@@ -190,6 +207,18 @@ class Engine:
         """Updates between two lines of the log."""
         return steps_of(self._trainer.args.logging_steps, self.runner.settings.optimizer.schedule.total_steps)
 
+    def gradient_clipping(self) -> float:
+        """The norm that gradients are scaled down to; 0 scales none."""
+        return self.runner.settings.optimizer.max_grad_norm or 0.0
+
+    def bfloat16_enabled(self) -> bool | None:
+        """Whether updates compute in bfloat16; None where that follows from the devices."""
+        return self._trainer.args.bf16
+
+    def fp16_enabled(self) -> bool:
+        """False: float16 is refused."""
+        return False
+
     def zero_optimization_stage(self) -> int | None:
         """The stage of ZeRO; None leaves it to the mesh."""
         return self.runner.settings.zero_stage
@@ -253,14 +282,14 @@ class Engine:
             UnsupportedError: an argument of DeepSpeed that means nothing here.
             CheckpointError: it cannot be written.
         """
-        _refuse_others("save_checkpoint", others)
+        refuse_others("save_checkpoint", others)
         if self._collected or self._forward is not None:
             raise RequestError(
                 f"a checkpoint was to be written after {len(self._collected)} of {self.gradient_accumulation_steps()} "
                 "micro-batches of an update, but these have not been computed: save after a step that "
                 "is_gradient_accumulation_boundary() announced."
             )
-        name = _tag(f"global_step{self.global_steps}" if tag is None else tag)
+        name = tag_name(f"global_step{self.global_steps}" if tag is None else tag)
         folder = Path(save_dir).expanduser()
         counters = {"global_steps": self.global_steps, "micro_steps": self.micro_steps,
                     "global_samples": self.global_samples, "skipped_steps": self.skipped_steps}  # fmt: skip
@@ -290,16 +319,16 @@ class Engine:
             UnsupportedError: an argument of DeepSpeed that means nothing here.
             CheckpointError: the checkpoint is damaged, another model's or another program's.
         """
-        _refuse_others("load_checkpoint", others)
+        refuse_others("load_checkpoint", others)
         folder = Path(load_dir).expanduser()
         if tag is None and not (folder / LATEST).is_file():
             warnings.warn(f"{folder} has no file {LATEST!r}, so that no checkpoint is restored", stacklevel=2)
             return None, {}
-        place = folder / _tag((folder / LATEST).read_text(encoding="utf-8").strip() if tag is None else tag)
+        place = folder / tag_name((folder / LATEST).read_text(encoding="utf-8").strip() if tag is None else tag)
         if not place.is_dir():
             raise RequestError(
-                f"the checkpoint {place.name!r} was to be loaded from {folder}, but it is not there: name one of "
-                f"{', '.join(_tags_in(folder)) or 'none'}."
+                f"the checkpoint {place.name!r} was to be loaded from {folder}, but it is not there: "
+                f"{f'name one of {tags}' if (tags := ', '.join(tags_in(folder))) else 'the folder has none'}."
             )
         kind = kind_of(place)
         if kind is not None and not steps_in(place):
@@ -349,39 +378,3 @@ class Engine:
                 f"{schedule.total_steps:,}: write a larger total_num_steps in the scheduler's params, or end the loop",
                 stacklevel=3,
             )
-
-
-DEFAULTS_OF_DEEPSPEED = {
-    "load_module_strict": True, "load_optimizer_states": True, "load_lr_scheduler_states": True,
-    "load_module_only": False, "custom_load_fn": None, "exclude_frozen_parameters": False,
-}  # fmt: skip
-"""Arguments of DeepSpeed's load_checkpoint and save_checkpoint that are accepted with these values alone."""
-
-
-def _refuse_others(method: str, others: Mapping[str, Any]) -> None:
-    for name, value in others.items():
-        if name not in DEFAULTS_OF_DEEPSPEED or value != DEFAULTS_OF_DEEPSPEED[name]:
-            raise UnsupportedError(
-                f"engine.{method} was given {name}={value!r}, but a checkpoint is written and read as a whole: leave "
-                "it out; to begin with weights alone, give a Hugging Face checkpoint as `model`."
-            )
-
-
-def _tag(tag: str | int) -> str:
-    """The name of a tag's folder.
-
-    Raises:
-        RequestError: it is no name of a folder.
-    """
-    name = str(tag)
-    if name in ("", ".", "..", LATEST, MODEL) or Path(name).name != name:
-        raise RequestError(
-            f"the tag {name!r} was given, but a tag is the name of a folder, and neither {LATEST!r} nor {MODEL!r}: "
-            "give another, such as step_100."
-        )
-    return name
-
-
-def _tags_in(folder: Path) -> list[str]:
-    """The tags of a folder that hold checkpoints."""
-    return sorted(one.name for one in folder.iterdir() if one.is_dir() and steps_in(one)) if folder.is_dir() else []

@@ -51,6 +51,11 @@ OF_THE_LOOP = {
     "eval_steps": _EVALUATING,
     "eval_on_start": _EVALUATING,
     "per_device_eval_batch_size": _EVALUATING,
+    "eval_tasks": _EVALUATING,
+    "eval_tasks_limit": _EVALUATING,
+    "eval_tasks_num_fewshot": _EVALUATING,
+    "eval_tasks_apply_chat_template": _EVALUATING,
+    "eval_tasks_engine_options": _EVALUATING,
     "load_best_model_at_end": "call engine.load_checkpoint with the tag of the best",
     "metric_for_best_model": "save under a tag of its own what the loop finds best",
     "greater_is_better": "save under a tag of its own what the loop finds best",
@@ -145,9 +150,11 @@ def initialize(
         updates = math.ceil(cast(BatchLoader, trainer.training_batches).steps_per_epoch * trainer.args.num_train_epochs)
         trainer.args = replace(trainer.args, max_steps=max(1, updates))
     engine = Engine(trainer)
-    parts = engine.gradient_accumulation_steps()
-    data = None if training_data is None else MicroBatches(cast(BatchLoader, trainer.training_batches), parts)
-    return engine, engine.optimizer, data, engine.lr_scheduler if "lr_scheduler_type" in found else None
+    if training_data is not None:
+        batches = cast(BatchLoader, trainer.training_batches)
+        engine.training_dataloader = MicroBatches(batches, engine.gradient_accumulation_steps())
+    schedule = engine.lr_scheduler if "lr_scheduler_type" in found else None
+    return engine, engine.optimizer, engine.training_dataloader, schedule
 
 
 def _check_length(found: Mapping[str, Any], *, with_data: bool) -> None:

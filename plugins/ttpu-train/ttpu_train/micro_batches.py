@@ -125,14 +125,18 @@ class MicroBatches:
         self._loader.restore(state)
 
 
-def batch_of(inputs: Mapping[str, Any]) -> Batch:
+def batch_of(inputs: Mapping[str, Any], vocabulary: int | None = None) -> Batch:
     """The rows that transformers' names describe: input_ids [rows, seq], and labels, attention_mask and position_ids of
     the same shape. Where position_ids do not go on by 1, another sequence begins, as in transformers, and tokens attend
     to their own sequence alone; beside an attention_mask that is where they fall.
 
+    Args:
+        inputs: by name.
+        vocabulary: tokens are below it; None compares none.
+
     Raises:
-        RequestError: a name is unknown or missing, shapes differ, the mask holds other numbers than 0 and 1, or labels
-            are not the tokens themselves.
+        RequestError: a name is unknown or missing, shapes differ, tokens are no whole numbers of the vocabulary, the
+            mask holds other numbers than 0 and 1, or labels are not the tokens themselves.
     """
     unknown = [name for name in inputs if name not in INPUTS]
     if unknown or "input_ids" not in inputs:
@@ -141,9 +145,15 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch:
             f"{', '.join(INPUTS[1:])}: give these."
         )
     arrays = {name: np.asarray(value) for name, value in inputs.items() if value is not None}
-    tokens = arrays["input_ids"].astype(np.int32)
+    given = arrays["input_ids"]
+    if given.ndim != 2 or not np.issubdtype(given.dtype, np.integer):
+        raise RequestError(
+            f"a micro-batch was given whose input_ids are {given.dtype} {list(given.shape)}, but they are whole "
+            "numbers [rows, seq]: give such an array or tensor."
+        )
+    tokens = given.astype(np.int32)
     for name, array in arrays.items():
-        if tokens.ndim != 2 or array.shape != tokens.shape:
+        if array.shape != tokens.shape:
             raise RequestError(
                 f"a micro-batch was given whose {name} has the shape {list(array.shape)} and input_ids "
                 f"{list(tokens.shape)}, but each is [rows, seq]: make them equal."
@@ -158,6 +168,12 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch:
     real = mask > 0
     positions = arrays.get("position_ids", np.cumsum(real, axis=1) - 1)
     real &= positions >= 0
+    wrong = real & ((tokens < 0) | (tokens >= (np.iinfo(np.int32).max if vocabulary is None else vocabulary)))
+    if wrong.any():
+        raise RequestError(
+            f"a micro-batch was given with the token {tokens[wrong][0]}, but the model's are from 0 to below "
+            f"{vocabulary or 'its vocabulary'}: use the model's tokenizer, and an attention_mask for padding."
+        )
     begins = _begins(positions, real, masked="attention_mask" in arrays)
     labels = arrays.get("labels", tokens)
     wrong = (labels != tokens) & (labels != IGNORED)

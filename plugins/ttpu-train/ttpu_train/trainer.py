@@ -150,11 +150,16 @@ class Trainer:
             raise RequestError(
                 "eval_tasks was given with method='reward', whose model scores texts and writes none: leave it out."
             )
+        if not isinstance(model, str | Path) and getattr(described(model), "backend", None) is None:
+            raise RequestError(
+                f"model is a {type(model).__name__}, but a backend trains a model that it opened itself: give the "
+                "folder or the Hub id of its checkpoint, or what AutoModelForTPU.from_pretrained returns."
+            )
         self.train_dataset, self.eval_dataset = _kept(train_dataset), _kept(eval_dataset)
         self.compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         self._source, self._load_options, self._cache_dir = model, dict(load_options or {}), cache_dir
         self._tokenizer = processing_class if processing_class is not None else tokenizer
-        self.backend = training_backend(backend if backend is not None else getattr(_described(model), "backend", None))
+        self.backend = training_backend(backend if backend is not None else getattr(described(model), "backend", None))
         self.state, self.control = TrainerState(), TrainerControl()
         self._console = ConsoleReporter(bar=None if self.args.disable_tqdm is None else not self.args.disable_tqdm)
         reporters = trackers(self.args.reporters, all_installed=self.args.report_to == "all")
@@ -200,7 +205,7 @@ class Trainer:
     @property
     def tokenizer(self) -> Any:
         """The tokenizer of the data."""
-        return self._tokenizer if self._tokenizer is not None else getattr(_described(self.loaded), "tokenizer", None)
+        return self._tokenizer if self._tokenizer is not None else getattr(described(self.loaded), "tokenizer", None)
 
     @property
     def model(self) -> Any:
@@ -210,7 +215,7 @@ class Trainer:
     @property
     def _spec(self) -> Any:
         """The architecture of a model that describes itself; None of others."""
-        return getattr(getattr(_described(self.loaded), "architecture", None), "spec", None)
+        return getattr(getattr(described(self.loaded), "architecture", None), "spec", None)
 
     @cached_property
     def layout(self) -> RowLayout:
@@ -464,7 +469,7 @@ class Trainer:
         """What runs `eval_tasks`; None without any."""
         if not self.args.task_names:
             return None
-        spec = getattr(getattr(_described(self.loaded), "architecture", None), "spec", None)
+        spec = getattr(getattr(described(self.loaded), "architecture", None), "spec", None)
         return TaskEvaluation(self.args, self.runner, self.tokenizer, None if spec is None else spec.context)
 
     @cached_property
@@ -618,7 +623,7 @@ def _kept(dataset: Any) -> Any:
     return list(dataset) if isinstance(dataset, Iterator) else dataset
 
 
-def _described(model: Any) -> Any:
+def described(model: Any) -> Any:
     """What a loaded model says of itself: a stock model of transformers does so in its attribute `ttpu`."""
     return getattr(model, "ttpu", model)
 
