@@ -167,7 +167,7 @@ class Engine:
             loss.updated(self._update)
         self._progress.given(self._update)
         self.global_steps += 1
-        self.global_samples += sum(len(one.tokens) for one in batches) * self._layout.process_count
+        self.global_samples += sum(len(one.tokens) for one in batches) * self._layout.share_count
 
     def train(self, mode: bool = True) -> Engine:
         """Collect micro-batches for updates from now on."""

@@ -188,7 +188,7 @@ class PreferenceMethod:
 
     def loader(self, planner: PairPlanner, settings: DataSettings, layout: RowLayout) -> BatchLoader:
         """Its batches; `settings.rows` are examples."""
-        return BatchLoader(planner, settings, layout.process_index, layout.process_count)
+        return BatchLoader(planner, settings, layout.share_index, layout.share_count)
 
     def refer(self, planner: PairPlanner, runner: TrainRunner, parts: int) -> None:
         """Compute the reference's log-probabilities, by the weights that a run begins with.
@@ -214,4 +214,4 @@ class PreferenceMethod:
                 "data were to be compared with the model before training, but it was updated already: pass them to "
                 "Trainer as eval_dataset."
             )
-        planner.compare(runner.row_logprobs, runner.layout.process_index, runner.layout.process_count, parts)
+        planner.compare(runner.row_logprobs, runner.layout.share_index, runner.layout.share_count, parts)

@@ -179,14 +179,19 @@ class RowLayout:
         shards: the devices that rows are divided over: the rows of a global batch, divided by the accumulation, are a
             multiple of it.
         process_index: this process among those that train together.
-        process_count: how many these are; each gives as many rows.
+        process_count: how many these are.
         device_count: devices of all processes in the mesh.
+        share_index: which share of each batch's rows this process reads.
+        share_count: how many shares there are, all of as many rows. Processes whose devices hold the same rows read the
+            same one.
     """
 
     shards: int = 1
     process_index: int = 0
     process_count: int = 1
     device_count: int = 1
+    share_index: int = 0
+    share_count: int = 1
 
 
 @dataclass(frozen=True)

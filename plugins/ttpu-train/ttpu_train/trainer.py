@@ -251,7 +251,7 @@ class Trainer:
             if self.eval_dataset is not None:
                 self.method.refer(self._planner(self.eval_dataset, training=False), runner, 1)
         state = self.state
-        state.max_steps, state.train_batch_size = total, self._rows(training=True) * self.layout.process_count
+        state.max_steps, state.train_batch_size = total, self._rows(training=True) * self.layout.share_count
         state.num_train_epochs = math.ceil(self.args.num_train_epochs)
         state.is_world_process_zero = state.is_local_process_zero = self.layout.process_index == 0
         store = None if self.args.save_strategy == "no" and not resume else self._made_store(runner)
@@ -496,7 +496,7 @@ class Trainer:
         """This process's rows of a batch."""
         args, layout = self.args, self.layout
         each = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        return (each if training else args.per_device_eval_batch_size) * layout.shards // layout.process_count
+        return (each if training else args.per_device_eval_batch_size) * layout.shards // layout.share_count
 
     def _data_settings(self, *, training: bool) -> DataSettings:
         args = self.args
@@ -527,7 +527,7 @@ class Trainer:
             if not training:
                 self.method.refer(planner, self.runner, 1)
             return self.method.loader(planner, settings, layout)
-        return batch_loader(dataset, self.tokenizer, settings, layout.process_index, layout.process_count)
+        return batch_loader(dataset, self.tokenizer, settings, layout.share_index, layout.share_count)
 
     def _planner(self, dataset: Any, *, training: bool) -> PairPlanner:
         """The rows of preferences, kept because comparing them with the model before training takes long."""

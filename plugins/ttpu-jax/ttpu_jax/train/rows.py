@@ -27,6 +27,8 @@ class Rows:
     process_index: int = 0
     process_count: int = 1
     device_count: int = 1
+    share_index: int = 0
+    share_count: int = 1
 
 
 def row_layout(placement: Placement) -> Rows:
@@ -39,15 +41,21 @@ def row_layout(placement: Placement) -> Rows:
         return Rows()
     shards = prod(placement.mesh.shape[axis] for axis in placement.axes_of(axes.BATCH))
     processes = jax.process_count()
-    if processes > 1:
-        sharding = placement.sharding((axes.BATCH,), (shards,), "the rows")
-        own = {index[0].start or 0 for index in sharding.addressable_devices_indices_map((shards,)).values() if index}
-        if len(own) * processes != shards:
-            raise UnsupportedError(
-                f"{processes} processes were to train with rows divided over {shards} devices, but several of them "
-                "hold the same rows: use a mesh whose axes data and fsdp together are a multiple of the processes."
-            )
-    return Rows(shards, jax.process_index(), processes, placement.mesh.size)
+    if processes == 1:
+        return Rows(shards, 0, 1, placement.mesh.size)
+    sharding: Any = placement.sharding((axes.BATCH,), (shards,), "the rows")
+    rows_of: dict[int, set[int]] = {}
+    for device, index in sharding.devices_indices_map((shards,)).items():
+        rows_of.setdefault(device.process_index, set()).add(index[0].start or 0)
+    shares = sorted({tuple(sorted(rows)) for rows in rows_of.values()})
+    if sum(map(len, shares)) != shards or len({len(rows) for rows in shares}) != 1 or len(rows_of) != processes:
+        raise UnsupportedError(
+            f"{processes} processes were to train with rows divided over {shards} devices, but some hold a part of "
+            "each other's rows or none: use a mesh of all devices, whose axes data and fsdp together divide the "
+            "processes or are a multiple of them."
+        )
+    own = tuple(sorted(rows_of[jax.process_index()]))
+    return Rows(shards, jax.process_index(), processes, placement.mesh.size, shares.index(own), len(shares))
 
 
 def placed_batch(
@@ -67,7 +75,7 @@ def placed_batch(
     Raises:
         RequestError: rows that the layout's shards and the parts do not divide.
     """
-    rows = batch.tokens.shape[0] * layout.process_count
+    rows = batch.tokens.shape[0] * layout.share_count
     least = layout.shards * parts * together
     if rows % least or not rows:
         raise RequestError(

@@ -53,6 +53,8 @@ class Layout:
     process_index: int = 0
     process_count: int = 1
     device_count: int = 1
+    share_index: int = 0
+    share_count: int = 1
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ttpu_train.runner import Batch
 
 
 def batch_loader(
-    dataset: Any, tokenizer: Any, settings: DataSettings, process_index: int = 0, process_count: int = 1
+    dataset: Any, tokenizer: Any, settings: DataSettings, share: int = 0, shares: int = 1
 ) -> BatchLoader:
     """The batches of a dataset, which is tokenized first if the cache does not hold its tokens.
 
@@ -30,14 +30,14 @@ def batch_loader(
             iterable of examples; or a list or mapping of such sources.
         tokenizer: the checkpoint's, of transformers; None if all examples are token ids.
         settings: how examples become rows.
-        process_index: which part of each global batch this process reads.
-        process_count: processes that train together.
+        share: which part of each global batch this process reads.
+        shares: how many parts there are; processes whose devices hold the same rows read the same one.
 
     Raises:
         DataError: data that is missing or malformed.
         RequestError: settings that contradict the data.
     """
-    return BatchLoader(row_planner(dataset, tokenizer, settings), settings, process_index, process_count)
+    return BatchLoader(row_planner(dataset, tokenizer, settings), settings, share, shares)
 
 
 def row_planner(dataset: Any, tokenizer: Any, settings: DataSettings) -> RowPlanner:
@@ -68,16 +68,16 @@ class BatchLoader(Iterator[Batch]):
     samples_next = False
 
     def __init__(
-        self, planner: RowPlanner | PairPlanner, settings: DataSettings, process_index: int, process_count: int
+        self, planner: RowPlanner | PairPlanner, settings: DataSettings, share: int, shares: int
     ) -> None:
         self._planner, self._settings = planner, settings
-        self._process, self._processes = process_index, process_count
+        self._share, self._shares = share, shares
         rows = planner.plan(0).rows
-        self.steps_per_epoch = _batch_count(rows, settings, process_count)
+        self.steps_per_epoch = _batch_count(rows, settings, shares)
         if self.steps_per_epoch == 0:
             raise RequestError(
                 f"dataloader_drop_last=True was given, but an epoch has {rows:,} rows and a global batch "
-                f"{settings.rows * process_count:,}, so that all would be dropped: pass False, smaller "
+                f"{settings.rows * shares:,}, so that all would be dropped: pass False, smaller "
                 "batches or more data.",
                 param="drop_last",
             )
@@ -168,7 +168,7 @@ class BatchLoader(Iterator[Batch]):
         import grain
 
         settings = self._settings
-        self._batches = _Batches(self._planner, settings, self._process, self._processes, self._epoch, self._row)
+        self._batches = _Batches(self._planner, settings, self._share, self._shares, self._epoch, self._row)
         threads = max(1, settings.num_workers)
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(threads, settings.prefetch))
         self._iterator = iter(grain.MapDataset.source(self._batches).to_iter_dataset(options))
@@ -182,12 +182,12 @@ class _Batches:
         self,
         planner: RowPlanner | PairPlanner,
         settings: DataSettings,
-        process: int,
-        processes: int,
+        share: int,
+        shares: int,
         epoch: int,
         row: int,
     ) -> None:
-        self._planner, self._settings, self._process, self._processes = planner, settings, process, processes
+        self._planner, self._settings, self._share, self._shares = planner, settings, share, shares
         self._epoch, self._row = epoch, row
         self._lock = threading.Lock()
         self._plans: dict[int, EpochPlan] = {}
@@ -205,7 +205,7 @@ class _Batches:
     def __getitem__(self, index: int) -> Batch:
         epoch, number = self.locate(index)
         plan, each = self._plan(epoch), self._settings.rows
-        first = self.first_row(epoch, number) + self._process * each
+        first = self.first_row(epoch, number) + self._share * each
         first, last = min(first, plan.rows), min(first + each, plan.rows)
         try:
             batch = self._planner.batch(plan, first, last, each)
@@ -233,7 +233,7 @@ class _Batches:
 
     def first_row(self, epoch: int, number: int) -> int:
         """The first row of a global batch."""
-        return (self._row if epoch == self._epoch else 0) + number * self._settings.rows * self._processes
+        return (self._row if epoch == self._epoch else 0) + number * self._settings.rows * self._shares
 
     def rows(self, epoch: int) -> int:
         """Rows of an epoch."""
@@ -251,7 +251,7 @@ class _Batches:
         if len(self._plans) < 2:
             self._plans.setdefault(self._epoch + place, plan)
         rows = plan.rows
-        count = _batch_count(rows - (self._row if place == 0 else 0), self._settings, self._processes)
+        count = _batch_count(rows - (self._row if place == 0 else 0), self._settings, self._shares)
         self._rows.append(rows)
         self._ends.append((self._ends[-1] if place else 0) + count)
 
@@ -267,6 +267,6 @@ class _Batches:
         return self._plans[epoch]
 
 
-def _batch_count(rows: int, settings: DataSettings, processes: int) -> int:
-    whole, rest = divmod(rows, settings.rows * processes)
+def _batch_count(rows: int, settings: DataSettings, shares: int) -> int:
+    whole, rest = divmod(rows, settings.rows * shares)
     return whole + (rest > 0 and not settings.drop_last)

@@ -177,21 +177,21 @@ class PairPlanner:
         return EpochPlan(order, np.arange(count + 1))
 
     def compare(
-        self, logprobs: Callable[[Batch], np.ndarray], process: int, processes: int, parts: int = 1
+        self, logprobs: Callable[[Batch], np.ndarray], share: int, shares: int, parts: int = 1
     ) -> None:
         """Compute `references`.
 
         Args:
-            logprobs: a process's rows of a batch → float32 [rows of all processes], in their order, the log-probability
+            logprobs: a process's rows of a batch → float32 [rows of all shares], in their order, the log-probability
                 of each row's completion.
-            process: this process among those that train together.
-            processes: how many they are.
+            share: which part of each batch this process reads.
+            shares: how many parts there are.
             parts: that an update is computed in: the rows of one are what devices have memory for.
         """
         count, each = len(self._kept), self._settings.rows // parts
         plan, found = EpochPlan(np.arange(count), np.arange(count + 1)), []
-        for begin in range(0, count, each * processes):
-            first = min(begin + process * each, count)
+        for begin in range(0, count, each * shares):
+            first = min(begin + share * each, count)
             found.append(logprobs(self.batch(plan, first, min(first + each, count), each)))
         self.references = np.concatenate(found).astype(np.float32).reshape(-1, self._each)[:count]
 

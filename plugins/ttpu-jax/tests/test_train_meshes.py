@@ -1,0 +1,137 @@
+"""`ttpu.Trainer` on meshes of experts, of the sequence and of two slices, and in two processes: its losses are those of
+one device. `benchmarks/training_layouts.py` walks through all meshes and stages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from devices import xla_flags
+from strategies import checkpoint
+from torchless import torchless
+
+from ttpu import Trainer
+from ttpu_jax.train.export import Parameters
+
+ROWS, LENGTH, UPDATES = 8, 8, 3
+SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 4}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
+MODELS = {
+    "llama": {"model_type": "llama", **SIZES, **HEADS},
+    "mixtral": {
+        "model_type": "mixtral",
+        **SIZES,
+        **HEADS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.02,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models, and examples of different lengths."""
+    folder, random = tmp_path_factory.mktemp("meshes"), np.random.default_rng(0)
+    for name, config in MODELS.items():
+        checkpoint(folder / name, config)
+    rows = [{"input_ids": random.integers(0, 61, 3 + number % 6).tolist()} for number in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def arguments(place: Path, model: str, mesh: str | None, rows_over: int, **more: Any) -> dict[str, Any]:
+    """Those of a run whose rows are divided over so many devices."""
+    parts = more.get("gradient_accumulation_steps", 1)
+    return {
+        "model": str(place / model),
+        "train_dataset": str(place / "rows.jsonl"),
+        "cache_dir": str(place / "tokens"),
+        "parallelism_strategy": mesh,
+        "per_device_train_batch_size": ROWS // (rows_over * parts),
+        "max_steps": UPDATES,
+        "max_length": LENGTH,
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.5,
+        "remat": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "output_dir": str(place / "run"),
+        **more,
+    }
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def plain(place: Path) -> dict[str, list[float]]:
+    """The losses of one device."""
+    found = {}
+    for model in MODELS:
+        one = Trainer(**arguments(place, model, None, 1))
+        one.train()
+        found[model] = losses(one)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "rows_over", "stage", "parts"),
+    [
+        ("mixtral", "fsdp=2,expert=2,tensor=2", 2, 2, 1),
+        ("llama", "dcn.data=2,fsdp=2,sequence=2", 4, 3, 2),
+    ],
+)
+def test_losses_are_those_of_one_device(
+    place: Path, plain: dict[str, list[float]], model: str, mesh: str, rows_over: int, stage: int, parts: int
+) -> None:
+    given = arguments(place, model, mesh, rows_over, zero_stage=stage, gradient_accumulation_steps=parts)
+    one = Trainer(**given)
+    one.train()
+    np.testing.assert_allclose(losses(one), plain[model], rtol=1e-5)
+
+
+def test_two_processes_that_hold_the_same_rows_train_as_one_device_and_it_restores_the_bits_of_their_checkpoint(
+    place: Path, plain: dict[str, list[float]], tmp_path: Path
+) -> None:
+    begun = arguments(place, "llama", "sequence=2,tensor=4", 1, output_dir=str(tmp_path / "run"))
+    begun |= {"save_strategy": "steps", "save_steps": UPDATES}
+    (tmp_path / "run.json").write_text(json.dumps(begun))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TTPU_")}
+    two = ["launch", "--nproc-per-node", "2", "--devices-per-process", "4", "--", "ttpu", "train", "run.json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ttpu_core.cli.main", *two],
+        env=torchless(kept) | {"XLA_FLAGS": xla_flags()}, cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    watch = Restored(tmp_path / "run" / "checkpoints" / str(UPDATES))
+    alone = arguments(place, "llama", None, 1, output_dir=str(tmp_path / "run"), callbacks=[watch])
+    one = Trainer(**alone, resume_from_checkpoint=True)
+    with pytest.warns(UserWarning, match="nothing is left to do"):
+        one.train()
+    assert watch.compared
+    np.testing.assert_allclose(losses(one), plain["llama"], rtol=1e-5)
+
+
+class Restored:
+    """Compares what a run begins with with a checkpoint, bit for bit."""
+
+    def __init__(self, saved: Path) -> None:
+        self.saved, self.compared = saved, False
+
+    def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        with Parameters(self.saved) as saved:
+            for path, value in model.stored_arrays()[0].items():
+                np.testing.assert_array_equal(np.asarray(value), saved.read(path), err_msg=path)
+            self.compared = True
