@@ -8,16 +8,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from devices import xla_flags
+from jax.experimental import multihost_utils
 from strategies import checkpoint
 from torchless import torchless
 
 from ttpu import Trainer
+from ttpu_core.errors import UnsupportedError
 from ttpu_jax.train.export import Parameters
+from ttpu_jax.train.rows import row_layout
+from ttpu_jax.train.runner import JaxTrainRunner
 
 ROWS, LENGTH, UPDATES = 8, 8, 3
 SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 4}
@@ -135,3 +141,38 @@ class Restored:
             for path, value in model.stored_arrays()[0].items():
                 np.testing.assert_array_equal(np.asarray(value), saved.read(path), err_msg=path)
             self.compared = True
+
+
+class Device:
+    """One device of a process."""
+
+    def __init__(self, process: int) -> None:
+        self.process_index = process
+
+
+def placement(rows: dict[int, list[int]]) -> Any:
+    """Process → the rows that its devices hold, one for each device, as a placement on a mesh."""
+    devices = {Device(process): (slice(row, row + 1),) for process, own in rows.items() for row in own}
+    mesh = SimpleNamespace(shape={"data": len({row for own in rows.values() for row in own})}, size=len(devices))
+    sharding = SimpleNamespace(devices_indices_map=lambda _: devices)
+    return SimpleNamespace(mesh=mesh, axes_of=lambda _: ("data",), sharding=lambda *_: sharding)
+
+
+def test_processes_that_hold_the_same_rows_read_one_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    shared = placement({0: [2, 3], 1: [0, 1], 2: [2, 3], 3: [1, 0]})
+    layouts = []
+    for process in range(4):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        layouts.append(row_layout(shared))
+    assert [(one.process_index, one.share_index, one.share_count) for one in layouts] == [
+        (0, 1, 2), (1, 0, 2), (2, 1, 2), (3, 0, 2),
+    ]  # fmt: skip
+    every = np.array([[[process, row] for row in range(3)] for process in range(4)])
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda _: every)
+    runner: Any = SimpleNamespace(layout=layouts[3])
+    gathered = JaxTrainRunner.gathered_rows(runner, every[3])
+    assert gathered.tolist() == [*every[1].tolist(), *every[0].tolist()]  # each share once, in the order of rows
+    for refused in ({0: [0, 1], 1: [1, 2], 2: [2, 3], 3: [3, 0]}, {0: [0], 1: [0], 2: [1]}):
+        with pytest.raises(UnsupportedError, match="a part of each other's rows or none"):
+            row_layout(placement(refused))

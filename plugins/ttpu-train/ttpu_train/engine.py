@@ -360,7 +360,7 @@ class Engine:
     def _check_rows(self, batch: Batch) -> None:
         """Refuse rows of the user's own loader that other processes cannot have as many of."""
         processes = self._layout.process_count
-        expected = self.train_micro_batch_size_per_gpu() * self._layout.shards // processes
+        expected = self.train_micro_batch_size_per_gpu() * self._layout.shards // self._layout.share_count
         if processes > 1 and len(batch.tokens) != expected:
             raise RequestError(
                 f"a micro-batch of {len(batch.tokens)} rows was given, but each of {processes} processes gives "

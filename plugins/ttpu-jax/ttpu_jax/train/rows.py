@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a batch are this process's; see `ttpu_train.runner.RowLayout`."""
+    """Which rows of a batch are this process's; see `ttpu_train.runner.RowLayout`. `readers` are, of each share, the
+    first process that reads it."""
 
     shards: int = 1
     process_index: int = 0
@@ -29,6 +30,7 @@ class Rows:
     device_count: int = 1
     share_index: int = 0
     share_count: int = 1
+    readers: tuple[int, ...] = (0,)
 
 
 def row_layout(placement: Placement) -> Rows:
@@ -47,7 +49,9 @@ def row_layout(placement: Placement) -> Rows:
     rows_of: dict[int, set[int]] = {}
     for device, index in sharding.devices_indices_map((shards,)).items():
         rows_of.setdefault(device.process_index, set()).add(index[0].start or 0)
-    shares = sorted({tuple(sorted(rows)) for rows in rows_of.values()})
+    shares: dict[tuple[int, ...], int] = {}  # in the order of rows
+    for process, rows in sorted(rows_of.items(), key=lambda one: (sorted(one[1]), one[0])):
+        shares.setdefault(tuple(sorted(rows)), process)
     if sum(map(len, shares)) != shards or len({len(rows) for rows in shares}) != 1 or len(rows_of) != processes:
         raise UnsupportedError(
             f"{processes} processes were to train with rows divided over {shards} devices, but some hold a part of "
@@ -55,7 +59,9 @@ def row_layout(placement: Placement) -> Rows:
             "processes or are a multiple of them."
         )
     own = tuple(sorted(rows_of[jax.process_index()]))
-    return Rows(shards, jax.process_index(), processes, placement.mesh.size, shares.index(own), len(shares))
+    readers = tuple(shares.values())
+    index = list(shares).index(own)
+    return Rows(shards, jax.process_index(), processes, placement.mesh.size, index, len(shares), readers)
 
 
 def placed_batch(

@@ -212,12 +212,13 @@ class JaxTrainRunner:
         return tuple(float(one) for one in np.ravel(every))
 
     def gathered_rows(self, rows: np.ndarray) -> np.ndarray:
-        """The rows [rows, ...] of each process, one after another: [all rows, ...]; each must call it at the same
-        place."""
+        """The rows [rows, ...] of each share of a batch, one after another: [all rows, ...]; each process must call it
+        at the same place."""
         if self.layout.process_count == 1:
             return rows
         narrow = rows.astype(jax.dtypes.canonicalize_dtype(rows.dtype))
-        return np.asarray(multihost_utils.process_allgather(narrow, tiled=True)).astype(rows.dtype)
+        every = np.asarray(multihost_utils.process_allgather(narrow)).astype(rows.dtype)
+        return np.concatenate([every[process] for process in self.layout.readers])
 
     def start_trace(self, folder: Path) -> None:
         """Begin to trace with JAX's profiler, into a folder that TensorBoard and Perfetto read."""
