@@ -330,5 +330,5 @@ def test_a_careless_users_batches_and_models_are_refused_in_one_sentence(
             getattr(engine, name)
     assert (engine.gradient_clipping(), engine.bfloat16_enabled(), engine.fp16_enabled()) == (0.0, None, False)
     assert engine.training_dataloader is None
-    with pytest.raises(RequestError, match="model is a dict, but a backend trains a model that it opened itself"):
-        initialize(model={}, config=CONFIG)
+    with pytest.raises(RequestError, match="model=a Engine was given, but it is a checkpoint's folder or Hub id"):
+        initialize(model=engine, config=CONFIG)

@@ -150,11 +150,6 @@ class Trainer:
             raise RequestError(
                 "eval_tasks was given with method='reward', whose model scores texts and writes none: leave it out."
             )
-        if not isinstance(model, str | Path) and getattr(described(model), "backend", None) is None:
-            raise RequestError(
-                f"model is a {type(model).__name__}, but a backend trains a model that it opened itself: give the "
-                "folder or the Hub id of its checkpoint, or what AutoModelForTPU.from_pretrained returns."
-            )
         self.train_dataset, self.eval_dataset = _kept(train_dataset), _kept(eval_dataset)
         self.compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         self._source, self._load_options, self._cache_dir = model, dict(load_options or {}), cache_dir
@@ -568,9 +563,11 @@ def _check_kinds(model: Any, load_options: Any) -> None:
     Raises:
         RequestError: it is so.
     """
-    if model is None or isinstance(model, bool | int | float | list | tuple | Mapping):
+    if not isinstance(model, str | Path) and getattr(described(model), "backend", None) is None:
+        plain = model is None or isinstance(model, bool | int | float | list | tuple | Mapping)
+        given = repr(model) if plain else f"a {type(model).__name__}"
         raise RequestError(
-            f"model={model!r} was given, but it is a checkpoint's folder or Hub id, or a model that "
+            f"model={given} was given, but it is a checkpoint's folder or Hub id, or a model that "
             "AutoModelForTPU.from_pretrained opened: pass one of these."
         )
     if load_options is not None and not isinstance(load_options, Mapping):
