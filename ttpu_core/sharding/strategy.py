@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import axes
 
-MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")
-"""Mesh axes from the slowest links to the fastest. Tensor parallelism communicates most, so its devices are
-neighbours."""
+MESH_AXES = ("stage", "data", "fsdp", "expert", "sequence", "tensor")
+"""Mesh axes from the slowest links to the fastest. Stages of a pipeline communicate least; tensor parallelism
+communicates most, so its devices are neighbours."""
 
 MeshAxes = tuple[str, ...]
 
@@ -58,6 +58,7 @@ class Strategy:
 
 DEFAULT_STRATEGY = Strategy(
     (
+        (axes.LAYERS, ("stage",)),
         (axes.BATCH, ("data", "fsdp")),
         (axes.SEQUENCE, ("sequence",)),
         (axes.VOCAB, ("tensor",)),
@@ -69,4 +70,4 @@ DEFAULT_STRATEGY = Strategy(
         (axes.LATENT, ("fsdp",)),
     )
 )
-"""Megatron tensor parallelism (arXiv 1909.08053) along `tensor`, fully sharded parameters along `fsdp`."""
+"""Megatron tensor parallelism (arXiv 1909.08053) along `tensor`, fully sharded parameters along `fsdp`, and the layers of a training step along `stage`."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Named = Iterator[tuple[str, Parameter]]
 LAYERS = "layers."
+GROUPS = "groups."
 
 
 def model_parameters(spec: ArchitectureSpec) -> dict[str, Parameter]:
@@ -265,7 +266,7 @@ def stacked_layers(spec: ArchitectureSpec) -> Iterator[tuple[str, LayerSpec, ran
         period = len(group.unit)
         for place, layer in enumerate(group.unit):
             first = group.start + place
-            yield f"groups.{number}.{place}", layer, range(first, first + group.repeats * period, period)
+            yield f"{GROUPS}{number}.{place}", layer, range(first, first + group.repeats * period, period)
 
 
 def stacked_paths(spec: ArchitectureSpec, paths: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

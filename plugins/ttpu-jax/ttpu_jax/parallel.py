@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from ttpu_core.errors import UnsupportedError
 from ttpu_core.loading import Purpose
 from ttpu_core.registry import default_registry
 from ttpu_core.services import Planner
@@ -15,6 +16,7 @@ from ttpu_core.sharding.parallelism import AUTO, Parallelism, Rules, resolve_par
 from ttpu_core.sharding.request import STAND_IN, refuse_idle_axes, the_one_given, topology_of
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.spec import ArchitectureSpec, axes
+from ttpu_jax.model.pipeline import STAGE, check_stages, stages_of
 from ttpu_jax.params.mesh import number_of_slices
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.placement import Placement, local_placement
@@ -71,7 +73,7 @@ def placement_for(
     if isinstance(asked, str):
         asked = resolve_parallelism(asked, len(jax.devices()), sharding_rules, argument=argument)
     placement = local_placement(asked, strategy)
-    _refuse_idle_axes(spec, placement)
+    _refuse_idle_axes(spec, placement, purpose)
     return placement
 
 
@@ -101,12 +103,20 @@ def planned(
     return found
 
 
-def _refuse_idle_axes(spec: ArchitectureSpec, placement: Placement) -> None:
+def _refuse_idle_axes(spec: ArchitectureSpec, placement: Placement, purpose: Purpose) -> None:
     if placement.mesh is None:
         return
+    stages = stages_of(placement)
+    if stages > 1 and purpose != "train":
+        raise UnsupportedError(
+            f"a mesh with {STAGE}={stages} was asked for, but only training passes rows through stages of layers: use "
+            "the axes tensor, fsdp, expert or data."
+        )
+    if stages > 1:
+        check_stages(spec, stages)
     sizes = dict(placement.mesh.shape)
     padded, _ = pad_for(spec, placement)
-    busy = {axis for logical in (axes.BATCH, axes.SEQUENCE) for axis in placement.axes_of(logical)}
+    busy = {axis for logical in (axes.BATCH, axes.SEQUENCE, axes.LAYERS) for axis in placement.axes_of(logical)}
     for path, parameter in padded.parameters.items():
         for mesh_axes in placement.strategy.mesh_axes(parameter.axes, parameter.shape, sizes, path):
             busy.update(mesh_axes)

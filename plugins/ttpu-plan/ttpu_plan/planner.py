@@ -162,6 +162,7 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
     experts = [layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
     most_sequence = max(1, request.context // SHORTEST_PART) if trains else 1
     allowed = {
+        "stage": [1],
         "data": [n for n in _divisors(devices) if rows % n == 0],
         "fsdp": [n for n in _divisors(devices) if rows % n == 0] if trains else [1],
         "expert": [n for n in _divisors(devices) if experts and all(count % n == 0 for count in experts)] or [1],

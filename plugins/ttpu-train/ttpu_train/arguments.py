@@ -17,6 +17,7 @@ from ttpu_train.runner import (
     CheckpointPolicy,
     LossSettings,
     OptimizerSettings,
+    PipelineSchedule,
     StepSettings,
     ZeroStage,
 )
@@ -78,6 +79,8 @@ class TrainingArguments:
             that fits.
         zero_stage: 1 shards the optimizer's state, 2 gradients too, 3 weights too; None is 3 on a mesh with an "fsdp"
             axis, else 0.
+        pipeline_schedule: how the parts of `gradient_accumulation_steps` pass the stages of a mesh with the axis
+            "stage": "gpipe", or "1f1b", which keeps the activations of fewer parts.
         parallelism_strategy: how the model is sharded, as for `AutoModelForTPU.from_pretrained`.
         offload_optimizer: hold the optimizer's state in the host's memory; an update brings it to the devices layer by
             layer.
@@ -157,6 +160,7 @@ class TrainingArguments:
     gradient_checkpointing: bool | None = None
     remat: Remat = "auto"
     zero_stage: ZeroStage | None = None
+    pipeline_schedule: PipelineSchedule = "1f1b"
     parallelism_strategy: Any = None
     offload_optimizer: bool = False
     trainable: Sequence[str] | None = None
@@ -231,6 +235,7 @@ class TrainingArguments:
         among(self.eval_strategy, "eval_strategy", get_args(Interval))
         among(self.save_strategy, "save_strategy", get_args(Interval))
         among(self.loss_spike_action, "loss_spike_action", ("warn", "rollback"))
+        among(self.pipeline_schedule, "pipeline_schedule", get_args(PipelineSchedule))
         stage = self.zero_stage
         known = stage is None or (isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3)
         need(known, "zero_stage", stage, "0, 1, 2, 3 or None")
@@ -386,6 +391,7 @@ class TrainingArguments:
             seed=self.seed,
             adapters=self.adapters,
             offload_optimizer=self.offload_optimizer,
+            pipeline_schedule=self.pipeline_schedule,
         )
 
     def checkpoint_policy(self) -> CheckpointPolicy:

@@ -21,6 +21,7 @@ from ttpu_train.adapters import AdapterSettings
 from ttpu_train.objectives import Objective
 
 ZeroStage = Literal[0, 1, 2, 3]
+PipelineSchedule = Literal["gpipe", "1f1b"]
 Values = TypeVar("Values", covariant=True)
 ScheduleName = Literal["constant", "linear", "cosine", "inverse_sqrt", "warmup_stable_decay"]
 
@@ -135,6 +136,8 @@ class StepSettings:
         seed: of whatever is random in a step.
         objective: what is minimized in place of the cross-entropy of the next tokens; None for that. Its
             `rows_per_example` rows belong together: a batch holds a multiple of them for each device and part.
+        pipeline_schedule: how parts pass the stages of a mesh with the axis "stage", where they are the microbatches:
+            "gpipe" (all forward, then all backward) or "1f1b" (each backward as soon as it is through).
     """
 
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -149,6 +152,7 @@ class StepSettings:
     objective: Objective | None = None
     adapters: AdapterSettings | None = None
     offload_optimizer: bool = False
+    pipeline_schedule: PipelineSchedule = "1f1b"
 
 
 @dataclass(frozen=True)

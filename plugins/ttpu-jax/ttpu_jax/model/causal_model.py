@@ -17,6 +17,7 @@ from ttpu_core.spec.parameters import LAYERS, stacked_parameters, stacked_paths
 from ttpu_jax.model.cache import KVCache, empty_cache
 from ttpu_jax.model.decoder import Caches, Decoder
 from ttpu_jax.model.modules import Runtime
+from ttpu_jax.model.pipeline import pipelined
 from ttpu_jax.model.paged import PagedLayout, empty_caches
 from ttpu_jax.ops.paged_attention import RaggedBatch
 from ttpu_jax.params.quantized import shardings_of
@@ -39,6 +40,8 @@ class DecoderModel:
         stacked: stack equal layers and scan over them instead of unrolling them.
         remat: what the backward pass computes again.
         slices: parameters are given stacked, but layers are unrolled: each reads its own part of the stacks.
+        microbatches: that `hidden` divides a batch into, where the mesh divides the layers into stages; None runs all
+            layers on all rows.
     """
 
     spec: ArchitectureSpec
@@ -46,6 +49,7 @@ class DecoderModel:
     stacked: bool = False
     remat: Remat = "none"
     slices: bool = False
+    microbatches: int | None = None
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
@@ -142,6 +146,8 @@ class DecoderModel:
         Raises:
             UnsupportedError: segments for a model whose recurrent mixers do not reset their states.
         """
+        if self.microbatches is not None:
+            return pipelined(self, params, tokens, positions, segments)[0]
         return self.module(params).packed(tokens, positions, segments)[0]
 
     def hidden_and_loads(
@@ -159,6 +165,8 @@ class DecoderModel:
         Raises:
             UnsupportedError: as `hidden`.
         """
+        if self.microbatches is not None:
+            return pipelined(self, params, tokens, positions, segments, routing=True)
         return self.module(params).packed(tokens, positions, segments, routing=True)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:

@@ -142,7 +142,7 @@ class Decoder(nnx.Module):
             cache = replace(cache, layers=layer_caches, length=cache.length + seq)
         if last_only:
             x = x[:, -1:]
-        return maybe(self.final_norm, self.embed.collapse(x)), cache
+        return self.finished(x), cache
 
     def packed(
         self, tokens: jax.Array, positions: jax.Array, segments: jax.Array | None, *, routing: bool = False
@@ -163,13 +163,49 @@ class Decoder(nnx.Module):
         Raises:
             UnsupportedError: segments for a model whose recurrent mixers do not reset their states.
         """
+        step = self._step(positions, segments, routing=routing)
         nothing = NoCache(positions, segments=segments)
+        x, _, loads = self._through_layers(tokens, step, (None,) * len(self.layers), lambda *_: nothing)
+        return self.finished(x), jnp.concatenate(loads) if loads else None
+
+    def embedded(
+        self, tokens: jax.Array, positions: jax.Array, segments: jax.Array | None, *, routing: bool = False
+    ) -> tuple[jax.Array, Step]:
+        """What goes into the first layer of rows as for `packed`: the stream [batch, seq, hidden], and what all layers
+        share, whose arrays have a leading axis of rows."""
+        step = self._step(positions, segments, routing=routing)
+        x, _ = self.embed(tokens, positions)
+        return self.runtime.placement.constrain(x, *RESIDUAL), step
+
+    def part(self, x: jax.Array, step: Step) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Run x [batch, seq, hidden] through the stacked layers of the only group, of which the arrays may hold any
+        number. Returns the stream behind them and the loads of experts, each [layers, 2, experts], if asked for."""
+        (group,) = self.spec.groups()
+        split = [nnx.split(layer) for layer in self.layers]
+        nothing = NoCache(step.query_positions, segments=step.segments)
+        apply: Any = _run_layer
+        if self.remat != "none":
+            apply = _recomputed(_run_layer, self.remat, (0,), prevent_cse=False)
+
+        def unit(x: jax.Array, states: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            loads = []
+            for (definition, _), state, layer in zip(split, states, group.unit, strict=True):
+                x, _, _, load = apply(definition, state, x, step, nothing, _inputs(layer, {}, None))
+                loads.append(load)
+            return x, tuple(load for load in loads if load is not None)
+
+        found: tuple[jax.Array, tuple[jax.Array, ...]] = jax.lax.scan(unit, x, tuple(state for _, state in split))
+        return found
+
+    def finished(self, x: jax.Array) -> jax.Array:
+        """The stream behind the last layer [batch, seq, hidden] after the final norm."""
+        return maybe(self.final_norm, self.embed.collapse(x))
+
+    def _step(self, positions: jax.Array, segments: jax.Array | None, *, routing: bool) -> Step:
         angles = self._angles(positions, positions.max(axis=1) + 1)
         if segments is not None and any(rope.depends_on_length for rope in self.runtime.ropes):
             angles = self._angles_by_segment(positions, segments)
-        step = Step(positions, angles, segments=segments, routing=routing)
-        x, _, loads = self._through_layers(tokens, step, (None,) * len(self.layers), lambda *_: nothing)
-        return maybe(self.final_norm, self.embed.collapse(x)), jnp.concatenate(loads) if loads else None
+        return Step(positions, angles, segments=segments, routing=routing)
 
     def ragged(self, tokens: jax.Array, batch: RaggedBatch, caches: Caches) -> tuple[jax.Array, Caches]:
         """Run one step of many sequences of different lengths over paged caches (`ttpu_jax.model.paged`).
@@ -199,7 +235,7 @@ class Decoder(nnx.Module):
         x, caches, _ = self._through_layers(
             tokens[None], step, caches, lambda held, _: PagedCache(held, batch, placement)
         )
-        return maybe(self.final_norm, self.embed.collapse(x))[0], caches
+        return self.finished(x)[0], caches
 
     def _through_layers(
         self, tokens: jax.Array, step: Step, caches: Caches, bind: Bind, *, last_only: bool = False

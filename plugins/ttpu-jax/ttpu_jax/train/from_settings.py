@@ -16,6 +16,7 @@ from ttpu_core.spec import ArchitectureSpec, Parameter
 from ttpu_jax.model.causal_model import Remat, causal_model
 from ttpu_jax.model.loss import LossSums, TokenBatch, settings_for, summed_loss
 from ttpu_jax.model.modules import Runtime
+from ttpu_jax.model.pipeline import STAGE, check_stages, stages_of
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.train.adapters import AdaptedModel, Adapters
 from ttpu_jax.train.objectives.grpo import grpo_sums
@@ -27,7 +28,7 @@ from ttpu_jax.train.step import TrainStep, WholeBatch
 from ttpu_jax.train.zero import zero_placements
 
 if TYPE_CHECKING:
-    from ttpu_train.runner import StepSettings
+    from ttpu_train.runner import LossSettings, StepSettings
 
 OBJECTIVES: Mapping[str, Callable[..., LossSums]] = {
     "dpo": dpo_sums,
@@ -82,6 +83,12 @@ def step_from_settings(
     runtime = replace(runtime, placement=zero.weights, dtype=dtype)
     remat = cast("Remat", "full" if settings.remat == "auto" else settings.remat)
     model = causal_model(spec, runtime, stacked=True, remat=remat)
+    loss = settings_for(settings.loss, config)
+    stages, accumulation = stages_of(zero.weights), settings.accumulation
+    if stages > 1:
+        _check_pipeline(settings, loss, spec, stages)
+        model = replace(model, microbatches=accumulation)
+    interleaved = stages > 1 and settings.pipeline_schedule == "1f1b"
     if adapters is not None:
         model = AdaptedModel(spec, model.runtime, stacked=True, remat=remat, adapters=adapters)
         table, trained = {**table, **adapters.table(zero.weights)}, trained | set(adapters.names)
@@ -92,9 +99,9 @@ def step_from_settings(
         model,
         dtype,
         paddings,
-        partial(_loss, settings_for(settings.loss, config), settings.objective),
+        partial(_loss, loss, settings.objective),
         optimizer_for(settings.optimizer, {path: table[path] for path in trained}),
-        settings.accumulation,
+        accumulation if stages == 1 or interleaved else 1,
         trained.__contains__,
         _rate(settings),
         settings.optimizer.max_grad_norm,
@@ -106,7 +113,30 @@ def step_from_settings(
         offload=offload_for(settings, {path: table[path] for path in trained}, zero)
         if settings.offload_optimizer
         else None,
+        interleaved=interleaved,
     )
+
+
+def _check_pipeline(settings: StepSettings, loss: LossSettings, spec: ArchitectureSpec, stages: int) -> None:
+    """Check that a run can be divided into stages.
+
+    Raises:
+        RequestError: an unknown schedule.
+        UnsupportedError: layers that cannot be divided equally, or a loss that the schedule does not have.
+    """
+    check_stages(spec, stages)
+    if settings.adapters is not None:
+        raise UnsupportedError(
+            f"{STAGE}={stages} was asked for with adapters, but they are trained without stages: use a mesh of fsdp or "
+            "tensor, or train the weights without peft_config."
+        )
+    whole = _whole(settings) is not None
+    if settings.pipeline_schedule == "1f1b" and (whole or loss.router_aux_loss):
+        found = "a loss of the whole batch" if whole else f"router_aux_loss={loss.router_aux_loss}"
+        raise UnsupportedError(
+            f"pipeline_schedule='1f1b' was asked for with {found}, but its backward pass begins before all rows have "
+            "passed all layers: use pipeline_schedule='gpipe'."
+        )
 
 
 def trained_paths(

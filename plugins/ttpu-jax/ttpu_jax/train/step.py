@@ -23,6 +23,7 @@ from ttpu_jax.model.loss import LossSums, TokenBatch, summed_cross_entropy
 from ttpu_jax.params.padding import project_gradients, squared_norm
 from ttpu_jax.params.placement import Placement
 from ttpu_jax.train.offload import HOST, Offload
+from ttpu_jax.train.pipeline import gradients_by_1f1b
 from ttpu_jax.train.zero import ZeroPlacements
 
 LEARNING_RATE = 1e-4
@@ -98,6 +99,8 @@ class TrainStep:
         rows_per_example: rows that belong together, such as the two of a pair: parts of a batch do not divide them.
         of_whole_batch: sums over all rows that the loss of each row depends on, computed without gradients before the
             loss, which finds their totals in `TokenBatch.shared`.
+        interleaved: the parts of a batch are the microbatches of a pipeline by 1F1B, for a model whose layers the mesh
+            divides into stages.
         noise: number of the update, part → what the loss's parameters hold beside the model's, from which it draws.
         offload: how the optimizer's state is held on the host; None holds it on the devices.
     """
@@ -117,6 +120,7 @@ class TrainStep:
     of_whole_batch: WholeBatch | None = None
     noise: Callable[[jax.Array | int, jax.Array | int], Params] | None = None
     offload: Offload | None = None
+    interleaved: bool = False
 
     def init(self, params: Params) -> Any:
         """The optimizer's state before the first step; for use inside jit, or of shapes with `jax.eval_shape`."""
@@ -226,6 +230,11 @@ class TrainStep:
             noise = {} if self.noise is None else self.noise(number, part)
             sums = self.loss(self.model, {**weights, **trained, **noise}, batch)
             return sums.total, sums
+
+        if self.interleaved:
+            parts = replace(jax.tree.map(self._in_parts, replace(batch, shared={})), shared=shared)
+            sums, gradients = gradients_by_1f1b(self.model, self.loss, weights, trained, parts, self._as_given)
+            return sums, jax.tree.map(lambda gradient: gradient / _count(sums), gradients)
 
         if self.accumulation == 1:
 
