@@ -64,6 +64,9 @@ def measured(folder: Path, text: Path, passages: int, tokens: int) -> dict[str, 
             errors |= {f"{kind} by {method}": value for kind, value in made["errors"].items()}
     windows = ["--window", "512", "--stride", "256", "--limit", str(tokens)]
     perplexity = ttpu("eval", *folders, "--text", str(text), *windows)
+    perplexity["text"] = text.name
+    for model in perplexity["models"]:
+        model["name"] = Path(model["name"]).name
     return {"machine": machine(), "passages": passages, "relative errors": errors, "perplexity": perplexity}
 
 

@@ -62,7 +62,7 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One step to compile: `rows` for each device that rows are divided over."""
+    """One step to compile: `rows` for each device that rows are divided over, in each of the `accumulation` parts."""
 
     group: str
     model: str
@@ -72,6 +72,8 @@ class Row:
     rows: int
     length: int
     offload: bool = False
+    accumulation: int = 1
+    schedule: str = "1f1b"
 
 
 ROWS = (
@@ -85,6 +87,9 @@ ROWS = (
     Row("slices", "Llama-3.1-8B", "v5p:2x2x4", "fsdp", 3, 2, 4096),
     Row("slices", "Llama-3.1-8B", "v6e:4x4", "fsdp", 3, 1, 4096),
     Row("slices", "Llama-3.1-8B", "2*v5e:4x4", "dcn.data=2,fsdp=16", 3, 1, 2048),
+    Row("pipeline", "Llama-3.1-8B", "2*v5e:4x4", "dcn.data=2,fsdp=16", 3, 1, 2048, accumulation=8),
+    Row("pipeline", "Llama-3.1-8B", "2*v5e:4x4", "dcn.stage=2,fsdp=16", 3, 1, 2048, accumulation=16, schedule="gpipe"),
+    Row("pipeline", "Llama-3.1-8B", "2*v5e:4x4", "dcn.stage=2,fsdp=16", 3, 1, 2048, accumulation=16),
     Row("slices", "Llama-3.1-70B", "v5p:4x4x4", "fsdp=64", 3, 1, 4096),
     Row("slices", "Llama-3.1-70B", "v6e:8x16", "fsdp=32,tensor=4", 3, 1, 4096),
     Row("slices", "Qwen3-235B-A22B", "v5p:4x4x8", "fsdp=16,expert=8", 3, 1, 4096),
@@ -115,9 +120,16 @@ def compiled(row: Row) -> dict[str, Any]:
     asked = {"group": row.group, "model": row.model, "slice": row.topology, "mesh": row.mesh, "zero": row.zero_stage}
     if row.offload:
         asked["offload"] = True
-    settings = TrainingArguments(
-        zero_stage=row.zero_stage, bf16=True, remat="full", offload_optimizer=row.offload
-    ).step_settings(1000)
+    asked |= {"accumulation": row.accumulation} | ({"schedule": row.schedule} if "stage" in row.mesh else {})
+    arguments = TrainingArguments(
+        zero_stage=row.zero_stage,
+        bf16=True,
+        remat="full",
+        gradient_accumulation_steps=row.accumulation,
+        pipeline_schedule=row.schedule,
+        offload_optimizer=row.offload,
+    )
+    settings = arguments.step_settings(1000)
     began = time.monotonic()
     try:
         step = compile_update(

@@ -70,4 +70,5 @@ DEFAULT_STRATEGY = Strategy(
         (axes.LATENT, ("fsdp",)),
     )
 )
-"""Megatron tensor parallelism (arXiv 1909.08053) along `tensor`, fully sharded parameters along `fsdp`, and the layers of a training step along `stage`."""
+"""Megatron tensor parallelism (arXiv 1909.08053) along `tensor`, fully sharded parameters along `fsdp`, and the
+stacked layers of a training step along `stage`."""

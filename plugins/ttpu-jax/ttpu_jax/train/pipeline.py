@@ -1,6 +1,6 @@
-"""The gradients of a batch whose microbatches pass the stages of a pipeline by 1F1B (PipeDream-Flush, arXiv 2006.09503):
-the backward pass of a microbatch begins as soon as it has passed the last stage, so that the activations that stages
-keep do not grow with the number of microbatches."""
+"""The gradients of a batch whose microbatches pass the stages of a pipeline by 1F1B (arXiv 2006.09503): the backward
+pass of a microbatch begins as soon as it has passed the last stage, so that the activations that stages keep do not
+grow with the number of microbatches."""
 
 from __future__ import annotations
 
