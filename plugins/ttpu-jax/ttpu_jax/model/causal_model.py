@@ -17,8 +17,8 @@ from ttpu_core.spec.parameters import LAYERS, stacked_parameters, stacked_paths
 from ttpu_jax.model.cache import KVCache, empty_cache
 from ttpu_jax.model.decoder import Caches, Decoder
 from ttpu_jax.model.modules import Runtime
-from ttpu_jax.model.pipeline import pipelined
 from ttpu_jax.model.paged import PagedLayout, empty_caches
+from ttpu_jax.model.pipeline import pipelined
 from ttpu_jax.ops.paged_attention import RaggedBatch
 from ttpu_jax.params.quantized import shardings_of
 
