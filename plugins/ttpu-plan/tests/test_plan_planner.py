@@ -257,7 +257,7 @@ def test_plans_tell_formats_of_quantized_checkpoints_apart() -> None:
     [
         ({"version": 1}, "is a plan of version 1, but this ttpu reads version 2"),
         ({"mesh": {"tensor": 4}}, "a mesh of 4 devices and 2 programs for v5e:2x4, which has 8"),
-        ({"mesh": {"rows": 8}}, "are no sizes of data, fsdp, expert, sequence, tensor"),
+        ({"mesh": {"rows": 8}}, "are no sizes of stage, data, fsdp, expert, sequence, tensor"),
         ({"topology": "v9:2x2"}, "'v9' was asked for"),
         ({"programs": []}, "0 programs"),
         ({"mesh": {"tensor": True}}, "are no sizes of"),

@@ -171,8 +171,15 @@ class Decoder(nnx.Module):
     def embedded(
         self, tokens: jax.Array, positions: jax.Array, segments: jax.Array | None, *, routing: bool = False
     ) -> tuple[jax.Array, Step]:
-        """What goes into the first layer of rows as for `packed`: the stream [batch, seq, hidden], and what all layers
-        share, whose arrays have a leading axis of rows."""
+        """What goes into the first layer: the stream [batch, seq, hidden], and what all layers share, whose arrays have a
+        leading axis of rows.
+
+        Args:
+            tokens: [batch, seq].
+            positions: [batch, seq], as for `packed`.
+            segments: [batch, seq], as for `packed`.
+            routing: layers return the loads of experts.
+        """
         step = self._step(positions, segments, routing=routing)
         x, _ = self.embed(tokens, positions)
         return self.runtime.placement.constrain(x, *RESIDUAL), step
@@ -198,7 +205,7 @@ class Decoder(nnx.Module):
         return found
 
     def finished(self, x: jax.Array) -> jax.Array:
-        """The stream behind the last layer [batch, seq, hidden] after the final norm."""
+        """The final norm of `x` [batch, seq, hidden], the stream behind the last layer; the same shape."""
         return maybe(self.final_norm, self.embed.collapse(x))
 
     def _step(self, positions: jax.Array, segments: jax.Array | None, *, routing: bool) -> Step:

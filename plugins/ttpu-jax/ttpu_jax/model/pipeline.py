@@ -74,7 +74,7 @@ def run_stages(model: DecoderModel, by_stage: Any, others: Params, x: Any, step:
         model: of the architecture.
         by_stage: path → [stages, layers / stages, ...].
         others: the parameters outside of layers.
-        x: [stages, rows, seq, hidden].
+        x: [stages, rows, seq, hidden], the streams that arrive.
         step: of each stage's microbatch; its arrays have a leading axis for stages.
 
     Returns:
@@ -90,7 +90,7 @@ def run_stages(model: DecoderModel, by_stage: Any, others: Params, x: Any, step:
 
 
 def in_microbatches(array: jax.Array, count: int, placement: Placement) -> jax.Array:
-    """rows [batch, ...] as [microbatches, rows, ...], every device keeping its own rows."""
+    """`array` [batch, ...] as [microbatches, rows, ...], every device keeping its own rows."""
     parts = array.reshape(len(array) // count, count, *array.shape[1:]).swapaxes(0, 1)
     return placement.constrain(parts, None, axes.BATCH, *(None for _ in array.shape[1:]))
 

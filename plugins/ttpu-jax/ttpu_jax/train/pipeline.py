@@ -33,7 +33,14 @@ class BehindStages:
     def hidden(
         self, params: Params, tokens: jax.Array, positions: jax.Array, segments: jax.Array | None = None
     ) -> jax.Array:
-        """The stream [batch, seq, hidden] after the final norm; the rows are those that the stream is of."""
+        """The stream [batch, seq, hidden] after the final norm.
+
+        Args:
+            params: stacked path → array.
+            tokens: [batch, seq], the rows that the stream is of; they are not read, nor are the following.
+            positions: [batch, seq].
+            segments: [batch, seq].
+        """
         return self._model.module(params).finished(self._stream)
 
 
