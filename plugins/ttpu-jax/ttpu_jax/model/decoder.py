@@ -171,8 +171,8 @@ class Decoder(nnx.Module):
     def embedded(
         self, tokens: jax.Array, positions: jax.Array, segments: jax.Array | None, *, routing: bool = False
     ) -> tuple[jax.Array, Step]:
-        """What goes into the first layer: the stream [batch, seq, hidden], and what all layers share, whose arrays have a
-        leading axis of rows.
+        """What goes into the first layer: the stream [batch, seq, hidden], and what all layers share, whose arrays have
+        a leading axis of rows.
 
         Args:
             tokens: [batch, seq].
