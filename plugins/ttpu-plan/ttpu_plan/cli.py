@@ -68,6 +68,10 @@ def plan(
     kv_cache_dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="Of keys and values, to serve: auto (the model's), int8, fp8.")
     ] = "auto",
+    zero_stage: Annotated[
+        int | None,
+        typer.Option(min=0, max=3, metavar="N", help="To train: of ZeRO. Without it 3 on meshes with fsdp, else 0."),
+    ] = None,
     best: Annotated[int, typer.Option(min=1, metavar="N", help="How many plans are shown for a topology.")] = 5,
     verify: Annotated[
         bool,
@@ -102,6 +106,7 @@ def plan(
       ttpu plan ./llama --topology v5e:2x4 --batch 64 --save plan.json
       ttpu plan ./llama --topology v5p:4x4x4 --task training --verify --picture memory.html
     """
+    from ttpu_core.errors import RequestError
     from ttpu_core.loading import planned_architecture
     from ttpu_core.quantization import quantize_architecture
     from ttpu_plan.picture import check_picture_file, save_picture
@@ -113,7 +118,12 @@ def plan(
     if save is not None:
         check_plan_file(save)
     kept = None if kv_cache_dtype == "auto" else kv_cache_dtype
-    request = Request(task.value, batch, context, quantization=quantization, kv_cache=kept)
+    request = Request(task.value, batch, context, quantization=quantization, kv_cache=kept, zero_stage=zero_stage)
+    if verify and zero_stage is not None:
+        raise RequestError(
+            "--verify was given with --zero-stage, but it compiles a step whose mesh decides the stage: compile the "
+            "update of a run with `ttpu train run.yaml --dry-run --topology NAME`, or leave one of them out."
+        )
     architecture = planned_architecture(checkpoint, patch_pack or None)
     quantize_architecture(architecture, quantization)  # says what is wrong before all else
     shown, nothing, without = _plans(architecture, topology, request, max(best, candidates) if verify else best)
@@ -292,6 +302,7 @@ def _as_json(
             "dtype": request.dtype,
             "quantization": request.quantization,
             "kv_cache": request.kv_cache,
+            "zero_stage": request.zero_stage,
         },
         "note": NOTE,
         "patch_packs": list(architecture.patch_packs),

@@ -21,6 +21,7 @@ from ttpu_plan.estimate import MemoryEstimate
 from ttpu_plan.plan import replica_mesh
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, Shape, shard_model, tiled_bytes
 from ttpu_plan.workload import Workload
+from ttpu_plan.zero import stage_of, state_strategy, weight_strategy
 
 CACHE_AXES = (axes.BATCH, axes.KV_HEADS, axes.SEQUENCE, axes.HEAD_DIM)
 STATE = ADAMW
@@ -62,8 +63,12 @@ def estimate_memory(
     spec = planned_spec(spec, workload.quantization)
     if shapes is not None:
         return _serving(shard_model(spec, replica_mesh(mesh), strategy), workload, shapes)
-    model = shard_model(spec, mesh, strategy)
-    return _training(model, workload) if workload.task == "train" else _inference(model, workload, chip)
+    if workload.task == "train":
+        stage = stage_of(mesh, strategy, workload.zero_stage)
+        weights = shard_model(spec, mesh, weight_strategy(mesh, strategy, stage))
+        state = shard_model(spec, mesh, state_strategy(spec, mesh, strategy, stage))
+        return _training(weights, state, state if stage >= 2 else weights, workload)
+    return _inference(shard_model(spec, mesh, strategy), workload, chip)
 
 
 def cache_bytes(model: ModelShards, workload: Workload) -> int:
@@ -169,8 +174,9 @@ def _relaid(model: ModelShards, workload: Workload, chip: Chip | None) -> int:
     )
 
 
-def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
-    """Master weights and moments, in place, and the largest of three moments of the step.
+def _training(model: ModelShards, state: ModelShards, given: ModelShards, workload: Workload) -> MemoryEstimate:
+    """Master weights and moments, in place, and the largest of three moments of the step. Stages of ZeRO divide what is
+    held between steps (`state`) and the gradients (`given`) otherwise than the weights (`model`).
 
     *The loss*: the layers' weights in the activations' dtype; what is kept of the layers; the head gathered; its
     gradient in float32 as the product gives it, rounded, and summed over devices, all of it whole, and the sum so far;
@@ -184,31 +190,32 @@ def _training(model: ModelShards, workload: Workload) -> MemoryEstimate:
     rows, tokens = local_tokens(model, workload)
     stream = STREAMS * rows * tokens * model.spec.hidden_size * item
     weights, moment = (
-        sum(count * weight_bytes(shards, workload, BITS[held]) for count, shards in _parts(model))
+        sum(count * weight_bytes(shards, workload, BITS[held]) for count, shards in _parts(state))
         for held in (STATE.master_dtype, STATE.moment_dtype)
     )
     rounded = sum(kind.count * weight_bytes(kind.parameters, workload, bits) for kind in model.layers)
     head, table = model.head, model.end("embed.embedding")
     assert table is not None
-    stored_head = weight_bytes([head], workload, bits)
+    gradients = sum(kind.count * weight_bytes(kind.parameters, workload, bits) for kind in given.layers)
+    stored_head, head_gradient = (weight_bytes([one.head], workload, bits) for one in (model, given))
     whole_head = weight_bytes([head], workload, bits, gathered=True)
     whole_table = weight_bytes([table], workload, bits, gathered=True)
 
     kept, turn = _kept(model, workload), _largest_backward(model, workload)
     logits = tiled_bytes((rows, min(tokens, STATE.loss_tokens), head.gathered[0]), 32)
     in_loss = {
-        "gradients": stored_head,
+        "gradients": head_gradient,
         "activations": kept + stream,
         "logits": logits + 32 // bits * whole_head + whole_head,
         "temporaries": rounded + stored_head + whole_head,
     }
     in_turn = {
-        "gradients": rounded + stored_head,
+        "gradients": gradients + head_gradient,
         "activations": kept + turn.saved + turn.product + stream,
         "temporaries": rounded + turn.gathered + turn.gradient,
     }
     at_table = {
-        "gradients": rounded + 2 * stored_head,
+        "gradients": gradients + 2 * head_gradient,
         "activations": stream,
         "temporaries": 32 // bits * whole_table + whole_table,
     }

@@ -22,6 +22,7 @@ from ttpu_plan.plan import ENGINE_AXES, HEADROOM, REPLICAS, Plan, ProgramEstimat
 from ttpu_plan.served import limits_for, planning_backend, served_workloads, shapes_for
 from ttpu_plan.shards import admissible, shard_model
 from ttpu_plan.workload import Workload
+from ttpu_plan.zero import weight_strategy
 
 Purpose = Literal["inference", "generation", "training"]
 Mesh = dict[str, int]
@@ -45,6 +46,7 @@ class Request:
         context: slots of each row's cache, and tokens of a prompt or of a row to train on.
         one_replica: to serve, propose one engine over all devices alone.
         kv_cache: to serve, quantize keys and values, to int8 or fp8.
+        zero_stage: to train, the stage of ZeRO; None leaves it to the mesh: see `Workload`.
     """
 
     purpose: Purpose = "inference"
@@ -55,6 +57,7 @@ class Request:
     strategy: Strategy = DEFAULT_STRATEGY
     one_replica: bool = False
     kv_cache: str | None = None
+    zero_stage: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values before meshes are enumerated.
@@ -80,10 +83,10 @@ class Request:
         training step."""
         rows = self.rows(num_devices)
         if self.purpose == "training":
-            return (
-                Workload("train", rows, self.context, self.dtype, layers="scan", quantization=self.quantization),
-            )
+            step = Workload("train", rows, self.context, self.dtype, "scan", quantization=self.quantization)
+            return (replace(step, zero_stage=self.zero_stage),)
         decode = Workload("decode", rows, self.context, self.dtype, quantization=self.quantization)
+        decode = replace(decode, zero_stage=self.zero_stage)  # which is refused
         groups = prod(mesh.get(axis, 1) for axis in dict(self.strategy.rules).get("batch", ()))
         return decode, replace(decode, task="prefill", batch=min(rows, groups))
 
@@ -177,7 +180,9 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
         row_shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
         if serves and not _serves_well(mesh, topology, request):
             continue
-        if rows % row_shards == 0 and _crosses_well(mesh, topology) and admissible(spec, mesh, request.strategy):
+        if request.zero_stage and row_shards == 1:  # nothing that the stage divides
+            continue
+        if rows % row_shards == 0 and _crosses_well(mesh, topology) and admissible(spec, mesh, _of(request, mesh)):
             yield mesh
 
 
@@ -258,13 +263,20 @@ def _plan(spec: ArchitectureSpec, fingerprint: str, topology: Topology, mesh: Me
         ProgramEstimate(
             workload,
             estimate_memory(spec, mesh, workload, strategy, topology.chip, shapes),
-            estimate_time(spec, mesh, topology, workload, strategy, dcn),
+            estimate_time(spec, mesh, topology, workload, _of(request, mesh), dcn),
         )
         for workload in workloads
     )
     return Plan(
         spec.model_type, fingerprint, topology.name, tuple(mesh.items()), tuple(dcn.items()), strategy, programs
     )
+
+
+def _of(request: Request, mesh: Mapping[str, int]) -> Strategy:
+    """How a mesh divides the weights that a program computes with."""
+    if request.purpose != "training":
+        return request.strategy
+    return weight_strategy(mesh, request.strategy, request.zero_stage)
 
 
 def _smallest(spec: ArchitectureSpec, chip: Chip, request: Request, beyond: int = 0) -> Plan | None:

@@ -34,6 +34,8 @@ class Workload:
         quantization: a shorthand of how the layers' kernels are quantized, for decode and prefill.
         step: sizes of an engine's step; None for contiguous caches and for training.
         kv_cache: how an engine's keys and values are quantized, int8 or fp8; None if they are not.
+        zero_stage: of a training step: 1 divides the optimizer's state over the devices that rows are divided over, 2
+            gradients too, 3 weights too, 0 nothing; None is 3 on a mesh with an axis fsdp, else 0.
 
     Raises:
         RequestError: a size below 1, or an unknown task, dtype or quantization.
@@ -48,6 +50,7 @@ class Workload:
     quantization: Quantization | None = None
     step: StepSize | None = None
     kv_cache: str | None = None
+    zero_stage: int | None = None
 
     def __post_init__(self) -> None:
         for name, word, allowed in (
@@ -75,6 +78,11 @@ class Workload:
             raise RequestError(
                 f"{self.kv_cache} keys and values of a {self.task} program were asked for, but only a serving engine "
                 "quantizes them: leave kv_cache out, or plan to serve."
+            )
+        if self.zero_stage is not None and (self.task != "train" or self.zero_stage not in range(4)):
+            raise RequestError(
+                f"zero_stage {self.zero_stage} of a {self.task} program was asked for, but a training step has one of "
+                "0, 1, 2 and 3, and others have none: correct it, or leave it out."
             )
         if self.task == "train" and self.quantization is not None:
             raise RequestError(
