@@ -64,6 +64,8 @@ def test_files_of_one_name_and_names_of_other_modules_stay_apart(tmp_path: Path)
     for name in ("own_rewards", "json"):
         assert [one(tmp_path / folder, f"{name}.py:judge")() for folder in ("a", "b", "a")] == [1, 2, 1]
     assert one(tmp_path, "json:dumps")([]) == "[]"
+    (tmp_path / "tabnanny.py").write_text("def judge(): return 3\n")  # of a module that was not imported yet
+    assert one(tmp_path, "tabnanny.py:judge")() == 3 and callable(one(tmp_path, "tabnanny:check"))
 
 
 def test_a_file_that_fails_is_told_of_and_tried_again(tmp_path: Path) -> None:

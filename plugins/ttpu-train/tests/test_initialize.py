@@ -277,7 +277,7 @@ def test_updates_are_logged_as_often_as_steps_per_print_says(
     module.__spec__, module.SummaryWriter = object(), Writer  # type: ignore[assignment, attr-defined]
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
     config = {**CONFIG, "steps_per_print": 2, "tensorboard": {"enabled": True}}
-    engine, _, loader, _ = engine_of(config, training_data=examples(), output_dir=tmp_path)
+    engine, _, loader, _ = engine_of(config, training_data=examples(), output_dir=tmp_path, logging_first_step=True)
     engine.runner.break_at = {5}
     losses = []
     for _ in range(5):
@@ -286,14 +286,17 @@ def test_updates_are_logged_as_often_as_steps_per_print_says(
             engine.backward(loss)
             engine.step()
         losses.append(loss.item())
-    assert sent == [str(tmp_path / "tensorboard"), ("train/loss", np.mean(losses[:2]), 2),
+    assert sent == [str(tmp_path / "tensorboard"), ("train/loss", losses[0], 1), ("train/loss", losses[1], 2),
                     ("train/loss", np.mean(losses[2:4]), 4)]  # fmt: skip
     printed = capsys.readouterr().err
-    assert printed.count("step ") == 2 and f"step 4: loss {np.mean(losses[2:4]):.4f}" in printed
+    assert printed.count("step ") == 3 and f"step 4: loss {np.mean(losses[2:4]):.4f}" in printed
     assert engine.skipped_steps == 1 and not ended
     engine.destroy()
     assert ended == [True] and engine.steps_per_print() == 2
     assert [one.name for one in tmp_path.iterdir()] == []  # the writer is not tensorboardX
+    engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    assert engine.skipped_steps == 1
 
 
 def test_a_loss_stands_for_the_output_of_a_model_of_transformers(backend: NumpyBackend) -> None:
