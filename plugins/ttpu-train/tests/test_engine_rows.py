@@ -71,7 +71,7 @@ class Pair(NumpyBackend):
 
     def __init__(self, process: int, barrier: Barrier, values: list[float]) -> None:
         super().__init__()
-        self.layout, self.barrier, self.given = RowLayout(2, process, 2, 2), barrier, values
+        self.layout, self.barrier, self.given = RowLayout(2, process, 2, 2, process, 2), barrier, values
 
     def row_layout(self, model: Any) -> RowLayout:
         return self.layout
