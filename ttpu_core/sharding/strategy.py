@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import axes
 
-MESH_AXES = ("stage", "data", "fsdp", "expert", "sequence", "tensor")
+STAGE = "stage"
+"""The mesh axis along which the layers of a training step are divided."""
+
+MESH_AXES = (STAGE, "data", "fsdp", "expert", "sequence", "tensor")
 """Mesh axes from the slowest links to the fastest. Stages of a pipeline communicate least; tensor parallelism
 communicates most, so its devices are neighbours."""
 
@@ -58,7 +61,7 @@ class Strategy:
 
 DEFAULT_STRATEGY = Strategy(
     (
-        (axes.LAYERS, ("stage",)),
+        (axes.LAYERS, (STAGE,)),
         (axes.BATCH, ("data", "fsdp")),
         (axes.SEQUENCE, ("sequence",)),
         (axes.VOCAB, ("tensor",)),

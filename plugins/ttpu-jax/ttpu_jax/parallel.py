@@ -14,9 +14,9 @@ from ttpu_core.services import Planner
 from ttpu_core.sharding.hardware import chip_named, chip_of_device_kind
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
 from ttpu_core.sharding.request import STAND_IN, refuse_idle_axes, the_one_given, topology_of
-from ttpu_core.sharding.strategy import Strategy
+from ttpu_core.sharding.strategy import STAGE, Strategy
 from ttpu_core.spec import ArchitectureSpec, axes
-from ttpu_jax.model.pipeline import STAGE, check_stages, stages_of
+from ttpu_jax.model.pipeline import check_stages, stages_of
 from ttpu_jax.params.mesh import number_of_slices
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.placement import Placement, local_placement

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.sharding.strategy import STAGE
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_core.spec.parameters import GROUPS
 from ttpu_jax.params.placement import Placement
@@ -21,9 +22,6 @@ from ttpu_jax.params.placement import Placement
 if TYPE_CHECKING:
     from ttpu_jax.model.causal_model import DecoderModel, Params
     from ttpu_jax.model.modules import Step
-
-STAGE = "stage"
-"""The mesh axis along which layers are divided."""
 
 
 def stages_of(placement: Placement) -> int:

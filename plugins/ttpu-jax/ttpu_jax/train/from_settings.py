@@ -12,11 +12,12 @@ import jax
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.sharding.padding import Paddings
+from ttpu_core.sharding.strategy import STAGE
 from ttpu_core.spec import ArchitectureSpec, Parameter
 from ttpu_jax.model.causal_model import Remat, causal_model
 from ttpu_jax.model.loss import LossSums, TokenBatch, settings_for, summed_loss
 from ttpu_jax.model.modules import Runtime
-from ttpu_jax.model.pipeline import STAGE, check_stages, stages_of
+from ttpu_jax.model.pipeline import check_stages, stages_of
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.train.adapters import AdaptedModel, Adapters
 from ttpu_jax.train.objectives.grpo import grpo_sums

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ttpu_core.sharding.strategy import STAGE
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.attention.reference import SegmentIds
@@ -56,7 +57,8 @@ def over_mesh(
     batch, heads = context.batch_axes or None, context.head_axes or None
     queries = PartitionSpec(batch, None, heads, None, None)
     keys, rows, per_head = PartitionSpec(batch, heads), PartitionSpec(batch), PartitionSpec(heads)
-    own = PartitionSpec(context.mesh.axis_names)  # one per device, along an additional leading axis
+    # One per device, along an additional leading axis. Stages compute as one of them does, or are an axis of vmap.
+    own = PartitionSpec(tuple(axis for axis in context.mesh.axis_names if axis != STAGE))
     differentiable, fixed = (queries, keys, keys, per_head), (rows, rows)
     on_devices = partial(jax.shard_map, mesh=context.mesh, check_vma=False)
 
