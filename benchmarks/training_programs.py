@@ -161,12 +161,17 @@ def compiled(row: Row) -> dict[str, Any]:
 def held_by_formula(architecture: Architecture, row: Row) -> float:
     """Bytes of master weights and moments of a device: 12 for each parameter, divided over the axes of tensors and
     experts, and from stage 1 on over those of the batch too (arXiv 1910.02054, figure 1). In stage 3 an axis fsdp
-    divides them alone; slices along another axis hold copies. Moments that are offloaded do not count."""
+    divides them alone; slices along another axis hold copies. Stages divide the layers, and hold the rest each. Moments
+    that are offloaded do not count."""
     sizes = dict(resolve_parallelism(row.mesh, parse_topology(row.topology).num_devices).mesh)
     batch = prod(size for axis, size in sizes.items() if axis in ("data", "fsdp"))
-    others = prod(sizes.values()) // batch
+    stages = sizes.get("stage", 1)
+    others = prod(sizes.values()) // batch // stages
     over = sizes["fsdp"] if row.zero_stage == 3 and "fsdp" in sizes else batch if row.zero_stage else 1
-    count = sum(prod(parameter.shape) for parameter in architecture.spec.parameters.values())
+    count = sum(
+        prod(parameter.shape) / (stages if path.startswith(LAYERS) else 1)
+        for path, parameter in architecture.spec.parameters.items()
+    )
     each = np.dtype(ADAMW.master_dtype).itemsize if row.offload else ADAMW.held_bytes
     return count * each / others / over
 
