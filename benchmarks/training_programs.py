@@ -31,6 +31,7 @@ from ttpu_core.registry import default_registry
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.parallelism import resolve_parallelism
 from ttpu_core.sharding.training_state import ADAMW
+from ttpu_core.spec.parameters import LAYERS
 from ttpu_jax.aot.training import compile_update
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.throughput import training_flops
