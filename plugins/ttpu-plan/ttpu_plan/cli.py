@@ -105,6 +105,10 @@ def plan(
       ttpu plan ./llama/config.json
       ttpu plan ./llama --topology v5e:2x4 --batch 64 --save plan.json
       ttpu plan ./llama --topology v5p:4x4x4 --task training --verify --picture memory.html
+
+    \f
+    Raises:
+        RequestError: --verify was given with --zero-stage.
     """
     from ttpu_core.errors import RequestError
     from ttpu_core.loading import planned_architecture
