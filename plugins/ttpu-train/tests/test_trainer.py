@@ -24,6 +24,7 @@ from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import EVENTS, TrainerCallback, TrainerControl, TrainerState
 from ttpu_train.data.packing import RowPlanner
 from ttpu_train.evaluation import predict
+from ttpu_train.inputs import warn_of_long_rows
 from ttpu_train.reporting import picture
 from ttpu_train.resuming import compare
 from ttpu_train.run import TrainingError
@@ -499,9 +500,9 @@ def test_rows_that_are_longer_than_the_models_positions_are_told_of(backend: Num
     one.loaded.architecture = SimpleNamespace(spec=SimpleNamespace(context=LENGTH))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        one._warn_of_long_rows(one.loaded.architecture.spec)
+        warn_of_long_rows(LENGTH, SimpleNamespace(context=LENGTH))
     with pytest.warns(UserWarning, match="max_length=8 was given, but the model's config names 4 positions"):
-        one._warn_of_long_rows(SimpleNamespace(context=4))
+        warn_of_long_rows(8, SimpleNamespace(context=4))
 
 
 def test_a_run_of_another_library_is_not_begun_over(backend: NumpyBackend, tmp_path: Path) -> None:
@@ -524,7 +525,6 @@ def test_what_is_wrong_with_evaluation_data_is_said_before_the_first_update(
 def test_ids_beyond_the_vocabulary_are_refused(backend: NumpyBackend, tmp_path: Path) -> None:
     one = trainer(tmp_path, train_dataset=[{"input_ids": [1, VOCAB, 2]}] * 8)
     one.loaded.architecture = SimpleNamespace(spec=SimpleNamespace(vocab_size=VOCAB, layers=()))
-    one._data_settings(training=True)
     with pytest.raises(DataError, match="have the token id 11, but the model's vocabulary has 11 tokens"):
         next(one.training_batches)
 

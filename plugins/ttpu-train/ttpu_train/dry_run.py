@@ -25,7 +25,7 @@ def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:
     """
     from ttpu_core.backend import CompilesTraining
     from ttpu_core.loading import planned_architecture
-    from ttpu_train.trainer import training_backend
+    from ttpu_train.inputs import training_backend
 
     runs = training_backend(asked.trainer.get("backend"))
     if not isinstance(runs, CompilesTraining):

@@ -16,11 +16,12 @@ from ttpu_train.checkpoints import Checkpoints, steps_in
 from ttpu_train.engine_tags import LATEST, refuse_others, tag_name, tags_in
 from ttpu_train.engine_views import EngineOptimizer, EngineSchedule
 from ttpu_train.foreign import kind_of
+from ttpu_train.inputs import described
 from ttpu_train.micro_batches import MicroBatches, MicroLoss, batch_of, joined
 from ttpu_train.progress import Progress
 from ttpu_train.row_shapes import RowShapes
 from ttpu_train.runner import Batch, CheckpointPolicy, EvalValues, InFlight, StepValues
-from ttpu_train.trainer import Trainer, described
+from ttpu_train.trainer import Trainer
 
 UNMAPPED = {
     "parameters": "weights are held by the backend: engine.module is the model with the weights as they are",

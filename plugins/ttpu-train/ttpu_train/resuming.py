@@ -1,15 +1,23 @@
-"""Compares the arguments of a resumed run with those that its checkpoint was written with. A checkpoint keeps those
+"""Resumes a run, and compares its arguments with those that its checkpoint was written with. A checkpoint keeps those
 that change what updates compute."""
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ttpu_core.errors import RequestError
 from ttpu_train.arguments import TrainingArguments
+from ttpu_train.checkpoints import CHECKPOINTS, Checkpoints
+from ttpu_train.foreign import kind_of
+from ttpu_train.runner import CheckpointPolicy, TrainRunner
+
+if TYPE_CHECKING:
+    from ttpu_train.run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -90,3 +98,63 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return getattr(value, "__name__", type(value).__name__)
+
+
+def resume_run(
+    run: TrainingRun, store: Checkpoints, resume: bool | str | Path, output_dir: Path, runner: TrainRunner
+) -> bool:
+    """Restore the newest checkpoint, or the one that was named; False if there is none.
+
+    Args:
+        run: that goes on.
+        store: the checkpoints of `output_dir`.
+        resume: True for the newest, or the folder of one.
+        output_dir: of the run.
+        runner: whose state is restored.
+
+    Raises:
+        RequestError: the folder is no checkpoint, or is followed by newer ones of this run.
+        CheckpointError: it cannot be read.
+    """
+    ours, steps = (output_dir / CHECKPOINTS).resolve(), store.steps()
+    if resume is True:
+        if not steps:
+            kind = kind_of(output_dir)
+            if kind is not None and kind.startswith("a folder with checkpoints"):
+                raise RequestError(
+                    f"resume_from_checkpoint=True was given, but {output_dir} is {kind}, which cannot be "
+                    "resumed here: begin a new run from that model's weights in another output_dir."
+                )
+            warnings.warn(
+                f"resume_from_checkpoint=True was asked for, but {ours} has no checkpoint: the run begins anew",
+                stacklevel=3,
+            )
+            return False
+        run.resume(dict(store.restore()))
+        return True
+    folder = Path(str(resume)).expanduser().resolve()
+    step = int(folder.name) if folder.name.isdecimal() else -1
+    if not folder.is_dir() or step < 0:
+        of_run = "the output_dir of a run, whose checkpoints are in its folder checkpoints"
+        kind = kind_of(folder) or (of_run if (folder / CHECKPOINTS).is_dir() else "no checkpoint")
+        raise RequestError(
+            f"resume_from_checkpoint={str(resume)!r} was given, but that is {kind}; those of this run are "
+            f"{', '.join(str(ours / str(one)) for one in steps) or f'none in {ours}'}: name one, or True for the "
+            "newest."
+        )
+    if folder.parent == ours:
+        newer = [one for one in steps if one > step]
+        if newer:
+            raise RequestError(
+                f"resume_from_checkpoint={str(resume)!r} was given, but this run has newer checkpoints "
+                f"({', '.join(map(str, newer))}), which would be mixed up with those to come: give another "
+                "output_dir, or remove them."
+            )
+        run.resume(dict(store.restore(step)))
+        return True
+    other = Checkpoints(runner, folder.parent, CheckpointPolicy())
+    try:
+        run.resume(dict(other.restore(step)))
+    finally:
+        other.close()
+    return True

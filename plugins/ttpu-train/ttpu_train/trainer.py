@@ -4,9 +4,8 @@ Trainer."""
 from __future__ import annotations
 
 import math
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,40 +13,33 @@ from typing import Any
 
 import numpy as np
 
-from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.errors import RequestError
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
 from ttpu_train.checkpoints import CHECKPOINTS, Checkpoints
-from ttpu_train.data.loader import BatchLoader, batch_loader
+from ttpu_train.data.loader import BatchLoader
 from ttpu_train.data.pairs import PairPlanner
-from ttpu_train.data.settings import DataSettings
 from ttpu_train.deepspeed import merged
-from ttpu_train.distillation import NAMES as DISTILLATION_NAMES
 from ttpu_train.distillation import DistillMethod
 from ttpu_train.evaluation import EvalPrediction, PredictionOutput, evaluate, predict
-from ttpu_train.foreign import kind_of
 from ttpu_train.grpo.batches import RolloutBatches
-from ttpu_train.grpo.method import NAMES as GRPO_NAMES
 from ttpu_train.grpo.method import GRPOMethod
 from ttpu_train.grpo.reward_models import RewardModel
+from ttpu_train.inputs import check_kinds, described, kept, make_folder, training_backend, warn_of_long_rows
+from ttpu_train.methods import METHOD_NAMES, method_of
 from ttpu_train.objectives import Objective, Reward
-from ttpu_train.preference import NAMES as PREFERENCE_NAMES
 from ttpu_train.preference import PreferenceMethod, opened_reward_model
 from ttpu_train.profiling import ProfileCallback
 from ttpu_train.reporting.console import ConsoleReporter
 from ttpu_train.reporting.jsonl import JsonLinesReporter
 from ttpu_train.reporting.picture import PictureReporter
 from ttpu_train.reporting.trackers import trackers
-from ttpu_train.resuming import kept_arguments
+from ttpu_train.resuming import kept_arguments, resume_run
 from ttpu_train.run import TrainingRun
-from ttpu_train.runner import CheckpointPolicy, RowLayout, StepSettings, TrainRunner
+from ttpu_train.run_data import RunData
+from ttpu_train.runner import RowLayout, StepSettings, TrainRunner
 from ttpu_train.task_evaluation import TaskEvaluation
 from ttpu_train.throughput import Meter, training_flops
-
-METHOD_NAMES: Mapping[str, tuple[str, ...]] = {
-    "grpo": GRPO_NAMES, "distill": DISTILLATION_NAMES, **PREFERENCE_NAMES
-}  # fmt: skip
-"""The arguments of each method that are not fields of `TrainingArguments`."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +110,11 @@ class Trainer:
         method: str = "sft",
         **arguments: Any,
     ) -> None:
-        _check_kinds(model, load_options)
+        check_kinds(model, load_options)
         every = {**(args if isinstance(args, Mapping) else {}), **arguments}
         self._method_name = method
         self._own_arguments = {key: value for key, value in every.items() if key in METHOD_NAMES.get(method, ())}
-        self.method, arguments = _method(method, args, arguments)
+        self.method, arguments = method_of(method, args, arguments)
         if isinstance(args, Mapping):
             args = {name: value for name, value in args.items() if name not in METHOD_NAMES.get(method, ())}
         if isinstance(args, TrainingArguments):
@@ -150,7 +142,7 @@ class Trainer:
             raise RequestError(
                 "eval_tasks was given with method='reward', whose model scores texts and writes none: leave it out."
             )
-        self.train_dataset, self.eval_dataset = _kept(train_dataset), _kept(eval_dataset)
+        self.train_dataset, self.eval_dataset = kept(train_dataset), kept(eval_dataset)
         self.compute_metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         self._source, self._load_options, self._cache_dir = model, dict(load_options or {}), cache_dir
         self._tokenizer = processing_class if processing_class is not None else tokenizer
@@ -237,16 +229,16 @@ class Trainer:
         if self.train_dataset is None:
             raise RequestError("train() was called on a Trainer without train_dataset: give it some data.")
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        _make_folder(self.args.folder)
+        make_folder(self.args.folder)
         total, loader = self._total_steps(), self.training_batches
         runner = self._made_runner(total)
         if isinstance(self.method, PreferenceMethod):
             parts = self.args.gradient_accumulation_steps
-            self.method.refer(self._planner(self.train_dataset, training=True), runner, parts)
+            self.method.refer(self._data.planner(self.train_dataset, training=True), runner, parts)
             if self.eval_dataset is not None:
-                self.method.refer(self._planner(self.eval_dataset, training=False), runner, 1)
+                self.method.refer(self._data.planner(self.eval_dataset, training=False), runner, 1)
         state = self.state
-        state.max_steps, state.train_batch_size = total, self._rows(training=True) * self.layout.share_count
+        state.max_steps, state.train_batch_size = total, self._data.rows(training=True) * self.layout.share_count
         state.num_train_epochs = math.ceil(self.args.num_train_epochs)
         state.is_world_process_zero = state.is_local_process_zero = self.layout.process_index == 0
         store = None if self.args.save_strategy == "no" and not resume else self._made_store(runner)
@@ -271,7 +263,7 @@ class Trainer:
             loader.metrics if isinstance(loader, RolloutBatches) else None,
             kept_arguments(self.args, self._method_name, self._own_arguments, state.train_batch_size, total),
         )
-        restored = resume and store is not None and self._resume(run, store, resume)
+        restored = resume and store is not None and resume_run(run, store, resume, self.args.folder, runner)
         if runner.step_count and not restored:
             raise RequestError(
                 f"train() was called again after {runner.step_count:,} updates, but the run would begin anew with "
@@ -288,7 +280,7 @@ class Trainer:
                 f"the checkpoint is of update {state.global_step:,}, and the run has {total:,}: nothing is left to do",
                 stacklevel=2,
             )
-        self._warn_of_long_rows(spec)
+        warn_of_long_rows(self.args.max_length, spec)
         if with_eval and self.eval_dataset is not None:
             self._loader(self.eval_dataset, training=False).close()  # what is wrong with the data is said before hours
         seconds_before, tokens_before = state.train_seconds, state.num_input_tokens_seen
@@ -390,67 +382,6 @@ class Trainer:
         if chosen is not None:
             store.restore(chosen)
 
-    def _resume(self, run: TrainingRun, store: Checkpoints, resume: bool | str | Path) -> bool:
-        """Restore the newest checkpoint, or the one that was named; False if there is none.
-
-        Raises:
-            RequestError: the folder is no checkpoint, or is followed by newer ones of this run.
-            CheckpointError: it cannot be read.
-        """
-        ours, steps = (self.args.folder / CHECKPOINTS).resolve(), store.steps()
-        if resume is True:
-            if not steps:
-                kind = kind_of(self.args.folder)
-                if kind is not None and kind.startswith("a folder with checkpoints"):
-                    raise RequestError(
-                        f"resume_from_checkpoint=True was given, but {self.args.folder} is {kind}, which cannot be "
-                        "resumed here: begin a new run from that model's weights in another output_dir."
-                    )
-                warnings.warn(
-                    f"resume_from_checkpoint=True was asked for, but {ours} has no checkpoint: the run begins anew",
-                    stacklevel=3,
-                )
-                return False
-            run.resume(dict(store.restore()))
-            return True
-        folder = Path(str(resume)).expanduser().resolve()
-        step = int(folder.name) if folder.name.isdecimal() else -1
-        if not folder.is_dir() or step < 0:
-            of_run = "the output_dir of a run, whose checkpoints are in its folder checkpoints"
-            kind = kind_of(folder) or (of_run if (folder / CHECKPOINTS).is_dir() else "no checkpoint")
-            raise RequestError(
-                f"resume_from_checkpoint={str(resume)!r} was given, but that is {kind}; those of this run are "
-                f"{', '.join(str(ours / str(one)) for one in steps) or f'none in {ours}'}: name one, or True for the "
-                "newest."
-            )
-        if folder.parent == ours:
-            newer = [one for one in steps if one > step]
-            if newer:
-                raise RequestError(
-                    f"resume_from_checkpoint={str(resume)!r} was given, but this run has newer checkpoints "
-                    f"({', '.join(map(str, newer))}), which would be mixed up with those to come: give another "
-                    "output_dir, or remove them."
-                )
-            run.resume(dict(store.restore(step)))
-            return True
-        other = Checkpoints(self.runner, folder.parent, CheckpointPolicy())
-        try:
-            run.resume(dict(other.restore(step)))
-        finally:
-            other.close()
-        return True
-
-    def _warn_of_long_rows(self, spec: Any) -> None:
-        """Say that rows are longer than the model's positions. Training so is how contexts are extended, so that it is
-        not refused."""
-        context = getattr(spec, "context", None)
-        if context is not None and self.args.max_length > context:
-            warnings.warn(
-                f"max_length={self.args.max_length:,} was given, but the model's config names {context:,} positions: "
-                f"pass max_length={context}, unless its context is to be extended",
-                stacklevel=3,
-            )
-
     def _total_steps(self) -> int:
         """The updates of the whole run; 1 without training data."""
         if self.args.max_steps > 0:
@@ -474,7 +405,7 @@ class Trainer:
             return self.method.batches(
                 self.train_dataset,
                 self.tokenizer,
-                self._data_settings(training=True),
+                self._data.settings(training=True),
                 lambda: self.runner,
                 self.state,
                 self.args.gradient_accumulation_steps,
@@ -487,51 +418,15 @@ class Trainer:
         strategy = self.args.parallelism_strategy
         return opened_reward_model(self.backend, source, {"dtype": "auto", "parallelism_strategy": strategy})
 
-    def _rows(self, *, training: bool) -> int:
-        """This process's rows of a batch."""
-        args, layout = self.args, self.layout
-        each = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        return (each if training else args.per_device_eval_batch_size) * layout.shards // layout.share_count
-
-    def _data_settings(self, *, training: bool) -> DataSettings:
-        args = self.args
-        return DataSettings(
-            rows=self._rows(training=training),
-            max_length=args.max_length,
-            packing=args.packing,
-            shuffle=training,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            epochs=None if training and args.max_steps > 0 else math.ceil(args.num_train_epochs) if training else 1,
-            text_field=args.dataset_text_field,
-            assistant_only_loss=args.assistant_only_loss,
-            completion_only_loss=args.completion_only_loss,
-            document_separator=args.document_separator,
-            mixture_weights=None if args.mixture_weights is None or not training else tuple(args.mixture_weights),
-            overlong=args.overlong,
-            drop_last=training and args.dataloader_drop_last,
-            num_workers=args.dataloader_num_workers if training else 0,
-            vocab_size=getattr(self._spec, "vocab_size", None),
-            cache_dir=self._cache_dir,
+    @property
+    def _data(self) -> RunData:
+        vocabulary = getattr(self._spec, "vocab_size", None)
+        return RunData(
+            self.args, self.method, self.tokenizer, self.layout, vocabulary, self._cache_dir, self._planners
         )
 
     def _loader(self, dataset: Any, *, training: bool) -> BatchLoader:
-        layout = self.layout
-        settings = self._data_settings(training=training)
-        if isinstance(self.method, PreferenceMethod):
-            planner = self._planner(dataset, training=training)
-            if not training:
-                self.method.refer(planner, self.runner, 1)
-            return self.method.loader(planner, settings, layout)
-        return batch_loader(dataset, self.tokenizer, settings, layout.share_index, layout.share_count)
-
-    def _planner(self, dataset: Any, *, training: bool) -> PairPlanner:
-        """The rows of preferences, kept because comparing them with the model before training takes long."""
-        assert isinstance(self.method, PreferenceMethod)
-        key = id(dataset), training
-        if key not in self._planners:
-            made = self.method.planner(dataset, self.tokenizer, self._data_settings(training=training))
-            self._planners[key] = dataset, made  # the dataset stays, so that no other one gets its id
-        return self._planners[key][1]
+        return self._data.loader(dataset, lambda: self.runner, training=training)
 
     def _made_runner(self, total_steps: int) -> TrainRunner:
         if self._runner is None:
@@ -555,90 +450,3 @@ class Trainer:
         if self._store is None:
             self._store = Checkpoints(runner, self.args.folder / CHECKPOINTS, self.args.checkpoint_policy())
         return self._store
-
-
-def _check_kinds(model: Any, load_options: Any) -> None:
-    """Refuse what is no model, and options that are no mapping.
-
-    Raises:
-        RequestError: it is so.
-    """
-    if not isinstance(model, str | Path) and getattr(described(model), "backend", None) is None:
-        plain = model is None or isinstance(model, bool | int | float | list | tuple | Mapping)
-        given = repr(model) if plain else f"a {type(model).__name__}"
-        raise RequestError(
-            f"model={given} was given, but it is a checkpoint's folder or Hub id, or a model that "
-            "AutoModelForTPU.from_pretrained opened: pass one of these."
-        )
-    if load_options is not None and not isinstance(load_options, Mapping):
-        raise RequestError(
-            f"load_options={load_options!r} was given, but it is a mapping, such as {{dtype: float32}}: correct it."
-        )
-
-
-def _make_folder(folder: Path) -> None:
-    """Make the folder of a run.
-
-    Raises:
-        RequestError: it cannot be made or written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise RequestError(
-            f"output_dir={str(folder)!r} was given for the files of the run, but it cannot be written to "
-            f"({error.strerror}): name a folder that can be."
-        ) from error
-
-
-def _method(
-    name: str, args: Any, arguments: dict[str, Any]
-) -> tuple[GRPOMethod | PreferenceMethod | DistillMethod | None, dict[str, Any]]:
-    """The method of a trainer, and its other arguments.
-
-    Raises:
-        RequestError: an unknown name, or the method's own arguments are wrong.
-    """
-    if name == "sft":
-        return None, arguments
-    if name not in METHOD_NAMES:
-        raise RequestError(f"method={name!r} was given, but it is sft, {', '.join(METHOD_NAMES)}: pass one of these.")
-    given, names = {**(args if isinstance(args, Mapping) else {}), **arguments}, METHOD_NAMES[name]
-    own = {key: value for key, value in given.items() if key in names}
-    method: GRPOMethod | PreferenceMethod | DistillMethod
-    if name in PREFERENCE_NAMES:
-        method = PreferenceMethod.read(name, own)
-    else:
-        method = GRPOMethod.read(own) if name == "grpo" else DistillMethod.read(own)
-    return method, {key: value for key, value in arguments.items() if key not in names}
-
-
-def _kept(dataset: Any) -> Any:
-    """A dataset that can be read more than once."""
-    return list(dataset) if isinstance(dataset, Iterator) else dataset
-
-
-def described(model: Any) -> Any:
-    """What a loaded model says of itself: a stock model of transformers does so in its attribute `ttpu`."""
-    return getattr(model, "ttpu", model)
-
-
-def training_backend(name: str | None) -> Any:
-    """An installed backend that trains.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-        UnsupportedError: it trains no models.
-    """
-    from ttpu_core.backend import Trains
-    from ttpu_core.registry import default_registry
-
-    runs = default_registry().backend(name)
-    if not isinstance(runs, Trains):
-        raise UnsupportedError(
-            f"a model was to be trained by the backend {runs.name!r}, which trains none: use backend='jax' or "
-            "'torch_xla'."
-        )
-    return runs

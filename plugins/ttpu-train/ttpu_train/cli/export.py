@@ -44,7 +44,7 @@ def export(
       ttpu export ./lora-run --merge --out ./model
     """
     from ttpu_train.export import export_run
-    from ttpu_train.trainer import training_backend
+    from ttpu_train.inputs import training_backend
 
     runs = training_backend(backend)
     written = export_run(run.expanduser(), out.expanduser(), runs, step=step, dtype=dtype.value, merge=merge)

@@ -1,0 +1,89 @@
+"""Checks what a `Trainer` is given before it trains: the model, the options, the folder of the run, the data, the
+backend."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ttpu_core.errors import RequestError, UnsupportedError
+
+
+def check_kinds(model: Any, load_options: Any) -> None:
+    """Refuse what is no model, and options that are no mapping.
+
+    Raises:
+        RequestError: it is so.
+    """
+    if not isinstance(model, str | Path) and getattr(described(model), "backend", None) is None:
+        plain = model is None or isinstance(model, bool | int | float | list | tuple | Mapping)
+        given = repr(model) if plain else f"a {type(model).__name__}"
+        raise RequestError(
+            f"model={given} was given, but it is a checkpoint's folder or Hub id, or a model that "
+            "AutoModelForTPU.from_pretrained opened: pass one of these."
+        )
+    if load_options is not None and not isinstance(load_options, Mapping):
+        raise RequestError(
+            f"load_options={load_options!r} was given, but it is a mapping, such as {{dtype: float32}}: correct it."
+        )
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a run.
+
+    Raises:
+        RequestError: it cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RequestError(
+            f"output_dir={str(folder)!r} was given for the files of the run, but it cannot be written to "
+            f"({error.strerror}): name a folder that can be."
+        ) from error
+
+
+def kept(dataset: Any) -> Any:
+    """A dataset that can be read more than once."""
+    return list(dataset) if isinstance(dataset, Iterator) else dataset
+
+
+def described(model: Any) -> Any:
+    """What a loaded model says of itself: a stock model of transformers does so in its attribute `ttpu`."""
+    return getattr(model, "ttpu", model)
+
+
+def training_backend(name: str | None) -> Any:
+    """An installed backend that trains.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+        UnsupportedError: it trains no models.
+    """
+    from ttpu_core.backend import Trains
+    from ttpu_core.registry import default_registry
+
+    runs = default_registry().backend(name)
+    if not isinstance(runs, Trains):
+        raise UnsupportedError(
+            f"a model was to be trained by the backend {runs.name!r}, which trains none: use backend='jax' or "
+            "'torch_xla'."
+        )
+    return runs
+
+
+def warn_of_long_rows(max_length: int, spec: Any) -> None:
+    """Say that rows are longer than the model's positions. Training so is how contexts are extended, so that it is
+    not refused."""
+    context = getattr(spec, "context", None)
+    if context is not None and max_length > context:
+        warnings.warn(
+            f"max_length={max_length:,} was given, but the model's config names {context:,} positions: "
+            f"pass max_length={context}, unless its context is to be extended",
+            stacklevel=3,
+        )
