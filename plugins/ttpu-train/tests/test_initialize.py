@@ -224,6 +224,7 @@ def test_every_argument_is_taken_or_refused_by_name(backend: NumpyBackend) -> No
         "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "optim",
         "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "momentum", "max_grad_norm", "bf16", "z_loss",
         "label_smoothing_factor", "router_aux_loss_coef", "gradient_checkpointing", "remat", "zero_stage",
+        "pipeline_schedule",
         "parallelism_strategy", "trainable", "peft_config", "adapter_name_or_path", "max_length", "packing",
         "dataset_text_field", "assistant_only_loss", "completion_only_loss", "document_separator", "mixture_weights",
         "overlong", "dataloader_num_workers", "dataloader_drop_last", "logging_steps", "logging_first_step",

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 SAME_UPDATES = (
     "output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "num_train_epochs", "max_steps", "gradient_checkpointing", "remat", "zero_stage", "parallelism_strategy",
+    "pipeline_schedule",
     "peft_config", "adapter_name_or_path", "dataloader_num_workers", "logging_steps", "logging_first_step",
     "eval_strategy", "eval_steps", "eval_on_start", "save_strategy", "save_steps", "save_total_limit",
     "load_best_model_at_end", "report_to", "run_name", "disable_tqdm", "resume_from_checkpoint", "nan_limit",
