@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ttpu import Trainer
 
+UNFINISHED = ".unfinished-"  # how the folder of a checkpoint that is being written begins
 CHECKPOINT = Path(__file__).parent.parent / "examples" / "checkpoints" / "pydoc-llama"
 STEPS = 1_000_000
 
@@ -164,7 +165,7 @@ def kill_again_and_again(folder: Path, kills: int, chance: random.Random) -> dic
             loss = losses.setdefault(line["step"], line["loss"])
             if loss != line["loss"]:
                 raise SystemExit(f"after kill {number} update {line['step']} has the loss {line['loss']}, not {loss}")
-        unfinished += not last and any("tmp" in one.name for one in (folder / "checkpoints").iterdir())
+        unfinished += not last and any(one.name.startswith(UNFINISHED) for one in (folder / "checkpoints").iterdir())
         restored += restorer.restore_all(folder / "checkpoints")
         print(f"kill {number}: {restored} checkpoints restored, newest {newest_checkpoint(folder)}", file=sys.stderr)
     return {
