@@ -37,9 +37,10 @@ NEWEST_IGNORED := test_server_* test_install.py test_packaging.py test_docs.py t
                   test_third_party*.py test_registry.py test_cli.py test_launch*.py test_distributed.py test_plan_command.py
 # Python and numpy alone: searched through by thousands of random cases, or reading files and running a numpy model.
 NEWEST_IGNORED += test_mapping.py test_engine_scheduler.py test_engine_numpy.py test_engine_guided.py test_data_*.py \
-                  test_trainer.py test_grpo.py
+                  test_trainer.py test_grpo.py test_checkpoints.py test_engine_rows.py test_imports.py test_initialize.py \
+                  test_task_evaluation.py
 # Combinations of operations, the decoder, quantized kernels and the engine, each of which has its own tests here.
-NEWEST_IGNORED += test_train_[!r]*.py test_preference.py test_packed_rows.py test_loss.py test_quantized_matmul.py test_padded.py test_layer_steps.py test_latent_attention_cache.py test_int8_paged_attention.py \
+NEWEST_IGNORED += test_train_[!r]*.py test_train_reward.py test_preference.py test_packed_rows.py test_loss.py test_quantized_matmul.py test_padded.py test_layer_steps.py test_latent_attention_cache.py test_int8_paged_attention.py \
                   test_quantized_load.py test_layer_run.py test_quantize.py test_eval.py \
                   test_causal_model.py test_fake_quantization.py \
                   test_engine_core.py test_engine_speculative.py test_engine_embed.py test_engine_quantized.py

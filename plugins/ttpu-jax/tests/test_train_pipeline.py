@@ -58,7 +58,6 @@ def plain(checkpoint: Path) -> list[float]:
     [
         ("stage=2,fsdp=2,tensor=2", 4, {"pipeline_schedule": "gpipe"}),
         ("stage=4,data=2", 8, {"zero_stage": 2, "remat": "none"}),  # by 1F1B, more microbatches than inputs are kept
-        ("stage=2,fsdp=2", 2, {}),
     ],
 )
 def test_stages_train_as_one_device(
