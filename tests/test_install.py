@@ -83,7 +83,7 @@ def test_every_distribution_gives_a_wheel_and_a_source_distribution(wheels: Path
 @pytest.mark.slow
 def test_the_readmes_commands_run_from_wheels(environment: Path, tmp_path: Path) -> None:
     text = ttpu(environment, "generate", str(CHECKPOINT), "--prompt", "A function definition", "--max-new-tokens", "8")
-    assert text.startswith(" defines a user-defined")
+    assert text.startswith(" is created by a function")
     said = json.loads(run(str(environment / "python"), "-c", OTHERS, cwd=tmp_path).splitlines()[-1])
     assert {"plan", "launch", "serve", "bench", "compile", "compile-report"} <= {
         one["name"] for one in flat(json.loads(said["list-plugins"]))

@@ -474,13 +474,13 @@ def test_the_newest_and_the_best_checkpoints_stay_and_a_failed_save_is_told(
             store.save(6, {})
             store.wait()
     assert store.steps() == (2, 4, 5)
-    shutil.rmtree(tmp_path / "model")
+    shutil.rmtree(tmp_path / ".model")
     with monkeypatch.context() as patch:
         patch.setattr("ttpu_jax.train.checkpoints.copy_small_files", full)
         with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints are whole"):
             store.save(7, {})
     store.save(7, {}, wait=True)
-    assert (tmp_path / "model" / "config.json").is_file()
+    assert (tmp_path / ".model" / "config.json").is_file()
     assert 7 in store.steps()
     store.close()
     again.close()

@@ -151,7 +151,7 @@ def test_a_save_that_fails_leaves_the_earlier_ones(
         one.save(2, {"position": object()})
     save(one, runner, 2)
     assert names(tmp_path) == ["2"]
-    assert not (tmp_path / ".model").exists()
+    assert not (tmp_path / ".unfinished-model").exists()
 
 
 def test_another_models_or_optimizers_checkpoint_is_refused(runner: NumpyTrainRunner, tmp_path: Path) -> None:
@@ -197,12 +197,14 @@ def test_checkpoints_of_other_programs_are_named(
 def test_an_export_has_the_config_that_the_checkpoint_was_trained_with(
     runner: NumpyTrainRunner, tmp_path: Path
 ) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("config.json", "old.txt"):  # of an earlier run in this folder
-        (model / name).write_text("another model")
+    model, users = tmp_path / ".model", tmp_path / "model"
+    for folder, names in ((model, ("config.json", "old.txt")), (users, ("config.json", "model.safetensors"))):
+        folder.mkdir(parents=True)
+        for name in names:  # of an earlier run in this folder, and of the user
+            (folder / name).write_text("another model")
     save(store(runner, tmp_path), runner, 1)
     assert [file.name for file in model.iterdir()] == ["config.json"]
+    assert {file.read_text() for file in users.iterdir()} == {"another model"} and len(list(users.iterdir())) == 2
     shutil.rmtree(model)
     one = store(runner, tmp_path)
     save(one, runner, 2)

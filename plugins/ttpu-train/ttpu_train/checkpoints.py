@@ -27,8 +27,9 @@ CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints, in its output_dir."""
 HEADER, TRAINER = "run.json", "trainer.json"
 """What a checkpoint says of itself, and what the trainer gave."""
-MODEL = "model"
-"""The folder with the model's config and tokenizer: beside the checkpoints, and by hard links in each."""
+MODEL, KEPT_MODEL = "model", ".model"
+"""The folders with the model's config and tokenizer: of each checkpoint, and beside the folder of
+checkpoints, to which theirs are hard links."""
 UNFINISHED = ".unfinished-"
 """Before the number of a checkpoint that is being written, or deleted."""
 REPLACED = ".replaced-"
@@ -260,7 +261,7 @@ class Checkpoints:
         """Before the first save: make the folder, and delete what a killed run left of this one."""
         if not self._writes:
             return
-        model = self._folder.parent / MODEL
+        model = self._folder.parent / KEPT_MODEL
         if not self._is_ready:
             self._folder.mkdir(parents=True, exist_ok=True)
             steps_in(self._folder)  # a checkpoint that was about to be replaced is there again
@@ -272,7 +273,7 @@ class Checkpoints:
 
     def _write_model(self, model: Path) -> None:
         """Write config and tokenizer. Files are replaced and not changed: those of checkpoints are the same inodes."""
-        unfinished = model.with_name(f".{MODEL}")
+        unfinished = model.with_name(f"{UNFINISHED}{MODEL}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         try:
@@ -302,7 +303,7 @@ class Checkpoints:
 
     def _commit(self, step: int, unfinished: Path, texts: Mapping[str, str]) -> None:
         (unfinished / MODEL).mkdir()
-        for file in (self._folder.parent / MODEL).iterdir():
+        for file in (self._folder.parent / KEPT_MODEL).iterdir():
             _link(file, unfinished / MODEL / file.name)
         (unfinished / TRAINER).write_text(texts[TRAINER], encoding="utf-8")
         files = [file for file in unfinished.rglob("*") if file.is_file()]
