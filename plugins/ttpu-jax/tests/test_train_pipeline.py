@@ -12,8 +12,11 @@ from tiny import llama_checkpoint
 from ttpu import AutoModelForTPU, Trainer
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_jax.backend import JaxBackend
+from ttpu_jax.params.placement import local_placement
+from ttpu_jax.runner.build import refuse_idle_devices
 from ttpu_jax.train.runner import JaxTrainRunner
 from ttpu_train.adapters import AdapterSettings
+from ttpu_train.objectives import Distill
 from ttpu_train.runner import Batch, LossSettings, OptimizerSettings, StepSettings
 
 ROWS, SEQ = 16, 10
@@ -113,5 +116,9 @@ def test_what_stages_cannot_do_is_refused(checkpoint: Path, tmp_path: Path) -> N
         runner(checkpoint, "stage=2", adapters=AdapterSettings(("q_proj",)))
     with pytest.raises(UnsupportedError, match=r"pipeline_schedule='1f1b' was asked for with router_aux_loss=0\.1"):
         runner(checkpoint, "stage=2", loss=LossSettings(router_aux_loss=0.1))
+    with pytest.raises(UnsupportedError, match=r"stage=2 was asked for with method='distill'"):
+        runner(checkpoint, "stage=2", objective=Distill())
+    with pytest.raises(UnsupportedError, match=r"serve over stage=2, but it does not shard layers over stage"):
+        refuse_idle_devices(local_placement("stage=2"))
     with pytest.raises(RequestError, match="pipeline_schedule='interleaved'"):
         Trainer(str(checkpoint), output_dir=tmp_path, pipeline_schedule="interleaved")

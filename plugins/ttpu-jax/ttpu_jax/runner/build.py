@@ -135,13 +135,14 @@ def refuse_idle_devices(placement: Any) -> None:
     """Refuse meshes whose devices would repeat each other's work.
 
     Raises:
-        UnsupportedError: an axis shards requests or the sequence but no weights, or there are several processes.
+        UnsupportedError: an axis shards requests, the sequence or layers but nothing that an engine computes, or there
+            are several processes.
     """
     if placement.mesh is None:
         return
     logical = (axes.Q_HEADS, axes.MLP, axes.EMBED, axes.EXPERT)
     weights = {mesh_axis for axis in logical for mesh_axis in placement.axes_of(axis)}
-    for axis, what in ((axes.BATCH, "requests"), (axes.SEQUENCE, "the sequence")):
+    for axis, what in ((axes.BATCH, "requests"), (axes.SEQUENCE, "the sequence"), (axes.LAYERS, "layers")):
         idle = [a for a in placement.axes_of(axis) if a not in weights]
         if idle:
             mesh = ",".join(f"{name}={size}" for name, size in placement.mesh.shape.items())

@@ -131,8 +131,14 @@ def _check_pipeline(settings: StepSettings, loss: LossSettings, spec: Architectu
             f"{STAGE}={stages} was asked for with adapters, but they are trained without stages: use a mesh of fsdp or "
             "tensor, or train the weights without peft_config."
         )
+    method = None if settings.objective is None else settings.objective.method
+    if method in ("reward", "distill"):
+        raise UnsupportedError(
+            f"{STAGE}={stages} was asked for with method={method!r}, but its second head or model is not divided into "
+            "stages: use a mesh of fsdp, tensor or expert."
+        )
     whole = _whole(settings) is not None
-    if settings.pipeline_schedule == "1f1b" and (whole or loss.router_aux_loss):
+    if settings.pipeline_schedule == "1f1b" and (whole or (method is None and loss.router_aux_loss)):
         found = "a loss of the whole batch" if whole else f"router_aux_loss={loss.router_aux_loss}"
         raise UnsupportedError(
             f"pipeline_schedule='1f1b' was asked for with {found}, but its backward pass begins before all rows have "
