@@ -19,15 +19,16 @@ VENV        := .venv
 VENV_TEST   := .venv-test
 VENV_NEWEST := .venv-newest
 
-FAMILIES      := llama gemma qwen mistral
+FAMILIES      := llama gemma qwen mistral zoo
 PARTS         := jax plan launch serve quantize train
 DISTRIBUTIONS := . $(PARTS:%=plugins/ttpu-%) $(FAMILIES:%=plugins/ttpu-%)
 PYPROJECTS    := $(DISTRIBUTIONS:%=%/pyproject.toml)
 EDITABLE      := $(DISTRIBUTIONS:%=-e %)
 # What only some users, developers and authors of plugins install.
-TEST_EDITABLE := $(EDITABLE) -e plugins/ttpu-torch-xla -e conformance
+TEST_EDITABLE := $(EDITABLE) -e plugins/ttpu-torch-xla -e plugins/ttpu-any -e conformance
 PACKAGES      := ttpu.py ttpu_core $(foreach part,$(PARTS),plugins/ttpu-$(part)/ttpu_$(part)) \
                  plugins/ttpu-torch-xla/ttpu_torch_xla \
+                 plugins/ttpu-any/ttpu_any \
                  conformance/ttpu_conformance \
                  $(foreach family,$(FAMILIES),plugins/ttpu-$(family)/ttpu_$(family)) \
                  examples/ttpu-olmo/ttpu_olmo examples/ttpu-pack-attention/ttpu_pack_attention
@@ -50,7 +51,7 @@ NEWEST_NOT := an_engine_widens_one_kernel a_prompt_longer_than_a_chunk a_seed_gi
               a_transformers_streamer every_event_has_its_logprobs a_token_does_not_depend_on_those \
               tokens_that_a_mesh_does_not_divide the_router_can_read in_bfloat16_results \
               frequencies_match a_folder_without_weights_opens a_batch_in_parts_gives what_is_not_trained_stays
-NEWEST_TESTS   = tests $(filter-out plugins/ttpu-torch-xla/tests,$(wildcard plugins/*/tests))
+NEWEST_TESTS   = tests $(filter-out plugins/ttpu-torch-xla/tests plugins/ttpu-any/tests,$(wildcard plugins/*/tests))
 
 PIP := -m pip install --quiet --disable-pip-version-check
 # uv builds the distributions of this repository side by side, and fetches and unpacks gigabytes in half of pip's time.

@@ -20,7 +20,7 @@ import numpy as np
 
 TYPES = {"llama": "ttpu_llama", "gemma3_text": "ttpu_gemma", "qwen3_moe": "ttpu_qwen", "mistral4": "ttpu_mistral"}
 """Model type → the plugin that declares its tiny config."""
-STEPS, ROWS, LENGTH = 50, 4, 24
+STEPS, BATCHES, ROWS, LENGTH = 50, 4, 4, 24
 BAR = 1e-5
 RATE, DECAY, WARMUP, NORM = 1e-3, 0.01, 5, 1.0
 
@@ -71,8 +71,9 @@ def largest(ours: list[float], theirs: list[float]) -> float:
 
 
 def tokens(vocabulary: int) -> np.ndarray:
-    """Tokens [updates, rows, length]."""
-    return np.random.default_rng(0).integers(0, vocabulary, (STEPS, ROWS, LENGTH)).astype(np.int32)
+    """Tokens [updates, rows, length]: a few batches again and again, so that the losses fall."""
+    batches = np.random.default_rng(0).integers(0, vocabulary, (BATCHES, ROWS, LENGTH)).astype(np.int32)
+    return batches[np.arange(STEPS) % BATCHES]
 
 
 def trained(folder: str, data: np.ndarray) -> list[float]:

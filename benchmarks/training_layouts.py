@@ -1,8 +1,10 @@
 """Trains a tiny llama and a tiny mixture of experts with `ttpu.Trainer` on every kind of mesh, and compares the losses
 with those of one device: in every stage of ZeRO, with and without accumulation, over 8 virtual CPU devices of one
 process; and in stages 0 and 3 with accumulation over those of two processes that `ttpu launch` starts. Then it resumes:
-a run that is stopped in its middle and goes on in new processes is compared, bit for bit, with one that is not, and
-runs go from mesh to mesh. Takes half an hour; ends with status 1 if a bar is missed.
+a run that is stopped in its middle and goes on in new processes is compared with one that is not: losses, weights and
+optimizer state bit for bit, the samples of each update, the random state that each begins with (of adapters the keys
+of what is dropped), and the position in the data. Runs go from mesh to mesh too. Takes half an hour; ends with status 1
+if a bar is missed.
 
     python benchmarks/training_layouts.py --output benchmarks/results/training_layouts.json
 """
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,10 @@ ROWS, LENGTH, UPDATES = 16, 16, 3
 BAR = 1e-5
 CHAIN = ("fsdp=8", "fsdp=4,tensor=2", None)
 """The meshes that one run goes through; None is one device."""
+WITH_ADAPTERS = ("fsdp=8", "data=2,fsdp=4", "dcn.data=2,fsdp=4")
+"""Meshes on which adapters with dropout are resumed too, which draw from the random state."""
+ADAPTERS = {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.2}
+COUNTERS = ("global_step", "epoch", "num_input_tokens_seen")
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class Case:
         folder: the run's; None writes no checkpoints.
         stop: the update after which the run is stopped; None goes to the end.
         resume: the newest checkpoint of the folder.
+        adapters: train `ADAPTERS` in place of the weights.
     """
 
     model: str
@@ -87,6 +94,7 @@ class Case:
     folder: str | None = None
     stop: int | None = None
     resume: bool = False
+    adapters: bool = False
 
 
 def main() -> None:
@@ -161,29 +169,41 @@ def resumed(place: Path, model: str, meshes: list[str], processes: Iterable[int]
     half, whole = UPDATES - 1, 2 * (UPDATES - 1)
     for count in processes:
         first, rest = [], []
-        for mesh in meshes:
-            folders = {name: str(place / f"{name} {model} {mesh} {count}") for name in ("whole", "parts")}
-            first.append(Case(model, mesh, updates=whole, folder=folders["whole"]))
-            first.append(Case(model, mesh, updates=whole, folder=folders["parts"], stop=half))
-            rest.append(Case(model, mesh, updates=whole, folder=folders["parts"], resume=True))
+        kinds = [(mesh, False) for mesh in meshes]
+        kinds += [(mesh, True) for mesh in meshes if model == "llama" and mesh in WITH_ADAPTERS and count == 1]
+        for mesh, adapters in kinds:
+            names = (str(place / f"{name} {model} {mesh} {count} {adapters}") for name in ("whole", "parts"))
+            each = [Case(model, mesh, updates=whole, folder=name, adapters=adapters) for name in names]
+            first += [each[0], replace(each[1], stop=half)]
+            rest.append(replace(each[1], resume=True))
         found = run(place, first, count)
         again = run(place, rest, count)
-        for mesh, case, wanted, after in zip(meshes, rest, found[::2], again, strict=True):
-            row = {"model": model, "mesh": mesh, "processes": count}
-            assert case.folder is not None
-            if "refused" in wanted or "refused" in after:
-                yield said({**row, "refused": wanted.get("refused", after.get("refused")), "holds": False})
+        for case, beside, wanted, begun, after in zip(rest, first[::2], found[::2], found[1::2], again, strict=True):
+            row = {"model": model, "mesh": case.mesh, "processes": count, "adapters": case.adapters}
+            refused = [one["refused"] for one in (wanted, begun, after) if "refused" in one]
+            if refused:
+                yield said({**row, "refused": refused[0], "holds": False})
                 continue
-            differ = unequal(Path(first[rest.index(case) * 2].folder or ""), Path(case.folder), whole)
-            same = wanted["losses"] == after["losses"]
-            yield said({**row, "losses_equal": same, "arrays_unequal": differ, "holds": same and not differ})
+            ours, theirs = Path(case.folder or ""), Path(beside.folder or "")
+            equal = {
+                "losses_equal": wanted["losses"] == after["losses"],
+                "samples_equal": wanted["samples"] == begun["samples"] + after["samples"],
+                "random_state_equal": wanted["random"] == begun["random"] + after["random"],
+                "position_equal": position(theirs, whole) == position(ours, whole),
+            }
+            differ = unequal(theirs, ours, whole)
+            seen = len({number for update in wanted["samples"] for number in update})
+            holds = all(equal.values()) and not differ and len(wanted["samples"]) == whole
+            yield said({**row, **equal, "samples": seen, "arrays_unequal": differ, "holds": holds})
 
 
 def from_mesh_to_mesh(place: Path, model: str) -> dict[str, Any]:
-    """A run of two processes, which goes on on other meshes of one process: what each restored, and the losses."""
+    """A run of two processes, which goes on on other meshes of one process: what each restored, the losses, and the
+    samples."""
     each, folder = UPDATES - 1, str(place / f"chain {model}")
     total = each * (len(CHAIN) + 1)
-    wanted = run(place, [Case(model, None, updates=total)])[0]["losses"]
+    alone = run(place, [Case(model, None, updates=total)])[0]
+    wanted = alone["losses"]
     cases = [Case(model, CHAIN[0], updates=total, folder=folder, stop=each)]
     cases += [
         Case(model, mesh, updates=total, folder=folder, stop=each * (number + 2), resume=True)
@@ -196,14 +216,16 @@ def from_mesh_to_mesh(place: Path, model: str) -> dict[str, Any]:
     ours = found[-1].get("losses", [])
     apart = max((abs(a - b) / b for a, b in zip(ours, wanted, strict=True)), default=1.0) if ours else None
     refused = next((one["refused"] for one in found if "refused" in one), None)
+    same = [update for one in found for update in one.get("samples", [])] == alone["samples"]
     return said(
         {
             "model": model,
             "meshes": ["fsdp=8 of two processes", *CHAIN],
             "restored_bits_equal": equal,
+            "samples_equal": same,
             "largest_difference": apart,
             **({"refused": refused} if refused else {}),
-            "holds": all(equal) and apart is not None and apart <= BAR,
+            "holds": all(equal) and same and apart is not None and apart <= BAR,
         }
     )
 
@@ -218,6 +240,12 @@ def unequal(ours: Path, theirs: Path, step: int) -> list[str]:
     """The arrays of two runs' checkpoints that differ in a bit."""
     one, other = (digests(folder / "checkpoints" / str(step)) for folder in (ours, theirs))
     return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+
+
+def position(folder: Path, step: int) -> dict[str, Any]:
+    """The position in the data of a run's checkpoint, and its counters."""
+    saved = json.loads((folder / "checkpoints" / str(step) / "trainer.json").read_text())
+    return {"data": saved["data"], **{name: saved["state"][name] for name in COUNTERS}}
 
 
 def digests(place: Path) -> dict[str, str]:
@@ -287,7 +315,7 @@ def work(asked: Path) -> None:
 
 
 def trained(place: Path, case: Case) -> dict[str, Any]:
-    """Losses of all updates of a run, and what was restored."""
+    """Losses of all updates of a run, the samples and the random state of those of this call, and what was restored."""
     from ttpu import Trainer, TrainerCallback
     from ttpu_core.errors import RequestError, UnsupportedError
     from ttpu_jax.params.export import on_host
@@ -306,6 +334,8 @@ def trained(place: Path, case: Case) -> dict[str, Any]:
             control.should_training_stop = state.global_step == case.stop
 
     watches = Watches()
+    samples: list[list[int]] = []
+    random: list[list[Any]] = []
     try:
         trainer = Trainer(
             str(place / case.model),
@@ -330,12 +360,39 @@ def trained(place: Path, case: Case) -> dict[str, Any]:
             report_to="none",
             disable_tqdm=True,
             callbacks=[watches],
+            **({"peft_config": ADAPTERS} if case.adapters else {}),
         )
+        runner: Any = trainer.runner
+        update = runner.step
+
+        def recorded(batch: Any) -> Any:
+            samples.append(runner.gathered_rows(numbers(batch)).tolist())
+            random.append([runner.settings.seed, runner.step_count, dropped_by(runner, case.parts)])
+            return update(batch)
+
+        runner.step = recorded
         trainer.train()
     except (RequestError, UnsupportedError) as error:
         return {"refused": str(error)}
     found = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    return {"losses": found, "restored": watches.restored}
+    return {"losses": found, "samples": samples, "random": random, "restored": watches.restored}
+
+
+def numbers(batch: Any) -> Any:
+    """The number of each row's sample [rows] among `examples`; -1 for a row that fills a batch."""
+    import numpy as np
+
+    known = {tuple(one["input_ids"]): number for number, one in enumerate(examples())}
+    rows = [tuple(row[real].tolist()) for row, real in zip(batch.tokens, batch.positions >= 0, strict=True)]
+    return np.array([known[row] if row else -1 for row in rows], np.int32)
+
+
+def dropped_by(runner: Any, parts: int) -> list[str]:
+    """What each part of the next update draws its dropped inputs from; nothing without adapters."""
+    if runner.adapters is None:
+        return []
+    keys = [runner.adapters.noise(runner.settings.seed, runner.step_count, part) for part in range(parts)]
+    return [digest(one) for key in keys for one in key.values()]
 
 
 def rows_divided_over(mesh: str | None) -> int:

@@ -1,10 +1,11 @@
 """What the TPU compiler says of training steps, without a TPU: the bytes of a device for each ZeRO stage of
-Llama-3.1-8B on 16 chips and with the optimizer's state on the host, and whole steps of models of 8, 70 and 235 billion
-parameters on slices of v5p and v6e, one of them two slices that the data centre network joins.
+Llama-3.1-8B on 16 chips, with each optimizer, in parts, with less computed again and with the optimizer's state on the
+host, and whole steps of models of 8, 70 and 235 billion parameters on slices of v5p and v6e, one of them two slices
+that the data centre network joins.
 
-A row has the compiler's peak, the part of it that is held between steps (master weights and moments) beside the
-formula's for the stage, and the predicted time: the compiler's, kernels added with their least time. All layers are
-compiled.
+A row has the compiler's peak beside the planner's, the part of it that is held between steps (master weights and
+optimizer state) beside the planner's and the formula's for the stage, and the predicted time: the compiler's, kernels
+added with their least time. All layers are compiled.
 
     python benchmarks/training_programs.py --output benchmarks/results/training_programs.json
     python benchmarks/training_programs.py --only zero
@@ -31,9 +32,11 @@ from ttpu_core.registry import default_registry
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.parallelism import resolve_parallelism
 from ttpu_core.sharding.training_state import ADAMW
+from ttpu_core.spec import Parameter, axes
 from ttpu_core.spec.parameters import LAYERS
 from ttpu_jax.aot.training import compile_update
 from ttpu_train.arguments import TrainingArguments
+from ttpu_train.planned import predicted_memory
 from ttpu_train.throughput import training_flops
 
 GIB = 2**30
@@ -75,6 +78,8 @@ class Row:
     offload: bool = False
     accumulation: int = 1
     schedule: str = "1f1b"
+    optim: str = "adamw"
+    remat: str = "full"
 
 
 ROWS = (
@@ -85,6 +90,13 @@ ROWS = (
     ),
     Row("zero", "Llama-3.1-8B", "v5e:4x4", "fsdp", 3, 1, 2048),
     Row("offload", "Llama-3.1-8B", "v5e:4x4", "fsdp", 3, 1, 2048, offload=True),
+    *(
+        Row("settings", "Llama-3.1-8B", "v5e:4x4", "fsdp", 3, 1, 2048, optim=optim)
+        for optim in ("lion", "sgd", "adamw_8bit", "adafactor", "muon")
+    ),
+    Row("settings", "Llama-3.1-8B", "v5e:4x4", "fsdp", 3, 1, 2048, accumulation=4),
+    Row("settings", "Llama-3.1-8B", "v5p:2x2x4", "fsdp", 3, 1, 2048, remat="dots"),
+    Row("settings", "Llama-3.1-8B", "v5p:2x2x4", "fsdp", 3, 1, 2048, remat="none"),
     Row("slices", "Llama-3.1-8B", "v5p:2x2x4", "fsdp", 3, 2, 4096),
     Row("slices", "Llama-3.1-8B", "v6e:4x4", "fsdp", 3, 1, 4096),
     Row("slices", "Llama-3.1-8B", "2*v5e:4x4", "dcn.data=2,fsdp=16", 3, 1, 2048),
@@ -121,11 +133,14 @@ def compiled(row: Row) -> dict[str, Any]:
     asked = {"group": row.group, "model": row.model, "slice": row.topology, "mesh": row.mesh, "zero": row.zero_stage}
     if row.offload:
         asked["offload"] = True
+    asked |= {"optim": row.optim, "remat": row.remat}
     asked |= {"accumulation": row.accumulation} | ({"schedule": row.schedule} if "stage" in row.mesh else {})
     arguments = TrainingArguments(
         zero_stage=row.zero_stage,
         bf16=True,
-        remat="full",
+        remat=row.remat,
+        optim=row.optim,
+        max_length=row.length,
         gradient_accumulation_steps=row.accumulation,
         pipeline_schedule=row.schedule,
         offload_optimizer=row.offload,
@@ -143,6 +158,8 @@ def compiled(row: Row) -> dict[str, Any]:
         )
     except TTPUError as error:
         return {**asked, "refused": str(error), "minutes": (time.monotonic() - began) / 60}
+    mesh = resolve_parallelism(row.mesh, step.devices)
+    plan = predicted_memory(arguments, architecture.spec, step.topology, mesh, step.rows)
     seconds = step.seconds + step.kernel_seconds
     flops = step.rows * step.length * training_flops(architecture.spec, step.length)
     return {
@@ -151,7 +168,9 @@ def compiled(row: Row) -> dict[str, Any]:
         "length": step.length,
         "peak_gib": step.peak_bytes / GIB,
         "held_gib": step.held_bytes / GIB,
-        "formula_gib": held_by_formula(architecture, row) / GIB,
+        "formula_gib": held_by_formula(architecture, row) / GIB if row.optim == "adamw" else None,
+        "plan_gib": None if plan["plan_bytes"] is None else plan["plan_bytes"] / GIB,
+        "plan_held_gib": None if plan["plan_bytes"] is None else plan["plan_held_bytes"] / GIB,
         "seconds": seconds,
         "kernel_seconds": step.kernel_seconds,
         "mfu": flops / seconds / step.devices / step.peak_flops,
@@ -160,21 +179,21 @@ def compiled(row: Row) -> dict[str, Any]:
 
 
 def held_by_formula(architecture: Architecture, row: Row) -> float:
-    """Bytes of master weights and moments of a device: 12 for each parameter, divided over the axes of tensors and
-    experts, and from stage 1 on over those of the batch too (arXiv 1910.02054, figure 1). In stage 3 an axis fsdp
-    divides them alone; slices along another axis hold copies. Stages divide the layers, and hold the rest each. Moments
-    that are offloaded do not count."""
+    """Bytes of master weights and moments of a device: 12 for each parameter, divided over the axis of tensors, over
+    that of experts if it is one of theirs, and from stage 1 on over those of the batch too (arXiv 1910.02054, figure
+    1). In stage 3 an axis fsdp divides them alone; slices along another axis hold copies. Stages divide the layers, and
+    hold the rest each. Moments that are offloaded do not count."""
     sizes = dict(resolve_parallelism(row.mesh, parse_topology(row.topology).num_devices).mesh)
     batch = prod(size for axis, size in sizes.items() if axis in ("data", "fsdp"))
-    stages = sizes.get("stage", 1)
-    others = prod(sizes.values()) // batch // stages
     over = sizes["fsdp"] if row.zero_stage == 3 and "fsdp" in sizes else batch if row.zero_stage else 1
-    count = sum(
-        prod(parameter.shape) / (stages if path.startswith(LAYERS) else 1)
-        for path, parameter in architecture.spec.parameters.items()
-    )
+
+    def parts(path: str, parameter: Parameter) -> int:
+        stages = sizes.get("stage", 1) if path.startswith(LAYERS) else 1
+        experts = sizes.get("expert", 1) if axes.EXPERT in parameter.axes else 1
+        return over * sizes.get("tensor", 1) * stages * experts
+
     each = np.dtype(ADAMW.master_dtype).itemsize if row.offload else ADAMW.held_bytes
-    return count * each / others / over
+    return sum(each * prod(one.shape) / parts(path, one) for path, one in architecture.spec.parameters.items())
 
 
 def architecture_of(model: str) -> Architecture:

@@ -57,7 +57,7 @@ OTHERS: dict[type, dict[str, Any]] = {
     RouterSpec: {
         "score": "sigmoid", "renormalize": False, "correction_bias": True, "bias": True, "group_score": "top2_sum",
         "scaling_factor": 2.5, "weight_on": "input", "logit_softcap": 30.0, "norm": NormSpec(), "input_scale": 0.1,
-        "expert_scale": True, "groups": 2,
+        "expert_scale": True, "groups": 2, "fp32": True,
     },
     MoESpec: {
         "activation": ActivationSpec("gelu"), "gated": False, "router": RouterSpec(), "expert_bias": True,

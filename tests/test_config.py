@@ -146,6 +146,13 @@ def test_values_stand_in_for_what_is_written_and_reads_count_for_both() -> None:
     assert parent.keys_unread() == ("part.other",)
 
 
+def test_other_names_of_keys_win_over_the_usual_ones_and_count_as_read() -> None:
+    config = ModelConfig.from_dict({"n_embd": 8, "hidden_size": 4, "n_layer": None, "num_hidden_layers": 2})
+    renamed = config.with_renamed({"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "heads"})
+    assert [renamed.get(key) for key in ("hidden_size", "num_hidden_layers", "heads")] == [8, 2, None]
+    assert config.keys_unread() == ()
+
+
 def test_defaults_fill_only_what_is_not_written() -> None:
     config = llama().with_defaults({"hidden_size": 4096, "head_dim": 128, "rms_norm_eps": 1.0, "bias": True})
     assert config.positive_int("hidden_size") == 64

@@ -255,6 +255,28 @@ def test_two_distributions_that_claim_a_name_conflict_until_the_user_excludes_on
         assert chosen == f"{kept} 1.0"
 
 
+def test_a_collections_plugin_yields_to_another_distributions_own_for_the_same_type(tmp_path: Path) -> None:
+    collected = {"ttpu.architectures.collection": {"shared": "collected", "rare": "collected"}}
+    env = Environment.install(
+        tmp_path,
+        Distribution("collected", {"collected.py": TOY}, collected),
+        family("toy-own", TOY, model_type="shared"),
+    )
+    ask = f"asked = [{model('shared', window=3)}, {model('rare', window=3)}]\n"
+    answer = ask + "report([[default_registry().architecture(one).family for one in asked], records()])"
+    families, listed = env.run(answer)
+    assert families == ["toy-own 1.0", "collected 1.0"]
+    assert {tuple(row) for row in listed if row[2] in ("collected", "toy-own")} == {
+        ("ttpu.architectures", "shared", "toy-own", "loaded", ""),
+        ("ttpu.architectures", "rare", "collected", "loaded", ""),
+        (
+            "ttpu.architectures", "shared", "collected", "superseded",
+            "toy-own has a plugin of its own for this model type.",
+        ),
+    }  # fmt: skip
+    assert env.run(answer, TTPU_DISABLE_PLUGINS="toy-own")[0] == ["collected 1.0", "collected 1.0"]
+
+
 def test_plugins_are_denied_by_distribution_by_entry_point_or_by_pattern(tmp_path: Path) -> None:
     pack = patch_pack("fast-pack", "")
     env = Environment.install(tmp_path, family("toy-one", model_type="one"), family("toy_two", model_type="two"), pack)

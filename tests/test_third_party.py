@@ -96,8 +96,8 @@ def own_tests(environment: Environment, file: Path) -> None:
 
 RUNS = (
     ("olmo2",),
-    ("olmo3", "--only", "float32_logits", "--only", "greedy_tokens"),
-    ("olmo3", "--patch-pack", "blockwise"),
+    ("olmo3", "--only", "float32_logits"),
+    ("olmo3", "--patch-pack", "blockwise", "--only", "float32_logits", "--only", "greedy_tokens"),
 )
 CONFORMANCE = f"""
 import json

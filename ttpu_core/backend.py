@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
     from ttpu_core.calibration import InputStatistics
     from ttpu_core.checkpoint import Checkpoint
+    from ttpu_core.config import ModelConfig
     from ttpu_core.generation.events import StreamEvent, Timings
     from ttpu_core.sharding.parallelism import Parallelism
     from ttpu_core.sharding.serving import ServedShapes, ServingLimits
@@ -79,6 +80,30 @@ class Backend(Protocol[Options]):
 
     def kernels(self, architecture: Architecture) -> Mapping[str, str]:
         """Which implementation of each operation would serve this architecture, and why, for `ttpu info`."""
+        ...
+
+
+class Fallback(Protocol):
+    """Runs models that no plugin describes, on one backend: a class named by an entry point of the group
+    `ttpu.fallbacks`, whose name is the backend's."""
+
+    def open(self, checkpoint: Checkpoint, options: Any) -> LoadedModel:
+        """A model with the checkpoint's weights on the backend's devices. `options` are the backend's.
+
+        Raises:
+            CheckpointError, MappingError: the checkpoint's files are incomplete or malformed.
+            RequestError: an option that needs a plugin.
+            UnsupportedError: the model cannot be run, or would be silently wrong.
+        """
+        ...
+
+    def describe(self, config: ModelConfig) -> Mapping[str, Any]:
+        """What is known of a model without a plugin, for `ttpu info`: plain values only, among them
+        `a_plugin_would_add`, a list of sentences.
+
+        Raises:
+            UnsupportedError: it has no such model.
+        """
         ...
 
 

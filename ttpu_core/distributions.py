@@ -11,6 +11,18 @@ FAMILIES = {
     "mistral": "ttpu-mistral",
     "ministral": "ttpu-mistral",
     "mixtral": "ttpu-mistral",
+    "arcee": "ttpu-zoo",
+    "cohere": "ttpu-zoo",
+    "ernie4_5": "ttpu-zoo",
+    "glm": "ttpu-zoo",
+    "granite": "ttpu-zoo",
+    "helium": "ttpu-zoo",
+    "nemotron": "ttpu-zoo",
+    "olmo": "ttpu-zoo",
+    "seed_oss": "ttpu-zoo",
+    "smollm3": "ttpu-zoo",
+    "stablelm": "ttpu-zoo",
+    "starcoder2": "ttpu-zoo",
 }
 """By the beginning of the model type."""
 
@@ -46,7 +58,7 @@ PACKAGES = {
 }
 """By the package that `ttpu` exports a name from."""
 
-A_FAMILY, A_BACKEND = "ttpu-llama", '"ttpu-core[jax]"'
+A_FAMILY, A_BACKEND, A_FALLBACK = "ttpu-llama", '"ttpu-core[jax]"', '"ttpu-core[any]"'
 """For an environment that has none."""
 
 

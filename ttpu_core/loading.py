@@ -188,7 +188,8 @@ def open_model(
     backend: str | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> LoadedModel:
-    """A model with a checkpoint's weights on a backend's devices.
+    """A model with a checkpoint's weights on a backend's devices. A model type that no plugin describes is run by the
+    backend's fallback, if one is installed.
 
     Args:
         source: a checkpoint's directory, a Hub id of the form org/name, or an opened checkpoint.
@@ -209,6 +210,11 @@ def open_model(
     from ttpu_core.registry import default_registry
 
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, revision=options.revision)
+    if not default_registry().is_described(checkpoint.config.model_type):
+        runs = default_registry().backend(backend)
+        fallback = default_registry().fallback(runs.name)
+        if fallback is not None:
+            return fallback.open(checkpoint, options.suited_to(runs.options))
     if options.random_seed is None:
         checkpoint, architecture = describe_checkpoint(checkpoint, options.patch_packs)
     else:

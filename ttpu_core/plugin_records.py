@@ -13,24 +13,28 @@ from importlib import metadata
 from typing import Any, Literal
 
 ARCHITECTURES = "ttpu.architectures"
+COLLECTIONS = "ttpu.architectures.collection"  # architectures that yield to a distribution's own plugin for a type
 BACKENDS = "ttpu.backends"
 PATCH_PACKS = "ttpu.patch_packs"
 COMMANDS = "ttpu.commands"
 SERVICES = "ttpu.services"
 LAUNCHES = "ttpu.launches"
 DEFAULT_BACKENDS = "ttpu.default_backends"
-GROUPS = (ARCHITECTURES, BACKENDS, PATCH_PACKS, COMMANDS, SERVICES, LAUNCHES, DEFAULT_BACKENDS)
+FALLBACKS = "ttpu.fallbacks"
+GROUPS = (ARCHITECTURES, BACKENDS, PATCH_PACKS, COMMANDS, SERVICES, LAUNCHES, DEFAULT_BACKENDS, FALLBACKS)
 
 ALLOW_VARIABLE = "TTPU_PLUGINS"
 DENY_VARIABLE = "TTPU_DISABLE_PLUGINS"
 PACKS_VARIABLE = "TTPU_PATCH_PACKS"
 
-State = Literal["available", "loaded", "disabled", "conflict", "incompatible", "broken"]
+State = Literal["available", "loaded", "disabled", "superseded", "conflict", "incompatible", "broken"]
 
 
 @dataclass(frozen=True)
 class PluginRecord:
-    """One entry point: what it claims, which distribution brings it, and whether it can be used."""
+    """One entry point: what it claims, which distribution brings it, and whether it can be used.
+
+    An architecture of a collection has the group of all architectures, and `collection` set."""
 
     group: str
     name: str
@@ -39,6 +43,7 @@ class PluginRecord:
     version: str
     state: State = "available"
     reason: str = ""
+    collection: bool = False
 
     @property
     def usable(self) -> bool:
@@ -54,16 +59,30 @@ class PluginRecord:
 def installed_entry_points() -> list[metadata.EntryPoint]:
     """Entry points of our groups, each distribution once (an editable install may be found twice on sys.path)."""
     points = metadata.entry_points()
-    return [point for group in GROUPS for point in points.select(group=group)]
+    return [point for group in (*GROUPS, COLLECTIONS) for point in points.select(group=group)]
 
 
 def scan(entry_points: Iterable[metadata.EntryPoint]) -> Iterator[tuple[metadata.EntryPoint, PluginRecord]]:
-    """Each entry point and its record, in which names that two distributions claim are conflicts."""
-    found = [(point, _admitted(_record(point))) for point in entry_points]
+    """Each entry point and its record. A collection's architecture yields to another distribution's own plugin for the
+    same model type; other names that two distributions claim are conflicts."""
+    admitted = [(point, _admitted(_record(point))) for point in entry_points]
+    owners = {
+        record.name: record.distribution
+        for _, record in admitted
+        if record.group == ARCHITECTURES and record.usable and not record.collection
+    }
+    found = [(point, _yielding(record, owners.get(record.name))) for point, record in admitted]
     reasons = _conflicts([record for _, record in found])
     for point, record in found:
         reason = reasons.get(record.key)
         yield point, record if reason is None else replace(record, state="conflict", reason=reason)
+
+
+def _yielding(record: PluginRecord, owner: str | None) -> PluginRecord:
+    """The record, superseded if it is a collection's and the distribution `owner` has a plugin of its own."""
+    if not (record.collection and record.usable and owner):
+        return record
+    return replace(record, state="superseded", reason=f"{owner} has a plugin of its own for this model type.")
 
 
 def _conflicts(records: Iterable[PluginRecord]) -> dict[tuple[str, str, str], str]:
@@ -98,7 +117,9 @@ def _record(entry_point: metadata.EntryPoint) -> PluginRecord:
     distribution = entry_point.dist
     about: Any = distribution.metadata if distribution else {}
     name, version = about.get("Name") or "unknown", about.get("Version") or "unknown"
-    record = PluginRecord(entry_point.group, entry_point.name, entry_point.value, _canonical(name), version)
+    collection = entry_point.group == COLLECTIONS
+    group = ARCHITECTURES if collection else entry_point.group
+    record = PluginRecord(group, entry_point.name, entry_point.value, _canonical(name), version, collection=collection)
     try:
         needed = _unmet_core_requirement(distribution)
     except ValueError as error:

@@ -24,6 +24,7 @@ from ttpu_core.plugin_records import (
     COMMANDS,
     DEFAULT_BACKENDS,
     DENY_VARIABLE,
+    FALLBACKS,
     GROUPS,
     LAUNCHES,
     PACKS_VARIABLE,
@@ -37,7 +38,7 @@ from ttpu_core.plugin_records import (
 )
 
 if TYPE_CHECKING:
-    from ttpu_core.backend import Backend, Launches
+    from ttpu_core.backend import Backend, Fallback, Launches
 
 
 class Registry:
@@ -134,6 +135,24 @@ class Registry:
         found: Launches = self._load(self._find(LAUNCHES, backend, "the launch of backend"))
         return found
 
+    def is_described(self, model_type: str) -> bool:
+        """Whether a plugin claims a model type; one that the user excludes does not, one that is broken does."""
+        return any(
+            (record.group, record.name) == (ARCHITECTURES, model_type) and record.state != "disabled"
+            for record in self._records.values()
+        )
+
+    def fallback(self, backend: str) -> Fallback | None:
+        """What runs models that no plugin describes on a backend, or None if nothing does.
+
+        Raises:
+            PluginError: it cannot be imported, or two distributions claim it.
+        """
+        if not any(record.name == backend and record.usable for record in self.plugins(FALLBACKS)):
+            return None
+        found: Fallback = self._load(self._find(FALLBACKS, backend, "the fallback of backend"))()
+        return found
+
     def service(self, name: str) -> Any:
         """What another distribution does for backends and commands: "planner" (`ttpu_core.services.Planner`),
         "rendezvous" (`ttpu_core.services.Rendezvous`), "engine" or "harness" (`ttpu_core.services.Harness`).
@@ -163,8 +182,8 @@ class Registry:
         if len(usable) == 1:
             return usable[0]
         if candidates:
-            candidates.sort(key=lambda record: (record.state == "disabled", record.distribution))
-            record = candidates[0]  # what the user chose to disable explains least
+            candidates.sort(key=lambda record: (record.state in ("disabled", "superseded"), record.distribution))
+            record = candidates[0]  # what is disabled, or yields to another, explains least
             subject = "" if record.state == "conflict" else f"{record.distribution} is {record.state}: "
             reason = subject + record.reason
             raise PluginError(f"{what} {name!r} was asked for, but {reason}")
@@ -237,7 +256,10 @@ def _advice(group: str, name: str) -> str:
         distribution = distributions.family_of(name)
         if distribution:
             return f"`pip install {distribution}`, or update it, if it describes this type."
-        return "`pip install` a plugin that describes this type (`ttpu list-plugins` shows what is installed)."
+        return (
+            "`pip install` a plugin that describes this type (`ttpu list-plugins` shows what is installed), or "
+            f"`pip install {distributions.A_FALLBACK}`, which runs transformers' models without one."
+        )
     return "`ttpu list-plugins` shows what is installed."
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ttpu_core.sharding.hardware import Topology
     from ttpu_core.sharding.parallelism import Parallelism
     from ttpu_core.sharding.strategy import Strategy
+    from ttpu_core.sharding.training_state import PlannedUpdate
     from ttpu_core.spec import ArchitectureSpec
 
 
@@ -21,7 +22,7 @@ Quantization = str
 
 
 class Planner(Protocol):
-    """The service "planner": chooses a mesh for parallelism_strategy="auto", and reads plans."""
+    """The service "planner": chooses a mesh for parallelism_strategy="auto", reads plans, and predicts memory."""
 
     def fastest_mesh(
         self,
@@ -76,6 +77,32 @@ class Planner(Protocol):
             RequestError: `plan` is something else.
             PlanError: the plan is damaged, or was made for another model or for weights of another kind.
             UnsupportedError: an engine is to be opened, but the plan shards along axes that engines do not.
+        """
+        ...
+
+    def planned_update(self, plan: Any) -> PlannedUpdate:
+        """Return what a plan says of the training step that it was made for.
+
+        Args:
+            plan: as for `plan_for`.
+
+        Raises:
+            RequestError: `plan` is something else.
+            PlanError: the plan is damaged, or is not one to train.
+        """
+        ...
+
+    def training_memory(self, spec: ArchitectureSpec, planned: PlannedUpdate, dtype: str) -> Mapping[str, int]:
+        """Predict the bytes of each device at the peak of a training step, by purpose: "weights" (masters) and
+        "optimizer", which are held between steps, and others.
+
+        Args:
+            spec: the architecture.
+            planned: the step.
+            dtype: of activations and of the weights that they are multiplied with.
+
+        Raises:
+            UnsupportedError: a mesh that does not divide the model, or whose memory is not predicted.
         """
         ...
 

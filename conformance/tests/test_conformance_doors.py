@@ -427,6 +427,12 @@ def test_the_standard_level_proves_a_base_wholly_and_logits_of_every_variant(mon
     assert not {"float32_logits", "config_keys_are_read"} & left_out
 
 
+def test_the_standard_level_of_relatives_is_the_quick_one_with_one_check_of_caches() -> None:
+    quick, found = checks_of("gemma", level="quick"), checks_of("gemma", level="standard", relatives=True)
+    assert quick - found == {"base-served_tokens", "base-cached_decode", "base-decode_compiles_once"} and found < quick
+    assert checks_of("gemma", level="full", relatives=True) == checks_of("gemma", level="full")
+
+
 def test_the_standard_level_leaves_a_wrapped_text_models_proofs_to_its_own_type() -> None:
     wrapper, text = (checks_of(name, level="standard") for name in ("gemma3", "gemma3_text"))
     assert {"base-gradients", "base-served_tokens", "base-cached_decode"} <= text - wrapper

@@ -265,5 +265,6 @@ def test_neither_torch_nor_jax_is_needed_to_write_a_package(folder: Path) -> Non
 def test_the_package_of_a_llama_like_type_passes_its_conformance_as_it_stands(installed: Environment) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("ttpu_conformance")
-    shown = installed.ttpu("conformance", "iquestcoder", "--level", "quick", timeout=300, JAX_PLATFORMS="cpu")
+    only = ("--only", "float32_logits", "--only", "cached_decode", "--only", "config_keys_are_read")
+    shown = installed.ttpu("conformance", "iquestcoder", *only, timeout=300, JAX_PLATFORMS="cpu")
     assert "float32_logits" in shown and "failed" not in shown

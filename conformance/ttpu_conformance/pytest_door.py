@@ -21,6 +21,9 @@ from ttpu_core.registry import Registry
 
 LEVEL_VARIABLE = "TTPU_CONFORMANCE_LEVEL"
 
+PROVEN_BY_OTHERS = ("served_tokens", "cached_decode", "decode_compiles_once")
+"""Quick checks that relatives do without at the standard level."""
+
 
 @dataclass(frozen=True)
 class PytestCheck:
@@ -75,6 +78,7 @@ def parametrize_with_checks(
     *model_types: str,
     level: Depth | None = None,
     levels: Iterable[Level] | None = None,
+    relatives: bool = False,
     device: Device = "cpu",
     only: Iterable[str] = (),
     patch_packs: Iterable[str] = (),
@@ -92,6 +96,8 @@ def parametrize_with_checks(
             TTPU_CONFORMANCE_LEVEL; without it everything is checked.
         levels: which levels of checks; None is contract, numerics and sharded, which run on any machine, and on a TPU
             device too.
+        relatives: the types are made of parts that other types' checks prove. At the level "standard" they get the
+            quick checks, except those of caches beside greedy_tokens, which tell more of parts than of types.
         device: where numbers are computed; "tpu" skips with the reason where there is none.
         only: check ids, instead of all.
         patch_packs: installed patch packs under which to check.
@@ -109,6 +115,9 @@ def parametrize_with_checks(
     import pytest
 
     level = level or _level_of_environment()
+    left_out: tuple[str, ...] = ()
+    if relatives and level == "standard":
+        level, left_out = "quick", PROVEN_BY_OTHERS
     options = Options(device, tuple(patch_packs), attn_implementation, backend)
     prepare(options)
     wanted = levels_on(device) if levels is None else tuple(levels)
@@ -116,6 +125,8 @@ def parametrize_with_checks(
     for model_type in model_types:
         cases = cases_of(model_type, options, registry=registry, declaration=declaration)
         for item in checks_for(cases, level, levels=wanted, only=only):
+            if item.check.id in left_out:
+                continue
             parameters.append(pytest.param(item.case, PytestCheck(item), id=item.id))
     return pytest.mark.parametrize(("case", "check"), parameters)
 

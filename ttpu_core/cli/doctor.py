@@ -63,7 +63,7 @@ def _examine() -> dict[str, Any]:
         "problems": [
             f"{KINDS[record.group]} {record.name!r} of {record.distribution} is {record.state}: {record.reason}"
             for record in registry.plugins()
-            if not record.usable
+            if not record.usable and record.state != "superseded"
         ],
         "missing": _missing(registry, backends),
     }

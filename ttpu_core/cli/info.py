@@ -50,6 +50,12 @@ def info(
     from ttpu_core.registry import default_registry
 
     config, opened = _open(checkpoint)
+    if not default_registry().is_described(config.model_type):
+        runs = default_registry().backend(backend).name
+        fallback = default_registry().fallback(runs)
+        if fallback is not None:
+            _print_fallback(checkpoint, config.model_type, runs, dict(fallback.describe(config)), as_json)
+            return
     architecture = default_registry().architecture(config, patch_pack)
     architecture, quantized, names = _quantized(opened, config, architecture, quantization)
     facts = {
@@ -70,6 +76,25 @@ def info(
         print_json(facts)
     else:
         print_facts(_sections(facts))
+
+
+def _print_fallback(checkpoint: str, model_type: str, backend: str, found: dict[str, Any], as_json: bool) -> None:
+    """What the fallback says of a model that no plugin describes."""
+    facts = {"checkpoint": checkpoint, "model_type": model_type, "plugin": None, "backend": backend, **found}
+    if as_json:
+        print_json(facts)
+        return
+    gains = facts.pop("a_plugin_would_add", [])
+    values = {name: f"{value:,}" if isinstance(value, int) else value for name, value in found.items()}
+    known = [f"{name.replace('_', ' ')}: {value}" for name, value in values.items() if name != "a_plugin_would_add"]
+    print_facts(
+        [
+            ("model", [f"{model_type} ({checkpoint})"]),
+            ("plugin", [f"none: the fallback of backend {backend!r} runs transformers' own code"]),
+            ("fallback", known),
+            ("a plugin adds", list(gains)),
+        ]
+    )
 
 
 def _open(name: str) -> tuple[ModelConfig, Checkpoint | None]:

@@ -25,8 +25,9 @@ KINDS = {
     "ttpu.services": "service",
     "ttpu.launches": "launch",
     "ttpu.default_backends": "default backend",
+    "ttpu.fallbacks": "fallback",
 }
-STATE_STYLES = {"available": "green", "loaded": "green", "disabled": "dim"}
+STATE_STYLES = {"available": "green", "loaded": "green", "disabled": "dim", "superseded": "dim"}
 
 
 def list_plugins(

@@ -256,9 +256,11 @@ def _activation(spec: ActivationSpec) -> str:
 
 
 def _router(spec: RouterSpec) -> Iterator[str]:
-    yield f"{spec.score.replace('_', ' ')} router"
+    yield f"{spec.score.replace('_', ' ')} router" + (" in float32" if spec.fp32 else "")
     if spec.renormalize:
         yield "weights renormalised" + (f" (ε={spec.renormalize_eps:g})" if spec.renormalize_eps else "")
+    if spec.renormalize_min:
+        yield f"divided by {spec.renormalize_min:g} or more"
     if spec.bias:
         yield "with bias"
     if spec.correction_bias:

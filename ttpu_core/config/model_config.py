@@ -196,6 +196,12 @@ class ModelConfig:
         changed = _freeze_mapping(values, self._source, self._family, self._prefix, self._read)
         return _assemble(self._values | changed._values, self._source, changed._family, self._prefix, self._read)
 
+    def with_renamed(self, names: Mapping[str, str]) -> "ModelConfig":
+        """This config with the values of other key names under the usual ones. `names` holds the usual name by other
+        name, like `attribute_map` of a config class, and like there the other name wins if a file writes both. Reads
+        of the result also count for this config."""
+        return self.with_values({usual: self.get(other) for other, usual in names.items() if other in self})
+
     @property
     def keys_read(self) -> frozenset[str]:
         """The keys that were read. Keys inside a section are dotted (`rope_parameters.rope_theta`)."""

@@ -261,12 +261,28 @@ def moe_rules(spec: MoESpec, hidden: int, names: CheckpointNames, prefix: str) -
         yield from mlp_rules("moe.dense", spec.dense, hidden, _mlp_names(names, prefix))
 
 
+def fused_gate_up(
+    spec: ArchitectureSpec, names: CheckpointNames | None = None, tensor: str = "mlp.gate_up_proj.weight"
+) -> dict[str, Expression]:
+    """Rules by Flax path for the dense gated MLPs of all layers, where each layer stores gate and up in one tensor
+    [2 * inner, hidden], gate first. `tensor` is its name within a layer."""
+    names, hidden = names or CheckpointNames(), spec.hidden_size
+    inner = {i: layer.mlp.intermediate_size for i, layer in enumerate(spec.layers) if isinstance(layer.mlp, MLPSpec)}
+    return {
+        f"layers.{index}.mlp.gate_up.kernel": Tensor(
+            names.layer.format(layer=index) + tensor, (2 * size, hidden)
+        ).reshape(2, size, hidden)
+        for index, size in inner.items()
+    }
+
+
 def stacked_experts(
     spec: ArchitectureSpec,
     names: CheckpointNames | None = None,
     experts: str = "mlp.experts.",
     *,
     transposed: bool = False,
+    tensors: tuple[str, str] = ("gate_up_proj", "down_proj"),
 ) -> dict[str, Expression]:
     """Rules by Flax path for the gated experts of all layers, where each layer stores its experts in two stacked
     tensors. `experts` is the prefix of their names within a layer. See `stacked_expert_rules`."""
@@ -276,30 +292,42 @@ def stacked_experts(
         for index, layer in enumerate(spec.layers)
         if isinstance(layer.mlp, MoESpec)
         for path, rule in stacked_expert_rules(
-            layer.mlp, spec.hidden_size, names.layer.format(layer=index) + experts, transposed=transposed
+            layer.mlp,
+            spec.hidden_size,
+            names.layer.format(layer=index) + experts,
+            transposed=transposed,
+            tensors=tensors,
         )
     }
 
 
-def stacked_expert_rules(spec: MoESpec, hidden: int, prefix: str, *, transposed: bool = False) -> Rules:
+def stacked_expert_rules(
+    spec: MoESpec,
+    hidden: int,
+    prefix: str,
+    *,
+    transposed: bool = False,
+    tensors: tuple[str, str] = ("gate_up_proj", "down_proj"),
+) -> Rules:
     """Rules for one layer's gated experts in two stacked tensors.
 
     Args:
         spec: the mixture of experts.
         hidden: features of the residual stream.
-        prefix: prefix of the names `gate_up_proj` [experts, 2 * inner, hidden], gates first, and `down_proj`
-            [experts, hidden, inner].
+        prefix: prefix of the names in `tensors`.
         transposed: whether the last two dimensions of both tensors are swapped.
+        tensors: names of the tensors [experts, 2 * inner, hidden], gates first, and [experts, hidden, inner].
     """
     experts, inner = spec.num_experts, spec.intermediate_size
+    gate_up, down = (prefix + name for name in tensors)
     if transposed:
-        both = Tensor(f"{prefix}gate_up_proj", (experts, hidden, 2 * inner)).reshape(experts, hidden, 2, inner)
+        both = Tensor(gate_up, (experts, hidden, 2 * inner)).reshape(experts, hidden, 2, inner)
         yield "moe.experts.gate_up.kernel", both.transpose(0, 2, 3, 1)
-        yield "moe.experts.down.kernel", Tensor(f"{prefix}down_proj", (experts, inner, hidden)).transpose(0, 2, 1)
+        yield "moe.experts.down.kernel", Tensor(down, (experts, inner, hidden)).transpose(0, 2, 1)
     else:
-        both = Tensor(f"{prefix}gate_up_proj", (experts, 2 * inner, hidden))
+        both = Tensor(gate_up, (experts, 2 * inner, hidden))
         yield "moe.experts.gate_up.kernel", both.reshape(experts, 2, inner, hidden)
-        yield "moe.experts.down.kernel", Tensor(f"{prefix}down_proj", (experts, hidden, inner))
+        yield "moe.experts.down.kernel", Tensor(down, (experts, hidden, inner))
 
 
 def norm_rules(path: str, norm: NormSpec | None, name: str, size: int | tuple[int, ...]) -> Rules:

@@ -1,11 +1,17 @@
-"""The memory that a training step holds for each parameter, and the activations that it recomputes. Backends' training
-steps and the planner both read this one definition."""
+"""The memory that a training step holds for each parameter, the activations that it recomputes, and the settings of a
+run that decide both. Backends' training steps, the trainer and the planner read these definitions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+from ttpu_core.errors import RequestError
+from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_core.spec.arithmetic import BITS
+
+Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
+Remat = Literal["auto", "full", "dots", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +47,73 @@ class TrainingState:
 
 ADAMW = TrainingState()
 """What the training step holds unless it is told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """What the memory of an update depends on beside the model, the mesh and the rows. The fields are those of
+    `ttpu_train.arguments.TrainingArguments` with these names.
+
+    Args:
+        optim: the optimizer.
+        momentum: of sgd; without it sgd keeps no state.
+        gradient_accumulation_steps: parts that an update is computed in, one after the other.
+        remat: what the backward pass computes again: full (all of a layer but its input), dots (all but the products of
+            weights) or none; auto is the least that fits where memory is known, else full.
+        zero_stage: what is divided over the devices that rows are divided over: 1 the optimizer's state, 2 gradients
+            too, 3 weights too, 0 nothing; None is 3 on a mesh with an axis fsdp, else 0.
+        offload_optimizer: the optimizer's state lies in the host's memory.
+
+    Raises:
+        RequestError: a value out of range.
+    """
+
+    optim: str = "adamw"
+    momentum: float = 0.0
+    gradient_accumulation_steps: int = 1
+    remat: str = "full"
+    zero_stage: int | None = None
+    offload_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        parts = self.gradient_accumulation_steps
+        for name, value, holds, allowed in (
+            ("optim", self.optim, self.optim in get_args(Optimizer), f"one of {', '.join(get_args(Optimizer))}"),
+            ("momentum", self.momentum, 0 <= self.momentum < 1, "from 0 to below 1"),
+            ("gradient_accumulation_steps", parts, isinstance(parts, int) and parts >= 1, "1 or more"),
+            ("remat", self.remat, self.remat in get_args(Remat), f"one of {', '.join(get_args(Remat))}"),
+            ("zero_stage", self.zero_stage, self.zero_stage in (None, 0, 1, 2, 3), "0, 1, 2, 3 or None"),
+        ):
+            if not holds:
+                raise RequestError(
+                    f"{name} {value!r} of a training step was asked for, but it is {allowed}: correct it."
+                )
+        if self.offload_optimizer and self.optim not in ELEMENTWISE:
+            raise RequestError(
+                f"offload_optimizer was asked for with optim={self.optim!r}, but only the state of "
+                f"{', '.join(ELEMENTWISE)} can be brought to the devices layer by layer: use one of these, or leave "
+                "offload_optimizer out."
+            )
+
+
+ELEMENTWISE = ("adamw", "lion", "sgd")
+"""Optimizers that update each number by itself, so that padding changes nothing for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUpdate:
+    """What a plan says of the update that it was made for.
+
+    Args:
+        topology: name of the slices.
+        parallelism: the mesh.
+        rows: of an update, of all devices and parts.
+        length: tokens of a row.
+        settings: of the run; `zero_stage` is a number.
+    """
+
+    topology: str
+    parallelism: Parallelism
+    rows: int
+    length: int
+    settings: UpdateSettings

@@ -41,12 +41,15 @@ class RouterSpec:
 
     `score` is applied to all logits before the choice; "topk_softmax" normalises only the chosen logits.
     `correction_bias` affects the choice but not the weights. `renormalize` divides the chosen weights by their sum
-    plus `renormalize_eps`. With `groups`, experts are first limited to the `top_groups` best groups by
-    `group_score`. `weight_on` "input" multiplies the expert's input (llama4)."""
+    plus `renormalize_eps`, or by `renormalize_min` if that is more. `fp32` keeps the kernel and computes the logits in
+    float32, whatever the model's dtype (ernie4_5_moe). With `groups`, experts are first limited to the `top_groups`
+    best groups by `group_score`. `weight_on` "input" multiplies the expert's input (llama4)."""
 
     score: Literal["softmax", "sigmoid", "topk_softmax", "sparsemixer"] = "softmax"
     renormalize: bool = False
     renormalize_eps: float = 0.0
+    renormalize_min: float = 0.0
+    fp32: bool = False
     correction_bias: bool = False
     bias: bool = False
     groups: int = 1

@@ -186,7 +186,8 @@ def _activation(spec: ActivationSpec) -> Named:
 
 def _moe(spec: MoESpec, hidden: int) -> Named:
     experts, router = spec.num_experts, spec.router
-    yield "router.kernel", Parameter((experts, hidden), (axes.EXPERT, axes.EMBED))
+    dtype = "float32" if router.fp32 else None
+    yield "router.kernel", Parameter((experts, hidden), (axes.EXPERT, axes.EMBED), dtype=dtype)
     if router.bias:
         yield "router.bias", Parameter((experts,), (axes.EXPERT,), "zeros")
     if router.correction_bias:

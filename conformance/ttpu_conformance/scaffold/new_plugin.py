@@ -60,12 +60,12 @@ def new_plugin(
 
 
 def _already_claimed(model_types: Container[str]) -> Iterator[str]:
-    """A sentence for each model type that an installed plugin describes already."""
+    """A sentence for each model type that an installed plugin describes already. A collection's plugin would yield."""
     from ttpu_core.plugin_records import ARCHITECTURES, DENY_VARIABLE
     from ttpu_core.registry import default_registry
 
     for record in default_registry().plugins(ARCHITECTURES):
-        if record.name in model_types and record.usable:
+        if record.name in model_types and record.usable and not record.collection:
             yield (
                 f"{record.distribution} {record.version} describes {record.name!r} already, so that the new package "
                 f"will be in conflict with it: uninstall it, or set {DENY_VARIABLE}={record.distribution}."

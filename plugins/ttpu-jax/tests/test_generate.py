@@ -402,13 +402,12 @@ def test_buckets_hold_what_they_are_asked_to() -> None:
 
 
 def test_a_prompt_longer_than_a_chunk_is_prefilled_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttpu_jax.generation import loop, programs
+    from ttpu_jax.generation import programs
 
     path = llama_checkpoint(tmp_path / "llama")
     prompt = (PROMPT * 8)[:100]
     whole = new_tokens(AutoModelForTPU.from_pretrained(path), prompt)
     monkeypatch.setattr(programs, "PREFILL_CHUNK", 32)
-    monkeypatch.setattr(loop, "PREFILL_CHUNK", 32)
     model = AutoModelForTPU.from_pretrained(path)
     assert new_tokens(model, prompt) == whole
     assert new_tokens(model, [prompt, prompt[:40]]) == whole
@@ -416,7 +415,7 @@ def test_a_prompt_longer_than_a_chunk_is_prefilled_in_parts(tmp_path: Path, monk
 
 def test_parts_of_a_prompt_share_the_frequencies_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamic rope takes them from the length of the prompt, not of what has been read of it."""
-    from ttpu_jax.generation import loop, programs
+    from ttpu_jax.generation import programs
 
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
     path = llama_checkpoint(tmp_path / "llama", rope_parameters=dynamic, max_position_embeddings=40)
@@ -424,7 +423,6 @@ def test_parts_of_a_prompt_share_the_frequencies_of_the_whole(tmp_path: Path, mo
     prompts = [(PROMPT * 8)[:100], PROMPT]
     whole = AutoModelForTPU.from_pretrained(path).generate(prompts, **arguments).completions
     monkeypatch.setattr(programs, "PREFILL_CHUNK", 32)
-    monkeypatch.setattr(loop, "PREFILL_CHUNK", 32)
     parts = AutoModelForTPU.from_pretrained(path).generate(prompts, **arguments).completions
     for one, other in zip(whole, parts, strict=True):
         assert one.token_ids == other.token_ids and one.logprobs == pytest.approx(other.logprobs, abs=1e-4)

@@ -129,6 +129,24 @@ def test_a_correction_bias_changes_the_choice_and_not_the_weights() -> None:
     assert_close(weights, jax.nn.sigmoid(logits[2:]))
 
 
+def test_weights_are_divided_by_a_least_sum() -> None:
+    logits = jnp.array([2.0, 1.0, 0.0])
+    plain = jax.nn.softmax(logits)[:2]
+    for least, divisor in ((0.5, plain.sum()), (4.0, 4.0)):
+        _, weights = choose_experts(logits, RouterSpec(renormalize=True, renormalize_min=least), 2)
+        assert_close(weights, plain / divisor)
+
+
+def test_a_router_in_float32_tells_logits_apart_that_bfloat16_rounds_to_one() -> None:
+    spec = replace(BASE, router=RouterSpec(fp32=True))
+    assert table(spec)["router.kernel"].dtype == "float32"
+    values, x = arrays(spec, dtype=jnp.bfloat16), jnp.ones((1, 1, HIDDEN), jnp.bfloat16)
+    slopes = 1 + jnp.arange(8, dtype=jnp.float32)[:, None] * 2.0**-12
+    values["router.kernel"] = jnp.broadcast_to(slopes, (8, HIDDEN))
+    chosen, _ = module(spec, values).router(x)
+    assert chosen.ravel().tolist() == [7, 6, 5][: spec.experts_per_token]
+
+
 def test_every_parameter_is_held_under_its_own_path() -> None:
     for spec in KINDS.values():
         state = nnx.to_flat_state(nnx.state(module(spec, arrays(spec)), nnx.Param))

@@ -16,13 +16,20 @@ from transformers import AutoTokenizer
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import RequestError
 from ttpu_jax.backend import JaxBackend
+from ttpu_jax.model.loss import LossSums, TokenBatch
+from ttpu_jax.train.from_settings import OBJECTIVES
 from ttpu_jax.train.objectives.preference import dpo_losses
 from ttpu_jax.train.runner import JaxTrainRunner
-from ttpu_train.objectives import DPO, KTO, ORPO, DPOLoss
-from ttpu_train.runner import Batch, OptimizerSettings, ScheduleSettings, StepSettings
+from ttpu_train.objectives import DPO, GRPO, KTO, ORPO, DPOLoss
+from ttpu_train.runner import Batch, LossSettings, OptimizerSettings, ScheduleSettings, StepSettings
 from ttpu_train.trainer import Trainer
 
 ROWS, SEQ, STEPS = 16, 10, 3
+EXPERTS = {
+    "vocab_size": 256, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 4,
+    "output_router_logits": True, "router_aux_loss_coef": 0.3,
+}  # fmt: skip
 OPTIMIZER = OptimizerSettings("sgd", 0.5, ScheduleSettings("constant"), max_grad_norm=None)
 METHODS = [DPO(label_smoothing=0.1), ORPO(beta=0.5), KTO(desirable_weight=2.0)]
 
@@ -227,3 +234,48 @@ def test_a_trainer_compares_with_the_model_before_training_and_resumes_bit_for_b
     _, resumed = ended("parts", max_steps=4, resume_from_checkpoint=True)
     for path, value in expected.items():
         np.testing.assert_array_equal(resumed[path], value)
+
+
+@pytest.mark.torch
+def test_the_balance_of_experts_joins_every_objective(tmp_path: Path) -> None:
+    """TRL's trainers add router_aux_loss_coef times the model's aux_loss to the mean of their losses."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    theirs = transformers.MixtralForCausalLM(transformers.MixtralConfig(**EXPERTS))
+    for parameter in theirs.parameters():  # so that experts are chosen unevenly
+        parameter.data.normal_(std=0.3)
+    theirs.save_pretrained(tmp_path)
+    one = runner(tmp_path, METHODS[0])
+    model, params, given = one._step.model, one._step.computed(one.params), batch(KTO())
+    count = jax.numpy.float32(5)
+    extra = {**given.extra, **{name: np.ones(ROWS, np.float32) for name in ("advantages", "scales", "shares")}}
+    shared = dict.fromkeys(("pairs", "chosen_tokens", "divergence", "divergence_rows"), count)
+    placed = TokenBatch(given.tokens, given.weights, given.positions, None, extra, shared)
+
+    def total(params: Any, coefficient: float, objective: Any) -> tuple[jax.Array, LossSums]:
+        loss = LossSettings(router_aux_loss=coefficient)
+        sums = OBJECTIVES[objective.method](model, params, placed, objective, loss)
+        return sums.total / sums.divisor, sums
+
+    @jax.jit
+    def every(params: Any) -> Any:
+        found = {each.method: [total(params, one, each) for one in (0.0, 0.3)] for each in (*METHODS, GRPO())}
+        return found, jax.grad(lambda params: total(params, 0.3, ORPO())[0] - total(params, 0.0, ORPO())[0])(params)
+
+    found, slopes = every(params)
+    assert abs(next(slope for path, slope in slopes.items() if path.endswith("router.kernel"))).max() > 1e-4
+    for method, ((without, plain), (with_balance, sums)) in found.items():
+        rows = slice(None, None, 2 if method == "kto" else 1)  # of KTO's, those that its divergence is not measured on
+        mask = torch.tensor(given.positions[rows] >= 0).long()
+        with torch.no_grad():
+            balance = 0.3 * theirs(torch.tensor(given.tokens[rows]).long(), attention_mask=mask).aux_loss.item()
+        np.testing.assert_allclose(with_balance - without, balance, rtol=1e-4, err_msg=method)
+        np.testing.assert_allclose(sums.metrics["aux_loss"][0] / sums.metrics["aux_loss"][1], balance, rtol=1e-4)
+        assert "aux_loss" not in plain.metrics
+    values = one.evaluate(given).values()
+    np.testing.assert_allclose(values.total / values.divisor, found["dpo"][1][0], rtol=1e-5)
+    with pytest.raises(RequestError, match="router_aux_loss_coef was given with method='reward'"):
+        Trainer(str(tmp_path), method="reward", train_dataset=[], router_aux_loss_coef=0.1)
+    Trainer(str(tmp_path), method="orpo", train_dataset=[], router_aux_loss_coef=0.1)

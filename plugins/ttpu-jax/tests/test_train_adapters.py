@@ -70,7 +70,7 @@ def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         one.save_pretrained(folder / "before", "float32")
         figures = trained(one, 0, STEPS)
         one.save_pretrained(folder / "after", "float32")
-        np.save(folder / "logits.npy", one.logits(batch(0)))
+        np.save(folder / "logits.npy", one.predict(batch(0))[1])
         found[name] = figures, folder
     return found
 
@@ -148,14 +148,14 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_exports(checkpoint: Path, tmp
     assert_bits(stored(other), states[2])
 
     rows = batch(0)
-    logits = other.logits(rows)
+    logits = other.predict(rows)[1]
     for name, merge in (("adapter", False), ("merged", True)):
         assert export_run(tmp_path / "run", tmp_path / name, JaxBackend(), dtype="float32", merge=merge) == 2
     merged = AutoModelForTPU.from_pretrained(str(tmp_path / "merged"), dtype="float32")
     np.testing.assert_allclose(merged(rows.tokens).logits, logits, atol=2e-5)
     np.testing.assert_allclose(other.model()(rows.tokens).logits, logits, atol=2e-5)
     begun = runner(checkpoint, replace(settings, start=str(tmp_path / "adapter")))
-    np.testing.assert_allclose(begun.logits(rows), logits, atol=1e-6)
+    np.testing.assert_allclose(begun.predict(rows)[1], logits, atol=1e-6)
     for changed, words in ((replace(settings, r=4), "another peft_config"), (None, "trains the weights")):
         with pytest.raises(CheckpointError, match=words):
             Checkpoints(runner(checkpoint, changed), tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore()
@@ -177,7 +177,7 @@ def test_adapters_lower_the_loss_beside_quantized_weights_on_every_mesh(checkpoi
         for old, new in zip(arrays, jax.tree.leaves(one.params[path]), strict=True):
             np.testing.assert_array_equal(old, new, err_msg=path)
     model = one.model()
-    np.testing.assert_allclose(model(batch(0).tokens).logits, one.logits(batch(0)), atol=1e-4)
+    np.testing.assert_allclose(model(batch(0).tokens).logits, one.predict(batch(0))[1], atol=1e-4)
     with pytest.raises(RequestError, match="a model beside which adapters are trained"):
         model.save_pretrained("nowhere")
 

@@ -236,7 +236,7 @@ def test_token_logprobs_are_those_of_the_logits(checkpoint: Path) -> None:
     one = rollout().plain()
     trained = runner(checkpoint)
     found = trained.token_logprobs(one, 0.5)
-    scores = jax.nn.log_softmax(trained.logits(one) / 0.5, axis=-1)
+    scores = jax.nn.log_softmax(trained.predict(one)[1] / 0.5, axis=-1)
     expected = np.take_along_axis(np.asarray(scores)[:, :-1], one.tokens[:, 1:, None], -1)[..., 0] * one.weights[:, 1:]
     np.testing.assert_allclose(found[:, 1:], expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(RequestError, match="set its beta"):

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError
+from ttpu_core.registry import default_registry
+from ttpu_core.sharding.training_state import UpdateSettings
 from ttpu_core.spec import Parameter, axes
+from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.train.from_settings import trained_paths
 from ttpu_jax.train.optimizers import EMBEDDING_SHARE, optimizer_for, schedule_of
 from ttpu_train.runner import OptimizerSettings, ScheduleSettings
@@ -157,3 +164,22 @@ def test_several_updates_are_those_of_torch_or_of_the_paper(name: str) -> None:
             theirs.grad = torch.tensor(gradient)
             optimizer.step()
     np.testing.assert_allclose(params["embed.embedding"], theirs.detach().numpy(), rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"])
+def test_the_planner_counts_the_state_of_every_optimizer(name: str) -> None:
+    """Of Llama-3.1-8B on one device, whose sizes fill tiles, without the count of updates."""
+    from ttpu_plan.memory import estimate_memory
+    from ttpu_plan.workload import Workload
+
+    found = find_spec("ttpu_llama")
+    assert found is not None and found.origin is not None
+    config = ModelConfig.from_file(Path(found.origin).parent / "configs" / "llama-3.1-8b.json")
+    spec = default_registry().architecture(config).spec
+    table = stacked_parameters(spec)
+    params = {path: jax.ShapeDtypeStruct(one.shape, jnp.float32) for path, one in table.items()}
+    momentum = 0.9 if name == "sgd" else 0.0
+    state = jax.eval_shape(optimizer_for(OptimizerSettings(name, momentum=momentum), table).init, params)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    step = Workload("train", 1, 2048, layers="scan", update=UpdateSettings(name, momentum))
+    assert estimate_memory(spec, {}, step).optimizer == pytest.approx(held, rel=1e-5)

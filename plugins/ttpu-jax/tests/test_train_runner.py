@@ -386,7 +386,7 @@ def test_an_export_is_read_by_transformers_with_the_same_logits(checkpoint: Path
     mask = torch.tensor(rows.positions >= 0)
     with torch.no_grad():
         wanted = model(torch.tensor(rows.tokens).long(), attention_mask=mask.long()).logits[mask].numpy()
-    np.testing.assert_allclose(one.logits(rows)[mask.numpy()], wanted, atol=2e-5)
+    np.testing.assert_allclose(one.predict(rows)[1][mask.numpy()], wanted, atol=2e-5)
     one.save_pretrained(tmp_path / "saved", "float32")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "out"))
     assert_bits(ours, theirs)
@@ -433,7 +433,11 @@ def test_what_is_not_trained_stays_and_updates_that_are_not_finite_change_nothin
     assert found.tokens == figures.tokens and 0 <= found.correct <= found.tokens
     assert found.cross_entropy / found.tokens < figures.cross_entropy
     logits = one.model()(rows.tokens[:1, :5]).logits
-    np.testing.assert_allclose(logits, one.logits(rows)[:1, :5], atol=1e-5)
+    values, predicted = one.predict(rows)
+    np.testing.assert_allclose(logits, predicted[:1, :5], atol=1e-5)
+    again = values.values()
+    assert (again.tokens, again.correct) == (found.tokens, found.correct)
+    assert again.cross_entropy == pytest.approx(found.cross_entropy, rel=1e-6)
     with pytest.raises(RequestError, match="another trainer has taken them over"):
         model = AutoModelForTPU.from_pretrained(str(checkpoint), dtype="float32")
         JaxBackend().train_runner(model, StepSettings())

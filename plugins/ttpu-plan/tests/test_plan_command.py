@@ -147,7 +147,7 @@ def test_the_request_is_part_of_what_is_printed_as_json(config: Path) -> None:
         "dtype": "bfloat16",
         "quantization": None,
         "kv_cache": None,
-        "zero_stage": None,
+        "update": None,
     }
     serving = as_json(config, "--quantization", "int8")
     assert (serving["request"]["topology"], serving["request"]["batch"]) == (None, 32)
@@ -194,8 +194,11 @@ def test_where_nothing_can_be_written_nothing_is_planned(
         (("--topology", "v9:2x2"), "the chips are v4, v5e, v5p, v6e, tpu7x"),
         (("--batch", "0"), "batch 0 was asked for, but it must be at least 1"),
         (("--task", "training", "--quantization", "int8"), "leave the quantization out"),
-        (("--zero-stage", "1"), "a training step has one of 0, 1, 2 and 3, and others have none"),
-        (("--task", "training", "--zero-stage", "1", "--verify"), "it compiles a step whose mesh decides the stage"),
+        (("--zero-stage", "1"), "only a training step has an optimizer, parts, and stages of ZeRO"),
+        (("--task", "training", "--optim", "adam"), "optim 'adam' of a training step was asked for, but it is one of"),
+        (("--task", "training", "--optim", "muon", "--offload-optimizer"), "but only the state of adamw, lion, sgd"),
+        (("--task", "training", "--batch", "9", "--gradient-accumulation-steps", "2"), "a multiple of gradient_acc"),
+        (("--task", "training", "--zero-stage", "1", "--verify"), "whose mesh decides the stage of ZeRO"),
         (("--task", "generation", "--kv-cache-dtype", "int8"), "only a serving engine quantizes them"),
         (("--kv-cache-dtype", "int4"), "only int8, fp8 are known"),
         (("--picture", "memory.gif"), "a picture is written as .html or .png"),

@@ -7,6 +7,7 @@ from test_plan_memory import LLAMA, published
 
 from ttpu_core.sharding.hardware import CHIPS, Topology, parse_topology
 from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds, slice_axes
+from ttpu_core.sharding.training_state import UpdateSettings
 from ttpu_plan.cost import HBM_SHARE, MXU_SHARE, estimate_time
 from ttpu_plan.links import LINE, links_of
 from ttpu_plan.workload import Workload
@@ -37,7 +38,7 @@ def test_a_prefill_takes_as_long_as_its_products() -> None:
 def test_training_multiplies_four_times_and_three_without_remat() -> None:
     spec, topology = published(LLAMA), parse_topology("v5p:4x4x4")
     again = estimate_time(spec, {"fsdp": 64}, topology, TRAIN)
-    once = estimate_time(spec, {"fsdp": 64}, topology, replace(TRAIN, remat=False))
+    once = estimate_time(spec, {"fsdp": 64}, topology, replace(TRAIN, update=UpdateSettings(remat="none")))
     head = 4 * 2 * spec.vocab_size * spec.hidden_size * 2048 / topology.chip.bf16_flops / MXU_SHARE
     assert (again.compute - head) / (once.compute - head) == pytest.approx(4 / 3, rel=0.01)
 

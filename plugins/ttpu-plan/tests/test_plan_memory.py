@@ -14,6 +14,7 @@ from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.serving import ServingLimits, StepSize
+from ttpu_core.sharding.training_state import UpdateSettings
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_plan.estimate import MemoryEstimate
 from ttpu_plan.memory import estimate_memory
@@ -182,20 +183,51 @@ def test_training_holds_three_float32_copies_and_keeps_less_with_remat() -> None
     step = Workload("train", 16, 2048, layers="scan")
     kept = estimate_memory(spec, {"fsdp": 16}, step)
     assert kept.weights + kept.optimizer == pytest.approx(12 * spec.num_parameters / 16, rel=0.001)
-    assert estimate_memory(spec, {"fsdp": 16}, replace(step, remat=False)).total > 1.5 * kept.total
+    dots, none = (
+        estimate_memory(spec, {"fsdp": 16}, replace(step, update=UpdateSettings(remat=one))) for one in ("dots", "none")
+    )
+    assert kept.total < dots.total < none.total and none.total > 1.5 * kept.total
 
 
 @pytest.mark.parametrize(("stage", "compiled"), [(0, 29.96), (1, 13.34), (2, 10.46), (3, 8.06)])
 def test_the_stages_of_zero_take_what_the_compiler_says(stage: int, compiled: float) -> None:
     # GiB of an update of Llama-3.1-8B on v5e:4x4: benchmarks/training_programs.py --only zero
     spec, mesh = published(LLAMA), {"data": 4, "tensor": 4}
-    step = Workload("train", 4, 2048, layers="scan", zero_stage=stage)
+    step = Workload("train", 4, 2048, layers="scan", update=UpdateSettings(zero_stage=stage))
     found = estimate_memory(spec, mesh, step)
     assert found.total / 2**30 == pytest.approx(compiled, rel=0.04)
     assert (found.weights + found.optimizer) / 2**30 == pytest.approx(22.44 if stage == 0 else 5.61, rel=0.001)
     if stage in (0, 3):  # what a mesh takes unless a stage is asked for
-        usual = estimate_memory(spec, {"fsdp" if stage else "data": 4, "tensor": 4}, replace(step, zero_stage=None))
+        usual = estimate_memory(spec, {"fsdp" if stage else "data": 4, "tensor": 4}, replace(step, update=None))
         assert usual == found
+
+
+@pytest.mark.parametrize(
+    ("change", "each"),
+    [
+        ({"optim": "lion"}, 4),
+        ({"optim": "sgd"}, 0),
+        ({"optim": "sgd", "momentum": 0.9}, 4),
+        ({"optim": "adamw_8bit"}, 2.03),
+        ({"optim": "adafactor"}, 0.072),  # on each of 16 devices whole
+        ({"optim": "muon"}, 4.527),  # 8 for the embedding and the head, which are 13 % of it
+        ({"offload_optimizer": True}, 0),
+    ],
+)
+def test_an_optimizer_keeps_what_its_name_says(change: dict[str, Any], each: float) -> None:
+    """Bytes a parameter of Llama-3.1-8B, as docs/training.md tells of each optimizer."""
+    spec, step = published(LLAMA), Workload("train", 16, 2048, layers="scan", update=UpdateSettings(**change))
+    found = estimate_memory(spec, {"fsdp": 16}, step)
+    assert 16 * found.optimizer / spec.num_parameters == pytest.approx(each, abs=0.005)
+
+
+def test_an_update_in_parts_and_one_with_its_state_on_the_host_take_what_the_compiler_says() -> None:
+    # GiB of an update of Llama-3.1-8B: benchmarks/training_programs.py --only pipeline, and --only offload
+    spec, step = published(LLAMA), Workload("train", 256, 2048, layers="scan")
+    parts = replace(step, update=UpdateSettings(gradient_accumulation_steps=8))
+    assert estimate_memory(spec, {"data": 2, "fsdp": 16}, parts).total / 2**30 == pytest.approx(13.18, rel=0.02)
+    on_host = replace(step, batch=16, update=UpdateSettings(offload_optimizer=True))
+    assert estimate_memory(spec, {"fsdp": 16}, on_host).total / 2**30 == pytest.approx(8.00, rel=0.02)
 
 
 def test_a_mesh_that_cannot_cut_the_model_is_refused() -> None:
@@ -212,6 +244,8 @@ def test_a_mesh_that_cannot_cut_the_model_is_refused() -> None:
         ({"task": "train", "quantization": "int8"}, "leave the quantization out"),
         ({"task": "mixed"}, "a mixed program without the sizes of an engine's step was asked for"),
         ({"task": "prefill", "step": StepSize(8, 1, 1)}, "a prefill program with the sizes of an engine's step"),
+        ({"update": UpdateSettings()}, "settings of training were asked for with a decode program"),
+        ({"task": "train", "update": UpdateSettings(gradient_accumulation_steps=2)}, "1 rows was asked for in 2 parts"),
     ],
 )
 def test_a_workload_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:

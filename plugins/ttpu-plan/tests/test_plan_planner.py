@@ -14,6 +14,7 @@ from ttpu_core.registry import Registry
 from ttpu_core.sharding.hardware import CHIPS, parse_topology
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import MESH_AXES
+from ttpu_core.sharding.training_state import UpdateSettings
 from ttpu_core.spec.kernel_format import ActivationFormat, KernelFormat
 from ttpu_plan.plan import HEADROOM, Plan, fingerprint_of
 from ttpu_plan.plan_file import load_plan, plan_json, read_plan, save_plan
@@ -26,6 +27,7 @@ from ttpu_plan.planner import (
     why_nothing_fits,
     why_nothing_serves,
 )
+from ttpu_plan.service import PLANNER
 
 MIXTRAL = "ttpu_mistral/configs/mixtral-8x7b.json"
 TRAINING, GENERATION = Request("training"), Request("generation")
@@ -217,7 +219,7 @@ def test_a_saved_plan_is_read_back_as_it_was(plan: Plan, tmp_path: Path) -> None
     assert load_plan(path) == plan
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]  # and nothing half-written beside it
     written = json.loads(path.read_text())
-    assert written["version"] == 2
+    assert written["version"] == 3
     assert written["mesh"] == {"tensor": 8}
     assert written["total_bytes"] == plan.memory.total
 
@@ -225,6 +227,32 @@ def test_a_saved_plan_is_read_back_as_it_was(plan: Plan, tmp_path: Path) -> None
 def test_a_plan_for_several_slices_is_read_back_too(tmp_path: Path) -> None:
     plan = best_plan(published(LLAMA), parse_topology("2*v5e:4x4"), replace(TRAINING, batch=32))
     assert read_plan(json.loads(json.dumps(plan_json(plan)))) == plan
+
+
+def test_a_plan_to_train_computes_no_more_again_than_it_must(tmp_path: Path) -> None:
+    update = UpdateSettings("lion", remat="auto", zero_stage=2, gradient_accumulation_steps=2)
+    found = {
+        name: best_plan(published(LLAMA), parse_topology(name), replace(TRAINING, update=update))
+        for name in ("v5e:4x4", "v5p:2x4x4")
+    }
+    settings = {name: one.programs[0].workload.settings for name, one in found.items()}
+    assert [one.remat for one in settings.values()] == ["full", "none"]
+    assert settings["v5e:4x4"] == replace(update, remat="full")
+    assert found["v5e:4x4"].programs[0].workload.batch == 2 * 16  # a row a device in each part
+    save_plan(found["v5e:4x4"], tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == found["v5e:4x4"]
+    told = PLANNER.planned_update(tmp_path / "plan.json")
+    assert (told.rows, told.length, told.settings.zero_stage) == (32, 2048, 2)
+
+
+def test_optimizers_of_whole_matrices_get_no_mesh_that_pads_the_model() -> None:
+    """Llama-3.1-8B has 8 KV heads: on tensor=16 they are held twice."""
+    tensor = {
+        name: {mesh.get("tensor", 1) for mesh in meshes(published(LLAMA), parse_topology("v5e:4x4"), request)}
+        for name in ("adamw", "muon")
+        for request in [replace(TRAINING, update=UpdateSettings(name))]
+    }
+    assert tensor == {"adamw": {1, 2, 4, 8, 16}, "muon": {1, 2, 4, 8}}
 
 
 def test_a_plan_serves_the_model_that_it_was_made_for(plan: Plan) -> None:
@@ -255,7 +283,7 @@ def test_plans_tell_formats_of_quantized_checkpoints_apart() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "is a plan of version 1, but this ttpu reads version 2"),
+        ({"version": 2}, "is a plan of version 2, but this ttpu reads version 3"),
         ({"mesh": {"tensor": 4}}, "a mesh of 4 devices and 2 programs for v5e:2x4, which has 8"),
         ({"mesh": {"rows": 8}}, "are no sizes of stage, data, fsdp, expert, sequence, tensor"),
         ({"topology": "v9:2x2"}, "'v9' was asked for"),

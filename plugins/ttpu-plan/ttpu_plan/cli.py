@@ -72,6 +72,27 @@ def plan(
         int | None,
         typer.Option(min=0, max=3, metavar="N", help="To train: of ZeRO. Without it 3 on meshes with fsdp, else 0."),
     ] = None,
+    optim: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="To train: adamw (the default), adamw_8bit, adafactor, lion, muon or sgd."),
+    ] = None,
+    momentum: Annotated[
+        float | None, typer.Option(metavar="X", help="To train with sgd, which keeps no state without it.")
+    ] = None,
+    gradient_accumulation_steps: Annotated[
+        int | None, typer.Option(metavar="N", help="To train: parts that an update is computed in. Without it 1.")
+    ] = None,
+    remat: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="To train, what the backward pass computes again: full (the default), dots, none, or auto, the least "
+            "that fits.",
+        ),
+    ] = None,
+    offload_optimizer: Annotated[
+        bool, typer.Option("--offload-optimizer", help="To train: hold the optimizer's state in the host's memory.")
+    ] = False,
     best: Annotated[int, typer.Option(min=1, metavar="N", help="How many plans are shown for a topology.")] = 5,
     verify: Annotated[
         bool,
@@ -105,14 +126,16 @@ def plan(
       ttpu plan ./llama/config.json
       ttpu plan ./llama --topology v5e:2x4 --batch 64 --save plan.json
       ttpu plan ./llama --topology v5p:4x4x4 --task training --verify --picture memory.html
+      ttpu plan ./llama --topology v5e:4x4 --task training --zero-stage 2 --optim lion --save plan.json
 
     \f
     Raises:
-        RequestError: --verify was given with --zero-stage.
+        RequestError: --verify was given with settings of training.
     """
     from ttpu_core.errors import RequestError
     from ttpu_core.loading import planned_architecture
     from ttpu_core.quantization import quantize_architecture
+    from ttpu_core.sharding.training_state import UpdateSettings
     from ttpu_plan.picture import check_picture_file, save_picture
     from ttpu_plan.plan_file import check_plan_file, save_plan
     from ttpu_plan.planner import Request
@@ -122,11 +145,22 @@ def plan(
     if save is not None:
         check_plan_file(save)
     kept = None if kv_cache_dtype == "auto" else kv_cache_dtype
-    request = Request(task.value, batch, context, quantization=quantization, kv_cache=kept, zero_stage=zero_stage)
-    if verify and zero_stage is not None:
+    asked = {
+        "optim": optim,
+        "momentum": momentum,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "remat": remat,
+        "zero_stage": zero_stage,
+        "offload_optimizer": offload_optimizer or None,
+    }
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    update = UpdateSettings(**given) if given else None
+    request = Request(task.value, batch, context, quantization=quantization, kv_cache=kept, update=update)
+    if verify and given:
         raise RequestError(
-            "--verify was given with --zero-stage, but it compiles a step whose mesh decides the stage: compile the "
-            "update of a run with `ttpu train run.yaml --dry-run --topology NAME`, or leave one of them out."
+            f"--verify was given with --{', --'.join(given).replace('_', '-')}, but it compiles a step of AdamW on "
+            "whole batches, whose mesh decides the stage of ZeRO: compile the update of a run with `ttpu train "
+            "run.yaml --dry-run --topology NAME`, or leave one of them out."
         )
     architecture = planned_architecture(checkpoint, patch_pack or None)
     quantize_architecture(architecture, quantization)  # says what is wrong before all else
@@ -148,7 +182,7 @@ def plan(
         note(f"drew {counted(len(shown), 'plan')} in {picture}")
     if save is not None and fitting:
         save_plan(fitting[0], save)
-        note(f"saved the plan for {_name(fitting[0])} as {save}{_serve_with(checkpoint, fitting[0], save)}")
+        note(f"saved the plan for {_name(fitting[0])} as {save}{_used_with(checkpoint, fitting[0], save)}")
     if reason is not None:
         note(f"nothing fits: {reason}")
         raise typer.Exit(NOTHING_FITS)
@@ -255,8 +289,10 @@ def _name(one: Plan) -> str:
     return f"{one.topology} {one.layout}"
 
 
-def _serve_with(checkpoint: str, one: Plan, saved: Path) -> str:
-    """The command that runs what a plan to serve was made for."""
+def _used_with(checkpoint: str, one: Plan, saved: Path) -> str:
+    """The command that runs what a plan to serve or to train was made for."""
+    if one.program("train") is not None:
+        return f"; train with `ttpu train run.yaml model={checkpoint} plan={saved}`"
     if not one.is_served:
         return ""
     workload = one.programs[0].workload
@@ -306,7 +342,7 @@ def _as_json(
             "dtype": request.dtype,
             "quantization": request.quantization,
             "kv_cache": request.kv_cache,
-            "zero_stage": request.zero_stage,
+            "update": None if request.update is None else asdict(request.update),
         },
         "note": NOTE,
         "patch_packs": list(architecture.patch_packs),

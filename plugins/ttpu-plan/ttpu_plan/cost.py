@@ -29,6 +29,7 @@ from ttpu_core.spec.arithmetic import (
 from ttpu_plan.estimate import TimeEstimate
 from ttpu_plan.links import Links, links_of
 from ttpu_plan.memory import layer_cache_shapes, local_tokens, weight_bytes
+from ttpu_plan.optimizer_state import state_bytes
 from ttpu_plan.plan import replica_mesh
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, shard_model, tiled_bytes
 from ttpu_plan.workload import Workload
@@ -60,8 +61,9 @@ def estimate_time(
     spec = planned_spec(spec, workload.quantization)
     model = shard_model(spec, replica_mesh(mesh) if workload.step else mesh, strategy)
     program = _Program(model, topology, workload, links_of(mesh, topology, dcn))
-    parts = [(kind.count, program.layer(kind)) for kind in model.layers]
-    parts += [(1, program.ends())]
+    times = workload.settings.gradient_accumulation_steps
+    parts = [(times * kind.count, program.layer(kind)) for kind in model.layers]
+    parts += [(times, program.ends())]
     if workload.task == "train":
         parts += [(1, program.update())]
     return TimeEstimate(
@@ -102,8 +104,8 @@ class _Program:
 
     @property
     def forwards(self) -> int:
-        """How often a layer is run forwards: again for its gradient where that is not kept."""
-        return 1 + (self.trains and self.workload.remat)
+        """How often a layer's products are computed forwards: again for its gradient where they are not kept."""
+        return 1 + (self.trains and self.workload.settings.remat in ("full", "auto"))
 
     @property
     def products(self) -> int:
@@ -161,10 +163,13 @@ class _Program:
         return part
 
     def update(self) -> _Part:
-        """Master weights and moments are read and written, gradients read, rounded as the layers leave them."""
-        held = [*self.model.ends, *(one for kind in self.model.layers for one in kind.parameters * kind.count)]
-        elements = sum(prod(one.local) for one in held)
-        traffic = elements * (2 * ADAMW.held_bytes + self.workload.bytes_per_element)
+        """Master weights and the optimizer's state are read and written, gradients read, rounded as the layers leave
+        them. How long state takes from the host and back is not known."""
+        settings, held = self.workload.settings, [(1, self.model.ends)]
+        held += [(kind.count, kind.parameters) for kind in self.model.layers]
+        elements = sum(count * prod(one.local) for count, ends in held for one in ends)
+        state = sum(state_bytes(one, count, settings) for count, ends in held for one in ends)
+        traffic = elements * (2 * BITS[ADAMW.master_dtype] // 8 + self.workload.bytes_per_element) + 2 * state
         return _Part(hbm=traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE))
 
     def _token_axes(self) -> set[str]:

@@ -12,11 +12,13 @@ from ttpu_core.errors import PlanError, RequestError, UnsupportedError
 from ttpu_core.loading import Purpose
 from ttpu_core.quantization.config import QuantizationConfig
 from ttpu_core.sharding.parallelism import Parallelism
+from ttpu_core.sharding.training_state import PlannedUpdate
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.arithmetic import BITS
 from ttpu_core.spec.kernel_format import KernelFormat
 from ttpu_plan.plan import ENGINE_AXES, Plan
 from ttpu_plan.plan_file import load_plan
+from ttpu_plan.zero import stage_of
 
 
 def plan_for(
@@ -38,12 +40,7 @@ def plan_for(
         PlanError: the plan is damaged, or was made for another model or for weights of another kind.
         UnsupportedError: an engine is to be opened, but the plan shards along axes that engines do not.
     """
-    read = load_plan(plan) if isinstance(plan, str | PathLike) else plan
-    if not isinstance(read, Plan):
-        raise RequestError(
-            f"plan is the {type(plan).__name__} {str(plan)[:60]!r}, but a ttpu_plan.plan.Plan or the path of a file "
-            "that `ttpu plan --save` wrote is needed: pass one of those."
-        )
+    read = _read(plan)
     if purpose == "serve":
         read = _replica(read)
     # A dense checkpoint that is quantized while it is loaded has a plan of the dense model, with a quantization.
@@ -56,6 +53,8 @@ def plan_for(
                 f"the plan is for {workload.quantization or workload.dtype} weights, but the {backend} backend loads "
                 f"them in {quantization or dtype}: make a plan {option}."
             )
+        if workload.task == "train":  # it counts float32 weights, whatever it computes in
+            continue
         if quantization is None and dtype in DTYPES and BITS[workload.dtype] < BITS[dtype]:
             warnings.warn(
                 f"the plan was made for weights in {workload.dtype}, but they are held in {dtype}, which takes more "
@@ -64,6 +63,40 @@ def plan_for(
             )
             break
     return read.parallelism
+
+
+def planned_update(plan: Any) -> PlannedUpdate:
+    """Return what a plan says of the training step that it was made for.
+
+    Args:
+        plan: a `Plan`, or the file that `ttpu plan --save` wrote.
+
+    Raises:
+        RequestError: `plan` is something else.
+        PlanError: the plan is damaged, or is not one to train.
+    """
+    read = _read(plan)
+    step = read.program("train")
+    if step is None:
+        raise PlanError(
+            f"a plan to train was asked for, but this one for {read.topology} is to "
+            f"{'serve' if read.is_served else 'generate'}: make one with `ttpu plan CHECKPOINT --task training --save "
+            "PLAN.json`."
+        )
+    workload, mesh = step.workload, dict(read.mesh)
+    stage = stage_of(mesh, read.strategy, workload.settings.zero_stage)
+    settings = replace(workload.settings, zero_stage=stage)
+    return PlannedUpdate(read.topology, read.parallelism, workload.batch, workload.context, settings)
+
+
+def _read(plan: Any) -> Plan:
+    read = load_plan(plan) if isinstance(plan, str | PathLike) else plan
+    if not isinstance(read, Plan):
+        raise RequestError(
+            f"plan is the {type(plan).__name__} {str(plan)[:60]!r}, but a ttpu_plan.plan.Plan or the path of a file "
+            "that `ttpu plan --save` wrote is needed: pass one of those."
+        )
+    return read
 
 
 def _replica(plan: Plan) -> Plan:

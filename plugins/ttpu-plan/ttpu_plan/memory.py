@@ -4,7 +4,7 @@ bytes by purpose. The total predicts the TPU compiler's `peak_memory_in_bytes` f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -18,6 +18,7 @@ from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpe
 from ttpu_core.spec.arithmetic import BITS, cached_bits
 from ttpu_core.spec.parameters import norm_names
 from ttpu_plan.estimate import MemoryEstimate
+from ttpu_plan.optimizer_state import state_bytes
 from ttpu_plan.plan import replica_mesh
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, Shape, shard_model, tiled_bytes
 from ttpu_plan.workload import Workload
@@ -64,7 +65,7 @@ def estimate_memory(
     if shapes is not None:
         return _serving(shard_model(spec, replica_mesh(mesh), strategy), workload, shapes)
     if workload.task == "train":
-        stage = stage_of(mesh, strategy, workload.zero_stage)
+        stage = stage_of(mesh, strategy, workload.settings.zero_stage)
         weights = shard_model(spec, mesh, weight_strategy(mesh, strategy, stage))
         state = shard_model(spec, mesh, state_strategy(spec, mesh, strategy, stage))
         return _training(weights, state, state if stage >= 2 else weights, workload)
@@ -178,6 +179,9 @@ def _training(model: ModelShards, state: ModelShards, given: ModelShards, worklo
     """Master weights and moments, in place, and the largest of three moments of the step. Stages of ZeRO divide what is
     held between steps (`state`) and the gradients (`given`) otherwise than the weights (`model`).
 
+    Where an update has parts, their gradients are summed in float32, all the while. Of an optimizer's state on the host
+    that of the embedding and the head is brought to the devices whole, and that of others layer by layer.
+
     *The loss*: the layers' weights in the activations' dtype; what is kept of the layers; the head gathered; its
     gradient in float32 as the product gives it, rounded, and summed over devices, all of it whole, and the sum so far;
     and the logits of a part of the tokens. *The backward pass of a turn*: the layers' weights and what is
@@ -187,12 +191,17 @@ def _training(model: ModelShards, state: ModelShards, given: ModelShards, worklo
     rounded.
     """
     item, bits = workload.bytes_per_element, BITS[workload.dtype]
+    settings = workload.settings
     rows, tokens = local_tokens(model, workload)
     stream = STREAMS * rows * tokens * model.spec.hidden_size * item
-    weights, moment = (
-        sum(count * weight_bytes(shards, workload, BITS[held]) for count, shards in _parts(state))
-        for held in (STATE.master_dtype, STATE.moment_dtype)
-    )
+    weights = sum(count * weight_bytes(shards, workload, BITS[STATE.master_dtype]) for count, shards in _parts(state))
+    held_by_layers = [(one, kind.count) for kind in state.layers for one in kind.parameters]
+    of_ends = sum(state_bytes(one, 1, settings) for one in state.ends)
+    held = of_ends + sum(state_bytes(one, count, settings) for one, count in held_by_layers)
+    brought = of_ends + max((state_bytes(one, 1, settings) for one, _ in held_by_layers), default=0)
+    summed, of_sum = 0, BITS[STATE.gradient_dtype]
+    if settings.gradient_accumulation_steps > 1:
+        summed = sum(count * weight_bytes(shards, workload, of_sum) for count, shards in _parts(given))
     rounded = sum(kind.count * weight_bytes(kind.parameters, workload, bits) for kind in model.layers)
     head, table = model.head, model.end("embed.embedding")
     assert table is not None
@@ -222,11 +231,11 @@ def _training(model: ModelShards, state: ModelShards, given: ModelShards, worklo
     peak = max((in_loss, in_turn, at_table), key=lambda moment: sum(moment.values()))
     return MemoryEstimate(
         weights=weights,
-        optimizer=STATE.moments * moment,
-        gradients=peak["gradients"],
+        optimizer=0 if settings.offload_optimizer else held,
+        gradients=peak["gradients"] + summed,
         activations=peak["activations"],
         logits=peak.get("logits", 0),
-        temporaries=peak["temporaries"] + PROGRAM_BYTES,
+        temporaries=peak["temporaries"] + PROGRAM_BYTES + (brought if settings.offload_optimizer else 0),
     )
 
 
@@ -245,13 +254,13 @@ class _Backward:
 
 
 def _kept(model: ModelShards, workload: Workload) -> int:
-    """What stays of the layers until their backward pass: the input of each that is computed again, else all that its
-    gradients need."""
+    """What stays of the layers until their backward pass: the input of each, and what is not computed again of all that
+    its gradients need."""
     rows, tokens = local_tokens(model, workload)
     stream = rows * tokens * model.spec.hidden_size * workload.bytes_per_element
-    return sum(
-        kind.count * (stream if workload.remat else stream + _saved(model, kind, workload)) for kind in model.layers
-    )
+    more: dict[str, Callable[..., int]] = {"none": _saved, "dots": _results}
+    kept = more.get(workload.settings.remat, lambda *_: 0)
+    return sum(kind.count * (stream + kept(model, kind, workload)) for kind in model.layers)
 
 
 def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
@@ -267,7 +276,10 @@ def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
                 gathered += weight_bytes(others, workload, bits, gathered=True) + sum(of_experts)
             gradient = max(gradient, *of_experts, *(tiled_bytes(one.gathered, 32) for one in others), 0)
             product = max(product, 0 if of_experts else _working_set(model, kind, workload))
-            saved = max(saved, _saved(model, kind, workload)) if workload.remat else 0
+            if workload.settings.remat == "dots":
+                saved = max(saved, _saved(model, kind, workload) - _results(model, kind, workload))
+            elif workload.settings.remat != "none":
+                saved = max(saved, _saved(model, kind, workload))
         # The layer whose gradient is computed first has the kernels of its mixture one after the other.
         gathered -= sum(of_experts) - max(of_experts, default=0)
         found.append(_Backward(gathered, gradient, saved, product))
@@ -292,7 +304,7 @@ def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
     """Return the number of rows, and of tokens of each row, on one device."""
     if workload.step is not None:  # whole on each device of a replica
         return 1, workload.step.tokens
-    rows = workload.batch // model.devices(axes.BATCH, workload.batch)
+    rows = workload.rows_at_once // model.devices(axes.BATCH, workload.rows_at_once)
     return rows, workload.tokens // model.devices(axes.SEQUENCE, workload.tokens)
 
 
@@ -353,3 +365,10 @@ def _saved(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
             widest = max(widest, prod(one.gathered[:-1]))
     norms = 4 * len(norm_names(kind.layer)) * model.spec.hidden_size
     return rows * tokens * (products + (4 - item) * widest + norms) + experts
+
+
+def _results(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
+    """The results of a layer's products of weights. Those of a mixture's experts are another operation's."""
+    rows, tokens = local_tokens(model, workload)
+    widths = sum(prod(one.gathered[:-1]) for one in kind.parameters if one.is_matrix and not one.of_experts)
+    return rows * tokens * widths * workload.bytes_per_element

@@ -14,11 +14,12 @@ from ttpu_core.files import check_target, write_whole
 from ttpu_core.sharding.parallelism import strategy_with
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import MESH_AXES, Strategy
+from ttpu_core.sharding.training_state import UpdateSettings
 from ttpu_plan.estimate import MemoryEstimate, TimeEstimate
 from ttpu_plan.plan import Plan, ProgramEstimate
 from ttpu_plan.workload import Workload
 
-VERSION = 2
+VERSION = 3
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -178,8 +179,9 @@ def _program(value: Mapping[str, Any]) -> ProgramEstimate:
     memory = {name: int(size) for name, size in value["memory"].items() if name != "total"}
     seconds = {name: float(number) for name, number in value["time"].items() if name != "bound"}
     workload = dict(value["workload"])
-    step = workload.pop("step", None)
-    workload["step"] = None if step is None else StepSize(**step)
+    for name, kind in (("step", StepSize), ("update", UpdateSettings)):
+        given = workload.pop(name, None)
+        workload[name] = None if given is None else kind(**given)
     return ProgramEstimate(Workload(**workload), MemoryEstimate(**memory), TimeEstimate(**seconds))
 
 

@@ -13,8 +13,10 @@ from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.services import Quantization
 from ttpu_core.sharding.hardware import CHIPS, Chip, Topology, slice_sizes
 from ttpu_core.sharding.links import slice_axes
+from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
+from ttpu_core.sharding.training_state import ELEMENTWISE, UpdateSettings
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec
 from ttpu_plan.cost import estimate_time
 from ttpu_plan.memory import estimate_memory
@@ -30,6 +32,8 @@ Mesh = dict[str, int]
 ROWS, CONTEXT = 32, 2048
 """What is served where nothing else is asked for; training takes one row a device."""
 
+LEAST_REMAT_FIRST = ("none", "dots", "full")
+
 SHORTEST_PART = 512
 """Tokens of a row that a device must keep for the sequence to be sharded: with fewer, exchanging keys costs more than
 it saves."""
@@ -42,11 +46,12 @@ class Request:
     Args:
         purpose: "inference" is a serving engine's steps, in replicas that know nothing of each other; "generation" is
             `generate`'s decode step and prefill over contiguous caches; "training" is a training step.
-        batch: rows of the decode or training step, over all replicas; None is 32, and one a device to train.
+        batch: rows of the decode or training step, over all replicas; None is 32, and to train one a device in each
+            part of an update.
         context: slots of each row's cache, and tokens of a prompt or of a row to train on.
         one_replica: to serve, propose one engine over all devices alone.
         kv_cache: to serve, quantize keys and values, to int8 or fp8.
-        zero_stage: to train, the stage of ZeRO; None leaves it to the mesh: see `Workload`.
+        update: to train, how; None is AdamW on whole batches. With remat="auto" the least is computed again that fits.
     """
 
     purpose: Purpose = "inference"
@@ -57,7 +62,7 @@ class Request:
     strategy: Strategy = DEFAULT_STRATEGY
     one_replica: bool = False
     kv_cache: str | None = None
-    zero_stage: int | None = None
+    update: UpdateSettings | None = None
 
     def __post_init__(self) -> None:
         """Check the values before meshes are enumerated.
@@ -76,7 +81,19 @@ class Request:
 
     def rows(self, num_devices: int) -> int:
         """The number of rows of the decode or training step."""
-        return self.batch if self.batch is not None else num_devices if self.purpose == "training" else ROWS
+        if self.batch is not None:
+            return self.batch
+        return num_devices * self.parts if self.purpose == "training" else ROWS
+
+    @property
+    def parts(self) -> int:
+        """Parts that an update is computed in."""
+        return 1 if self.update is None else self.update.gradient_accumulation_steps
+
+    @property
+    def zero_stage(self) -> int | None:
+        """The stage of ZeRO; None leaves it to the mesh."""
+        return None if self.update is None else self.update.zero_stage
 
     def workloads(self, num_devices: int, mesh: Mapping[str, int]) -> tuple[Workload, ...]:
         """Return `generate`'s programs, decode and prefill, where each group of devices reads a prompt of its own; or a
@@ -84,9 +101,9 @@ class Request:
         rows = self.rows(num_devices)
         if self.purpose == "training":
             step = Workload("train", rows, self.context, self.dtype, "scan", quantization=self.quantization)
-            return (replace(step, zero_stage=self.zero_stage),)
+            return (replace(step, update=self.update or UpdateSettings()),)
         decode = Workload("decode", rows, self.context, self.dtype, quantization=self.quantization)
-        decode = replace(decode, zero_stage=self.zero_stage)  # which is refused
+        decode = replace(decode, update=self.update)  # which is refused
         groups = prod(mesh.get(axis, 1) for axis in dict(self.strategy.rules).get("batch", ()))
         return decode, replace(decode, task="prefill", batch=min(rows, groups))
 
@@ -160,7 +177,7 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
     """
     devices = topology.num_devices
     trains, serves = request.purpose == "training", request.purpose == "inference"
-    rows = request.rows(devices)
+    rows = request.rows(devices) // request.parts
     heads = max((_heads(layer.mixer) for layer in spec.layers), default=1)
     experts = [layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
     most_sequence = max(1, request.context // SHORTEST_PART) if trains else 1
@@ -182,7 +199,9 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
             continue
         if request.zero_stage and row_shards == 1:  # nothing that the stage divides
             continue
-        if rows % row_shards == 0 and _crosses_well(mesh, topology) and admissible(spec, mesh, _of(request, mesh)):
+        if rows % row_shards or not _crosses_well(mesh, topology) or not _updates_on(spec, mesh, request):
+            continue
+        if admissible(spec, mesh, _of(request, mesh)):
             yield mesh
 
 
@@ -213,7 +232,7 @@ def why_nothing_fits(
     closest = min(found or plans(spec, topology, request), key=lambda plan: plan.memory.total)
     remedies: list[Remedy] = []
     rows = request.rows(topology.num_devices)
-    for batch in _halves(rows):
+    for batch in (one for one in _halves(rows) if one % request.parts == 0):
         if plan := _fitting(spec, topology, replace(request, batch=batch)):
             remedies.append(Remedy(f"a batch of {batch} instead of {rows} would fit", plan))
             break
@@ -259,6 +278,8 @@ def _plan(spec: ArchitectureSpec, fingerprint: str, topology: Topology, mesh: Me
         model = shard_model(spec, replica_mesh(mesh), strategy)
         shapes = shapes_for(planning_backend(), model, limits, request.dtype)
         workloads = served_workloads(shapes, limits, request.dtype, request.quantization)
+    if request.update is not None and request.update.remat == "auto":
+        workloads = tuple(_with_least_remat(spec, mesh, one, topology.chip, strategy) for one in workloads)
     programs = tuple(
         ProgramEstimate(
             workload,
@@ -270,6 +291,17 @@ def _plan(spec: ArchitectureSpec, fingerprint: str, topology: Topology, mesh: Me
     return Plan(
         spec.model_type, fingerprint, topology.name, tuple(mesh.items()), tuple(dcn.items()), strategy, programs
     )
+
+
+def _with_least_remat(
+    spec: ArchitectureSpec, mesh: Mesh, workload: Workload, chip: Chip, strategy: Strategy
+) -> Workload:
+    """A training step that computes no more again than is needed to fit; all if it does not fit."""
+    for remat in LEAST_REMAT_FIRST:
+        tried = replace(workload, update=replace(workload.settings, remat=remat))
+        if estimate_memory(spec, mesh, tried, strategy, chip).total <= HEADROOM * chip.hbm_bytes:
+            break
+    return tried
 
 
 def _of(request: Request, mesh: Mapping[str, int]) -> Strategy:
@@ -299,6 +331,16 @@ def _crosses_well(mesh: Mesh, topology: Topology) -> bool:
     """Whether slices lie along axes that talk little: what is gathered or summed for each layer stays in a slice."""
     along = slice_axes(mesh, topology.slices)
     return prod(along.values()) == topology.slices and not set(along) & {"expert", "sequence", "tensor"}
+
+
+def _updates_on(spec: ArchitectureSpec, mesh: Mesh, request: Request) -> bool:
+    """Whether the optimizer runs on a mesh: on one that pads parameters only those that update each number by itself
+    do, with their state on the devices, and state on the host needs several devices."""
+    settings = request.update
+    if settings is None or (settings.optim in ELEMENTWISE and not settings.offload_optimizer):
+        return True
+    _, paddings = pad_architecture(spec, mesh, request.strategy)
+    return not paddings and (bool(mesh) or not settings.offload_optimizer)
 
 
 def _serves_well(mesh: Mesh, topology: Topology, request: Request) -> bool:

@@ -10,7 +10,7 @@ from ttpu_core.errors import RequestError
 from ttpu_core.quantization.config import QuantizationConfig
 from ttpu_core.services import Quantization
 from ttpu_core.sharding.serving import StepSize
-from ttpu_core.sharding.training_state import ADAMW
+from ttpu_core.sharding.training_state import UpdateSettings
 from ttpu_core.spec.arithmetic import BITS, CACHE_DTYPES
 
 Task = Literal["decode", "prefill", "mixed", "train"]
@@ -25,17 +25,15 @@ class Workload:
 
     Args:
         task: decode, prefill, mixed or train; mixed, and decode with `step`, are an engine's steps.
-        batch: number of rows.
+        batch: number of rows; of a training step those of all parts of its accumulation.
         context: tokens, or cache slots, per row.
         dtype: dtype of weights, activations, and a cache that is not quantized; a training step also keeps float32
             weights and moments.
         layers: "unrolled" compiles each layer; otherwise a loop over stacked parameters compiles one.
-        remat: a training step recomputes each layer's activations for its gradient instead of keeping them.
         quantization: a shorthand of how the layers' kernels are quantized, for decode and prefill.
         step: sizes of an engine's step; None for contiguous caches and for training.
         kv_cache: how an engine's keys and values are quantized, int8 or fp8; None if they are not.
-        zero_stage: of a training step: 1 divides the optimizer's state over the devices that rows are divided over, 2
-            gradients too, 3 weights too, 0 nothing; None is 3 on a mesh with an axis fsdp, else 0.
+        update: settings of a training step; None is AdamW on whole batches, and for the others nothing.
 
     Raises:
         RequestError: a size below 1, or an unknown task, dtype or quantization.
@@ -46,11 +44,10 @@ class Workload:
     context: int
     dtype: str = "bfloat16"
     layers: Layers = "unrolled"
-    remat: bool = ADAMW.remat
     quantization: Quantization | None = None
     step: StepSize | None = None
     kv_cache: str | None = None
-    zero_stage: int | None = None
+    update: UpdateSettings | None = None
 
     def __post_init__(self) -> None:
         for name, word, allowed in (
@@ -79,16 +76,31 @@ class Workload:
                 f"{self.kv_cache} keys and values of a {self.task} program were asked for, but only a serving engine "
                 "quantizes them: leave kv_cache out, or plan to serve."
             )
-        if self.zero_stage is not None and (self.task != "train" or self.zero_stage not in range(4)):
+        if self.update is not None and self.task != "train":
             raise RequestError(
-                f"zero_stage {self.zero_stage} of a {self.task} program was asked for, but a training step has one of "
-                "0, 1, 2 and 3, and others have none: correct it, or leave it out."
+                f"settings of training were asked for with a {self.task} program, but only a training step has an "
+                "optimizer, parts, and stages of ZeRO: plan to train (--task training), or leave them out."
+            )
+        if self.batch % self.settings.gradient_accumulation_steps:
+            raise RequestError(
+                f"an update on {self.batch} rows was asked for in {self.settings.gradient_accumulation_steps} parts, "
+                "but these have equally many: make the batch a multiple of gradient_accumulation_steps."
             )
         if self.task == "train" and self.quantization is not None:
             raise RequestError(
                 f"training in {self.quantization} was asked for, but the weights that a training step updates are "
                 "float32: leave the quantization out."
             )
+
+    @property
+    def settings(self) -> UpdateSettings:
+        """The settings of a training step."""
+        return UpdateSettings() if self.update is None else self.update
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that all devices compute at once: those of one part of a training step."""
+        return self.batch // self.settings.gradient_accumulation_steps
 
     @property
     def tokens(self) -> int:

@@ -37,8 +37,6 @@ DEVICES = 8
 SHARDED_ALONG = {
     "fsdp": "fsdp=8",
     "dp": "data=8",
-    "mp": "tensor=8",
-    "2d": "fsdp=2,tensor=4",
     "3d": "data=2,fsdp=2,tensor=2",
     "mixtral": "data=2,fsdp=2,expert=2",
 }
@@ -46,24 +44,17 @@ SHARDED_ALONG = {
 QUERY = {
     "fsdp": "[1,8]",
     "dp": "{replicated}",
-    "mp": "[8,1]",
-    "2d": "[4,2]",
     "3d": "[2,2,2]",
     "mixtral": "[1,2,4]",
 }
 LOGITS = {
     "fsdp": "[8,1,1]",
     "dp": "[8,1,1]",
-    "mp": "[1,1,8]",
-    "2d": "[2,1,1,4]",
     "3d": "[4,1,1,2]",
     "mixtral": "[4,1,1,2]",
 }
 """The vocabulary of 93 is cut in the table, where XLA pads it; in the logits where nothing else of them is."""
-INPUT = {
-    case: "{replicated}" if case == "mp" else f"{{devices={sharding.split(',')[0]},"
-    for case, sharding in LOGITS.items()
-}
+INPUT = {case: f"{{devices={sharding.split(',')[0]}," for case, sharding in LOGITS.items()}
 
 
 def architecture_of(model: Any) -> Any:

@@ -216,7 +216,7 @@ def test_evaluation_and_logits_are_those_of_transformers(run: Run) -> None:
     likeliest = logits[:, :-1].argmax(-1).numpy() == rows.tokens[:, 1:]
     assert found.correct == (likeliest * rows.weights[:, 1:]).sum()
     real = rows.positions >= 0
-    np.testing.assert_allclose(run.runner.logits(rows)[real], logits.numpy()[real], atol=2e-5)
+    np.testing.assert_allclose(run.runner.predict(rows)[1][real], logits.numpy()[real], atol=2e-5)
 
 
 def test_packed_rows_are_as_if_apart(run: Run) -> None:

@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 8, "head_dim": 4, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
     "attn_implementation": "eager",
 }  # fmt: skip
-LLAMA = ("fsdp", "dp", "mp", "2d", "3d")
+LLAMA = ("fsdp", "dp", "3d")
 LOADED = ("dp", "3d")  # nothing is sharded, and everything is
 MIXTRAL = "data=2,fsdp=2,expert=2"
 OTHERS = ("gemma3n_text", "qwen3_next", "mistral4")

@@ -51,6 +51,8 @@ class NumpyTrainRunner:
         self.spike_at: set[int] = set()
         self.rows: list[np.ndarray] = []
         """The tokens of each batch, in order."""
+        self.evaluated = self.predicted = 0
+        """Batches whose figures, and whose logits, were computed."""
 
     def step(self, batch: Batch) -> Done:
         self.rows.append(batch.tokens.copy())
@@ -65,11 +67,13 @@ class NumpyTrainRunner:
         return Done(StepValues(mean, mean, tokens, float(np.linalg.norm(gradient)), rate))
 
     def evaluate(self, batch: Batch) -> Done:
+        self.evaluated += 1
         loss, tokens, _, correct = self._loss(batch)
         return Done(EvalValues(loss, tokens, correct))
 
-    def logits(self, batch: Batch) -> np.ndarray:
-        return self.loaded.table[batch.tokens].astype(np.float32)
+    def predict(self, batch: Batch) -> tuple[Done, np.ndarray]:
+        self.predicted += 1
+        return self.evaluate(batch), self.loaded.table[batch.tokens].astype(np.float32)
 
     def any_process(self, flag: bool) -> bool:
         return flag

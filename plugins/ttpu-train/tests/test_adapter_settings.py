@@ -36,6 +36,10 @@ def test_a_mapping_and_a_saved_config_give_settings(tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa"}, "'pissa' was given, but adapters begin with"),
         ({"use_dora": True, "lora_dropout": 0.1}, "lora_dropout=0.1 was given with use_dora"),
         ({"alpha_pattern": {"q_proj": 1}}, "sets alpha_pattern"),
+        ({"target_modules": 5}, "target_modules=5, but it is a list of names"),
+        ({"modules_to_save": [5]}, r"modules_to_save=\(5,\), but it is a list of names"),
+        ({"use_dora": "no"}, "use_dora='no', but it is true or false"),
+        ({"layers_to_transform": "all"}, "but it is a list of numbers from 0"),
         (7, "is a int, but a mapping or peft's LoraConfig"),
     ],
 )

@@ -82,6 +82,32 @@ def test_a_damaged_checkpoint_is_put_aside_and_its_step_is_written_anew(
     assert store(runner, tmp_path).restore() == {"position": 6}
 
 
+def test_files_of_another_size_and_a_header_of_another_step_are_damage(
+    runner: NumpyTrainRunner, tmp_path: Path
+) -> None:
+    save(store(runner, tmp_path), runner, 1)
+    place = tmp_path / "checkpoints" / "1"
+    with (place / "trainer.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(CheckpointError, match=r"damaged \(ValueError: trainer.json has 16 bytes of 15"):
+        store(runner, tmp_path).restore()
+    place.rename(place.with_name("3"))
+    (place.with_name("3") / "trainer.json").write_text('{"position": 1}')
+    with pytest.raises(CheckpointError, match="it says that it is of step 1"):
+        store(runner, tmp_path).restore()
+
+
+def test_all_of_a_checkpoint_is_on_disk_before_it_has_its_name(
+    runner: NumpyTrainRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, flushed = tmp_path / "checkpoints" / "1", list[tuple[str, bool]]()
+    monkeypatch.setattr(checkpoints, "_to_disk", lambda path: flushed.append((path.name, place.exists())))
+    save(store(runner, tmp_path), runner, 1)
+    before = {name for name, is_there in flushed if not is_there}
+    assert before == {"run.json", "trainer.json", "table.npy", "config.json", "model", ".unfinished-1"}
+    assert flushed[-1] == ("checkpoints", True)
+
+
 def test_where_none_can_be_read_none_is_renamed(runner: NumpyTrainRunner, tmp_path: Path) -> None:
     save(store(runner, tmp_path), runner, 1, 2)
     for step in "12":

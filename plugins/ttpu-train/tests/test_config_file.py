@@ -39,6 +39,13 @@ def test_a_mixtures_files_are_beside_the_file_and_no_is_a_word(tmp_path: Path) -
     assert read.arguments == {"eval_strategy": "no", "save_strategy": "no", "bf16": False}
 
 
+def test_a_text_of_digits_stays_one(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ntrain_dataset: d\nrun_name: '2024'\nmethod: grpo\nbeta: 1e-2\n")
+    read = read_training_file(file, ["output_dir='007'", "delta=1e1"])
+    assert read.arguments == {"run_name": "2024", "beta": 0.01, "output_dir": "007", "delta": 10.0}
+
+
 def test_examples_can_be_imported(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text(
@@ -62,6 +69,8 @@ def test_examples_can_be_imported(tmp_path: Path) -> None:
         ("model: m\ntrain_dataset: {import: 'nowhere:x'}\n", [], "'nowhere:x' was to be imported"),
         ("model: m\ntrain_dataset: {import: 'math:pi'}\n", [], "is a float, but a sequence of examples"),
         ("model: m\ntrain_dataset: {import: 'string:digits', head: 1}\n", [], "was given head"),
+        ("model: m\ntrain_dataset: {import: 'string:digits', skip: x}\n", [], "with skip='x', but that is a number"),
+        ("model: m\ntrain_dataset: d\n1: 2\n", [], "has the key 1, but keys are texts"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_sentence(tmp_path: Path, content: str, changes: list[str], said: str) -> None:

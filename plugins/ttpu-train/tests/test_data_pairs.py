@@ -11,6 +11,7 @@ from data_cases import tokenizer
 
 from ttpu_core.errors import DataError, RequestError
 from ttpu_train.data.loader import BatchLoader
+from ttpu_train.data.packing import EpochPlan
 from ttpu_train.data.pairs import PairPlanner
 from ttpu_train.data.settings import DataSettings
 from ttpu_train.preference import PreferenceMethod
@@ -97,6 +98,7 @@ def test_rewards_are_learned_from_whole_texts_with_margins(tmp_path: Path) -> No
     said_whole = [said(batch, row, weighted=False) for row in range(4)]
     assert said_whole == ["good", "bad", "xgood", "xbad"]
     assert batch.extra["margins"].tolist() == [2, 0, 2, 0, 0, 0]
+    assert not batch.weights[:, 0].any() and batch.weights[0, 1:3].all()  # nothing predicts the first token
     plain = planner([{"chosen": "good", "rejected": "bad"}], tmp_path, "rewards")
     assert not plain.batch(plain.plan(0), 0, 1, 1).extra and plain.digest != found.digest
     with pytest.raises(DataError, match=r"1 of 2 examples were given without a margin"):
@@ -126,6 +128,19 @@ def test_examples_without_a_completion_in_the_row_are_left_out(tmp_path: Path) -
     assert planner([PAIRS[0], long, PAIRS[1]], tmp_path, shuffle=False).plan(0).rows == 2
     with pytest.raises(DataError, match=r"1 examples.*max_length"):
         planner([long], tmp_path)
+    batch = planner([PAIRS[0]], tmp_path).batch(EpochPlan(np.arange(1), np.arange(2)), 0, 1, 1)
+    begin = int(np.flatnonzero(batch.weights[0])[0])
+    assert planner([PAIRS[0]], tmp_path, max_length=begin + 1).plan(0).rows == 1
+    with pytest.raises(DataError, match=r"begin within the first"):
+        planner([PAIRS[0]], tmp_path, max_length=begin)
+
+
+def test_labels_stay_with_their_examples_and_are_part_of_the_data(tmp_path: Path) -> None:
+    long = {"prompt": "import " * WIDTH, "completion": "a", "label": True}
+    found = planner([long, *LABELLED], tmp_path, "labels", shuffle=False)
+    assert found.batch(found.plan(0), 0, 5, 5).extra["labels"].tolist() == [0, 1, 1, 0, 1]
+    other = planner([long, *LABELLED[:-1], {**LABELLED[-1], "label": False}], tmp_path, "labels", shuffle=False)
+    assert other.digest != found.digest  # a run is not resumed with other labels
 
 
 @pytest.mark.parametrize(

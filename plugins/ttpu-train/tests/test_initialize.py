@@ -228,7 +228,7 @@ def test_every_argument_is_taken_or_refused_by_name(backend: NumpyBackend) -> No
         "parallelism_strategy", "trainable", "peft_config", "adapter_name_or_path", "max_length", "packing",
         "dataset_text_field", "assistant_only_loss", "completion_only_loss", "document_separator", "mixture_weights",
         "overlong", "dataloader_num_workers", "dataloader_drop_last", "logging_steps", "logging_first_step",
-        "report_to", "run_name", "disable_tqdm", "seed", "data_seed", "profile_steps", "offload_optimizer",
+        "report_to", "run_name", "disable_tqdm", "seed", "data_seed", "profile_steps", "offload_optimizer", "plan",
     }, "a new argument is honoured by ttpu.initialize, or in OF_THE_LOOP"  # fmt: skip
 
 

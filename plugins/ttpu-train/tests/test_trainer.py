@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from numpy_train_runner import BigramModel, NumpyBackend, NumpyTrainRunner
 from transformers import EarlyStoppingCallback
+from transformers import TrainerCallback as TransformersCallback
 
 import ttpu_train.trainer
 from ttpu_core.errors import CheckpointError, DataError, RequestError
@@ -174,6 +176,29 @@ def test_callbacks_hear_every_event_in_order(backend: NumpyBackend, tmp_path: Pa
     ]  # fmt: skip
 
 
+def test_what_is_due_by_updates_comes_before_the_end_of_an_epoch(backend: NumpyBackend, tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    class Listens(TrainerCallback):
+        pass
+
+    for event in ("on_step_end", "on_log", "on_save", "on_epoch_end", "on_evaluate"):
+        setattr(Listens, event, lambda self, args, state, control, _event=event, **kwargs: heard.append(_event))
+    given = {"callbacks": [Listens], "eval_dataset": examples(4, 1), "train_dataset": examples(8), "max_steps": 2}
+    one = trainer(tmp_path, **given, eval_strategy="epoch", save_steps=2, logging_steps=2)
+    one.train()
+    assert heard == ["on_step_end", "on_step_end", "on_log", "on_save", "on_epoch_end", "on_log", "on_evaluate"]
+    assert one.state.num_train_epochs == 1  # of two updates; num_train_epochs is 3
+
+
+def test_events_that_are_never_called_are_told_of(backend: NumpyBackend, tmp_path: Path) -> None:
+    class Counts(TransformersCallback):
+        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None: ...
+
+    with pytest.warns(UserWarning, match="the callback Counts has on_optimizer_step, which is never called"):
+        trainer(tmp_path, callbacks=[Counts])
+
+
 def test_a_callback_of_transformers_stops_a_run_early(backend: NumpyBackend, tmp_path: Path) -> None:
     one = trainer(
         tmp_path,
@@ -257,10 +282,10 @@ def test_a_spike_brings_the_weights_of_the_newest_checkpoint_back(backend: Numpy
     with pytest.raises(TrainingError, match="after 3 rollbacks"), pytest.warns(UserWarning, match="are back"):
         endless.train()
 
-    warned = trainer(tmp_path / "warn", loss_spike_factor=5.0, max_steps=9)
+    warned = trainer(tmp_path / "warn", loss_spike_factor=5.0, max_steps=9, logging_steps=9)
     warned.runner.spike_at = {7}  # type: ignore[attr-defined]
-    with pytest.warns(UserWarning, match="more than 5 times its running mean"):
-        assert warned.train().global_step == 9
+    with pytest.warns(UserWarning, match="the loss of step 7 is .*, more than 5 times its running mean"):
+        assert warned.train().global_step == 9  # update 8 was given to the devices when the loss of 7 was read
 
 
 def test_metrics_of_the_user_join_an_evaluation(backend: NumpyBackend, tmp_path: Path) -> None:
@@ -278,9 +303,28 @@ def test_metrics_of_the_user_join_an_evaluation(backend: NumpyBackend, tmp_path:
     one.train()
     metrics = one.evaluate()
     assert metrics["eval_hits"] == pytest.approx(metrics["eval_accuracy"])
+    runner = cast(NumpyTrainRunner, one.runner)
+    assert runner.evaluated == runner.predicted > 0  # one pass gives both
     predicted = one.predict(examples(5, 3), metric_key_prefix="test")
     assert predicted.predictions.shape == predicted.label_ids.shape == (5, LENGTH)
     assert predicted.metrics["test_hits"] == pytest.approx(predicted.metrics["test_accuracy"])
+    assert runner.evaluated == runner.predicted
+
+
+def test_metrics_may_be_numbers_of_numpy(backend: NumpyBackend, tmp_path: Path) -> None:
+    def measured(prediction: Any) -> dict[str, Any]:
+        return {"top": prediction.predictions.max(), "count": np.int64(3), "each": np.arange(2)}
+
+    data = {"eval_dataset": examples(6, 1), "eval_strategy": "steps", "eval_steps": 5}
+    one = trainer(tmp_path, **data, compute_metrics=measured, metric_for_best_model="top")
+    one.train()
+    assert isinstance(one.state.best_metric, float)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["eval_each"] for line in lines if line.get("eval_count") == 3] == [[0, 1], [0, 1]]
+    header = json.loads((tmp_path / "checkpoints" / "5" / "run.json").read_text())
+    assert header["metrics"]["eval_top"] == lines[1]["eval_top"] > 0
+    with pytest.raises(RequestError, match="compute_metrics returned NoneType 'None', but metrics by name are needed"):
+        trainer(tmp_path / "none", **data, compute_metrics=lambda _: None).train()
 
 
 def test_several_processes_measure_all_rows() -> None:
@@ -330,6 +374,9 @@ def test_checkpoints_of_runs_are_not_mixed_up(backend: NumpyBackend, tmp_path: P
     tenth = tmp_path / "a" / "checkpoints" / "10"
     with pytest.raises(RequestError, match=r"newer checkpoints \(12\)"):
         trainer(tmp_path / "a").train(resume_from_checkpoint=tenth)
+    copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    with pytest.raises(RequestError, match=r"of another run, and .* has checkpoints of its own \(5, 10, 12\)"):
+        trainer(copy).train(resume_from_checkpoint=tenth)
     trainer(tmp_path / "b").train(resume_from_checkpoint=tenth)
     assert len(backend.runners[-1].rows) == 2
     assert sorted(int(path.name) for path in (tmp_path / "b" / "checkpoints").iterdir()) == [12]
@@ -379,6 +426,21 @@ def test_checkpoints_of_runs_are_not_mixed_up(backend: NumpyBackend, tmp_path: P
         ({**BEST, "eval_steps": 4, "save_steps": 2}, "make save_steps a multiple of eval_steps"),
         ({"report_to": "excel"}, "report_to='excel'"),
         ({"callbacks": [object()]}, "none of the methods"),
+        ({"callbacks": StopIteration()}, "callbacks was given as a StopIteration, but it is a list"),
+        ({"args": SimpleNamespace()}, "args was given as a types.SimpleNamespace, but it is ttpu.TrainingArguments"),
+        ({"tokenizer": "a", "processing_class": "b"}, "processing_class and tokenizer were given"),
+        ({"parallelism_strategy": "fsdp"}, "parallelism_strategy was given with a loaded BigramModel"),
+        ({"load_options": {"dtype": "auto"}}, "load_options was given with a loaded BigramModel"),
+        ({"momentum": 0.9}, "momentum was given, but it has no effect without optim: sgd or muon"),
+        ({"loss_spike_action": "rollback"}, "no effect without loss_spike_factor"),
+        ({"loss_spike_action": "rollback", "loss_spike_factor": 3, "save_strategy": "no"}, "without save_strategy"),
+        ({"logging_steps": 2.5}, "logging_steps=2.5 was given, but it is a whole number, or a share below 1"),
+        ({"eval_tasks_engine_options": ["a"]}, "eval_tasks_engine_options=['a'] was given, but it is a mapping"),
+        ({"method": "dpo", "beta": "high"}, "beta='high' was given, but it is a number"),
+        ({"method": "distill", "teacher_model": "a", "beta": float("nan")}, "beta=nan was given, but it is a finite"),
+        ({"method": "grpo", "reward_funcs": len, "num_generations": "8"}, "num_generations='8' was given"),
+        ({"method": "grpo", "reward_funcs": len, "steps_per_generation": 0}, "steps_per_generation=0 was given"),
+        ({"method": "grpo", "reward_funcs": len, "top_p": 5.0}, "top_p is 5.0"),
         ({"args": TrainingArguments()}, "both args and"),
     ],
 )
@@ -400,6 +462,8 @@ def test_data_and_a_model_are_needed(backend: NumpyBackend, tmp_path: Path) -> N
         trainer(tmp_path, train_dataset=None).train()
     with pytest.raises(RequestError, match="eval_strategy='steps' was asked for, but there is no eval_dataset"):
         trainer(tmp_path, eval_strategy="steps")
+    with pytest.warns(UserWarning, match="eval_steps, eval_on_start was given, but has no effect without"):
+        trainer(tmp_path, eval_steps=2, eval_on_start=True, callbacks=None)
     with pytest.raises(RequestError, match="no eval_dataset"):
         trainer(tmp_path).evaluate()
 
@@ -495,14 +559,17 @@ def test_a_metric_that_no_evaluation_gives_is_refused_by_name(backend: NumpyBack
     trainer(tmp_path, **given, metric_for_best_model="accuracy").train(resume_from_checkpoint=True)
 
 
-def test_rows_that_are_longer_than_the_models_positions_are_told_of(backend: NumpyBackend, tmp_path: Path) -> None:
+def test_rows_that_are_longer_than_the_models_positions_are_told_of(
+    backend: NumpyBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ttpu_train.trainer, "training_flops", lambda *_, **__: 0.0)
     one = trainer(tmp_path, max_steps=1)
-    one.loaded.architecture = SimpleNamespace(spec=SimpleNamespace(context=LENGTH))
+    one.loaded.architecture = SimpleNamespace(spec=SimpleNamespace(context=LENGTH - 1))
+    with pytest.warns(UserWarning, match="max_length=8 was given, but the model's config names 7 positions"):
+        one.train()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_long_rows(LENGTH, SimpleNamespace(context=LENGTH))
-    with pytest.warns(UserWarning, match="max_length=8 was given, but the model's config names 4 positions"):
-        warn_of_long_rows(8, SimpleNamespace(context=4))
 
 
 def test_a_run_of_another_library_is_not_begun_over(backend: NumpyBackend, tmp_path: Path) -> None:

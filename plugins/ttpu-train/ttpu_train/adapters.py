@@ -67,6 +67,13 @@ class AdapterSettings:
             RequestError: one is out of range.
             UnsupportedError: a combination that is not trained.
         """
+        for name in ("use_rslora", "use_dora"):
+            _need(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
+        for name in ("target_modules", "modules_to_save", "exclude_modules"):
+            names = getattr(self, name)
+            _need(isinstance(names, str) or all(isinstance(one, str) for one in names), name, names, "a list of names")
+        layers = self.layers_to_transform or ()
+        _need(all(map(_is_layer, layers)), "layers_to_transform", layers, "a list of numbers from 0")
         whole = isinstance(self.r, int) and not isinstance(self.r, bool)
         _need(whole and self.r >= 1, "r", self.r, "a whole number from 1")
         _need(_is_number(self.lora_alpha) and self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "a number above 0")
@@ -163,12 +170,17 @@ def _known_to_peft(peft_config: Any) -> frozenset[str]:
 
 def _frozen(name: str, value: Any) -> Any:
     if name == "layers_to_transform":
-        return (value,) if isinstance(value, int) else tuple(value)
+        return tuple(value) if isinstance(value, list | tuple) else (value,)
     if name == "modules_to_save" and isinstance(value, str):
         return (value,)
     if name in _SEQUENCES and not isinstance(value, str):
-        return tuple(sorted(value))
+        _need(isinstance(value, list | tuple | set), name, value, "a list of names")
+        return tuple(sorted(value, key=str))
     return value
+
+
+def _is_layer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_number(value: Any) -> bool:

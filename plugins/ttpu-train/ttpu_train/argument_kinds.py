@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from ttpu_core.errors import RequestError
@@ -33,6 +35,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (_is_whole, "a whole number"),
     "float": (_is_number, "a number"),
     "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "Mapping[str, Any]": (lambda value: isinstance(value, Mapping), "a mapping"),
     "str": (lambda value: isinstance(value, str), "a text"),
     "str | Path": (_is_path, "a path"),
     "Sequence[str]": (_each(_is_text), "a list of texts"),
@@ -58,6 +61,18 @@ def check_kind(name: str, annotation: str, value: Any) -> None:
         return
     is_right, words = KINDS[wanted]
     need(is_right(value), name, value, words)
+
+
+def check_fields(made: Any) -> None:
+    """Refuse a dataclass with a value of another kind than its field has, or with a number that is not finite.
+
+    Raises:
+        RequestError: there is one.
+    """
+    for one in fields(made):
+        value = getattr(made, one.name)
+        check_kind(one.name, str(one.type), value)
+        need(not isinstance(value, float) or math.isfinite(value), one.name, value, "a finite number")
 
 
 def need(holds: bool, name: str, value: Any, allowed: str) -> None:

@@ -3,7 +3,7 @@ where it has them, and of TRL's `SFTConfig` for text."""
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import Any, Literal, Self, get_args
 
 from ttpu_core.errors import RequestError
 from ttpu_core.loading import refuse_unknown
+from ttpu_core.sharding.training_state import Optimizer, Remat, UpdateSettings
 from ttpu_train.adapters import AdapterSettings, adapter_settings
-from ttpu_train.argument_kinds import among, check_kind, need
+from ttpu_train.argument_kinds import among, check_fields, need
 from ttpu_train.runner import (
     CheckpointPolicy,
     LossSettings,
@@ -24,8 +25,6 @@ from ttpu_train.runner import (
 from ttpu_train.schedules import SCHEDULES, schedule_settings
 
 Interval = Literal["no", "steps", "epoch"]
-Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
-Remat = Literal["auto", "full", "dots", "none"]
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
     **{name: name for name in get_args(Optimizer)},
@@ -82,6 +81,8 @@ class TrainingArguments:
         pipeline_schedule: how the parts of `gradient_accumulation_steps` pass the stages of a mesh with the axis
             "stage": "gpipe", or "1f1b", which keeps the activations of fewer parts.
         parallelism_strategy: how the model is sharded, as for `AutoModelForTPU.from_pretrained`.
+        plan: a plan to train, or the file that `ttpu plan --task training --save` wrote, in place of
+            parallelism_strategy: its mesh counts, and its stage of ZeRO where zero_stage is None.
         offload_optimizer: hold the optimizer's state in the host's memory; an update brings it to the devices layer by
             layer.
         trainable: patterns of the paths of trained parameters, as in "layers.*.attn.*"; None trains all.
@@ -162,6 +163,7 @@ class TrainingArguments:
     zero_stage: ZeroStage | None = None
     pipeline_schedule: PipelineSchedule = "1f1b"
     parallelism_strategy: Any = None
+    plan: Any = None
     offload_optimizer: bool = False
     trainable: Sequence[str] | None = None
     peft_config: Any = None
@@ -211,10 +213,7 @@ class TrainingArguments:
         Raises:
             RequestError: one is out of range, or two contradict each other.
         """
-        for one in fields(self):
-            value = getattr(self, one.name)
-            check_kind(one.name, str(one.type), value)
-            need(not isinstance(value, float) or math.isfinite(value), one.name, value, "a finite number")
+        check_fields(self)
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             need(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         need(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, "-1 or at least 1")
@@ -226,10 +225,9 @@ class TrainingArguments:
         for name in ("logging_steps", "save_steps", "eval_steps", "eval_tasks_limit"):
             value = getattr(self, name)
             need(value is None or value > 0, name, value, "above 0")
-        more = self.lr_scheduler_kwargs
-        need(more is None or isinstance(more, Mapping), "lr_scheduler_kwargs", more, "a mapping, or None")
+            need(value is None or value < 1 or value % 1 == 0, name, value, "a whole number, or a share below 1")
         among(self.lr_scheduler_type, "lr_scheduler_type", SCHEDULES)
-        schedule_settings(self.lr_scheduler_type, more or {}, self.learning_rate, 0, 1)
+        schedule_settings(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate, 0, 1)
         among(self.optim, "optim", OPTIMIZERS)
         among(self.remat, "remat", get_args(Remat))
         among(self.eval_strategy, "eval_strategy", get_args(Interval))
@@ -247,6 +245,12 @@ class TrainingArguments:
             "1 or more, or None",
         )
         self._check_recomputation()
+        if self.plan is not None and self.parallelism_strategy is not None:
+            raise RequestError(
+                f"plan was given with parallelism_strategy={self.parallelism_strategy!r}, but both name a mesh: give "
+                "one of them."
+            )
+        self._check_companions()
         if self.load_best_model_at_end and (self.eval_strategy == "no" or self.eval_strategy != self.save_strategy):
             raise RequestError(
                 f"load_best_model_at_end was asked for with eval_strategy={self.eval_strategy!r} and save_strategy="
@@ -284,6 +288,17 @@ class TrainingArguments:
         if self.peft_config is None and self.adapter_name_or_path is None:
             return None
         return adapter_settings(self.peft_config, self.adapter_name_or_path)
+
+    def update_settings(self) -> UpdateSettings:
+        """What the memory of an update depends on, for the planner."""
+        return UpdateSettings(
+            OPTIMIZERS[self.optim],
+            self.momentum,
+            self.gradient_accumulation_steps,
+            self.recomputed,
+            self.zero_stage,
+            self.offload_optimizer,
+        )
 
     @property
     def folder(self) -> Path:
@@ -340,6 +355,28 @@ class TrainingArguments:
                 f"gradient_checkpointing={asked} was given with remat={self.remat!r}, but they contradict each other: "
                 "give one of them."
             )
+
+    def _check_companions(self) -> None:
+        """Refuse arguments that have no effect without another one; warn where a file is often used with that one
+        switched off, as by eval_strategy=no."""
+        rolls_back = self.loss_spike_action == "rollback"
+        for name, is_given, other, is_there in (
+            ("momentum", self.momentum > 0, "optim: sgd or muon", self.optim in ("sgd", "muon")),
+            ("loss_spike_action: rollback", rolls_back, "loss_spike_factor, as in 3", self.loss_spike_factor > 0),
+            ("loss_spike_action: rollback", rolls_back, "save_strategy: steps or epoch", self.save_strategy != "no"),
+        ):
+            if is_given and not is_there:
+                raise RequestError(
+                    f"{name} was given, but it has no effect without {other}: add that, or leave the former out."
+                )
+        usual = {one.name: one.default for one in fields(self)}
+        for names, other, is_there in (
+            (("eval_steps", "eval_on_start", "metric_for_best_model"), "eval_strategy", self.eval_strategy != "no"),
+            ([name for name in usual if name.startswith("eval_tasks_")], "eval_tasks", bool(self.task_names)),
+        ):
+            given = [name for name in names if getattr(self, name) != usual[name]]
+            if given and not is_there:
+                warnings.warn(f"{', '.join(given)} was given, but has no effect without {other}", stacklevel=4)
 
     def _check_that_the_best_is_saved(self) -> None:
         """Refuse checkpoints that are written after updates without an evaluation, as transformers does."""

@@ -4,6 +4,7 @@ transformers' Trainer works here if it reads no torch object."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -23,6 +24,9 @@ EVENTS = (
     "on_save",
     "on_log",
 )
+
+NOT_CALLED = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step", "on_push_begin")
+"""Events of transformers that a compiled update does not have."""
 
 
 @dataclass
@@ -149,7 +153,7 @@ class CallbackList:
             self.add(one)
 
     def add(self, callback: Any) -> None:
-        """Add a callback at the end.
+        """Add a callback at the end, with a warning of events that are never called.
 
         Raises:
             RequestError: it has no event's method.
@@ -159,6 +163,14 @@ class CallbackList:
             raise RequestError(
                 f"the callback {type(made).__name__} was given, but it has none of the methods {', '.join(EVENTS)}: "
                 "inherit from ttpu.TrainerCallback."
+            )
+        kinds = [one for one in type(made).__mro__ if one.__name__ != "TrainerCallback"]  # transformers' has them all
+        silent = [event for event in NOT_CALLED if any(event in vars(kind) for kind in kinds)]
+        if silent:
+            warnings.warn(
+                f"the callback {type(made).__name__} has {', '.join(silent)}, which is never called: an update, with "
+                "its parts and the optimizer, is one compiled program",
+                stacklevel=4,
             )
         self.callbacks.append(made)
 

@@ -24,7 +24,9 @@ TRAINER_KEYS = ("model", "backend", "method", "train_dataset", "eval_dataset", "
 DATASETS = ("train_dataset", "eval_dataset")
 INTERVALS = ("eval_strategy", "save_strategy")
 """Fields with the choice "no", which YAML reads as False."""
-PATHS = ("model", "deepspeed", "adapter_name_or_path", "teacher_model", "reward_funcs")
+PATHS = ("model", "deepspeed", "plan", "adapter_name_or_path", "teacher_model", "reward_funcs")
+TEXTS = (*TRAINER_KEYS, *(one.name for one in fields(TrainingArguments) if str(one.type).startswith("str")))
+"""Keys whose values may be a text of digits."""
 IMPORTED_KEYS = ("import", "skip", "take")
 
 
@@ -57,7 +59,7 @@ def read_training_file(path: str | Path, changes: Sequence[str] = ()) -> Trainin
     """
     source = Path(path).expanduser()
     content = _content(source)
-    content = {key: _beside(value, source.parent) if key in (*PATHS, *DATASETS) else _number(value)
+    content = {key: _beside(value, source.parent) if key in (*PATHS, *DATASETS) else _number(key, value)
                for key, value in content.items()}  # fmt: skip
     tasks = content.get("eval_tasks")
     if isinstance(tasks, str | list):  # a folder beside the file may have the name of a task
@@ -119,8 +121,13 @@ def resolved(dataset: Any, folder: Path = Path()) -> Any:
             f"the dataset {target!r} is a {type(examples).__name__}, but a sequence of examples is needed: import a "
             "list, a mapping of texts, or a function that returns one."
         ) from error
-    begin, count = int(dataset.get("skip", 0)), dataset.get("take")
-    return examples[begin : None if count is None else begin + int(count)]
+    begin, count = dataset.get("skip", 0), dataset.get("take")
+    for name, value in (("skip", begin), ("take", 0 if count is None else count)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise RequestError(
+                f"the dataset {target!r} was given with {name}={value!r}, but that is a number of examples: correct it."
+            )
+    return examples[begin : None if count is None else begin + count]
 
 
 def _functions(given: Any, folder: Path) -> list[Any]:
@@ -162,6 +169,12 @@ def _content(source: Path) -> dict[str, Any]:
             f"the training file {source} holds a {type(content).__name__}, but keys with values are needed, such as "
             "`model: ./llama`: correct it."
         )
+    wrong = [key for key in content if not isinstance(key, str)]
+    if wrong:
+        raise RequestError(
+            f"the training file {source} has the key {wrong[0]!r}, but keys are texts, such as model: correct it, or "
+            "quote it."
+        )
     return content
 
 
@@ -196,12 +209,12 @@ def _apply(content: dict[str, Any], change: str) -> None:
         content = content.setdefault(part, {})
         if not isinstance(content, dict):
             raise RequestError(f"{change!r} was given, but {part} holds a value and no keys: correct it.")
-    content[last] = _number(value)
+    content[last] = value if path else _number(last, value)
 
 
-def _number(value: Any) -> Any:
-    """The number in a text such as 1e-4, which YAML reads as text."""
-    if isinstance(value, str) and not value.isalpha():  # nan and inf are words
+def _number(key: str, value: Any) -> Any:
+    """The number in a text such as 1e-4, which YAML reads as text, unless the field holds texts."""
+    if key not in TEXTS and isinstance(value, str) and not value.isalpha():  # nan and inf are words
         with suppress(ValueError):
             return float(value)
     return value

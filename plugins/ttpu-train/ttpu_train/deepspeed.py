@@ -211,14 +211,16 @@ class _Reader:
         if str(name).lower() not in OPTIMIZERS:
             raise _refused("optimizer.type", name, "Adam, AdamW, Lion, SGD or Muon")
         yield "optim", OPTIMIZERS[str(name).lower()]
-        for key, value in section.get("params", {}).items():
+        for key, value in _params("optimizer", section).items():
             if value == AUTO or (key in ("torch_adam", "adam_w_mode") and value):
                 continue
             if key == "betas":
-                yield "adam_beta1", float(value[0])
-                yield "adam_beta2", float(value[1])
+                if not isinstance(value, list | tuple) or len(value) != 2:
+                    raise _refused("optimizer.params.betas", value, "a list of two numbers, or auto")
+                yield "adam_beta1", _float("optimizer.params.betas", value[0])
+                yield "adam_beta2", _float("optimizer.params.betas", value[1])
             elif key in OPTIMIZER_KEYS:
-                yield OPTIMIZER_KEYS[key], float(value)
+                yield OPTIMIZER_KEYS[key], _float(f"optimizer.params.{key}", value)
             else:
                 raise _unknown("optimizer.params", key)
 
@@ -227,7 +229,7 @@ class _Reader:
         if name not in SCHEDULES:
             raise _refused("scheduler.type", name, " or ".join(SCHEDULES))
         yield "lr_scheduler_type", SCHEDULES[name]
-        given = section.get("params", {})
+        given = _params("scheduler", section)
         if given.get("warmup_type") not in ("linear", AUTO):
             if given.get("warmup_type", "log") != "log":
                 raise _refused("scheduler.params.warmup_type", given["warmup_type"], "linear")
@@ -242,15 +244,15 @@ class _Reader:
             if value == AUTO or key in ("warmup_type", "last_batch_iteration"):
                 continue
             if key == "warmup_num_steps":
-                yield "warmup_steps", int(value)
+                yield "warmup_steps", int(_float(f"scheduler.params.{key}", value))
             elif key == "warmup_max_lr":
-                yield "learning_rate", float(value)
+                yield "learning_rate", _float(f"scheduler.params.{key}", value)
             elif key == "total_num_steps":
-                yield "max_steps", int(value)
+                yield "max_steps", int(_float(f"scheduler.params.{key}", value))
             elif key in ("warmup_min_lr", "warmup_min_ratio", "cos_min_ratio"):
                 if key == "cos_min_ratio":
-                    yield "lr_scheduler_kwargs", {"min_lr_rate": float(value)}
-                elif float(value):
+                    yield "lr_scheduler_kwargs", {"min_lr_rate": _float(f"scheduler.params.{key}", value)}
+                elif _float(f"scheduler.params.{key}", value):
                     raise _refused(f"scheduler.params.{key}", value, "0")
             else:
                 raise _unknown("scheduler.params", key)
@@ -259,6 +261,8 @@ class _Reader:
         for key, value in section.items():
             if key != "enabled":
                 raise _unknown("bf16", key)
+            if value not in (True, False, AUTO):
+                raise _refused("bf16.enabled", value, "true, false or auto")
             if value != AUTO:
                 yield "bf16", bool(value)
 
@@ -299,6 +303,22 @@ class _Reader:
 
 def _is_on(section: Any) -> bool:
     return isinstance(section, Mapping) and section.get("enabled") not in (None, False, AUTO)
+
+
+def _params(name: str, section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys in the params of a section."""
+    params = section.get("params", {})
+    if not isinstance(params, Mapping):
+        raise _refused(f"{name}.params", params, "an object with keys")
+    return params
+
+
+def _float(key: str, value: Any) -> float:
+    """A number of the configuration, which may be written as a text, as in "1e-4"."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise _refused(key, value, "a number, or auto") from None
 
 
 def _interval(value: Any) -> int:

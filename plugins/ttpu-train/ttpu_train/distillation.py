@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_train.argument_kinds import check_fields
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.objectives import Distill
 from ttpu_train.runner import TrainRunner
@@ -73,6 +74,7 @@ class DistillMethod:
                 "not from its own: leave it out, which is lmbda=0."
             )
         objective = Distill(**given)
+        check_fields(objective)
         within = 0 <= objective.beta <= 1
         share = 0 <= objective.cross_entropy_weight <= 1
         for name, holds, allowed in (

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.sharding.parallelism import resolve_parallelism
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.config_file import TrainingFile
 from ttpu_train.deepspeed import merged
+from ttpu_train.planned import following_plan, planned_slice, predicted_memory
 from ttpu_train.runner import CompiledTraining
 from ttpu_train.throughput import training_flops
 
@@ -16,11 +18,13 @@ def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:
     """Compile the update that a training file describes. Neither data nor weights are read.
 
     Returns:
-        The figures of `CompiledTraining` by name, where `seconds` counts kernels with their least time, and
-        tokens_per_second_per_device and mfu.
+        The figures of `CompiledTraining` by name, where `seconds` counts kernels with their least time,
+        tokens_per_second_per_device and mfu; and of the planner plan_bytes and plan_held_bytes, what it predicts of
+        peak_bytes and held_bytes, or None with the reason in plan_note.
 
     Raises:
-        RequestError: a mesh that is no text, or settings that contradict the model.
+        RequestError: a mesh that is no text, settings that contradict the model, or a plan for another slice.
+        PlanError: the plan is damaged, or is not one to train.
         UnsupportedError: the backend cannot compile for absent devices, or the update does not fit.
     """
     from ttpu_core.backend import CompilesTraining
@@ -41,7 +45,9 @@ def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:
         )
     deepspeed = asked.trainer.get("deepspeed")
     args = TrainingArguments.read(asked.arguments if deepspeed is None else merged(asked.arguments, deepspeed))
-    strategy = args.parallelism_strategy
+    args = following_plan(args, str(asked.trainer["model"]), asked.trainer.get("load_options") or {})
+    followed = planned_slice(args, topology)
+    strategy = args.parallelism_strategy if followed is None else str(followed)
     if strategy is not None and not isinstance(strategy, str):
         raise RequestError(
             f"parallelism_strategy={strategy!r} was given, but a slice is divided by a name or a mesh: write text such "
@@ -61,4 +67,6 @@ def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:
     seconds = found.seconds + found.kernel_seconds
     rate = found.rows * found.length / seconds / found.devices
     mfu = rate * training_flops(architecture.spec, found.length) / found.peak_flops
-    return {**figures, "seconds": seconds, "tokens_per_second_per_device": rate, "mfu": mfu}
+    mesh = followed or resolve_parallelism(strategy or "fsdp", found.devices)
+    plan = predicted_memory(args, architecture.spec, topology, mesh, found.rows)
+    return {**figures, "seconds": seconds, "tokens_per_second_per_device": rate, "mfu": mfu, **plan}

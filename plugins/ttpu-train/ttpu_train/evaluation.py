@@ -85,12 +85,15 @@ def evaluate(
             progress(number)
     for one in flying:
         total = _sum(total, one.values())
+    return _metrics(runner, total, prefix, time.perf_counter() - began)
+
+
+def _metrics(runner: TrainRunner, total: EvalValues, prefix: str, seconds: float) -> dict[str, float]:
     if total.tokens == 0:
         raise RequestError(
             "an evaluation was asked for, but its data have no token with a weight: give data of which some tokens "
             "are trained on, and rows (max_length) long enough to reach them."
         )
-    seconds = time.perf_counter() - began
     speed = {
         f"{prefix}_tokens": total.tokens,
         f"{prefix}_runtime": seconds,
@@ -109,20 +112,31 @@ def evaluate(
 
 
 def predict(
-    runner: TrainRunner, batches: Iterator[Batch], preprocess: Callable[[np.ndarray, np.ndarray], Any] | None = None
-) -> EvalPrediction:
-    """The logits of all rows, of several processes too: metrics must not differ between them.
+    runner: TrainRunner,
+    batches: Iterator[Batch],
+    preprocess: Callable[[np.ndarray, np.ndarray], Any] | None = None,
+    prefix: str = "test",
+) -> PredictionOutput:
+    """The logits of all rows, of several processes too, because metrics must not differ between them; and what
+    `evaluate` gives, of the same pass.
 
     Args:
         runner: computes them.
         batches: the rows.
         preprocess: called with logits float32 [rows, seq, vocab] and labels [rows, seq] of each batch; what it returns
             is kept in place of the logits.
+        prefix: before each metric's name.
+
+    Raises:
+        RequestError: no token has a weight.
     """
+    began = time.perf_counter()
+    total = EvalValues(0.0, 0.0, 0.0)
     kept: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     for batch in batches:
-        logits = runner.logits(batch)
+        values, logits = runner.predict(batch)
+        total = _sum(total, values.values())
         of_batch: np.ndarray = np.where(batch.weights > 0, batch.tokens, -100).astype(np.int64)
         rows: np.ndarray = np.asarray((batch.positions >= 0).any(axis=1))  # the last batch is filled up
         made = logits if preprocess is None else np.asarray(preprocess(logits, of_batch))
@@ -130,7 +144,8 @@ def predict(
             made, of_batch, rows = (runner.gathered_rows(one) for one in (made, of_batch, rows))
         kept.append(made[rows])
         labels.append(of_batch[rows])
-    return EvalPrediction(_joined(kept), _joined(labels))
+    metrics = _metrics(runner, total, prefix, time.perf_counter() - began)
+    return PredictionOutput(_joined(kept), _joined(labels), metrics)
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

@@ -129,7 +129,7 @@ def initialize(
     _check_length(found, with_data=training_data is not None)
     # The loop of the user ends the run: the number of updates is the schedule's alone.
     given = {**DEFAULTS, "max_steps": 1, **found}
-    if given.get("parallelism_strategy") is None and isinstance(model, str | Path):
+    if given.get("parallelism_strategy") is None and given.get("plan") is None and isinstance(model, str | Path):
         given["parallelism_strategy"] = "fsdp" if given.get("zero_stage") == 3 else "dp"
     trainer = Trainer(
         model,

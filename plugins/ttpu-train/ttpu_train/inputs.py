@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_train.arguments import TrainingArguments
 
 
-def check_kinds(model: Any, load_options: Any) -> None:
-    """Refuse what is no model, and options that are no mapping.
+def check_kinds(model: Any, args: Any, load_options: Any, tokenizers: tuple[Any, Any]) -> None:
+    """Refuse what is no model, arguments and options that are no mapping, and two tokenizers.
 
     Raises:
         RequestError: it is so.
@@ -25,10 +26,66 @@ def check_kinds(model: Any, load_options: Any) -> None:
             f"model={given} was given, but it is a checkpoint's folder or Hub id, or a model that "
             "AutoModelForTPU.from_pretrained opened: pass one of these."
         )
+    if args is not None and not isinstance(args, TrainingArguments | Mapping):
+        kind = f"{type(args).__module__.partition('.')[0]}.{type(args).__name__}"
+        raise RequestError(
+            f"args was given as a {kind}, but it is ttpu.TrainingArguments, whose names are those of transformers, or "
+            "a mapping: pass one of these, or the fields by name."
+        )
+    first, second = tokenizers
+    if first is not None and second is not None and first is not second:
+        raise RequestError(
+            "processing_class and tokenizer were given, but both are the tokenizer of the data: pass one of them."
+        )
     if load_options is not None and not isinstance(load_options, Mapping):
         raise RequestError(
             f"load_options={load_options!r} was given, but it is a mapping, such as {{dtype: float32}}: correct it."
         )
+
+
+def check_opened(model: Any, strategy: Any, load_options: Mapping[str, Any] | None) -> None:
+    """Refuse what is said of opening a model that is open already.
+
+    Raises:
+        RequestError: there is something.
+    """
+    given = [
+        name for name, value in (("parallelism_strategy", strategy), ("load_options", load_options or None))
+        if value is not None
+    ]  # fmt: skip
+    if given and not isinstance(model, str | Path):
+        raise RequestError(
+            f"{' and '.join(given)} was given with a loaded {type(described(model)).__name__}, which is on its devices "
+            "already: give it to AutoModelForTPU.from_pretrained, or pass the checkpoint's folder as model."
+        )
+
+
+def plain_metrics(found: Any) -> dict[str, Any]:
+    """What compute_metrics returned, with numbers of numpy, torch and jax as Python's, because logs and checkpoints
+    are JSON.
+
+    Raises:
+        RequestError: it is no mapping.
+    """
+    if not isinstance(found, Mapping):
+        raise RequestError(
+            f"compute_metrics returned {type(found).__name__} {str(found)[:60]!r}, but metrics by name are needed: "
+            'return a mapping, such as {"accuracy": 0.5}.'
+        )
+    return {str(name): value.tolist() if hasattr(value, "tolist") else value for name, value in found.items()}
+
+
+def callbacks_in(given: Any) -> tuple[Any, ...]:
+    """The callbacks that a trainer was given; None is none.
+
+    Raises:
+        RequestError: it is no list.
+    """
+    if given is not None and not isinstance(given, Iterable):
+        raise RequestError(
+            f"callbacks was given as a {type(given).__name__}, but it is a list: write callbacks=[...] around it."
+        )
+    return tuple(given or ())
 
 
 def make_folder(folder: Path) -> None:

@@ -34,5 +34,5 @@ class StopRequest:
 
     def _restore(self) -> None:
         for one, handler in self._before.items():
-            signal.signal(one, handler)
+            signal.signal(one, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
         self._before = {}

@@ -10,6 +10,7 @@ from typing import Any, Protocol, get_args, runtime_checkable
 import numpy as np
 
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_train.argument_kinds import check_fields
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.data.loader import BatchLoader
 from ttpu_train.data.pairs import PairKind, PairPlanner
@@ -33,7 +34,6 @@ WITHOUT_MEANING = (
     "overlong",
     "label_smoothing_factor",
     "z_loss",
-    "router_aux_loss_coef",
 )
 """Training arguments that say something of texts or of their cross-entropy."""
 
@@ -43,8 +43,8 @@ class Compares(Protocol):
     """A runner that computes preferences."""
 
     def row_logprobs(self, batch: Batch) -> np.ndarray:
-        """float32 [rows of all processes], in their order: the log-probability of each row's tokens that have weight,
-        by the weights as they are."""
+        """float32 [rows of all shares], one share after another: the log-probability of each row's tokens that have
+        weight, by the weights as they are."""
         ...
 
 
@@ -105,6 +105,7 @@ class PreferenceMethod:
             RequestError: a value out of range.
         """
         objective = METHODS[method](**given)
+        check_fields(objective)
         checks: list[tuple[str, Any, bool, str]] = []
         if isinstance(objective, Reward):
             center = objective.center_rewards_coefficient
@@ -148,7 +149,8 @@ class PreferenceMethod:
             RequestError: there are some.
         """
         usual = {one.name: one.default for one in fields(TrainingArguments)}
-        given = [name for name in WITHOUT_MEANING if getattr(args, name) != usual[name]]
+        balances = ("router_aux_loss_coef",) if isinstance(self.objective, Reward) else ()
+        given = [name for name in (*WITHOUT_MEANING, *balances) if getattr(args, name) != usual[name]]
         if measures:
             given.append("compute_metrics")
         if given:

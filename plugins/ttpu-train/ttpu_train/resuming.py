@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttpu_core.errors import RequestError
 from ttpu_train.arguments import TrainingArguments
-from ttpu_train.checkpoints import CHECKPOINTS, Checkpoints
+from ttpu_train.checkpoints import CHECKPOINTS, Checkpoints, steps_in
 from ttpu_train.foreign import kind_of
 from ttpu_train.runner import CheckpointPolicy, TrainRunner
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 SAME_UPDATES = (
     "output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "num_train_epochs", "max_steps", "gradient_checkpointing", "remat", "zero_stage", "parallelism_strategy",
-    "pipeline_schedule",
+    "plan", "pipeline_schedule",
     "peft_config", "adapter_name_or_path", "dataloader_num_workers", "logging_steps", "logging_first_step",
     "eval_strategy", "eval_steps", "eval_on_start", "save_strategy", "save_steps", "save_total_limit",
     "load_best_model_at_end", "report_to", "run_name", "disable_tqdm", "resume_from_checkpoint", "nan_limit",
@@ -101,6 +101,20 @@ def _plain(value: Any) -> Any:
     return getattr(value, "__name__", type(value).__name__)
 
 
+def refuse_earlier_run(output_dir: Path) -> None:
+    """Refuse a folder that has a run, where another is to begin.
+
+    Raises:
+        RequestError: it has checkpoints.
+    """
+    steps = steps_in(output_dir / CHECKPOINTS)
+    if steps:
+        raise RequestError(
+            f"a run was to begin in {output_dir}, but that has checkpoints of an earlier one (newest: {steps[-1]:,}): "
+            "pass resume_from_checkpoint=True to go on from it, or another output_dir."
+        )
+
+
 def resume_run(
     run: TrainingRun, store: Checkpoints, resume: bool | str | Path, output_dir: Path, runner: TrainRunner
 ) -> bool:
@@ -114,7 +128,8 @@ def resume_run(
         runner: whose state is restored.
 
     Raises:
-        RequestError: the folder is no checkpoint, or is followed by newer ones of this run.
+        RequestError: the folder is no checkpoint, is followed by newer ones of this run, or is of another run where
+            this one has some.
         CheckpointError: it cannot be read.
     """
     ours, steps = (output_dir / CHECKPOINTS).resolve(), store.steps()
@@ -153,6 +168,12 @@ def resume_run(
             )
         run.resume(dict(store.restore(step)))
         return True
+    if steps:
+        raise RequestError(
+            f"resume_from_checkpoint={str(resume)!r} was given, but that is of another run, and {ours} has checkpoints "
+            f"of its own ({', '.join(map(str, steps))}), with which those to come would be mixed up: give another "
+            "output_dir, or True to go on from the newest of these."
+        )
     other = Checkpoints(runner, folder.parent, CheckpointPolicy())
     try:
         run.resume(dict(other.restore(step)))

@@ -112,15 +112,16 @@ class Intervals:
             frozenset(name for name, strategy in strategies.items() if strategy == "epoch"),
         )
 
-    def set(self, control: TrainerControl, step: int, *, epoch_ends: bool) -> None:
+    def after_step(self, control: TrainerControl, step: int) -> None:
         """Ask for what is due after update number `step`."""
         control.should_log = step % self.logging == 0 or step == self.total or (self.first and step == 1)
-        control.should_evaluate = (self.evaluation is not None and step % self.evaluation == 0) or (
-            epoch_ends and "evaluate" in self.per_epoch
-        )
-        control.should_save = (self.saving is not None and step % self.saving == 0) or (
-            epoch_ends and "save" in self.per_epoch
-        )
+        control.should_evaluate = self.evaluation is not None and step % self.evaluation == 0
+        control.should_save = self.saving is not None and step % self.saving == 0
+
+    def after_epoch(self, control: TrainerControl) -> None:
+        """Ask for what is due at the end of an epoch."""
+        control.should_log = False
+        control.should_evaluate, control.should_save = ("evaluate" in self.per_epoch), ("save" in self.per_epoch)
 
 
 @dataclass
@@ -186,6 +187,7 @@ class TrainingRun:
         self._losses_sum = self._losses_count = 0.0
         self._last_metrics: dict[str, float] | None = None
         self._saved_at: int | None = None
+        self._evaluated_at: int | None = None
 
     @property
     def mean_loss(self) -> float:
@@ -251,12 +253,20 @@ class TrainingRun:
         state.global_step += 1
         state.epoch = self.batches.epoch
         epoch_ends = math.floor(state.epoch + 1e-9) > before
-        intervals.set(self.control, state.global_step, epoch_ends=epoch_ends)
+        intervals.after_step(self.control, state.global_step)
         while len(self._flying) > AHEAD:
             self._take()
         self._tell("on_step_end", latest=self._window.last)
-        if epoch_ends:
+        self._do_what_is_due()
+        if epoch_ends:  # what is due by updates comes before this event, as in transformers
+            logged = self.control.should_log
+            intervals.after_epoch(self.control)
             self._tell("on_epoch_end")
+            self._do_what_is_due()
+            self.control.should_log |= logged
+        return True
+
+    def _do_what_is_due(self) -> None:
         control = self.control
         if control.should_log or control.should_evaluate or control.should_save:
             self._drain()
@@ -266,7 +276,6 @@ class TrainingRun:
             self._evaluate()
         if control.should_save:
             self._save()
-        return True
 
     def _drain(self) -> None:
         while self._flying:
@@ -279,10 +288,10 @@ class TrainingRun:
         self._watchdog.begin(number, "devices")
         values = self._flying.popleft().values()
         self._watchdog.done(number)
-        self._absorb(values)
+        self._absorb(values, number)
 
-    def _absorb(self, values: StepValues) -> None:
-        """Take in the figures of an update that is done.
+    def _absorb(self, values: StepValues, number: int) -> None:
+        """Take in the figures of update `number`, which is done.
 
         Raises:
             TrainingError: too many updates in a row were skipped.
@@ -295,7 +304,7 @@ class TrainingRun:
             self._not_finite += 1
             if self._not_finite >= self.args.nan_limit:
                 raise TrainingError(
-                    f"{self._not_finite} updates in a row up to step {self.state.global_step} had gradients that are "
+                    f"{self._not_finite} updates in a row up to step {number} had gradients that are "
                     f"not finite and were skipped, and nan_limit={self.args.nan_limit} ends the run: lower the "
                     "learning rate, warm up longer, or look at the data; resume_from_checkpoint=True goes on from the "
                     "newest checkpoint."
@@ -304,12 +313,11 @@ class TrainingRun:
         self._not_finite = 0
         self._losses_sum += values.loss
         self._losses_count += 1
-        self._look_for_spike(values.loss)
+        self._look_for_spike(values.loss, number)
 
-    def _look_for_spike(self, loss: float) -> None:
+    def _look_for_spike(self, loss: float, step: int) -> None:
         factor, mean = self.args.loss_spike_factor, self._running_mean
         if factor and mean is not None and loss > factor * mean:
-            step = self.state.global_step
             if self.args.loss_spike_action == "rollback" and self.store is not None and self.store.steps():
                 self._flying.clear()
                 saved = self.store.restore()
@@ -361,6 +369,7 @@ class TrainingRun:
     def _evaluate(self) -> None:
         assert self.evaluate is not None
         metrics = self._last_metrics = self.evaluate()
+        self._evaluated_at = self.state.global_step
         self.log(metrics)
         # Callbacks see the best value of the evaluations before, as in transformers, and compare this one with it.
         self._tell("on_evaluate", metrics=metrics)
@@ -383,7 +392,7 @@ class TrainingRun:
     def _save(self) -> None:
         if self.store is None or self._saved_at == self.state.global_step:
             return
-        metrics = self._last_metrics if self.control.should_evaluate else None
+        metrics = self._last_metrics if self._evaluated_at == self.state.global_step else None
         trainer = {
             "state": self.state.saved(),
             "data": self.batches.state(),

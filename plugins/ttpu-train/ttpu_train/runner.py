@@ -329,8 +329,9 @@ class TrainRunner(Protocol):
         """The loss of a batch with the weights as they are."""
         ...
 
-    def logits(self, batch: Batch) -> np.ndarray:
-        """float32 [rows, seq, vocab], of this process's rows."""
+    def predict(self, batch: Batch) -> tuple[InFlight[EvalValues], np.ndarray]:
+        """What `evaluate` gives, and the logits, float32 [rows, seq, vocab], of this process's rows, of one pass
+        through the model."""
         ...
 
     def any_process(self, flag: bool) -> bool:

@@ -25,16 +25,27 @@ from ttpu_train.evaluation import EvalPrediction, PredictionOutput, evaluate, pr
 from ttpu_train.grpo.batches import RolloutBatches
 from ttpu_train.grpo.method import GRPOMethod
 from ttpu_train.grpo.reward_models import RewardModel
-from ttpu_train.inputs import check_kinds, described, kept, make_folder, training_backend, warn_of_long_rows
+from ttpu_train.inputs import (
+    callbacks_in,
+    check_kinds,
+    check_opened,
+    described,
+    kept,
+    make_folder,
+    plain_metrics,
+    training_backend,
+    warn_of_long_rows,
+)
 from ttpu_train.methods import METHOD_NAMES, method_of
 from ttpu_train.objectives import Objective, Reward
+from ttpu_train.planned import following_plan, planned_mesh
 from ttpu_train.preference import PreferenceMethod, opened_reward_model
 from ttpu_train.profiling import ProfileCallback
 from ttpu_train.reporting.console import ConsoleReporter
 from ttpu_train.reporting.jsonl import JsonLinesReporter
 from ttpu_train.reporting.picture import PictureReporter
 from ttpu_train.reporting.trackers import trackers
-from ttpu_train.resuming import kept_arguments, resume_run
+from ttpu_train.resuming import kept_arguments, refuse_earlier_run, resume_run
 from ttpu_train.run import TrainingRun
 from ttpu_train.run_data import RunData
 from ttpu_train.runner import RowLayout, StepSettings, TrainRunner
@@ -72,7 +83,7 @@ class Trainer:
         backend: the name of an installed backend; None takes the default.
         processing_class: the tokenizer; None takes the checkpoint's.
         tokenizer: the same.
-        callbacks: instances or classes, ttpu's or transformers'.
+        callbacks: a list of instances or classes, ttpu's or transformers'.
         compute_metrics: called with an `EvalPrediction` after an evaluation; returns more metrics. The logits of all
             evaluation data are then held in memory, unless `preprocess_logits_for_metrics` makes them smaller.
         preprocess_logits_for_metrics: called with logits [rows, seq, vocab] and labels [rows, seq] of each batch.
@@ -101,7 +112,7 @@ class Trainer:
         backend: str | None = None,
         processing_class: Any = None,
         tokenizer: Any = None,
-        callbacks: Iterable[Any] = (),
+        callbacks: Iterable[Any] | None = None,
         compute_metrics: Callable[[EvalPrediction], Mapping[str, float]] | None = None,
         preprocess_logits_for_metrics: Callable[[np.ndarray, np.ndarray], Any] | None = None,
         load_options: Mapping[str, Any] | None = None,
@@ -110,7 +121,7 @@ class Trainer:
         method: str = "sft",
         **arguments: Any,
     ) -> None:
-        check_kinds(model, load_options)
+        check_kinds(model, args, load_options, (processing_class, tokenizer))
         every = {**(args if isinstance(args, Mapping) else {}), **arguments}
         self._method_name = method
         self._own_arguments = {key: value for key, value in every.items() if key in METHOD_NAMES.get(method, ())}
@@ -127,12 +138,15 @@ class Trainer:
         else:
             given = {**(args or {}), **arguments}
             self.args = TrainingArguments.read(given if deepspeed is None else merged(given, deepspeed))
+        self.args = following_plan(self.args, model, load_options or {})
         if isinstance(self.method, GRPOMethod):
             self.method.check(self.args, evaluates=eval_dataset is not None)
         elif isinstance(self.method, DistillMethod):
             self.method.check(self.args)
         elif self.method is not None:
             self.method.check(self.args, measures=compute_metrics is not None)
+        if not (isinstance(self.method, GRPOMethod) and self.method.has_reward_models):  # which are opened beside it
+            check_opened(model, self.args.parallelism_strategy, load_options)
         if self.args.eval_strategy != "no" and eval_dataset is None and not self.args.task_names:
             raise RequestError(
                 f"eval_strategy={self.args.eval_strategy!r} was asked for, but there is no eval_dataset: give it some "
@@ -148,9 +162,10 @@ class Trainer:
         self._tokenizer = processing_class if processing_class is not None else tokenizer
         self.backend = training_backend(backend if backend is not None else getattr(described(model), "backend", None))
         self.state, self.control = TrainerState(), TrainerControl()
+        own = callbacks_in(callbacks)
         self._console = ConsoleReporter(bar=None if self.args.disable_tqdm is None else not self.args.disable_tqdm)
         reporters = trackers(self.args.reporters, all_installed=self.args.report_to == "all")
-        self.callbacks = CallbackList([self._console, JsonLinesReporter(), *reporters, PictureReporter(), *callbacks])
+        self.callbacks = CallbackList([self._console, JsonLinesReporter(), *reporters, PictureReporter(), *own])
         if self.args.profiled is not None:
             self.callbacks.add(ProfileCallback(*self.args.profiled))
         self._runner: TrainRunner | None = None
@@ -180,6 +195,7 @@ class Trainer:
             given = {
                 "dtype": "float32" if self.args.adapters is None else "auto",
                 "parallelism_strategy": self.args.parallelism_strategy,
+                "plan": self.args.plan,
                 "purpose": "train",
                 "progress": progress,
                 **self._load_options,
@@ -230,6 +246,8 @@ class Trainer:
             raise RequestError("train() was called on a Trainer without train_dataset: give it some data.")
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         make_folder(self.args.folder)
+        if not resume and self.args.save_strategy != "no" and (self._runner is None or not self._runner.step_count):
+            refuse_earlier_run(self.args.folder)
         total, loader = self._total_steps(), self.training_batches
         runner = self._made_runner(total)
         if isinstance(self.method, PreferenceMethod):
@@ -239,7 +257,8 @@ class Trainer:
                 self.method.refer(self._data.planner(self.eval_dataset, training=False), runner, 1)
         state = self.state
         state.max_steps, state.train_batch_size = total, self._data.rows(training=True) * self.layout.share_count
-        state.num_train_epochs = math.ceil(self.args.num_train_epochs)
+        passes = total / loader.steps_per_epoch if self.args.max_steps > 0 else self.args.num_train_epochs
+        state.num_train_epochs = math.ceil(passes)
         state.is_world_process_zero = state.is_local_process_zero = self.layout.process_index == 0
         store = None if self.args.save_strategy == "no" and not resume else self._made_store(runner)
         spec = self._spec
@@ -269,11 +288,6 @@ class Trainer:
                 f"train() was called again after {runner.step_count:,} updates, but the run would begin anew with "
                 "weights that are trained already: pass resume_from_checkpoint=True to go on from the newest "
                 "checkpoint, or make a new Trainer of the saved model."
-            )
-        if store is not None and store.steps() and not resume:
-            raise RequestError(
-                f"a run was to begin in {self.args.folder}, but that has checkpoints of an earlier one (newest: "
-                f"{store.steps()[-1]:,}): pass resume_from_checkpoint=True to go on from it, or another output_dir."
             )
         if restored and state.global_step >= total:
             warnings.warn(
@@ -339,11 +353,11 @@ class Trainer:
                 "predict() was called with method='reward', but it returns the logits of tokens: call evaluate(), or "
                 "score texts with the saved model, which transformers' AutoModelForSequenceClassification loads."
             )
-        metrics = self._evaluate(test_dataset, metric_key_prefix)
-        loader = self._loader(test_dataset, training=False)
-        predicted = predict(self.runner, loader, self._preprocess)
-        self.callbacks.call("on_predict", self.args, self.state, self.control, model=self._runner, metrics=metrics)
-        return PredictionOutput(predicted.predictions, predicted.label_ids, metrics)
+        predicted = self._predict(test_dataset, metric_key_prefix)
+        self.callbacks.call(
+            "on_predict", self.args, self.state, self.control, model=self._runner, metrics=predicted.metrics
+        )
+        return predicted
 
     def save_model(self, output_dir: str | Path | None = None, dtype: str = "bfloat16") -> Path:
         """Write the weights as a Hugging Face checkpoint with its tokenizer, or the adapters that are trained in peft's
@@ -360,6 +374,25 @@ class Trainer:
         if dataset is None and self._tasks is not None:
             of_tasks = self._tasks.metrics(prefix)
             return of_tasks if data is None else {**self._evaluate(data, prefix), **of_tasks}
+        if self.compute_metrics is not None:
+            return self._predict(data, prefix).metrics
+        return evaluate(self.runner, self._evaluated(data), prefix)
+
+    def _predict(self, data: Any, prefix: str) -> PredictionOutput:
+        """Logits, labels and all metrics of data, of one pass through the model."""
+        predicted = predict(self.runner, self._evaluated(data), self._preprocess, prefix)
+        if self.compute_metrics is not None:
+            given = EvalPrediction(predicted.predictions, predicted.label_ids)
+            for key, value in plain_metrics(self.compute_metrics(given)).items():
+                predicted.metrics[key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"] = value
+        return predicted
+
+    def _evaluated(self, data: Any) -> BatchLoader:
+        """The batches of evaluation data.
+
+        Raises:
+            RequestError: there are none, or the method has no loss of given data.
+        """
         if data is None:
             raise RequestError("an evaluation was asked for, but the Trainer has no eval_dataset: give it some data.")
         if isinstance(self.method, GRPOMethod):
@@ -367,12 +400,7 @@ class Trainer:
                 "an evaluation was asked for with method='grpo', whose log shows the rewards of what it samples, and "
                 "which has no other loss: evaluate its checkpoint with a Trainer of method='sft'."
             )
-        metrics = evaluate(self.runner, self._loader(data, training=False), prefix)
-        if self.compute_metrics is not None:
-            predicted = predict(self.runner, self._loader(data, training=False), self._preprocess)
-            for key, value in self.compute_metrics(predicted).items():
-                metrics[key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"] = value
-        return metrics
+        return self._loader(data, training=False)
 
     def _restore_best(self, store: Checkpoints) -> None:
         """Restore the best of the checkpoints that are there. Where not every evaluation is followed by one, that may
@@ -415,8 +443,8 @@ class Trainer:
 
     def _reward_model(self, source: str) -> Any:
         """A reward model beside the model in training, divided over the same devices."""
-        strategy = self.args.parallelism_strategy
-        return opened_reward_model(self.backend, source, {"dtype": "auto", "parallelism_strategy": strategy})
+        options = {"dtype": "auto", "parallelism_strategy": planned_mesh(self.args)}
+        return opened_reward_model(self.backend, source, options)
 
     @property
     def _data(self) -> RunData:

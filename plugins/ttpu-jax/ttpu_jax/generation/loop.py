@@ -18,7 +18,7 @@ from ttpu_core.generation.options import GenerationOptions
 from ttpu_core.generation.prompt import Prompt
 from ttpu_core.generation.token_choice import TokenChoice
 from ttpu_jax.distributed import shared_seed
-from ttpu_jax.generation.programs import PREFILL_CHUNK, Programs, cache_bucket, prompt_bucket, prompts_seen
+from ttpu_jax.generation.programs import Programs, cache_bucket, prompts_seen
 from ttpu_jax.generation.prompts import left_pad
 from ttpu_jax.generation.results import Completion
 from ttpu_jax.ops.sampling import Sampled, features_of, sampling_inputs
@@ -81,13 +81,13 @@ def _events(
     ids = [prompt.token_ids for prompt in prompts]
     seen = prompts_seen(ids, programs.spec.embedding.rows) if features.penalties else None
 
-    width = prompt_bucket(max(map(len, prompts)))
+    width = programs.prompt_width(max(map(len, prompts)))
     tokens, starts = left_pad(ids, width)
     slots = cache_bucket(width + steps)
     compiled_before = programs.compile_seconds
     began = time.perf_counter()
     state = programs.start(starts, width, slots, seen)
-    chunk = min(width, PREFILL_CHUNK)
+    chunk = min(width, programs.prefill_chunk or width)
     for at in range(0, width, chunk):
         part = tokens[:, at : at + chunk]
         state, sampled = programs.prefill(state, part, inputs, features, fresh=at == 0)

@@ -66,7 +66,8 @@ def cache_bucket(slots: int) -> int:
 class Programs:
     """Compiles and keeps the programs of one model.
 
-    `compiles` counts compilations; `on_compile(name, seconds)` is called before each (seconds 0) and after."""
+    `compiles` counts compilations; `on_compile(name, seconds)` is called before each (seconds 0) and after.
+    """
 
     def __init__(
         self,
@@ -82,6 +83,15 @@ class Programs:
         self.compile_seconds = 0.0
         self._params = params
         self._programs: dict[tuple[Any, ...], Compiled] = {}
+
+    @property
+    def prefill_chunk(self) -> int | None:
+        """The most tokens of a prompt that `prefill` is given at once; None for all of them."""
+        return PREFILL_CHUNK
+
+    def prompt_width(self, longest: int) -> int:
+        """The length that prompts are padded to; `longest` is that of the longest one."""
+        return prompt_bucket(longest)
 
     def start(self, starts: np.ndarray, prompt_end: int, slots: int, seen: np.ndarray | None = None) -> DecodeState:
         """Make the state for a new batch, with an empty cache.

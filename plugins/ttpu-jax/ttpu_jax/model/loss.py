@@ -75,19 +75,41 @@ def summed_loss(model: DecoderModel, params: Params, batch: TokenBatch, settings
         RequestError: a router loss for a model without experts.
         UnsupportedError: segments for a model whose recurrent mixers do not reset their states.
     """
-    coefficient, balance = settings.router_aux_loss or 0.0, jnp.float32(0)
-    if coefficient:
-        hidden, loads = model.hidden_and_loads(params, batch.tokens, batch.positions, batch.segments)
-        if loads is None:
-            raise RequestError(
-                f"router_aux_loss={coefficient} was asked for, but this {model.spec.model_type} model has "
-                "no routers: leave it out."
-            )
-        balance = load_balancing_loss(loads.sum(0), len(loads) * (batch.positions >= 0).sum().astype(jnp.float32))
-    else:
-        hidden = model.hidden(params, batch.tokens, batch.positions, batch.segments)
+    hidden, balance = hidden_and_balance(model, params, batch, settings)
     sums = _over_parts(model, params, hidden, batch, settings.label_smoothing, settings.z_loss, settings.tokens_at_once)
-    return sums._replace(total=sums.total + coefficient * balance * sums.weight) if coefficient else sums
+    return sums if balance is None else sums._replace(total=sums.total + balance * sums.weight)
+
+
+def hidden_and_balance(
+    model: DecoderModel, params: Params, batch: TokenBatch, settings: LossSettings
+) -> tuple[jax.Array, jax.Array | None]:
+    """The residual stream of a batch, [batch, seq, hidden], and what the load balance of its experts adds to the mean
+    of its losses, a float32 scalar; None if `settings.router_aux_loss` is 0 or None.
+
+    Raises:
+        RequestError: a router loss for a model without experts.
+        UnsupportedError: segments for a model whose recurrent mixers do not reset their states.
+    """
+    if not settings.router_aux_loss:
+        return model.hidden(params, batch.tokens, batch.positions, batch.segments), None
+    hidden, loads = model.hidden_and_loads(params, batch.tokens, batch.positions, batch.segments)
+    if loads is None:
+        raise RequestError(
+            f"router_aux_loss={settings.router_aux_loss} was asked for, but this {model.spec.model_type} model has "
+            "no routers: leave it out."
+        )
+    count = len(loads) * (batch.positions >= 0).sum().astype(jnp.float32)
+    return hidden, settings.router_aux_loss * load_balancing_loss(loads.sum(0), count)
+
+
+def with_balance(sums: LossSums, balance: jax.Array | None) -> LossSums:
+    """The sums of an objective with what `hidden_and_balance` gives, which is among its figures as "aux_loss", times
+    its coefficient."""
+    if balance is None or sums.divisor is None:
+        return sums
+    summed = balance * sums.divisor
+    metrics = {**sums.metrics, "aux_loss": (jax.lax.stop_gradient(summed), jax.lax.stop_gradient(sums.divisor))}
+    return sums._replace(total=sums.total + summed, metrics=metrics)
 
 
 def summed_cross_entropy(model: DecoderModel, params: Params, batch: TokenBatch) -> LossSums:

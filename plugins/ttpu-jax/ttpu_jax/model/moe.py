@@ -44,6 +44,7 @@ class Router(nnx.Module):
         if self.scale is not None and spec.input_scale is not None:
             x = x * self.scale[...].astype(x.dtype) * jnp.asarray(spec.input_scale, x.dtype)
         # transformers rounds the logits to the activations' dtype, except where a choice is corrected in float32.
+        x = x.astype(jnp.float32) if spec.fp32 else x
         out_dtype = jnp.dtype(jnp.float32) if spec.correction_bias else x.dtype
         logits = linear(x, value_of(self.kernel), value_of(self.bias), out_dtype=out_dtype)
         logits = self.runtime.placement.constrain(logits, *RESIDUAL)

@@ -67,7 +67,8 @@ def choose_experts(
         if spec.score == "topk_softmax":
             weights = jax.nn.softmax(weights)
     if spec.renormalize:
-        weights = weights / (weights.sum(-1, keepdims=True) + spec.renormalize_eps)
+        total = weights.sum(-1, keepdims=True) + spec.renormalize_eps
+        weights = weights / (jnp.maximum(total, spec.renormalize_min) if spec.renormalize_min else total)
     if spec.scaling_factor != 1.0:
         weights = weights * spec.scaling_factor
     if expert_scale is not None:

@@ -13,6 +13,7 @@ from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.sharding.strategy import STAGE
+from ttpu_core.sharding.training_state import ELEMENTWISE
 from ttpu_core.spec import ArchitectureSpec, Parameter
 from ttpu_jax.model.causal_model import Remat, causal_model
 from ttpu_jax.model.loss import LossSums, TokenBatch, settings_for, summed_loss
@@ -24,7 +25,7 @@ from ttpu_jax.train.objectives.grpo import grpo_sums
 from ttpu_jax.train.objectives.preference import dpo_sums, kto_sums, kto_whole, orpo_sums, orpo_whole
 from ttpu_jax.train.objectives.reward import SCORE, RewardDecoder, reward_sums
 from ttpu_jax.train.offload import offload_for
-from ttpu_jax.train.optimizers import ELEMENTWISE, matches, optimizer_for, schedule_of
+from ttpu_jax.train.optimizers import matches, optimizer_for, schedule_of
 from ttpu_jax.train.step import TrainStep, WholeBatch
 from ttpu_jax.train.zero import zero_placements
 
@@ -138,7 +139,7 @@ def _check_pipeline(settings: StepSettings, loss: LossSettings, spec: Architectu
             "stages: use a mesh of fsdp, tensor or expert."
         )
     whole = _whole(settings) is not None
-    if settings.pipeline_schedule == "1f1b" and (whole or (method is None and loss.router_aux_loss)):
+    if settings.pipeline_schedule == "1f1b" and (whole or loss.router_aux_loss):
         found = "a loss of the whole batch" if whole else f"router_aux_loss={loss.router_aux_loss}"
         raise UnsupportedError(
             f"pipeline_schedule='1f1b' was asked for with {found}, but its backward pass begins before all rows have "
@@ -196,7 +197,7 @@ def _loss(settings: Any, objective: Any, model: Any, params: Any, batch: TokenBa
             f"an update with the objective {objective.method!r} was asked for, but there is no teacher: call teach() "
             "first."
         )
-    return OBJECTIVES[objective.method](model, params, batch, objective, settings.tokens_at_once)
+    return OBJECTIVES[objective.method](model, params, batch, objective, settings)
 
 
 def _whole(settings: StepSettings) -> WholeBatch | None:

@@ -13,8 +13,9 @@ import numpy as np
 import optax
 
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.sharding.training_state import ELEMENTWISE
 from ttpu_core.spec import Parameter, axes
-from ttpu_jax.train.optimizers import ELEMENTWISE, optimizer_for
+from ttpu_jax.train.optimizers import optimizer_for
 from ttpu_jax.train.zero import ZeroPlacements
 
 if TYPE_CHECKING:
@@ -145,14 +146,14 @@ def offload_for(settings: StepSettings, table: Mapping[str, Parameter], zero: Ze
             "offload_optimizer was asked for with adapters, whose optimizer state is small and stays on the devices: "
             "leave it out."
         )
+    if zero.weights.mesh is None:
+        raise UnsupportedError(
+            "offload_optimizer was asked for on one device, but it works on meshes of several: set "
+            "parallelism_strategy, as in fsdp, or leave offload_optimizer out."
+        )
     layers = frozenset(path for path, one in table.items() if one.axes[:1] == (axes.LAYERS,))
     for path in layers:
-        sharding = zero.state(path, table[path])
-        if not isinstance(sharding, jax.sharding.NamedSharding):
-            raise UnsupportedError(
-                "offload_optimizer was asked for on one device, but it works on meshes of several: set "
-                "parallelism_strategy, as in fsdp, or leave offload_optimizer out."
-            )
+        sharding: Any = zero.state(path, table[path])
         if sharding.spec and sharding.spec[0] is not None:
             raise UnsupportedError(
                 f"offload_optimizer was asked for on a mesh that divides the layers ({sharding.spec[0]!r}), but "

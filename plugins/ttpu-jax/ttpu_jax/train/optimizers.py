@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 EMBEDDING_SHARE = 0.15
 """Of Muon's learning rate: that of the parameters that AdamW updates, as the shipped example was trained with."""
-ELEMENTWISE = ("adamw", "lion", "sgd")
-"""Optimizers that update each number by itself, so that padding changes nothing for the others."""
 INVERSE_SQRT_TIMESCALE = 10_000  # of transformers, without a warm-up
 
 Table = Mapping[str, Parameter]

@@ -37,7 +37,7 @@ def row_layout(placement: Placement) -> Rows:
     """Which rows of a batch a placement gives this process.
 
     Raises:
-        UnsupportedError: processes share rows.
+        UnsupportedError: a process holds a part of another one's rows, or none.
     """
     if placement.mesh is None:
         return Rows()

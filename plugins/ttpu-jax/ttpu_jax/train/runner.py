@@ -18,7 +18,7 @@ from ttpu_core.errors import RequestError
 from ttpu_core.mapping import pad_mapping, stack_layers
 from ttpu_core.sharding.hardware import chip_of_device_kind
 from ttpu_core.sharding.training_state import ADAMW
-from ttpu_core.spec import Parameter
+from ttpu_core.spec import Parameter, axes
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.compiler_flags import training_options
 from ttpu_jax.model.causal_model import Remat
@@ -37,6 +37,7 @@ from ttpu_jax.train.objectives.preference import completion_logprobs
 from ttpu_jax.train.objectives.reward import SCORE
 from ttpu_jax.train.objectives.token_logprobs import token_logprobs
 from ttpu_jax.train.offload import first_state
+from ttpu_jax.train.predictions import sums_and_logits
 from ttpu_jax.train.remat import compiled_that_fits, peak_bytes
 from ttpu_jax.train.rollouts import HandedWeights, Handover, RolloutModel
 from ttpu_jax.train.rows import form, own_rows, placed_batch, row_layout, row_shardings
@@ -182,21 +183,21 @@ class JaxTrainRunner:
         array = self._run("evaluate", sums, self._placed(batch))
         return Pending(array, partial(evaluated, self._metrics))
 
-    def logits(self, batch: Batch) -> np.ndarray:
-        """float32 [rows, seq, vocab], of this process's rows.
+    def predict(self, batch: Batch) -> tuple[Pending[Evaluated], np.ndarray]:
+        """What `evaluate` gives, and the logits, float32 [rows, seq, vocab], of this process's rows.
 
         Raises:
             RequestError: rows that the layout's shards do not divide.
         """
-        model = self._step.model
 
-        def logits(params: Mapping[str, Any], batch: TokenBatch) -> jax.Array:
-            weights = self._step.computed(params)
-            hidden = model.hidden(weights, batch.tokens, batch.positions, batch.segments)
-            return model.logits(weights, hidden)[..., : model.spec.vocab_size]
+        def both(params: Mapping[str, Any], batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
+            found, logits = sums_and_logits(self._step, params, batch)
+            self._metrics = tuple(found.metrics)
+            return of_evaluation(found), logits
 
         placed = self._placed(batch)
-        return own_rows(self._run("logits", logits, placed, placed.tokens.sharding))
+        array, logits = self._run("predict", both, placed, (self._whole, placed.tokens.sharding))
+        return Pending(array, partial(evaluated, self._metrics)), own_rows(logits)
 
     def any_process(self, flag: bool) -> bool:
         """Whether any process gives True; each must call it at the same place. With one process, `flag`."""
@@ -343,8 +344,9 @@ class JaxTrainRunner:
     # -- for preferences --
 
     def row_logprobs(self, batch: Batch) -> np.ndarray:
-        """float32 [rows of all processes], in their order: the log-probability of each row's tokens that have weight,
-        by the weights as they are. New adapters, which are trained, count nothing; one that training began with does.
+        """float32 [rows of all shares], one share after another: the log-probability of each row's tokens that have
+        weight, by the weights as they are. New adapters, which are trained, count nothing; one that training began with
+        does.
 
         Raises:
             RequestError: rows that the layout's shards do not divide.
@@ -354,7 +356,9 @@ class JaxTrainRunner:
         def logprobs(params: Mapping[str, Any], batch: TokenBatch) -> jax.Array:
             return completion_logprobs(self._reference, self._step.computed(params), batch, at_once)
 
-        return np.asarray(self._run("row logprobs", logprobs, self._placed(batch)))
+        placed = self._placed(batch)
+        by_rows = self._zero.weights.sharding((axes.BATCH,), placed.tokens.shape[:1], "the rows")
+        return self.gathered_rows(own_rows(self._run("row logprobs", logprobs, placed, by_rows)))
 
     # -- for distillation --
 
@@ -478,16 +482,13 @@ class JaxTrainRunner:
         placed = placed_batch(batch, self.layout, self._zero.weights, parts, together, on_host=on_host)
         return placed if self._teacher is None else replace(placed, shared={TEACHER: self._teacher.params})
 
-    def _run(
-        self, name: str, function: Any, batch: TokenBatch, sharding: Any = None, weights: Any = None
-    ) -> jax.Array:
+    def _run(self, name: str, function: Any, batch: TokenBatch, sharding: Any = None, weights: Any = None) -> Any:
         """Compute something of a batch with the weights as they are, or with others."""
         self._check_held()
         key = name, form(batch)
         if key not in self._programs:
             self._programs[key] = jax.jit(function, out_shardings=sharding or self._whole)
-        result: jax.Array = self._programs[key](self.params if weights is None else weights, batch)
-        return result
+        return self._programs[key](self.params if weights is None else weights, batch)
 
     def _check_held(self) -> None:
         if self._released:

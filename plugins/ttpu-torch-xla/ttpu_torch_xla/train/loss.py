@@ -74,7 +74,12 @@ def logits_of(model: Any, rows: Rows, **more: Any) -> Any:
 
 
 def summed_loss(model: Any, rows: Rows, settings: LossSettings, balance: float) -> Sums:
-    """Sum the loss of rows. The logits of all their tokens exist at once.
+    """Sum the loss of rows; see `sums_and_logits`."""
+    return sums_and_logits(model, rows, settings, balance)[0]
+
+
+def sums_and_logits(model: Any, rows: Rows, settings: LossSettings, balance: float) -> tuple[Sums, torch.Tensor]:
+    """The sums of the loss of rows, and their logits, float32 [rows, seq, vocab], which exist at once.
 
     Args:
         model: the stock model.
@@ -109,7 +114,7 @@ def summed_loss(model: Any, rows: Rows, settings: LossSettings, balance: float) 
             )
         total = total + balance * loads * weight
     likeliest = (chosen >= logits.amax(-1)).float()
-    return Sums(total, _summed(losses, rows.weights), weight, _summed(likeliest, rows.weights))
+    return Sums(total, _summed(losses, rows.weights), weight, _summed(likeliest, rows.weights)), logits
 
 
 def balance_coefficient(settings: LossSettings, config: Any) -> float:

@@ -21,7 +21,7 @@ from ttpu_torch_xla.load import TORCH_DTYPES
 from ttpu_torch_xla.runtime import device_type
 from ttpu_torch_xla.saving import on_host
 from ttpu_torch_xla.sharding.apply import Sharding
-from ttpu_torch_xla.train.loss import Rows, Sums, balance_coefficient, logits_of, rows_of, summed_loss
+from ttpu_torch_xla.train.loss import Rows, Sums, balance_coefficient, rows_of, summed_loss, sums_and_logits
 from ttpu_torch_xla.train.optimizers import optimizer_for
 from ttpu_torch_xla.train.parameters import batch_axes, matches, named, paths_of, placements, trained_names
 from ttpu_torch_xla.train.schedule import share_of
@@ -221,22 +221,24 @@ class TorchXlaTrainRunner:
         sums: Sums = self._forward(
             lambda rows: summed_loss(self.source, rows, self.settings.loss, self._balance), batch
         )
-        figures = torch.stack([sums.cross_entropy, sums.weight, sums.correct, sums.total, sums.weight])
+        figures = _evaluation(sums)
         self._runtime.sync()
         return Pending(figures, Evaluated)
 
-    def logits(self, batch: Batch) -> np.ndarray:
-        """float32 [rows, seq, vocab].
+    def predict(self, batch: Batch) -> tuple[Pending[Evaluated], np.ndarray]:
+        """What `evaluate` gives, and the logits, float32 [rows, seq, vocab].
 
         Raises:
             RequestError: rows that the layout's shards do not divide.
             UnsupportedError: packed rows for a model with layers that are not attention.
         """
         self._check(batch)
-        logits = self._forward(lambda rows: logits_of(self.source, rows).logits.float(), batch)
+        sums, logits = self._forward(
+            lambda rows: sums_and_logits(self.source, rows, self.settings.loss, self._balance), batch
+        )
+        figures = _evaluation(sums)
         (whole,) = self._runtime.fetch([logits])
-        result: np.ndarray = whole.numpy()
-        return result
+        return Pending(figures, Evaluated), whole.numpy()
 
     def any_process(self, flag: bool) -> bool:
         """`flag`, as there is one process."""
@@ -398,6 +400,11 @@ class TorchXlaTrainRunner:
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._placed_tensor(tensor, ((),) * tensor.ndim)
+
+
+def _evaluation(sums: Sums) -> torch.Tensor:
+    """The figures in the order of `Evaluated`, in one tensor [figures]."""
+    return torch.stack([sums.cross_entropy, sums.weight, sums.correct, sums.total, sums.weight])
 
 
 def _updated(

@@ -71,18 +71,17 @@ def train(
     with plain_warnings():
         trainer = Trainer(**asked.trainer, args=resumed_if_restarted(asked.arguments))
         output = trainer.train()
-    if not trainer.state.is_world_process_zero:
-        return
-    folder = trainer.args.folder
-    if as_json:
+    folder, is_first = trainer.args.folder, trainer.state.is_world_process_zero
+    if as_json and is_first:
         print_json({"global_step": output.global_step, **output.metrics, "output_dir": str(folder)})
     if output.stopped_by is not None:
-        note(
-            f"stopped by {output.stopped_by} after step {output.global_step:,}: the same command with resume=true "
-            "goes on from there."
-        )
+        if is_first:
+            note(
+                f"stopped by {output.stopped_by} after step {output.global_step:,}: the same command with resume=true "
+                "goes on from there."
+            )
         raise typer.Exit(exit_code(output.stopped_by))
-    if not as_json:
+    if not as_json and is_first:
         loss = "none of them now" if math.isnan(output.training_loss) else f"loss {output.training_loss:.4f}"
         print(f"{folder}: {output.global_step:,} updates, {loss}; `ttpu export {folder} --out DIR` writes the model")
 
@@ -113,6 +112,17 @@ def resumed_if_restarted(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, "resume_from_checkpoint": True}
 
 
+def _predicted(found: Mapping[str, Any]) -> str:
+    """What the planner predicts of the memory, and its ratio to what the compiler says."""
+    if found["plan_bytes"] is None:
+        return str(found["plan_note"])
+    peak, held = (
+        f"{in_bytes(found[f'plan_{name}'])} ({found[f'plan_{name}'] / found[of_compiler]:.3f} of the compiler's)"
+        for name, of_compiler in (("bytes", "peak_bytes"), ("held_bytes", "held_bytes"))
+    )
+    return f"{peak} at the peak, {held} of it master weights and optimizer state"
+
+
 def _compile(asked: TrainingFile, topology: str, *, as_json: bool) -> None:
     """Compile the update of a run and print the compiler's figures."""
     from ttpu_train.dry_run import dry_run
@@ -134,6 +144,7 @@ def _compile(asked: TrainingFile, topology: str, *, as_json: bool) -> None:
             ("slice", [f"{found['topology']}, {found['devices']} devices, mesh {found['mesh']}"]),
             ("update", [f"{found['rows']:,} rows of {found['length']:,} tokens"]),
             ("memory of a device", [memory]),
+            ("memory by ttpu plan", [_predicted(found)]),
             ("predicted time", [time]),
             ("compiled in", [f"{found['compile_seconds']:,.0f} s; nothing ran on a TPU"]),
         ]

@@ -150,7 +150,7 @@ def sequences_of(files: tuple[TokenFile, ...], settings: DataSettings) -> Sequen
     """Documents as sequences of at most `max_length` tokens.
 
     Parts of a split document overlap by one token. The first token of a sequence has no weight, so each token of the
-    document but its first is predicted exactly once. Sequences without any weight are left out.
+    document but its first is predicted exactly once. Documents without a token of weight in reach are left out.
 
     Raises:
         DataError: a document is too long and `overlong` is "refuse", or no sequence is left.

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ttpu_core.errors import RequestError
+from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_train.argument_kinds import among, check_fields, need
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 ScaleRewards = Literal["group", "batch", "none"]
@@ -91,6 +93,7 @@ class GRPOArguments:
         Raises:
             RequestError: one is out of range, or two contradict each other.
         """
+        check_fields(self)
         functions = self.functions
         if not functions or not all(callable(one) or isinstance(one, str) for one in functions):
             raise RequestError(
@@ -102,18 +105,21 @@ class GRPOArguments:
                 f"{len(self.reward_weights)} reward_weights were given for {len(functions)} reward_funcs: pass one for "
                 "each."
             )
-        _need(self.num_generations >= 2, "num_generations", self.num_generations, "at least 2, which are compared")
+        need(self.num_generations >= 2, "num_generations", self.num_generations, "at least 2, which are compared")
         for name in ("max_completion_length", "num_iterations"):
-            _need(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        _need(self.temperature > 0, "temperature", self.temperature, "above 0: equal completions teach nothing")
-        _need(self.beta >= 0, "beta", self.beta, "0 or more")
-        _need(0 <= self.epsilon < 1, "epsilon", self.epsilon, "from 0 to below 1")
-        _need(self.high >= 0, "epsilon_high", self.epsilon_high, "0 or more")
-        _need(self.delta is None or self.delta > 1 + self.epsilon, "delta", self.delta, "above 1 + epsilon")
-        _among("loss_type", self.loss_type, get_args(LossType))
-        _among("importance_sampling_level", self.importance_sampling_level, get_args(Level))
-        _among("importance_sampling_mode", self.importance_sampling_mode, get_args(Correction))
-        _among("scale_rewards", self.scaling, get_args(ScaleRewards))
+            need(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        at_once = self.steps_per_generation
+        need(at_once is None or at_once >= 1, "steps_per_generation", at_once, "1 or more, or None")
+        self.sampling(0)
+        need(self.temperature > 0, "temperature", self.temperature, "above 0: equal completions teach nothing")
+        need(self.beta >= 0, "beta", self.beta, "0 or more")
+        need(0 <= self.epsilon < 1, "epsilon", self.epsilon, "from 0 to below 1")
+        need(self.high >= 0, "epsilon_high", self.epsilon_high, "0 or more")
+        need(self.delta is None or self.delta > 1 + self.epsilon, "delta", self.delta, "above 1 + epsilon")
+        among(self.loss_type, "loss_type", get_args(LossType))
+        among(self.importance_sampling_level, "importance_sampling_level", get_args(Level))
+        among(self.importance_sampling_mode, "importance_sampling_mode", get_args(Correction))
+        among(self.scaling, "scale_rewards", get_args(ScaleRewards))
         plain = (self.temperature, self.top_p, self.top_k, self.min_p or 0, self.repetition_penalty) == (1, 1, 0, 0, 1)
         if self.importance_sampling_correction and not plain:
             raise RequestError(
@@ -121,6 +127,24 @@ class GRPOArguments:
                 "reports the probabilities that tokens have without them: sample with temperature=1 alone, or leave it "
                 "out."
             )
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """How the engine samples a completion.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            max_tokens=self.max_completion_length,
+            seed=seed,
+            logprobs=0 if self.importance_sampling_correction else None,
+            detokenize=False,
+        )
 
     @property
     def functions(self) -> tuple[Judge, ...]:
@@ -143,13 +167,3 @@ class GRPOArguments:
         """`scale_rewards` as a word."""
         given = self.scale_rewards
         return {True: "group", False: "none"}[given] if isinstance(given, bool) else given
-
-
-def _need(holds: bool, name: str, value: Any, allowed: str) -> None:
-    if not holds:
-        raise RequestError(f"{name}={value!r} was given, but it is {allowed}: correct it.")
-
-
-def _among(name: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise RequestError(f"{name}={value!r} was given, but it is one of {', '.join(allowed)}: pass one of these.")

@@ -27,7 +27,6 @@ WITHOUT_MEANING = (
     "label_smoothing_factor",
     "z_loss",
     "loss_spike_factor",
-    "router_aux_loss_coef",
     "dataloader_drop_last",
     "dataloader_num_workers",
 )
@@ -82,6 +81,11 @@ class GRPOMethod:
                 f"max_completion_length={self.arguments.max_completion_length} was given with max_length="
                 f"{args.max_length}, which is of a prompt with its completion: raise max_length."
             )
+
+    @property
+    def has_reward_models(self) -> bool:
+        """Whether a model rewards completions."""
+        return any(isinstance(one, str) for one in self.arguments.functions)
 
     @property
     def objective(self) -> GRPO:

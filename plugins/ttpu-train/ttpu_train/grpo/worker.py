@@ -10,7 +10,6 @@ from typing import Protocol, cast
 import numpy as np
 
 from ttpu_core.errors import TTPUError
-from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_train.grpo.arguments import GRPOArguments
 from ttpu_train.live_engine import HandsWeights, LiveEngine
 from ttpu_train.runner import Batch, TrainRunner
@@ -96,7 +95,7 @@ class RolloutWorker:
             reasons: dict[str, str] = {}
             try:
                 for name, prompt, seed in zip(tokens, prompts, seeds, strict=True):
-                    engine.add(name, prompt, self._sampling(seed))
+                    engine.add(name, prompt, self._args.sampling(seed))
                 while len(reasons) < len(tokens):
                     for delta in engine.step():
                         name = delta.request_id
@@ -136,17 +135,3 @@ class RolloutWorker:
     def close(self) -> None:
         """Free the engine's memory."""
         self.live.close()
-
-    def _sampling(self, seed: int) -> SamplingParams:
-        args = self._args
-        return SamplingParams(
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p or 0.0,
-            repetition_penalty=args.repetition_penalty,
-            max_tokens=args.max_completion_length,
-            seed=seed,
-            logprobs=0 if self._with_logprobs else None,
-            detokenize=False,
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -37,7 +36,7 @@ class Tracker(TrainerCallback):
         """Open the run."""
         if state.is_world_process_zero:
             name = args.run_name or args.folder.name
-            config = {key: value for key, value in asdict(args).items() if isinstance(value, str | int | float | bool)}
+            config = {key: value for key, value in vars(args).items() if isinstance(value, str | int | float | bool)}
             self._log, self._end = self._open(name, args.folder, config)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:

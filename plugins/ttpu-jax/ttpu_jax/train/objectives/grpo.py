@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from ttpu_jax.model.causal_model import DecoderModel, Params
-from ttpu_jax.model.loss import LossSums, TokenBatch
+from ttpu_jax.model.loss import LossSums, TokenBatch, hidden_and_balance, with_balance
 from ttpu_jax.train.objectives.token_logprobs import token_logprobs
 
 if TYPE_CHECKING:
     from ttpu_train.objectives import GRPO
+    from ttpu_train.runner import LossSettings
 
 
 def grpo_sums(
-    model: DecoderModel, params: Params, batch: TokenBatch, settings: GRPO, tokens_at_once: int
+    model: DecoderModel, params: Params, batch: TokenBatch, settings: GRPO, loss: LossSettings
 ) -> LossSums:
     """Sum the loss of a batch of completions, as `ttpu_train.objectives.GRPO` describes it.
 
@@ -25,10 +26,11 @@ def grpo_sums(
         params: path → weight.
         batch: completions with their advantages.
         settings: of the method.
-        tokens_at_once: tokens of each row whose logits exist at once.
+        loss: of the run, of which the experts' balance and the number of logits that exist at once count.
     """
     extra, mask = batch.extra, (batch.weights != 0).astype(jnp.float32)
-    logprobs, entropies = token_logprobs(model, params, batch, settings.temperature, tokens_at_once)
+    hidden, balance = hidden_and_balance(model, params, batch, loss)
+    logprobs, entropies = token_logprobs(model, params, batch, settings.temperature, loss.tokens_at_once, hidden)
     advantages = extra["advantages"][:, None]
     old = jax.lax.stop_gradient(logprobs) if "old_logprobs" not in extra else extra["old_logprobs"]
     log_ratios = jnp.where(mask > 0, logprobs - old, 0.0)
@@ -63,4 +65,6 @@ def grpo_sums(
     metrics = jax.lax.stop_gradient(metrics)
     total = (jnp.where(mask > 0, losses, 0.0).sum(1) * extra["scales"]).sum()
     cross_entropy = -token_sum(jax.lax.stop_gradient(logprobs))
-    return LossSums(total, cross_entropy, tokens, jnp.float32(0), metrics, extra["shares"].sum())
+    return with_balance(
+        LossSums(total, cross_entropy, tokens, jnp.float32(0), metrics, extra["shares"].sum()), balance
+    )

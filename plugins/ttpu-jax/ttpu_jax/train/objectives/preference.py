@@ -11,20 +11,24 @@ import jax.numpy as jnp
 from jax.nn import log_sigmoid, relu, sigmoid
 
 from ttpu_jax.model.causal_model import DecoderModel, Params
-from ttpu_jax.model.loss import LossSums, TokenBatch
+from ttpu_jax.model.loss import LossSums, TokenBatch, hidden_and_balance, with_balance
 from ttpu_jax.train.objectives.token_logprobs import token_logprobs
 
 if TYPE_CHECKING:
     from ttpu_train.objectives import DPO, KTO, ORPO
+    from ttpu_train.runner import LossSettings
 
 
-def completion_logprobs(model: DecoderModel, params: Params, batch: TokenBatch, tokens_at_once: int) -> jax.Array:
-    """float32 [batch], the log-probability of the tokens of each row that have weight."""
-    found, _ = token_logprobs(model, params, batch, tokens_at_once=tokens_at_once)
+def completion_logprobs(
+    model: DecoderModel, params: Params, batch: TokenBatch, tokens_at_once: int, hidden: jax.Array | None = None
+) -> jax.Array:
+    """float32 [batch], the log-probability of the tokens of each row that have weight; of a residual stream `hidden`
+    [batch, seq, hidden] that is computed already, if it is given."""
+    found, _ = token_logprobs(model, params, batch, tokens_at_once=tokens_at_once, hidden=hidden)
     return jnp.where(batch.weights != 0, found, 0.0).sum(1)
 
 
-def dpo_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: DPO, tokens_at_once: int) -> LossSums:
+def dpo_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: DPO, loss: LossSettings) -> LossSums:
     """Sum the loss of pairs of rows, as `ttpu_train.objectives.DPO` describes it.
 
     Args:
@@ -32,9 +36,10 @@ def dpo_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: D
         params: path → weight.
         batch: a chosen row, then its rejected one.
         settings: of the method.
-        tokens_at_once: tokens of each row whose logits exist at once.
+        loss: of the run, of which the experts' balance and the number of logits that exist at once count.
     """
-    logprobs = completion_logprobs(model, params, batch, tokens_at_once)
+    hidden, balance = hidden_and_balance(model, params, batch, loss)
+    logprobs = completion_logprobs(model, params, batch, loss.tokens_at_once, hidden)
     reference = jnp.zeros_like(logprobs) if settings.reference_free else batch.extra["ref_logps"]
     lengths = (batch.weights != 0).sum(1).astype(jnp.float32)
     real = (lengths.reshape(-1, 2).sum(1) > 0).astype(jnp.float32)
@@ -47,7 +52,7 @@ def dpo_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: D
         "logps/chosen": ((logprobs[0::2] * real).sum(), real.sum()),
         "logps/rejected": ((logprobs[1::2] * real).sum(), real.sum()),
     }
-    return _sums((losses * real).sum(), logprobs, lengths, metrics, real.sum())
+    return with_balance(_sums((losses * real).sum(), logprobs, lengths, metrics, real.sum()), balance)
 
 
 def dpo_losses(settings: DPO, chosen: jax.Array, rejected: jax.Array, mean_margin: jax.Array) -> jax.Array:
@@ -82,7 +87,7 @@ def dpo_losses(settings: DPO, chosen: jax.Array, rejected: jax.Array, mean_margi
     return losses[settings.loss_type]()
 
 
-def orpo_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: ORPO, tokens_at_once: int) -> LossSums:
+def orpo_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: ORPO, loss: LossSettings) -> LossSums:
     """Sum the loss of pairs of rows, as `ttpu_train.objectives.ORPO` describes it. The cross-entropy is that of chosen
     rows with their prompts, as the mean over the tokens of the whole batch.
 
@@ -91,9 +96,10 @@ def orpo_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: 
         params: path → weight.
         batch: a chosen row, then its rejected one.
         settings: of the method.
-        tokens_at_once: tokens of each row whose logits exist at once.
+        loss: of the run, of which the experts' balance and the number of logits that exist at once count.
     """
-    found, _ = token_logprobs(model, params, batch, tokens_at_once=tokens_at_once)
+    hidden, balance = hidden_and_balance(model, params, batch, loss)
+    found, _ = token_logprobs(model, params, batch, tokens_at_once=loss.tokens_at_once, hidden=hidden)
     mask = (batch.weights != 0).astype(jnp.float32)
     lengths = mask.sum(1)
     real = (lengths.reshape(-1, 2).sum(1) > 0).astype(jnp.float32)
@@ -114,7 +120,7 @@ def orpo_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: 
         "log_odds_chosen": ((log_odds * real).sum(), pairs),
     }
     total = nll * share - settings.beta * (ratio * real).sum()
-    return _sums(total, jnp.where(mask > 0, found, 0.0), lengths, metrics, pairs)
+    return with_balance(_sums(total, jnp.where(mask > 0, found, 0.0), lengths, metrics, pairs), balance)
 
 
 def orpo_whole(model: DecoderModel, params: Params, batch: TokenBatch) -> Mapping[str, jax.Array]:
@@ -123,7 +129,7 @@ def orpo_whole(model: DecoderModel, params: Params, batch: TokenBatch) -> Mappin
     return {"pairs": real.sum().astype(jnp.float32), "chosen_tokens": _predicted(batch)[0::2].sum()}
 
 
-def kto_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: KTO, tokens_at_once: int) -> LossSums:
+def kto_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: KTO, loss: LossSettings) -> LossSums:
     """Sum the loss of rows, as `ttpu_train.objectives.KTO` describes it.
 
     Args:
@@ -131,11 +137,12 @@ def kto_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: K
         params: path → weight.
         batch: completions with their labels, and what the divergence is measured on.
         settings: of the method.
-        tokens_at_once: tokens of each row whose logits exist at once.
+        loss: of the run, of which the experts' balance and the number of logits that exist at once count.
     """
     together = settings.rows_per_example
     batch = every(batch, together, 0)
-    logprobs = completion_logprobs(model, params, batch, tokens_at_once)
+    hidden, balance = hidden_and_balance(model, params, batch, loss)
+    logprobs = completion_logprobs(model, params, batch, loss.tokens_at_once, hidden)
     labels, beta = batch.extra["labels"], settings.beta
     good, bad = (labels == 1).astype(jnp.float32), (labels == 0).astype(jnp.float32)
     ratios = logprobs - batch.extra["ref_logps"]
@@ -153,7 +160,7 @@ def kto_sums(model: DecoderModel, params: Params, batch: TokenBatch, settings: K
         metrics[f"rewards/{name}"] = ((which * beta * ratios).sum(), which.sum())
         metrics[f"logps/{name}"] = ((which * logprobs).sum(), which.sum())
     lengths = (batch.weights != 0).sum(1).astype(jnp.float32)
-    return _sums(losses.sum(), logprobs, lengths, metrics, rows)
+    return with_balance(_sums(losses.sum(), logprobs, lengths, metrics, rows), balance)
 
 
 def kto_whole(model: DecoderModel, params: Params, batch: TokenBatch, tokens_at_once: int) -> Mapping[str, jax.Array]:

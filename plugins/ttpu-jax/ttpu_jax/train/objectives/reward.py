@@ -19,6 +19,7 @@ from ttpu_jax.model.loss import LossSums, TokenBatch
 
 if TYPE_CHECKING:
     from ttpu_train.objectives import Reward
+    from ttpu_train.runner import LossSettings
 
 SCORE = "head.score"
 """The path of the score head [1, hidden]."""
@@ -71,7 +72,7 @@ def rewards_of(
 
 
 def reward_sums(
-    model: DecoderModel, params: Params, batch: TokenBatch, settings: Reward, tokens_at_once: int
+    model: DecoderModel, params: Params, batch: TokenBatch, settings: Reward, loss: LossSettings
 ) -> LossSums:
     """Sum the loss of pairs of rows, as `ttpu_train.objectives.Reward` describes it.
 
@@ -80,7 +81,7 @@ def reward_sums(
         params: path → weight.
         batch: a chosen row, then its rejected one.
         settings: of the method.
-        tokens_at_once: not read, because no logits of tokens are computed.
+        loss: not read: no logits of tokens are computed, and transformers' model of this kind balances no experts.
     """
     rewards = rewards_of(model, params, batch.tokens, batch.positions, settings.pad_token_id)
     real = (batch.positions >= 0).any(1).reshape(-1, 2).any(1).astype(jnp.float32)

@@ -10,7 +10,12 @@ from ttpu_jax.model.loss import TokenBatch, token_parts
 
 
 def token_logprobs(
-    model: DecoderModel, params: Params, batch: TokenBatch, temperature: float = 1.0, tokens_at_once: int = 512
+    model: DecoderModel,
+    params: Params,
+    batch: TokenBatch,
+    temperature: float = 1.0,
+    tokens_at_once: int = 512,
+    hidden: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probability of each token given those before it, and the entropy of what it was chosen from, both float32
     [batch, seq] in nats. The first token of a row has no meaning.
@@ -21,8 +26,10 @@ def token_logprobs(
         batch: rows.
         temperature: that logits are divided by.
         tokens_at_once: tokens of each row whose logits exist at once; in the backward pass they are computed again.
+        hidden: the residual stream after the final norm, [batch, seq, hidden]; None computes it.
     """
-    hidden = model.hidden(params, batch.tokens, batch.positions, batch.segments)
+    if hidden is None:
+        hidden = model.hidden(params, batch.tokens, batch.positions, batch.segments)
     rows, seq = batch.tokens.shape
     targets = jnp.roll(batch.tokens, -1, axis=1)
 

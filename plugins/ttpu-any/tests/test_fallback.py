@@ -1,0 +1,59 @@
+"""Model types without a plugin run as transformers' own code: same logits, same tokens, wrong ones refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from ttpu_core.auto import AutoModelForTPU
+from ttpu_core.errors import RequestError, UnsupportedError
+
+TINY: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+XGLM = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
+
+
+def write(folder: Path, model_type: str) -> Any:
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[model_type](**TINY, **(XGLM if model_type == "xglm" else {}))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("model_type", ["biogpt", "xglm"])
+def test_logits_and_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> None:
+    expected = write(tmp_path, model_type)
+    model = AutoModelForTPU.from_pretrained(tmp_path, backend="jax")
+    ids = np.random.default_rng(1).integers(3, 61, (2, 11))
+    with torch.no_grad():
+        logits = expected(torch.tensor(ids)).logits.numpy()
+        tokens = expected.generate(torch.tensor(ids), max_new_tokens=6, do_sample=False, eos_token_id=None).numpy()
+    np.testing.assert_allclose(model(ids).logits, logits, atol=5e-5)
+    np.testing.assert_array_equal(model.generate(ids, max_new_tokens=6, ignore_eos=True), tokens)
+
+
+@pytest.mark.torch
+def test_an_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
+    config = transformers.BartConfig(
+        vocab_size=61, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        encoder_attention_heads=2, decoder_attention_heads=2,
+    )  # fmt: skip
+    transformers.BartForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"'bart' has an encoder and a decoder"):
+        AutoModelForTPU.from_pretrained(tmp_path, backend="jax")
+
+
+@pytest.mark.torch
+def test_what_needs_a_plugin_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "biogpt")
+    with pytest.raises(RequestError, match=r"quantization='int8' was asked for, but no plugin describes"):
+        AutoModelForTPU.from_pretrained(tmp_path, backend="jax", quantization="int8")

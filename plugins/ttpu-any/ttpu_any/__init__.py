@@ -1,0 +1,1 @@
+"""Runs transformers' causal language models that no plugin describes, as JAX programs."""

@@ -1,0 +1,1 @@
+"""Runs a graph of ATen operations, traced from a PyTorch model, on JAX arrays."""

@@ -1,0 +1,100 @@
+"""Checks a loaded stock model against itself. The logits after a prompt are computed twice: in one prefill, and by the
+prefill of its padded beginning and steps of decoding. Where a model ignores its mask or its cache, they differ."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ttpu_any.programs import StockPrograms
+from ttpu_any.steps import MANNERS, Manner
+from ttpu_core.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+LENGTH, PADDING, SLOTS = 16, 3, 64
+"""Tokens of the prompt, how many slots of padding stand before its beginning, and slots of the cache."""
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.05}
+"""Of the largest difference, in standard deviations of the logits."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two ways to the same logits are apart, in standard deviations of the logits."""
+
+    error: float
+    allowed: float
+
+    @property
+    def small(self) -> bool:
+        """Whether it may be rounding."""
+        return self.error <= self.allowed
+
+
+def checked_programs(make: Callable[[Manner], StockPrograms], dtype: str, name: str) -> StockPrograms:
+    """The programs of a model in the first manner in which it agrees with itself.
+
+    Args:
+        make: makes the programs in a manner.
+        dtype: of the weights.
+        name: of the model, for the error message.
+
+    Raises:
+        UnsupportedError: there is none: the model cannot be traced, or would be silently wrong.
+    """
+    reasons: list[str] = []
+    for manner in MANNERS:
+        programs = make(manner)
+        try:
+            found = difference(programs, dtype)
+        except UnsupportedError as error:
+            reasons.append(str(error))
+            continue
+        except Exception as error:  # what the traced code of any model may raise
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            continue
+        if found.small:
+            logger.info("%s agrees with itself in the manner %s: %.1e", name, manner, found.error)
+            return programs
+        reasons.append(
+            f"decoding after a {'padded ' if manner.pads else ''}prefill gives logits that are {found.error:.2g} "
+            f"standard deviations from those of one prefill, where {found.allowed:g} may be rounding"
+        )
+    each = "; ".join(f"({place}) {reason}" for place, reason in enumerate(dict.fromkeys(reasons), 1))
+    raise UnsupportedError(
+        f"{name} was to be run without a plugin, but in no manner does it agree with itself, so that what it generates "
+        f"would be wrong: {each}. It needs a plugin."
+    )
+
+
+def difference(programs: StockPrograms, dtype: str) -> Difference:
+    """Compare the logits after a prompt with those after its beginning, padded where the model may be padded, and steps
+    of decoding.
+
+    Raises:
+        UnsupportedError: the model cannot be traced.
+    """
+    steps, rows = programs.steps, programs.manner.rows
+    vocab = programs.spec.vocab_size
+    width = LENGTH if steps.manner.pads else LENGTH - PADDING
+    tokens = np.random.default_rng(0).integers(0, vocab, LENGTH).astype(np.int32)
+    whole = np.broadcast_to(tokens, (rows, LENGTH))
+    shown = np.zeros((rows, width), np.int32)
+    shown[:, width - (LENGTH - PADDING) :] = tokens[: LENGTH - PADDING]
+    start = width - (LENGTH - PADDING)
+
+    expected = _row(programs.checked_prefill(whole, 0, SLOTS)[0])
+    logits, state = programs.checked_prefill(shown, start, SLOTS)
+    for place in range(LENGTH - PADDING, LENGTH):
+        logits, state = programs.checked_decode(np.full(rows, tokens[place], np.int32), state)
+    error = np.abs(_row(logits) - expected).max() / max(float(expected.std()), 1e-6)
+    return Difference(float(error), TOLERANCE[dtype])
+
+
+def _row(logits: Any) -> np.ndarray:
+    return np.asarray(logits)[-1].astype(np.float32)

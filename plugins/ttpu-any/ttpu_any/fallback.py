@@ -1,0 +1,156 @@
+"""The fallback of the JAX backend, which implements `ttpu_core.backend.Fallback`: a model type that no plugin describes
+comes in, transformers' PyTorch code as JAX programs goes out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ttpu_any.check import checked_programs
+from ttpu_any.model import StockArchitecture, StockCausalLM
+from ttpu_any.programs import StockPrograms, StockSpec
+from ttpu_any.sharding import check_axes, plan_of, tensor_sharding
+from ttpu_any.steps import Manner
+from ttpu_any.stock import empty_model, load_model, stock_class
+from ttpu_core.checkpoint import Checkpoint
+from ttpu_core.config import ModelConfig
+from ttpu_core.errors import RequestError
+from ttpu_core.sharding.parallelism import AUTO, resolve_parallelism
+from ttpu_core.sharding.request import the_one_given
+from ttpu_jax.backend import load_tokenizer
+from ttpu_jax.distributed import initialize
+from ttpu_jax.load_options import JaxLoadOptions
+from ttpu_jax.params.dtypes import model_dtype
+from ttpu_jax.params.placement import Placement, local_placement
+
+import jax  # isort: skip (after what sets it up)
+
+logger = logging.getLogger(__name__)
+
+GAINS = (
+    "serving with paged attention, prefix caching and many sequences at once (`ttpu serve`)",
+    "one program for all layers, which compiles faster, and attention kernels for TPUs",
+    "`ttpu plan`, `ttpu compile-report`, quantization and training",
+)
+"""What a plugin would add."""
+
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
+DEFAULT_CONTEXT = 2048
+
+
+class StockFallback:
+    """Runs transformers' own code on JAX."""
+
+    def open(self, checkpoint: Checkpoint, options: JaxLoadOptions) -> StockCausalLM:
+        """Load a model: read its weights onto the devices, and check it against itself.
+
+        Raises:
+            CheckpointError, MappingError: the checkpoint's files are incomplete or malformed.
+            UnsupportedError: the model cannot be traced, or does not agree with itself.
+            RequestError: an option that needs a plugin.
+        """
+        began = time.perf_counter()
+        initialize()
+        config = checkpoint.config
+        _refuse_options(options, config.model_type)
+        kind, stock = stock_class(config)
+        placement = _placement(options)
+        check_axes(placement)
+        held = model_dtype(options.dtype, checkpoint)
+        progress = options.progress
+
+        def put(model: Any, name: str, array: np.ndarray) -> jax.Array:
+            return jax.device_put(array, tensor_sharding(model, placement, name, array.shape))
+
+        on_load = None if progress is None else (lambda done, total: progress("load", done, total))
+        model, params = load_model(checkpoint, getattr(torch, held.name), put, on_load)
+        text = stock.get_text_config(decoder=True)
+        spec = StockSpec(config.model_type, int(text.vocab_size), context_of(text))
+        on_compile = None if progress is None else (lambda _, seconds: progress("compile", float(seconds > 0), 1.0))
+
+        def make(manner: Manner) -> StockPrograms:
+            return StockPrograms(model, params, spec, placement, manner, on_compile=on_compile)
+
+        programs = checked_programs(make, held.name, f"{checkpoint.source} ({kind.__name__})")
+        logger.warning(
+            "no plugin describes model type %r: transformers' own code runs instead; `ttpu info` says what a plugin "
+            "would add",
+            config.model_type,
+        )
+        architecture = StockArchitecture(spec, config)
+        tokenizer = load_tokenizer(checkpoint)
+        return StockCausalLM(
+            architecture, checkpoint, programs, params, held, tokenizer, time.perf_counter() - began
+        )
+
+    def describe(self, config: ModelConfig) -> Mapping[str, Any]:
+        """What is known of a model without a plugin, for `ttpu info`: plain values only. Nothing is computed.
+
+        Raises:
+            UnsupportedError: transformers has no such model.
+            CheckpointError: transformers refuses the config.
+        """
+        kind, stock = stock_class(config)
+        model = empty_model(config, torch.bfloat16)
+        text = stock.get_text_config(decoder=True)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return {
+            "code": f"{kind.__module__}.{kind.__name__}",
+            "parameters": parameters,
+            "context": context_of(text),
+            "sharded_by": "transformers' tensor-parallel plan" if plan_of(model) else "fsdp",
+            "a_plugin_would_add": list(GAINS),
+        }
+
+
+def context_of(config: Any) -> int:
+    """The most tokens that a sequence may have, as a transformers config says; 2048 if it says nothing."""
+    for key in CONTEXT_KEYS:
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return DEFAULT_CONTEXT
+
+
+def _refuse_options(options: JaxLoadOptions, model_type: str) -> None:
+    """Refuse what needs an architecture."""
+    asked = {
+        "quantization": options.quantization is not None,
+        "random_seed": options.random_seed is not None,
+        "plan": options.plan is not None,
+        "sharding_rules": options.sharding_rules is not None,
+        "patch_packs": bool(options.patch_packs),
+        "enable_paged_attention": options.enable_paged_attention,
+        "attention_config": options.attention_config is not None,
+        "purpose": options.purpose != "generate",
+    }
+    refused = [name for name, given in asked.items() if given]
+    if (options.attn_implementation or "auto") not in ("auto", "eager"):
+        refused.append("attn_implementation")
+    if refused:
+        raise RequestError(
+            f"{refused[0]}={getattr(options, refused[0])!r} was asked for, but no plugin describes model type "
+            f"{model_type!r}, and transformers' own code is run without it: leave it out, or install or write a plugin "
+            "(`ttpu new-plugin`)."
+        )
+
+
+def _placement(options: JaxLoadOptions) -> Placement:
+    given = the_one_given(
+        None,
+        parallelism_strategy=options.parallelism_strategy,
+        sharding_strategy=options.sharding_strategy,
+        mesh=options.mesh,
+        plan=None,
+    )
+    argument, asked = given or ("parallelism_strategy", None)
+    if isinstance(asked, str) and asked.strip().lower() == AUTO:
+        asked = "fsdp" if len(jax.devices()) > 1 else None  # the planner knows no model without a plugin
+    if isinstance(asked, str):
+        asked = resolve_parallelism(asked, len(jax.devices()), None, argument=argument)
+    return local_placement(asked)

@@ -1,0 +1,197 @@
+"""The three calls of the stock model that are traced: logits of whole texts, the prefill of a static cache, and the
+decoding of one token. Prompts are padded on the left."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from transformers.cache_utils import (
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from ttpu_any.held import put_together, taken_apart
+from ttpu_any.trace import Shape, Traced, trace
+from ttpu_core.errors import UnsupportedError
+
+PrefillMask = Literal["prompt", "cache", "none"]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How the stock model wants its masks; models differ in it.
+
+    Attributes:
+        mask: of a prefill as wide as the prompt, or as the cache, or none.
+        decode_mask: whether decoding has a mask as wide as the cache.
+        rows: the fewest rows that a batch may have. Some models ignore the mask of a single row.
+    """
+
+    mask: PrefillMask = "prompt"
+    decode_mask: bool = True
+    rows: int = 1
+
+    @property
+    def pads(self) -> bool:
+        """Whether prompts may be padded."""
+        return self.mask != "none"
+
+
+MANNERS = (
+    Manner(),
+    Manner(rows=2),
+    Manner(decode_mask=False, rows=2),
+    Manner("cache"),
+    Manner("none", decode_mask=False),
+)
+"""In the order in which they are tried."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A traced prefill (tokens [batch, width], start [batch]) → (logits [batch, vocab], the cache's tensors).
+
+    Attributes:
+        program: what runs it.
+        skeleton: the cache without its tensors.
+    """
+
+    program: Traced
+    skeleton: Any
+
+    @property
+    def cache(self) -> tuple[Shape, ...]:
+        """Shapes of the cache's tensors."""
+        return self.program.results[1:]
+
+
+class Steps:
+    """Traces the calls of one stock model.
+
+    Args:
+        model: the stock model; its tensors may be on the meta device.
+        manner: how it wants its masks.
+    """
+
+    def __init__(self, model: Any, manner: Manner = MANNERS[0]) -> None:
+        self.model, self.manner = model, manner
+
+    @cached_property
+    def accepted(self) -> frozenset[str]:
+        """The names that the model's forward takes."""
+        return frozenset(inspect.signature(self.model.forward).parameters)
+
+    @cached_property
+    def cache_name(self) -> str:
+        """The model's name for its cache.
+
+        Raises:
+            UnsupportedError: it has none.
+        """
+        for name in ("past_key_values", "cache_params"):
+            if name in self.accepted:
+                return name
+        raise UnsupportedError(
+            f"{type(self.model).__name__} keeps no cache that transformers knows, but generating needs one: this model "
+            "needs a plugin."
+        )
+
+    def logits(self, batch: int, width: int) -> Traced:
+        """Trace (tokens [batch, width], positions [batch, width], negative for padding) → logits."""
+
+        def call(forward: Any, given: Any) -> Any:
+            tokens, positions = given
+            mask = (positions >= 0).long()
+            keywords = self._placed(positions.clamp_min(0))
+            if self.manner.pads:
+                keywords["attention_mask"] = mask
+            if "use_cache" in self.accepted:
+                keywords["use_cache"] = False
+            return [forward(input_ids=tokens, **keywords).logits.float()]
+
+        return trace(self.model, call, [Shape((batch, width)), Shape((batch, width))])
+
+    def prefill(self, batch: int, width: int, slots: int) -> Prefill:
+        """Trace the prefill of prompts that fill `width` slots of a cache of `slots`.
+
+        Raises:
+            UnsupportedError: the model cannot be traced with a static cache.
+        """
+        held: list[Any] = []
+
+        def call(forward: Any, given: Any) -> Any:
+            tokens, start = given
+            cache = self._cache(slots)
+            places = torch.arange(slots if self.manner.mask == "cache" else width)[None]
+            keywords = self._placed((torch.arange(width)[None] - start[:, None]).clamp_min(0))
+            if self.manner.pads:
+                keywords["attention_mask"] = (places >= start[:, None]).long()
+            logits = self._last(forward(input_ids=tokens, **{self.cache_name: cache}, **keywords, **self._kept()))
+            tensors, skeleton = taken_apart(cache)
+            held.append(skeleton)
+            return [logits, *tensors]
+
+        program = trace(self.model, call, [Shape((batch, width)), Shape((batch,))])
+        return Prefill(program, held[-1])
+
+    def decode(self, prefill: Prefill, batch: int, slots: int) -> Traced:
+        """Trace (token [batch, 1], start [batch], length [], the cache's tensors) → (logits, the cache's tensors).
+        `length` is the number of slots in use.
+
+        Raises:
+            UnsupportedError: the cache has changed in more than its tensors, so that one program could not decode two
+                tokens.
+        """
+
+        def call(forward: Any, given: Any) -> Any:
+            token, start, length, *tensors = given
+            cache = put_together(prefill.skeleton, [tensor.clone() for tensor in tensors])
+            keywords = self._placed((length - start)[:, None])
+            if self.manner.decode_mask:
+                keywords["attention_mask"] = (torch.arange(slots)[None] >= start[:, None]).long()
+            logits = self._last(forward(input_ids=token, **{self.cache_name: cache}, **keywords, **self._kept()))
+            after, skeleton = taken_apart(cache)
+            if skeleton != prefill.skeleton:
+                raise UnsupportedError(
+                    f"{type(self.model).__name__} keeps more than tensors between tokens, so that each would need a "
+                    "program of its own: this model needs a plugin."
+                )
+            return [logits, *after]
+
+        traced = trace(self.model, call, [Shape((batch, 1)), Shape((batch,)), Shape(()), *prefill.cache])
+        if traced.results[1:] != prefill.cache:
+            raise UnsupportedError(
+                f"the cache of {type(self.model).__name__} grows with each token, so that each would need a program of "
+                "its own: this model needs a plugin."
+            )
+        return traced
+
+    def _cache(self, slots: int) -> StaticCache:
+        """An empty cache; one of a window's length would count tokens in Python, so the mask alone makes the window."""
+        cache = StaticCache(config=self.model.config, max_cache_len=slots)
+        for place, layer in enumerate(cache.layers):
+            if type(layer) is StaticSlidingWindowLayer:
+                cache.layers[place] = StaticLayer(slots)
+            elif type(layer) is LinearAttentionAndStaticSlidingWindowAttentionLayer:
+                cache.layers[place] = LinearAttentionAndStaticFullAttentionLayer(
+                    max_cache_len=slots, number_of_states=layer.number_of_states
+                )
+        return cache
+
+    def _placed(self, positions: torch.Tensor) -> dict[str, Any]:
+        return {"position_ids": positions} if "position_ids" in self.accepted else {}
+
+    def _kept(self) -> dict[str, Any]:
+        return {"use_cache": True, **({"logits_to_keep": 1} if "logits_to_keep" in self.accepted else {})}
+
+    @staticmethod
+    def _last(output: Any) -> torch.Tensor:
+        logits: torch.Tensor = output.logits[:, -1].float()
+        return logits
