@@ -124,7 +124,7 @@ bench: $(VENV_TEST)/.installed  ## Run every script in benchmarks/
 
 dist: $(VENV_TEST)/.installed  ## Build every wheel and source distribution into dist/
 	rm -rf $(DIST)
-	set -e; for folder in $(DISTRIBUTIONS) plugins/ttpu-torch-xla conformance; do \
+	set -e; for folder in $(DISTRIBUTIONS) plugins/ttpu-torch-xla plugins/ttpu-any conformance; do \
 	    $(VENV_TEST)/bin/python -m uv build --quiet --no-build-isolation --out-dir $(DIST) $$folder; \
 	done
 
