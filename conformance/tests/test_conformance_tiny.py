@@ -30,6 +30,11 @@ def test_sizes_are_tiny_and_optional_features_stay_off() -> None:
     assert config("mixtral").sliding_window is None
 
 
+def test_a_class_with_names_of_its_own_gets_the_sizes() -> None:
+    gpt2 = config("gpt2")
+    assert (gpt2.n_embd, gpt2.n_layer, gpt2.n_head, gpt2.n_positions) == (64, 2, 4, 128)
+
+
 def test_a_variant_comes_over_the_base_and_null_takes_a_key_away() -> None:
     section: dict[str, Any] = {
         "base": {"head_dim": 32},

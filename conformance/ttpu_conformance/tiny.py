@@ -137,12 +137,14 @@ def _random_tensors(model: Any) -> list[Any]:
 
 
 def _sizes(kind: Any) -> dict[str, Any]:
-    """The kit's sizes for the keys that a config class knows, in its text part where it has one."""
+    """The kit's sizes for the keys that a config class knows, in its text part where it has one. A class may have its
+    own names for the usual ones, as GPT-2's n_embd for hidden_size: transformers lists them in `attribute_map`."""
     parts = getattr(kind, "sub_configs", None) or {}
     if "text_config" in parts:  # of any type, where the class is AutoConfig: then the declaration gives all sizes
         return {"text_config": _sizes(parts["text_config"]) if is_dataclass(parts["text_config"]) else {}}
     defaults = {field.name: field.default for field in fields(kind)}
-    sizes = {key: value for key, value in SIZES.items() if key in defaults}
+    sizes = {kind.attribute_map.get(key, key): value for key, value in SIZES.items()}
+    sizes = {key: value for key, value in sizes.items() if key in defaults}
     return sizes | {key: value for key, value in SIZES_WHERE_ON.items() if defaults.get(key) is not None}
 
 
