@@ -20,25 +20,36 @@ TINY: dict[str, Any] = {
 XGLM = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
 
 
-def write(folder: Path, model_type: str) -> Any:
+DECODER = {"is_decoder": True, "pad_token_id": 1, "bos_token_id": 0}
+
+
+def write(folder: Path, model_type: str, **keys: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.CONFIG_MAPPING[model_type](**TINY, **(XGLM if model_type == "xglm" else {}))
+    config = transformers.CONFIG_MAPPING[model_type](**TINY | keys)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(folder)
     return model
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("model_type", ["biogpt", "xglm"])
-def test_logits_and_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> None:
-    expected = write(tmp_path, model_type)
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [("biogpt", {}), ("xglm", XGLM), ("camembert", DECODER)],
+    ids=["biogpt", "xglm", "camembert"],
+)
+def test_logits_and_greedy_tokens_equal_transformers(model_type: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """CamemBERT counts positions from the one after padding's, which transformers' `generate` passes as 0: so the
+    expected tokens are those of the model alone."""
+    expected = write(tmp_path, model_type, **keys)
     model = AutoModelForTPU.from_pretrained(tmp_path, backend="jax")
     ids = np.random.default_rng(1).integers(3, 61, (2, 11))
     with torch.no_grad():
         logits = expected(torch.tensor(ids)).logits.numpy()
-        tokens = expected.generate(torch.tensor(ids), max_new_tokens=6, do_sample=False, eos_token_id=None).numpy()
+        tokens = torch.tensor(ids)
+        for _ in range(6):
+            tokens = torch.cat([tokens, expected(tokens).logits[:, -1:].argmax(-1)], 1)
     np.testing.assert_allclose(model(ids).logits, logits, atol=5e-5)
-    np.testing.assert_array_equal(model.generate(ids, max_new_tokens=6, ignore_eos=True), tokens)
+    np.testing.assert_array_equal(model.generate(ids, max_new_tokens=6, ignore_eos=True), tokens.numpy())
 
 
 @pytest.mark.torch
@@ -49,6 +60,18 @@ def test_an_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
     )  # fmt: skip
     transformers.BartForConditionalGeneration(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match=r"'bart' has an encoder and a decoder"):
+        AutoModelForTPU.from_pretrained(tmp_path, backend="jax")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("model_type", "keys"), [("bert", {}), ("camembert", DECODER)], ids=["ahead", "positions"])
+def test_a_model_that_would_be_wrong_is_refused(
+    model_type: str, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BERT looks ahead, and CamemBERT is given positions that are not its own."""
+    write(tmp_path, model_type, **keys)
+    monkeypatch.setattr("ttpu_any.steps.position_offset", lambda model: 0)
+    with pytest.raises(UnsupportedError, match=r"a prefill gives logits that are \d\.\d+ standard deviations"):
         AutoModelForTPU.from_pretrained(tmp_path, backend="jax")
 
 

@@ -15,7 +15,7 @@ from ttpu_any.check import checked_programs
 from ttpu_any.model import StockArchitecture, StockCausalLM
 from ttpu_any.programs import StockPrograms, StockSpec
 from ttpu_any.sharding import check_axes, plan_of, tensor_sharding
-from ttpu_any.steps import Manner
+from ttpu_any.steps import Manner, manners_of, position_offset
 from ttpu_any.stock import empty_model, load_model, stock_class
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.config import ModelConfig
@@ -70,13 +70,13 @@ class StockFallback:
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))
         model, params = load_model(checkpoint, getattr(torch, held.name), put, on_load)
         text = stock.get_text_config(decoder=True)
-        spec = StockSpec(config.model_type, int(text.vocab_size), context_of(text))
+        spec = StockSpec(config.model_type, int(text.vocab_size), context_of(text) - position_offset(model))
         on_compile = None if progress is None else (lambda _, seconds: progress("compile", float(seconds > 0), 1.0))
 
         def make(manner: Manner) -> StockPrograms:
             return StockPrograms(model, params, spec, placement, manner, on_compile=on_compile)
 
-        programs = checked_programs(make, held.name, f"{checkpoint.source} ({kind.__name__})")
+        programs = checked_programs(make, manners_of(model), held.name, f"{checkpoint.source} ({kind.__name__})")
         logger.warning(
             "no plugin describes model type %r: transformers' own code runs instead; `ttpu info` says what a plugin "
             "would add",
@@ -102,7 +102,7 @@ class StockFallback:
         return {
             "code": f"{kind.__module__}.{kind.__name__}",
             "parameters": parameters,
-            "context": context_of(text),
+            "context": context_of(text) - position_offset(model),
             "sharded_by": "transformers' tensor-parallel plan" if plan_of(model) else "fsdp",
             "a_plugin_would_add": list(GAINS),
         }

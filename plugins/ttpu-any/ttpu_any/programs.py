@@ -211,6 +211,16 @@ class StockPrograms(Programs):
             self._get(key, lambda params, *given: traced(params, *given)[0], tokens, positions)
         return self._programs[key](self._params, tokens, positions)[:rows]
 
+    def checked_alone(self, tokens: np.ndarray) -> jax.Array:
+        """The logits [rows, vocab] after texts tokens [rows, width] when the model is given nothing else."""
+        key = ("checked alone", *tokens.shape)
+        given = self._placed(tokens)
+        if key not in self._programs:
+            traced = self.steps.alone(*tokens.shape)
+            self._get(key, lambda params, each: traced(params, each)[0], given)
+        found: jax.Array = self._programs[key](self._params, given)
+        return found
+
     def checked_prefill(self, tokens: np.ndarray, start: int, slots: int) -> tuple[jax.Array, StockState]:
         """The logits [rows, vocab] after prompts tokens [rows, width], of which the first `start` are padding, and the
         state, for a check of the model against itself."""

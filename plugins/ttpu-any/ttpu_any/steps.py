@@ -1,10 +1,12 @@
-"""The three calls of the stock model that are traced: logits of whole texts, the prefill of a static cache, and the
-decoding of one token. Prompts are padded on the left."""
+"""The calls of the stock model that are traced: logits of whole texts, the prefill of a static cache, the decoding of
+one token, and the model left alone with tokens, against which the others are checked. Prompts are padded on the
+left."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -32,11 +34,13 @@ class Manner:
         mask: of a prefill as wide as the prompt, or as the cache, or none.
         decode_mask: whether decoding has a mask as wide as the cache.
         rows: the fewest rows that a batch may have. Some models ignore the mask of a single row.
+        offset: the position of a text's first token, which is not 0 where the table of positions has rows for padding.
     """
 
     mask: PrefillMask = "prompt"
     decode_mask: bool = True
     rows: int = 1
+    offset: int = 0
 
     @property
     def pads(self) -> bool:
@@ -52,6 +56,21 @@ MANNERS = (
     Manner("none", decode_mask=False),
 )
 """In the order in which they are tried."""
+
+
+def manners_of(model: Any) -> Sequence[Manner]:
+    """The manners that are tried for a stock model, in order: positions from the offset of its table first."""
+    offset = position_offset(model)
+    return [replace(manner, offset=first) for first in dict.fromkeys((offset, 0)) for manner in MANNERS]
+
+
+def position_offset(model: Any) -> int:
+    """The position of a text's first token: the row after that for padding in a table of positions, as in RoBERTa; 0
+    where the table has no such row, or where there is no table."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and name.endswith("position_embeddings"):
+            return 0 if module.padding_idx is None else int(module.padding_idx) + 1
+    return 0
 
 
 @dataclass(frozen=True)
@@ -102,6 +121,16 @@ class Steps:
             f"{type(self.model).__name__} keeps no cache that transformers knows, but generating needs one: this model "
             "needs a plugin."
         )
+
+    def alone(self, batch: int, width: int) -> Traced:
+        """Trace tokens [batch, width] → logits [batch, vocab] after them, with nothing else given: no mask, positions
+        or cache, so that all of these are the model's own."""
+
+        def call(forward: Any, given: Any) -> Any:
+            keywords = {"use_cache": False} if "use_cache" in self.accepted else {}
+            return [self._last(forward(input_ids=given[0], **keywords))]
+
+        return trace(self.model, call, [Shape((batch, width))])
 
     def logits(self, batch: int, width: int) -> Traced:
         """Trace (tokens [batch, width], positions [batch, width], negative for padding) → logits."""
@@ -186,7 +215,7 @@ class Steps:
         return cache
 
     def _placed(self, positions: torch.Tensor) -> dict[str, Any]:
-        return {"position_ids": positions} if "position_ids" in self.accepted else {}
+        return {"position_ids": positions + self.manner.offset} if "position_ids" in self.accepted else {}
 
     def _kept(self) -> dict[str, Any]:
         return {"use_cache": True, **({"logits_to_keep": 1} if "logits_to_keep" in self.accepted else {})}

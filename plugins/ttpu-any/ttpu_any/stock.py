@@ -128,6 +128,7 @@ def load_model(
             ) from error
     _refuse_incomplete(checkpoint, info)
     model.eval()
+    arrays = _by_first_name(model, arrays)
     for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
         if name in arrays:
             continue
@@ -150,6 +151,14 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
         tensor = tensor.to(torch.int32 if tensor.dtype == torch.int64 else torch.float32)
     array: np.ndarray = tensor.numpy()
     return array
+
+
+def _by_first_name(model: Any, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays by the first name of each parameter in its model; files may have tied ones under any name."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    return {names.get(name, name): array for name, array in arrays.items()}
 
 
 def _code(kind: type[Any]) -> Mapping[str, str]:
