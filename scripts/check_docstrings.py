@@ -1,6 +1,7 @@
 """Checks what public docstrings state: the shape of every array argument and result, every error that is raised, and an
 `Args:` section for functions of five or more parameters. A method that refers to the protocol of `ttpu_core.backend`
-which it implements has its shapes and arguments documented there.
+which it implements has its shapes and arguments documented there; rows of the fallback's table of ATen operations have
+ATen's.
 
 Prints the share that is documented, by package, and fails on gaps that are not in `docstring_gaps.txt` beside this
 script. `--write` writes that file anew, `--list` prints every gap.
@@ -102,7 +103,7 @@ def findings(package: Path) -> Iterator[Finding]:
 def public_functions(tree: ast.Module) -> Iterator[tuple[str, Function, ast.ClassDef | None]]:
     """Public functions and methods of a module with their names, and the class of a method."""
     for node in tree.body:
-        if isinstance(node, Function) and not node.name.startswith("_"):
+        if isinstance(node, Function) and not node.name.startswith("_") and not _is_row(node):
             yield node.name, node, None
         elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             for item in node.body:
@@ -185,6 +186,11 @@ def _is_command(function: Function, parameters: list[ast.arg]) -> bool:
 
 def _is_overload(function: Function) -> bool:
     return any("overload" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def _is_row(function: Function) -> bool:
+    """Whether it is a row of the fallback's table of operations, whose shapes and arguments are ATen's."""
+    return any(ast.unparse(each).startswith("operation(") for each in function.decorator_list)
 
 
 if __name__ == "__main__":

@@ -285,7 +285,15 @@ def stacked_experts(
     tensors: tuple[str, str] = ("gate_up_proj", "down_proj"),
 ) -> dict[str, Expression]:
     """Rules by Flax path for the gated experts of all layers, where each layer stores its experts in two stacked
-    tensors. `experts` is the prefix of their names within a layer. See `stacked_expert_rules`."""
+    tensors. See `stacked_expert_rules`.
+
+    Args:
+        spec: of the model.
+        names: of the checkpoint's tensors, if they are not the usual ones.
+        experts: the prefix of the tensors' names within a layer.
+        transposed: whether the tensors hold inputs before outputs.
+        tensors: the names of the two, gate and up first.
+    """
     names = names or CheckpointNames()
     return {
         f"layers.{index}.{path}": rule

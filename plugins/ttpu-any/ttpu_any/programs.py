@@ -138,6 +138,12 @@ class StockPrograms(Programs):
     def start(self, starts: np.ndarray, prompt_end: int, slots: int, seen: np.ndarray | None = None) -> Any:
         """The batch that `prefill` begins with; a stock model makes its own cache.
 
+        Args:
+            starts: [batch], the first slot of each row that is not padding.
+            prompt_end: not used.
+            slots: of the cache.
+            seen: [batch, vocab], how often the prompt has each token, or None.
+
         Raises:
             UnsupportedError: prompts of different lengths, for a model that cannot be padded.
         """

@@ -143,7 +143,7 @@ def load_model(
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor of the host as an array, in 32 bits where it has 64."""
+    """A tensor of the host, of any shape, as an array of the same shape, in 32 bits where it has 64."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)

@@ -67,8 +67,8 @@ def described(value: Any) -> Any:
 
 
 def cast(value: Any, dtype: Any) -> jax.Array:
-    """An array of `dtype`; numbers beyond the range of a 32-bit integer become its limits, as torch's 64-bit limits are
-    meant as limits."""
+    """An array of `dtype` in the same shape; numbers beyond the range of a 32-bit integer become its limits, as torch's
+    64-bit limits are meant as limits."""
     if isinstance(value, int) and not isinstance(value, bool) and jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)
         value = min(max(value, int(limits.min)), int(limits.max))

@@ -103,8 +103,8 @@ def hidden_and_balance(
 
 
 def with_balance(sums: LossSums, balance: jax.Array | None) -> LossSums:
-    """The sums of an objective with what `hidden_and_balance` gives, which is among its figures as "aux_loss", times
-    its coefficient."""
+    """The sums of an objective with `balance`, a scalar that `hidden_and_balance` gives: it is among its figures as
+    "aux_loss", times its coefficient."""
     if balance is None or sums.divisor is None:
         return sums
     summed = balance * sums.divisor

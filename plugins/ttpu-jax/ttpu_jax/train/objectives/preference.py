@@ -22,8 +22,15 @@ if TYPE_CHECKING:
 def completion_logprobs(
     model: DecoderModel, params: Params, batch: TokenBatch, tokens_at_once: int, hidden: jax.Array | None = None
 ) -> jax.Array:
-    """float32 [batch], the log-probability of the tokens of each row that have weight; of a residual stream `hidden`
-    [batch, seq, hidden] that is computed already, if it is given."""
+    """float32 [batch], the log-probability of the tokens of each row that have weight.
+
+    Args:
+        model: the decoder.
+        params: path → weight.
+        batch: rows of tokens.
+        tokens_at_once: the number of tokens whose logits exist at once.
+        hidden: the residual stream [batch, seq, hidden] if it is computed already.
+    """
     found, _ = token_logprobs(model, params, batch, tokens_at_once=tokens_at_once, hidden=hidden)
     return jnp.where(batch.weights != 0, found, 0.0).sum(1)
 
