@@ -53,6 +53,12 @@ def ttpu_attention(config):
 """
 
 GEMMA2 = """
+from ttpu_gemma.gemma2 import CONFIG_DEFAULTS
+
+@hookimpl
+def ttpu_config(config):
+    return config.with_defaults(CONFIG_DEFAULTS)
+
 @hookimpl
 def ttpu_norm(config):
     return NormSpec(eps=config.number("rms_norm_eps"), offset=1.0, scale_in_fp32=True)
@@ -64,7 +70,8 @@ def ttpu_embedding(config):
 
 @hookimpl
 def ttpu_attention(config, layer):
-    sliding = config.items("layer_types")[layer] == "sliding_attention"
+    assumed = "full_attention" if layer % 2 else "sliding_attention"
+    sliding = defaults.layer_type(config, layer, assumed=assumed) == "sliding_attention"
     return replace(
         defaults.ttpu_attention(config),
         scale=config.number("query_pre_attn_scalar") ** -0.5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,20 @@ def ttpu_rope(config, attention):
     rope = rope_from_config(config, head_dim=attention.head_dim)
     return replace(rope, factor=3.0) if rope.type == "dynamic" else rope
 """
+OTHER_DEFAULT = """
+@hookimpl
+def ttpu_config(config):
+    return config.with_defaults({"rms_norm_eps": 1e-5})
+"""
+MIXTRAL_OF_NEW_NAMES = """
+from ttpu_mistral import mixtral
+from ttpu_mistral.mixtral import *
+
+@hookimpl
+def ttpu_config(config):
+    config.get("num_experts")
+    return config.with_defaults(mixtral.CONFIG_DEFAULTS)
+"""
 EVERY_KEY_READ = """
 @hookimpl
 def ttpu_config(config):
@@ -229,6 +244,30 @@ BREACHES: dict[str, tuple[Any, ...]] = {
         "other angles beyond 40 tokens, .* declare a smaller max_position_embeddings",
         {"base": dynamic_rope(40)},
     ),
+    "a default is not the config class's": (
+        "llama",
+        OTHER_DEFAULT,
+        "raw_json",
+        r"With .*no 'rms_norm_eps', .*norm.eps is 1e-05 instead of 1e-06: correct `ttpu_config`",
+    ),
+    "an absent list of layer types is taken otherwise": (
+        "qwen2",
+        changed(QWEN2, '("layer_types")', '("layer_types", default=("sliding_attention",) * 2)'),
+        "raw_json",
+        r"With only the keys that its author gave, .*window is 13 instead of None: correct `ttpu_attention`",
+    ),
+    "an old name is not read": (
+        "mixtral",
+        MIXTRAL_OF_NEW_NAMES,
+        "raw_json",
+        r"With 'num_experts' instead of 'num_local_experts', .* instead of 6: correct `ttpu_config`",
+    ),
+    "old rope JSON is read otherwise": (
+        "llama",
+        ROPE_OF_NEW_JSON_ALONE,
+        "raw_json",
+        r"With .*rope_theta and no rope_scaling, .*rope.type is 'none' instead of 'default': correct `ttpu_rope`",
+    ),
     "every key counts as read": (
         "llama",
         EVERY_KEY_READ,
@@ -263,6 +302,25 @@ def test_a_broken_contract_is_caught_by_its_check(tmp_path: Path, breach: str) -
     model_type, source, check, message, *section = BREACHES[breach]
     reasons = failures(tmp_path, model_type, source, check, **(section[0] if section else {}))
     assert re.search(message, reasons[check])
+
+
+def test_a_published_file_that_is_read_otherwise_is_caught(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 200, "max_position_embeddings": 128}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", **sizes}))
+    published = {"one": {"config": str(file)}}
+    reasons = failures(tmp_path, "llama", OTHER_DEFAULT, "published_json", published=published)
+    expected = "With the file config.json, layers[0].norm.eps is 1e-05 instead of 1e-06: correct `ttpu_config`."
+    assert expected in reasons["published_json"]
+
+
+def test_what_is_declared_to_be_read_otherwise_is_no_failure_unless_it_is_read_alike(tmp_path: Path) -> None:
+    declared = {"reads_otherwise": {"rms_norm_eps": "because"}}
+    assert not failures(tmp_path, "llama", OTHER_DEFAULT, "raw_json", **declared)
+    declared = {"reads_otherwise": {"rms_norm_eps": "because", "hidden_act": "because"}}
+    reasons = failures(tmp_path, "llama", OTHER_DEFAULT, "raw_json", **declared)
+    assert "declares under reads_otherwise that a config without hidden_act" in reasons["raw_json"]
 
 
 def test_a_difference_is_looked_for_everywhere_where_the_reference_hides_its_stream(

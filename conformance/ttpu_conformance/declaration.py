@@ -16,7 +16,9 @@ FILE = "conformance.toml"
 BASE = "base"
 NULL = "null"  # TOML has no null: `null = ["sliding_window"]` sets these keys to None
 
-_SECTION = ("transformers", BASE, "variants", "heavy", "published", "expected_failures", "not_proven")
+OTHERWISE = "reads_otherwise"
+
+_SECTION = ("transformers", BASE, "variants", "heavy", "published", "expected_failures", "not_proven", OTHERWISE)
 _EXPECTED = ("check", "variant", "reason")
 _SLICE = ("slice", "mesh", "train_slice", "train_mesh")
 
@@ -64,7 +66,8 @@ class Declaration:
 
     `transformers` names the class of the reference model, where it is not the auto class's. `heavy` names the variants
     besides the base for which the costly checks run. `not_proven` says what the reference model needs that is not
-    everywhere; without it a reference that cannot be made is a failure."""
+    everywhere; without it a reference that cannot be made is a failure. `reads_otherwise` says of keys why a
+    config without them is read otherwise than transformers' config class reads it."""
 
     model_type: str
     source: str = "the kit's defaults"
@@ -75,6 +78,7 @@ class Declaration:
     published: tuple[Published, ...] = ()
     expected_failures: tuple[ExpectedFailure, ...] = ()
     not_proven: str | None = None
+    reads_otherwise: Mapping[str, str] = field(default_factory=dict)
 
     def variant(self, name: str) -> Variant:
         """The variant of a name.
@@ -207,7 +211,19 @@ def parse_declaration(model_type: str, section: Any, source: str, folder: Path) 
         published,
         tuple(_expected(source, at, entry, places) for entry in section.get("expected_failures", ())),
         not_proven,
+        _reasons(source, at, section.get(OTHERWISE, {})),
     )
+
+
+def _reasons(source: str, at: str, value: Any) -> dict[str, str]:
+    reasons = _table(source, f"{at} {OTHERWISE}", value)
+    for key, reason in reasons.items():
+        if not (isinstance(reason, str) and reason.strip()):
+            raise DeclarationError(
+                f"{source} sets {key!r} in {at} {OTHERWISE} to {reason!r}, but a sentence is needed that says why a "
+                "config without the key is read otherwise than transformers reads it: write one, or leave it out."
+            )
+    return reasons
 
 
 def _published(source: str, at: str, name: str, entry: Any, folder: Path) -> Published:

@@ -73,18 +73,28 @@ def reference_class(declaration: Declaration) -> Any:
         ) from error
 
 
+def config_class(declaration: Declaration) -> Any:
+    """Return the transformers class that reads configs of a model type."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    known = declaration.model_type in CONFIG_MAPPING
+    return CONFIG_MAPPING[declaration.model_type] if known else reference_class(declaration).config_class
+
+
+def given_values(declaration: Declaration, variant: Variant) -> dict[str, Any]:
+    """Return what the config class is given: the kit's sizes, then the declared base, then the variant."""
+    sizes = _sizes(config_class(declaration))
+    return _merged(sizes, _merged(_nulls(declaration.base), _nulls(variant.keys)))
+
+
 def tiny_config(declaration: Declaration, variant: Variant) -> Any:
     """Make a transformers config: the kit's sizes, then the declared base, then the variant.
 
     Raises:
         DeclarationError: a declared key that the config class does not know, or values that it refuses.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    known = declaration.model_type in CONFIG_MAPPING
-    kind = CONFIG_MAPPING[declaration.model_type] if known else reference_class(declaration).config_class
+    kind, values = config_class(declaration), given_values(declaration, variant)
     where = f"{declaration.source} ({declaration.model_type}, variant {variant.name})"
-    values = _merged(_sizes(kind), _merged(_nulls(declaration.base), _nulls(variant.keys)))
     _refuse_unknown(kind, values, where)
     try:
         return kind(**values)

@@ -2,6 +2,7 @@
 
 # isort: off
 from ttpu_conformance.checks import contract
+from ttpu_conformance.checks import raw_json
 from ttpu_conformance.checks import numerics
 from ttpu_conformance.checks import caching
 from ttpu_conformance.checks import generation
@@ -21,6 +22,7 @@ __all__ = [
     "kernels",
     "numerics",
     "parallel",
+    "raw_json",
     "serving",
     "training",
 ]

@@ -77,12 +77,13 @@ def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
     position."""
     norm: NormSpec | None = None
     temperature: QueryTemperature | None = None
+    normalised, tuned = config.flag("use_qk_norm"), config.flag("attn_temperature_tuning")
     unscaled = NormSpec(eps=config.positive_number("rms_norm_eps"), scale=False)
     steps = QueryTemperature(config.number("attn_scale"), config.number("floor_scale"), shift=1.0)
     if _has_rope(config, layer):
-        norm = unscaled if config.flag("use_qk_norm") else None
+        norm = unscaled if normalised else None
     else:
-        temperature = steps if config.flag("attn_temperature_tuning") else None
+        temperature = steps if tuned else None
     return replace(
         defaults.ttpu_attention(config),
         chunk=_chunk(config, layer),

@@ -33,8 +33,8 @@ NAMES = CheckpointNames(
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """The config with the defaults of `MixtralConfig`."""
-    return config.with_defaults(CONFIG_DEFAULTS)
+    """The config with the defaults of `MixtralConfig`, which knows the number of experts by two names."""
+    return config.with_renamed({"num_experts": "num_local_experts"}).with_defaults(CONFIG_DEFAULTS)
 
 
 @hookimpl

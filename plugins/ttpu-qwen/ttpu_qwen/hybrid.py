@@ -80,6 +80,7 @@ def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
     Raises:
         ConfigError: the key heads do not divide the value heads.
     """
+    ttpu_attention(config)  # reads its keys for a model whose layers are all linear, too
     interval = config.positive_int("full_attention_interval")
     assumed = LINEAR if (layer + 1) % interval else FULL
     if core.layer_type(config, layer, (LINEAR, FULL), assumed=assumed) == FULL:

@@ -1,0 +1,218 @@
+"""Makes other forms of a config.json that transformers reads: without single keys, with null for them, under the names
+that the config class still knows, and with rope parameters as older files write them."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import json
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ttpu_conformance.case import Case
+from ttpu_conformance.tiny import SIZES, given_values
+from ttpu_core.config.key_audit import NOT_IN_THE_FORWARD_PASS
+
+_KEPT_SMALL = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+ROPE_TYPES_OF_OLD = {"longrope": ("su",)}
+"""Names of rope types that files had before the present one."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of a config: what is special about it, its JSON, and the key that it leaves out, if it is about one."""
+
+    what: str
+    raw: Mapping[str, Any]
+    without: str | None = None
+
+
+def forms(case: Case) -> Iterator[Form]:
+    """Yield every form of the case's config."""
+    written, given = case.reference.config, given_json(case)
+    yield Form("only the keys that its author gave", given)
+    yield from rope_forms(written)
+    if not case.is_base:
+        return
+    starts = [(written, ""), (given, " and what follows from other keys")]
+    usual = usual_json(case)
+    if usual is not None:
+        yield Form("the sizes of the config class", usual)
+        starts.append((usual, ", and the sizes of the config class"))
+    for start, note in starts:
+        for place, key in _keys(start):
+            yield Form(f"no {key!r}{note}", _changed(start, place, {}, (key,)), key)
+    for place, key in _keys(written):
+        if _part(written, place)[key] is not None:
+            yield Form(f"null for {key!r}", _changed(written, place, {key: None}))
+    for start in (written, given):
+        yield from _named_otherwise(case, start)
+
+
+def given_json(case: Case) -> dict[str, Any]:
+    """Return config.json with the keys that the declaration and the kit's sizes give, and none that the class adds."""
+    given = given_values(case.declaration, case.variant)
+    raw = {"model_type": case.model_type, "architectures": case.reference.config.get("architectures"), **given}
+    text, own = raw.get("text_config"), case.reference.config.get("text_config")
+    if isinstance(text, dict) and isinstance(own, dict) and "model_type" in own:
+        raw["text_config"] = {"model_type": own["model_type"], **text}
+    return raw
+
+
+def usual_json(case: Case) -> dict[str, Any] | None:
+    """Return config.json with the sizes of the config class itself, save for two layers and few experts, so that what
+    it assumes of single keys fits the others; None where the class has no such sizes."""
+    whole = case.reference.transformers_config
+    kind = type(whole)
+    place = ("text_config",) if isinstance(case.reference.config.get("text_config"), dict) else ()
+    names = getattr(type(whole.get_text_config()), "attribute_map", {})
+    usual: dict[str, Any] = {names.get(key, key): SIZES[key] for key in _KEPT_SMALL}
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            present = json.loads(kind().to_json_string())
+            present = present if not place else present["text_config"]
+            few = {key: value for key, value in usual.items() if key in present}
+            return dict(json.loads(kind(**({"text_config": few} if place else few)).to_json_string()))
+    except Exception:  # a class that has no sizes of its own, or whose defaults do not fit two layers
+        return None
+
+
+def rope_forms(written: Mapping[str, Any]) -> Iterator[Form]:
+    """Yield the config with its rope parameters as older files have them: beside the others, under other names."""
+    place = ("text_config",) if isinstance(written.get("text_config"), dict) else ()
+    rope = _part(written, place).get("rope_parameters")
+    if not isinstance(rope, dict):
+        return
+    new = ("rope_parameters",)
+    nested = {name: entry for name, entry in rope.items() if isinstance(entry, dict)}
+    flat = dict(nested.get("full_attention") or next(iter(nested.values()))) if nested else dict(rope)
+    top: dict[str, Any] = {key: flat.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in flat}
+    if isinstance(nested.get("sliding_attention"), dict):
+        top["rope_local_base_freq"] = nested["sliding_attention"].get("rope_theta")
+    kind = flat.pop("rope_type", "default")
+    if kind == "default" and not flat:
+        yield Form("rope_theta and no rope_scaling", _changed(written, place, top, new))
+        yield Form("rope_theta and null for rope_scaling", _changed(written, place, {**top, "rope_scaling": None}, new))
+        return
+    for name in (kind, *ROPE_TYPES_OF_OLD.get(kind, ())):
+        for key in ("rope_type",) if nested else ("type", "rope_type"):  # nested ones came with rope_type
+            scaling = {key: name, **flat}
+            yield Form(
+                f"rope_theta and a rope_scaling of {key} {name!r}",
+                _changed(written, place, {**top, "rope_scaling": scaling}, new),
+            )
+    if not nested:
+        split = {**top, "rope_parameters": {"rope_type": kind, **flat}}
+        yield Form("rope_theta beside rope_parameters", _changed(written, place, split, new))
+        inside = {"rope_scaling": {"type": kind, "rope_type": kind, **top, **flat}}
+        yield Form("rope_scaling with everything in it", _changed(written, place, inside, new))
+
+
+def _named_otherwise(case: Case, start: Mapping[str, Any]) -> Iterator[Form]:
+    """The config under each other name that its class reads: `attribute_map`, and keys that its constructor takes."""
+    whole = case.reference.transformers_config
+    for place in _places(start):
+        part = _part(start, place)
+        kind = type(whole.get_text_config() if place else whole)
+        for other, usual in getattr(kind, "attribute_map", {}).items():
+            for old, new in ((other, usual), (usual, other)):
+                if new in part and old not in part:
+                    value = part[new]
+                    yield Form(f"{old!r} instead of {new!r}", _changed(start, place, {old: value}, (new,)))
+        for name, values in keyword_names(kind).items():
+            if name in NOT_IN_THE_FORWARD_PASS or name in part:
+                continue
+            for value in values:
+                for without in ((), ("rope_parameters",), ("layer_types",)):
+                    if all(key in part for key in without):
+                        note = "".join(f" and no {key}" for key in without)
+                        yield Form(f"{name}={value!r}{note}", _changed(start, place, {name: value}, without))
+
+
+def keyword_names(kind: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the keys that a config class takes though they are no fields of it, each with values to try: the literal
+    names of `kwargs.pop` and `kwargs.get` in its methods."""
+    names: dict[str, tuple[Any, ...]] = {}
+    for one in kind.__mro__:
+        if not one.__module__.startswith("transformers.") or one.__name__ == "PreTrainedConfig":
+            continue
+        for call in _calls(one):
+            name = ast.literal_eval(call.args[0])
+            names.setdefault(name, _values_like(call.args[1] if len(call.args) > 1 else None, name))
+    return names
+
+
+def _calls(kind: Any) -> Iterator[ast.Call]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("pop", "get")
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "kwargs"
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+            and isinstance(node.args[0].value, str)
+        ):
+            yield node
+
+
+def _values_like(default: ast.expr | None, name: str) -> tuple[Any, ...]:
+    """Values for a key: another one than its default, or of every kind where that is no literal."""
+    value = default.value if isinstance(default, ast.Constant) else None
+    if "scaling" in name or name.endswith("_parameters"):
+        return ()
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, int) and value > 1:
+        return (value - 1, value + 1)
+    if isinstance(value, float):
+        return (value * 0.5,)
+    if any(part in name for part in ("theta", "base", "freq")):
+        return (777.0,)
+    if any(part in name for part in ("pct", "factor", "share")):
+        return (0.5,)
+    return (True, False, 2, 3, 0.5)
+
+
+def _keys(raw: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every key that may change the model, with the section that it is in."""
+    for place in _places(raw):
+        for key in _part(raw, place):
+            if key not in NOT_IN_THE_FORWARD_PASS and key != "model_type":
+                yield place, key
+
+
+def _places(raw: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    yield ()
+    if isinstance(raw.get("text_config"), dict):
+        yield ("text_config",)
+
+
+def _part(raw: Mapping[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
+    part: Any = raw
+    for name in place:
+        part = part[name]
+    return dict(part)
+
+
+def _changed(
+    raw: Mapping[str, Any], place: tuple[str, ...], values: Mapping[str, Any], without: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """A deep copy with other values in one section, and without some of its keys."""
+    changed = copy.deepcopy(dict(raw))
+    part = changed
+    for name in place:
+        part = part[name]
+    for key in without:
+        part.pop(key, None)
+    part.update(copy.deepcopy(dict(values)))
+    return changed

@@ -1,0 +1,150 @@
+"""Reads config.json by a plugin and by transformers, and compares what the plugin describes for both: for the JSON as
+it stands, and for the JSON that transformers' config class makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+from ttpu_conformance.case import Case
+from ttpu_core.architecture import Architecture
+from ttpu_core.config import ModelConfig
+from ttpu_core.config.key_audit import refuse_ignored
+from ttpu_core.errors import TTPUError
+from ttpu_core.spec import MixerSpec
+
+Status = Literal["same", "different", "refused by the plugin", "refused by transformers"]
+
+HOOK_OF_PART = {
+    "embedding": "ttpu_embedding",
+    "final_norm": "ttpu_final_norm",
+    "head": "ttpu_head",
+    "max_position_embeddings": "ttpu_config",
+    "parameter_axes": "ttpu_sharding_rules",
+    "kernels": "ttpu_kernels",
+    "torch_patches": "ttpu_torch_patches",
+    "rope": "ttpu_rope",
+    "mixer": "ttpu_attention",
+    "mlp": "ttpu_mlp",
+    "norm": "ttpu_norm",
+    "block": "ttpu_block",
+}
+"""The hook that answers each part of a spec."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a plugin and transformers read one JSON.
+
+    Attributes:
+        sentence: what differs, or who refused the JSON and why; empty where both read the same model.
+        hook: the hook to correct where they differ.
+    """
+
+    status: Status
+    sentence: str = ""
+    hook: str = ""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first part in which two descriptions differ: where, the hook that answers it, and both values."""
+
+    where: str
+    hook: str
+    one: Any
+    other: Any
+
+
+def read_by_both(case: Case, raw: Mapping[str, Any]) -> Reading:
+    """Compare what the case's plugin describes for a JSON and for transformers' reading of it.
+
+    A key that nobody reads and that is known to change the model counts as refused, as when a model is loaded."""
+    try:
+        read = read_by_transformers(case, raw)
+    except Exception as error:  # config classes validate with errors of many kinds
+        return Reading("refused by transformers", _one_line(error))
+    try:
+        ours = _described(case, raw)
+    except TTPUError as error:
+        return Reading("refused by the plugin", _one_line(error))
+    except Exception as error:
+        return Reading("different", f"a hook raises {type(error).__name__}: {_one_line(error)}", "ttpu_config")
+    try:
+        theirs = _described(case, read)
+    except TTPUError as error:
+        return Reading("different", f"transformers reads a model that the plugin refuses ({_one_line(error)})")
+    found = first_difference(ours, theirs)
+    if found is None:
+        return Reading("same")
+    hook = found.hook
+    for key in ours.config:
+        if key in theirs.config and ours.config.get(key) != theirs.config.get(key) and key not in raw:
+            hook = "ttpu_config"  # it filled in another value
+    return Reading("different", f"{found.where} is {found.one!r} instead of {found.other!r}", hook)
+
+
+def read_by_transformers(case: Case, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json as transformers would write it after reading `raw`.
+
+    Raises:
+        Exception: of many kinds, where the config class refuses the values.
+    """
+    kind = type(case.reference.transformers_config)
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
+        read = kind.from_dict(copy.deepcopy(dict(raw)))
+        return dict(json.loads(read.to_json_string()))
+
+
+def as_transformers_reads(case: Case, raw: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return the JSON with what transformers reads for those of the keys that it does not write, in the part where it
+    would write them."""
+    filled, read = copy.deepcopy(dict(raw)), read_by_transformers(case, raw)
+    for mine, its in ((filled, read), (filled.get("text_config"), read.get("text_config"))):
+        if isinstance(mine, dict) and isinstance(its, dict):
+            mine |= {key: its[key] for key in keys if key in its and key not in mine}
+    return filled
+
+
+def first_difference(ours: Architecture, theirs: Architecture) -> Difference | None:
+    """Return the first difference of two descriptions; None where both are equal."""
+    if ours.spec == theirs.spec:
+        if ours.mapping == theirs.mapping:
+            return None
+        return Difference("the mapping", "ttpu_flax_mapping", "one", "another")
+    if len(ours.spec.layers) != len(theirs.spec.layers):
+        return Difference("the number of layers", "ttpu_config", len(ours.spec.layers), len(theirs.spec.layers))
+    return next(_differences("", "ttpu_config", ours.spec, theirs.spec))
+
+
+def _differences(where: str, hook: str, one: Any, other: Any) -> Iterator[Difference]:
+    if one == other:
+        return
+    if is_dataclass(one) and type(one) is type(other):
+        for field in fields(one):
+            mine = getattr(one, field.name)
+            inner = "ttpu_mixer" if isinstance(mine, MixerSpec) else HOOK_OF_PART.get(field.name, hook)
+            name = f"{where}.{field.name}" if where else field.name
+            yield from _differences(name, inner, mine, getattr(other, field.name))
+    elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        for index, (mine, others) in enumerate(zip(one, other, strict=True)):
+            yield from _differences(f"{where}[{index}]", hook, mine, others)
+    else:
+        yield Difference(where, hook, one, other)
+
+
+def _described(case: Case, raw: Mapping[str, Any]) -> Architecture:
+    config = ModelConfig.from_dict(raw)
+    architecture = case.describe(config)
+    refuse_ignored(config)
+    return architecture
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
