@@ -78,7 +78,7 @@ COMPILE_FASTER := $(COMPILE_FAST) --xla_cpu_use_fusion_emitters=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test conformance environment lint newest bench dist clean
+.PHONY: help demo test conformance survey environment lint newest bench dist clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,9 @@ test: $(VENV_TEST)/.installed  ## Run every test with the pinned versions (PYTES
 
 conformance: $(VENV_TEST)/.installed  ## Run every conformance check of every variant of the families
 	$(MAKE) --no-print-directory test TTPU_CONFORMANCE_LEVEL=full PYTEST_ARGS="$(wildcard plugins/*/tests/test_*_conformance.py) $(PYTEST_ARGS)"
+
+survey: $(VENV_TEST)/.installed  ## Survey the model types that have no row in docs/model-support.json yet, or another way to run now
+	$(VENV_TEST)/bin/ttpu conformance --survey --json docs/model-support.json --markdown docs/model-support.md
 
 environment: $(VENV_TEST)/.installed  ## Install what tests and linters need, into .venv-test
 

@@ -45,6 +45,16 @@ def conformance(
     all_types: Annotated[
         bool, typer.Option("--all", help="Every model type that an installed plugin describes.")
     ] = False,
+    survey: Annotated[
+        bool,
+        typer.Option(
+            "--survey",
+            help="Instead of checking plugins, run every causal language model of transformers in a tiny size, with a "
+            "plugin or without, and write a page of what works. Model types, or --only TYPE, make their rows anew; "
+            "without them only rows that are missing in --json (model-support.json) are made. --markdown names the "
+            "page (model-support.md).",
+        ),
+    ] = False,
     level: Annotated[
         LevelChoice,
         typer.Option(
@@ -97,6 +107,8 @@ def conformance(
 
       ttpu conformance llama --compile-for v5e,v6e --json llama.json
 
+      ttpu conformance --survey --json model-support.json --markdown model-support.md
+
     \f
     Raises:
         RequestError: no model type, or both --all and model types.
@@ -111,6 +123,13 @@ def conformance(
     from ttpu_core.files import write_whole
     from ttpu_core.registry import default_registry
 
+    if survey:
+        from ttpu_conformance.survey.command import run_survey
+
+        for option, file in (("--json", json_file), ("--markdown", markdown_file)):
+            refuse_unwritable(option, file)
+        run_survey([*(model_type or ()), *(only or ())], json_file, markdown_file)
+        return
     registry = default_registry()
     types = list(registry.model_types()) if all_types else model_type or []
     if not types or (all_types and model_type):
