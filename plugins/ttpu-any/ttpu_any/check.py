@@ -114,7 +114,7 @@ def difference(programs: StockPrograms, dtype: str) -> Difference:
 def _prompt(programs: StockPrograms) -> np.ndarray:
     """Random tokens without the one for padding, which some models skip wherever it stands."""
     vocab = programs.spec.vocab_size
-    padding = programs.steps.model.config.get_text_config(decoder=True).pad_token_id
+    padding = getattr(programs.steps.model.config.get_text_config(decoder=True), "pad_token_id", None)
     tokens = np.random.default_rng(0).integers(0, vocab, LENGTH)
     return np.where(tokens == padding, (tokens + 1) % vocab, tokens).astype(np.int32)
 

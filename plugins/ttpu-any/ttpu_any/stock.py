@@ -41,6 +41,7 @@ def stock_class(config: ModelConfig) -> tuple[type[Any], Any]:
             f"{transformers.__version__} does not know either: install a plugin, or update transformers."
         )
     raw = {key: value for key, value in config.to_dict().items() if key != "model_type"}
+    raw = transformers.PreTrainedConfig._decode_special_floats(raw)  # as it reads config.json
     try:
         stock = transformers.CONFIG_MAPPING[model_type].from_dict(raw)
     except Exception as error:  # config classes raise many kinds for values that they refuse
