@@ -9,6 +9,7 @@ from typing import Any
 
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import ConfigError
+from ttpu_core.hook_calls import HookCalls
 from ttpu_core.mapping import FlaxMapping
 from ttpu_core.spec import ArchitectureSpec, KernelChoice, LayerSpec, NormSpec
 
@@ -40,7 +41,9 @@ def describe(hook: Any, config: ModelConfig, *, family: str, patch_packs: tuple[
     Raises:
         ConfigError: the config lacks a key, or holds a value that the family does not support.
         MappingError: the mapping does not account for every parameter.
+        PluginError: a hook raises another exception, or returns what it must not return.
     """
+    hook = HookCalls(hook, family)
     source_config = config
     config = hook.ttpu_config(config=config)
     norm = hook.ttpu_norm(config=config)

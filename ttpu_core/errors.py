@@ -3,7 +3,15 @@ allowed values, and the remedy. The command line prints it and exits with status
 
 
 class TTPUError(Exception):
-    """Base of every error that TTPU raises on purpose."""
+    """Base of every error that TTPU raises on purpose.
+
+    Attributes:
+        hook: the hook of a plugin that was being asked when it was raised, or None.
+        place: `folder/file.py:line` in the plugin's source, or "".
+    """
+
+    hook: str | None = None
+    place: str = ""
 
 
 class CheckpointError(TTPUError):

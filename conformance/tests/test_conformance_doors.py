@@ -78,7 +78,7 @@ def test_pytest_shows_what_a_check_raised(tmp_path: Path) -> None:
     (item,) = items(tmp_path, "logical_axes")
     with pytest.raises(CheckFailure, match="off by one"):
         in_pytest(item, raising(CheckFailure("off by one")))
-    with pytest.raises(CheckFailure, match="stumbled over KeyError") as failure:
+    with pytest.raises(CheckFailure, match="raised KeyError: 'x'") as failure:
         in_pytest(item, raising(KeyError("x")))
     assert isinstance(failure.value.__cause__, KeyError)
 
@@ -118,7 +118,7 @@ def test_a_check_that_would_never_run_is_refused(tmp_path: Path, check_id: str, 
 
 
 def test_a_model_type_that_nobody_describes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match="conformance of 'olive' was asked for, but no usable plugin describes it"):
+    with pytest.raises(PluginError, match="conformance of 'olive' was asked for, but no installed plugin describes it"):
         parametrize_with_checks("olive")
 
 
@@ -173,13 +173,14 @@ def test_contracts_are_held_without_the_reference_model(tmp_path: Path, monkeypa
     pytest.importorskip("torch")
     monkeypatch.setattr("ttpu_conformance.case.random_model", raising(NoReference("no timm")))
     made = cases(tmp_path, "llama", LLAMA, "doors")
-    assert {run_one(item).status for item in checks_for(made, levels=["contract"])} == {"passed"}
+    assert {run_one(item).status for item in checks_for(made, levels=["contract"])} <= {"passed", "not applicable"}
 
 
 def test_a_check_that_stumbles_fails_and_says_over_what(tmp_path: Path) -> None:
     (item,) = items(tmp_path, "logical_axes")
     result = run_one(replaced(item, raising(KeyError("x"))))
-    assert (result.status, result.reason) == ("failed", "the check stumbled over KeyError: 'x'")
+    assert result.status == "failed"
+    assert result.reason.startswith("running the model that the plugin describes raised KeyError: 'x' (")
 
 
 # -- the report

@@ -127,6 +127,7 @@ class Case:
     ) -> None:
         self.registry, self.declaration, self.variant, self.options = registry, declaration, variant, options
         self.reference = Reference(declaration, variant)
+        self.record = plugin_record(registry, self.model_type)  # now, since a failing import makes it unusable
 
     @property
     def model_type(self) -> str:
@@ -152,11 +153,6 @@ class Case:
     def wraps_text_model(self) -> bool:
         """Whether the type's config nests the text model's, which another model type has by itself."""
         return "text_config" in self.declaration.base
-
-    @property
-    def record(self) -> PluginRecord:
-        """The plugin's entry point."""
-        return plugin_record(self.registry, self.model_type)
 
     @property
     def entry_points(self) -> list[EntryPoint]:
@@ -277,14 +273,18 @@ def plugin_record(registry: Registry, model_type: str) -> PluginRecord:
     Raises:
         PluginError: there is none, or more than one.
     """
-    records = [r for r in registry.plugins(ARCHITECTURES) if r.name == model_type and r.usable]
-    if len(records) != 1:
-        known = ", ".join(registry.model_types()) or "none"
-        raise PluginError(
-            f"conformance of {model_type!r} was asked for, but no usable plugin describes it; those that are described "
-            f"are {known}: install one (`ttpu list-plugins` says why one cannot be used)."
-        )
-    return records[0]
+    found = [record for record in registry.plugins(ARCHITECTURES) if record.name == model_type]
+    usable = [record for record in found if record.usable]
+    if len(usable) == 1:
+        return usable[0]
+    if found:
+        reasons = " ".join(dict.fromkeys(f"{one.distribution} is {one.state}: {one.reason}" for one in found))
+        raise PluginError(f"conformance of {model_type!r} was asked for, but {reasons}")
+    known = ", ".join(registry.model_types()) or "none"
+    raise PluginError(
+        f"conformance of {model_type!r} was asked for, but no installed plugin describes it; those that are described "
+        f"are {known}: install one (`ttpu list-plugins` shows what is installed)."
+    )
 
 
 def cases_of(

@@ -273,11 +273,15 @@ def _print(report: Report) -> None:
         )
         previous = model_type
     console.print(table)
+    told: dict[tuple[str, str, str], list[str]] = defaultdict(list)  # one cause may fail every check of a type
     for result in report.results:
-        told = result.level == "compile" and result.status == "passed"
-        if told or result.status not in ("passed", "not applicable"):
+        compiled = result.level == "compile" and result.status == "passed"
+        if compiled or result.status not in ("passed", "not applicable"):
             where = f"{result.model_type}-{result.variant}-{result.check}"
-            console.print(Text.assemble((result.status, STYLES[result.status]), f" {where}: {result.reason}"))
+            told[result.model_type, result.status, result.reason].append(where)
+    for (_, outcome, reason), names in told.items():
+        others = f" and {counted(len(names) - 1, 'other check')}" if len(names) > 1 else ""
+        console.print(Text.assemble((outcome, STYLES[outcome]), f" {names[0]}{others}: {reason}"))
     for sentence in report.unproven.values():
         console.print(Text.assemble(("failed", STYLES["failed"]), f" {sentence}"))
     counts = ", ".join(f"{number} {status}" for status, number in report.counts.items())

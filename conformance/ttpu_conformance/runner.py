@@ -16,6 +16,7 @@ from ttpu_conformance.environment import Device
 from ttpu_conformance.errors import CheckFailure, NoReference, NotApplicable, NotProven
 from ttpu_conformance.measure import Measured
 from ttpu_conformance.selection import Item
+from ttpu_conformance.stumbles import explained, with_hook
 from ttpu_core.cli.commands import TRACEBACK_VARIABLE
 from ttpu_core.errors import TTPUError
 
@@ -123,12 +124,11 @@ def _attempt(item: Item) -> Outcome:
     except NotProven as reason:
         return Outcome("skipped", str(reason))
     except TTPUError as error:
-        return Outcome("failed", " ".join(str(error).split()), raised=error)
+        return Outcome("failed", with_hook(error), raised=error)
     except Exception as error:  # a check that stumbles proves nothing, and must not stop the others
         if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
             traceback.print_exc()
-        text = " ".join(str(error).split())[:400]
-        return Outcome("failed", f"the check stumbled over {type(error).__name__}: {text}", raised=error)
+        return Outcome("failed", explained(error, item.case), raised=error)
 
 
 def _without_reference(item: Item, missing: NoReference) -> Outcome:

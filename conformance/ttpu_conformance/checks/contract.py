@@ -28,7 +28,9 @@ FRAMEWORKS = ("torch", "torch_xla", "jax", "jaxlib", "flax", "transformers")
 UNKNOWN = "a_key_that_no_plugin_can_know"
 
 _IN_ANOTHER_PROCESS = """
-import hashlib, json, sys
+import hashlib, json, os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what a hook prints is no answer
 job = json.load(sys.stdin)
 sys.path[:] = job["path"]
 from importlib.metadata import EntryPoint
@@ -38,7 +40,8 @@ registry = Registry([EntryPoint(*point) for point in job["entry_points"]])
 answer = registry.architecture(ModelConfig.from_dict(job["config"]), job["patch_packs"])
 answer.spec.parameters
 text = repr((answer.spec, answer.mapping))
-print(json.dumps([hashlib.sha256(text.encode()).hexdigest(), [m for m in job["frameworks"] if m in sys.modules]]))
+answer = [hashlib.sha256(text.encode()).hexdigest(), [m for m in job["frameworks"] if m in sys.modules]]
+print(json.dumps(answer), file=answers, flush=True)
 """
 
 

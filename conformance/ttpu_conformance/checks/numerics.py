@@ -20,6 +20,7 @@ from ttpu_conformance.measure import (
 )
 from ttpu_conformance.model_under_test import RecordsPrograms, RunsReferenceCode, able
 from ttpu_conformance.rope_length import CONTEXT_KEYS, depends_on_length, rope_of, short_context
+from ttpu_conformance.stumbles import explained, with_hook
 from ttpu_conformance.tiny import SEQUENCE
 from ttpu_core.errors import TTPUError
 from ttpu_core.spec import AttentionSpec
@@ -31,15 +32,16 @@ def check_float32_logits(case: Case) -> Measured:
 
     Raises:
         CheckFailure: they differ, or the model fails; the message ends with a diagnosis where there is one.
-        TTPUError: the model fails and there is no diagnosis.
+        Exception: the model fails and there is no diagnosis.
     """
     try:
         ours = case.logits
-    except TTPUError as error:
-        diagnosis = diagnose(case)
+    except Exception as error:
+        diagnosis = diagnose(case) if "architecture" in vars(case) else ""  # without one a hook failed
         if not diagnosis:
             raise
-        raise CheckFailure(f"{error} {diagnosis}") from error
+        message = with_hook(error) if isinstance(error, TTPUError) else explained(error, case)
+        raise CheckFailure(f"{message} {diagnosis}") from error
     try:
         return hold(relative_error(ours, case.reference.logits), FLOAT32, "the logits differ from transformers'")
     except CheckFailure as failure:
