@@ -35,15 +35,16 @@ def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
 
 @hookimpl
 def ttpu_rope(config: ModelConfig, layer: int, attention: AttentionSpec) -> RopeSpec:
-    """Rope per kind of layer. Files of transformers 4 have one base for all layers, and one `rope_scaling` that
-    applies to full layers only."""
+    """Rope per kind of layer. What files of transformers 4 say, `rope_theta` and `rope_scaling`, holds for full
+    layers."""
     kind = kind_of(config, layer)
     old, new = config.section("rope_scaling"), config.section("rope_parameters")
+    theta = config.number("rope_theta", default=THETA)
     described = kind == FULL if old is not None else new is not None and kind in new
     if described:
         return rope_from_config(config, head_dim=attention.head_dim, layer_type=kind, theta=THETA, fp32=True)
     return RopeSpec(
-        theta=config.number("rope_theta", default=THETA),
+        theta=theta if kind == FULL else THETA,
         rotary_dim=attention.head_dim,
         max_position_embeddings=config.positive_int("max_position_embeddings"),
         fp32=True,
