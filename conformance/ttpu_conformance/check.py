@@ -15,6 +15,7 @@ EVERYWHERE: tuple[Level, ...] = ("contract", "numerics", "sharded", "compile")
 """Levels that need no device beside the CPU."""
 
 Depth = Literal["quick", "standard", "full"]
+Quick = Literal["all", "base", "no", "full"]
 Scope = Literal["type", "variant", "heavy"]
 
 WRAPPER_CHECKS = ("greedy_tokens",)
@@ -28,15 +29,16 @@ class Check:
 
     `scope`: "type" checks run for the base variant, "variant" checks for every one, "heavy" checks for the base and for
     variants that the declaration calls heavy. `quick` says for which cases it belongs to the quick selection: "all",
-    "base" or "no". The standard selection has every check of the base, and of other cases what the quick one has. The
-    base of a type that wraps another one's text model is such a case: the other type's checks prove that model."""
+    "base" or "no". The standard selection has every check of the base, and of other cases what the quick one has;
+    "full" says that it belongs to neither. The base of a type that wraps another one's text model is such a case: the
+    other type's checks prove that model."""
 
     id: str
     level: Level
     promise: str
     function: Callable[[Case], Measured | None]
     scope: Scope
-    quick: Literal["all", "base", "no"]
+    quick: Quick
 
     def __call__(self, case: Case) -> Measured:
         """Hold the promise against a case.
@@ -60,7 +62,7 @@ class Check:
         if depth == "full" or self.quick == "all":
             return True
         if depth == "standard":
-            return case.is_base and (not case.wraps_text_model or self.id in WRAPPER_CHECKS)
+            return self.quick != "full" and case.is_base and (not case.wraps_text_model or self.id in WRAPPER_CHECKS)
         return self.quick == "base" and case.is_base
 
 
@@ -68,7 +70,7 @@ _CHECKS: dict[str, Check] = {}
 
 
 def check(
-    level: Level, *, scope: Scope = "variant", quick: Literal["all", "base", "no"] = "no"
+    level: Level, *, scope: Scope = "variant", quick: Quick = "no"
 ) -> Callable[[Callable[[Case], Measured | None]], Check]:
     """Register `check_<id>`; the first sentence of its docstring is the promise."""
 

@@ -275,8 +275,8 @@ def _print(report: Report) -> None:
     console.print(table)
     told: dict[tuple[str, str, str], list[str]] = defaultdict(list)  # one cause may fail every check of a type
     for result in report.results:
-        compiled = result.level == "compile" and result.status == "passed"
-        if compiled or result.status not in ("passed", "not applicable"):
+        shown = result.status == "passed" and (result.level == "compile" or result.check == "every_knob")
+        if shown or result.status not in ("passed", "not applicable"):
             where = f"{result.model_type}-{result.variant}-{result.check}"
             told[result.model_type, result.status, result.reason].append(where)
     for (_, outcome, reason), names in told.items():

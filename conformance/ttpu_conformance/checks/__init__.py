@@ -4,6 +4,7 @@
 from ttpu_conformance.checks import contract
 from ttpu_conformance.checks import raw_json
 from ttpu_conformance.checks import numerics
+from ttpu_conformance.checks import knobs
 from ttpu_conformance.checks import caching
 from ttpu_conformance.checks import generation
 from ttpu_conformance.checks import serving
@@ -20,6 +21,7 @@ __all__ = [
     "contract",
     "generation",
     "kernels",
+    "knobs",
     "numerics",
     "parallel",
     "raw_json",
