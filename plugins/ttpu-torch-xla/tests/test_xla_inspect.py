@@ -44,6 +44,10 @@ def test_a_pass_is_found_out_that_reads_from_the_device_and_compiles_again() -> 
 
     found = observe(current(), run)
     kinds = {finding.kind for finding in found}
+    assert all(finding.what.endswith("with the same shapes") for finding in found if finding.kind == "recompilation")
+    names = [finding.what for finding in found]
+    assert "aten::_local_scalar_dense" in names
+    assert not any(finding.kind == "fallback" and names.count(finding.what) > 1 for finding in found)
     reads = [finding for finding in found if finding.what == "aten::_local_scalar_dense"]
     assert kinds >= {"graph break", "recompilation"}
     assert any("test_xla_inspect.py" in finding.where and finding.where.endswith("run") for finding in reads)
@@ -252,7 +256,7 @@ def inspector(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     place = "transformers/generation/stopping_criteria.py:470 StoppingCriteriaList.__call__"
     answer = (
         Observed("generate", Finding("graph break", "aten::_local_scalar_dense", place), 4, "generation"),
-        Observed("forward", Finding("recompilation", "programs compiled when it runs again"), 1, None),
+        Observed("forward", Finding("recompilation", "programs compiled again"), 1, None),
     )
 
     def inspect_model(model: Any, *_: Any, **__: Any) -> tuple[Observed, ...]:
@@ -286,7 +290,7 @@ def test_the_words_say_whether_the_model_was_made_small_and_fit_in_80_columns(
     assert "graph break: aten::_local_scalar_dense" in out
     assert "transformers/generation/stopping_criteria" in out
     assert max(map(len, out.splitlines())) <= 80
-    assert err == "still there during forward: recompilation, programs compiled when it runs again, 1 time\n"
+    assert err == "still there during forward: recompilation, programs compiled again, 1 time\n"
 
 
 @pytest.mark.parametrize(

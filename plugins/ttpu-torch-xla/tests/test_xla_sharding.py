@@ -528,3 +528,10 @@ def test_quantized_experts_are_cut_by_experts_and_along_their_inner_size(cases: 
 def test_weights_rounded_on_a_mesh_are_those_of_the_host(cases: dict[str, Any]) -> None:
     assert cases["while_loading"]["logits"] < 1e-5
     assert cases["while_loading"]["blocks"] == 4
+
+
+@pytest.mark.slow
+def test_a_model_without_a_plugin_is_spread_over_the_devices_by_size(cases: dict[str, Any]) -> None:
+    found = cases["without a plugin"]
+    assert found["error"] < 1e-5
+    assert found["sharding"].startswith("{devices=[8,1]")

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from quantized_files import fine_grained_fp8, gptq
 from tiny import llama_checkpoint
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BioGptConfig,
+    BioGptForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from xla_tiny import tiny
 
 from ttpu import AutoModelForTPU
@@ -243,6 +251,25 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected.detach()).abs().max() / expected.detach().abs().max())
 
 
+def without_a_plugin() -> dict[str, Any]:
+    """A model type that no plugin describes, spread over all devices by size."""
+    config = BioGptConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        max_position_embeddings=64, pad_token_id=0,
+    )  # fmt: skip
+    host = BioGptForCausalLM(config).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        host.save_pretrained(folder)
+        model = AutoModelForTPU.from_pretrained(folder, backend="torch_xla", parallelism_strategy="fsdp")
+    ids = torch.randint(3, 64, (ROWS, TOKENS))
+    with torch.no_grad():
+        logits = model(input_ids=ids.to(model.device)).logits.cpu()
+        error = float((logits - host(ids).logits).abs().max())
+    sharding = model.ttpu.runtime.sharding_of(model.biogpt.layers[0].fc1.weight)
+    model.ttpu.close()
+    return {"error": error, "sharding": sharding}
+
+
 def cases() -> dict[str, Any]:
     """Every case."""
     runtime = current()
@@ -258,5 +285,6 @@ def cases() -> dict[str, Any]:
             results[model_type] = Case(other.model).run("3d")
     results["loaded"] = loaded(dense)
     results |= quantized_checkpoints()
+    results["without a plugin"] = without_a_plugin()
     results["slices"] = runtime.mesh({"data": 2, "fsdp": 4}, {"fsdp": 2}).get_logical_mesh().tolist()
     return results

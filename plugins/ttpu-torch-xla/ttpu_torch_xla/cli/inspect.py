@@ -93,7 +93,8 @@ def _config(name: str, as_it_is: bool) -> tuple[Any, Any]:
 
     from ttpu_core.checkpoint import open_checkpoint, open_config
     from ttpu_core.registry import default_registry
-    from ttpu_torch_xla.inspector.shrink import small_config
+    from ttpu_torch_xla.fallback import stock_architecture
+    from ttpu_torch_xla.inspector.shrink import small_config, small_stock_config
 
     path = Path(name).expanduser()
     if path.is_file():
@@ -101,7 +102,8 @@ def _config(name: str, as_it_is: bool) -> tuple[Any, Any]:
     else:
         opened = open_checkpoint(name)
         described, path = opened.config, opened.path
-    architecture = default_registry().architecture(described)
+    has_plugin = default_registry().is_described(described.model_type)
+    architecture = default_registry().architecture(described) if has_plugin else None
     try:
         config = transformers.AutoConfig.from_pretrained(str(path)).get_text_config()  # takes a file of any name too
     except Exception as error:  # config classes raise many kinds for values that they refuse
@@ -114,6 +116,8 @@ def _config(name: str, as_it_is: bool) -> tuple[Any, Any]:
         raise CheckpointError(
             f"{asked} refuses its config ({type(error).__name__}: {' '.join(str(error).split())[:300]}): correct it."
         ) from error
+    if architecture is None:
+        return (config if as_it_is else small_stock_config(config)), stock_architecture(described, config)
     return (config if as_it_is else small_config(config, architecture)), architecture
 
 

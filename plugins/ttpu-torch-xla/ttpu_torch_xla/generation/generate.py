@@ -59,6 +59,12 @@ def install(model: Any, runtime: TorchRuntime | None = None) -> None:
     setattr(model, OURS, _Generate(runtime or current()))
 
 
+def uninstall(model: Any) -> None:
+    """Give a model transformers' own `generate` back."""
+    if hasattr(model, OURS):
+        delattr(model, OURS)
+
+
 def _look_for_ours(kind: Any) -> None:
     """Have `generate` of a class look for an instance's own; once, also where a class above it does already."""
     stock = kind.generate

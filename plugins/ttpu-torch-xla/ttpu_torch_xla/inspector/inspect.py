@@ -22,6 +22,8 @@ STOCK, GENERATION = "stock", "generation"
 """What is reported beside the patches: the model as it is, and the backend's own `generate`."""
 
 PASSES = ("forward", "generate")
+AGAIN = {"forward": "with the same shapes", "generate": "for an answer of one token more, a new shape"}
+"""In what the second run of each differs from the first."""
 
 _batches = count(2)
 """Each stage gets a batch that this process did not inspect with before: a program that was compiled for an earlier
@@ -151,7 +153,7 @@ def _findings(model: Any, runtime: TorchRuntime) -> Found:
     return {
         (name, finding.key): (finding, times)
         for name, run in zip(PASSES, (forward, generate), strict=True)
-        for finding, times in observe(runtime, run).items()
+        for finding, times in observe(runtime, run, AGAIN[name]).items()
     }
 
 

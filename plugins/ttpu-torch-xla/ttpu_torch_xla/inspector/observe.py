@@ -63,10 +63,13 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def observe(runtime: TorchRuntime, run: Callable[[int], None]) -> Counter[Finding]:
+def observe(
+    runtime: TorchRuntime, run: Callable[[int], None], again: str = "with the same shapes"
+) -> Counter[Finding]:
     """Run `run(0)` and `run(1)`, and return the findings.
 
-    The first pass may compile; what the second one compiles is a recompilation.
+    The first pass may compile; what the second one compiles is a recompilation. `again` says in what the second one
+    differs.
     """
     found: Counter[Finding] = Counter()
     for step in range(2):
@@ -81,9 +84,11 @@ def observe(runtime: TorchRuntime, run: Callable[[int], None]) -> Counter[Findin
         counters = runtime.counters()
         if step == 0:
             found.update(reads.found)
-            found.update({Finding("fallback", name): times for name, times in counters.fallbacks.items()})
+            seen = {finding.what for finding in reads.found}  # with their places, which the counters do not know
+            fallbacks = {name: times for name, times in counters.fallbacks.items() if name not in seen}
+            found.update({Finding("fallback", name): times for name, times in fallbacks.items()})
         elif counters.compiles:
-            found[Finding("recompilation", "programs compiled when it runs again")] += counters.compiles
+            found[Finding("recompilation", f"programs compiled when it runs again {again}")] += counters.compiles
     return found
 
 

@@ -92,6 +92,38 @@ def small_config(config: Any, architecture: Architecture) -> Any:
         ) from error
 
 
+def small_stock_config(config: Any) -> Any:
+    """A copy of a transformers text config that no plugin describes, with few and narrow layers: as many as there are
+    kinds in its `layer_types`, or two.
+
+    Raises:
+        UnsupportedError: transformers refuses such a config.
+    """
+    values, names = config.to_dict(), getattr(config, "attribute_map", {})
+    number = names.get("num_hidden_layers", "num_hidden_layers")
+    kinds = values.get("layer_types") or ()
+    kept = min(int(values.get(number) or 2), max(2, max((kinds.index(kind) + 1 for kind in set(kinds)), default=2)))
+    layers = values.get(number)
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == layers:
+            values[name] = value[:kept]
+    for name, most in {**SMALL, "num_attention_heads": HEADS, "num_key_value_heads": HEADS}.items():
+        own = names.get(name, name)
+        values[own] = _small(name, values[own]) if name in SMALL and own in values else values.get(own)
+        if name not in SMALL and isinstance(values[own], int):
+            values[own] = min(values[own], most)
+    values = {name: value for name, value in values.items() if name in config.to_dict()}
+    values.update({number: kept, **{name: None for name in TOKENS if name in values}})
+    try:
+        return type(config).from_dict(values)
+    except Exception as error:  # config classes raise many kinds for values that do not fit together
+        raise UnsupportedError(
+            f"a small model of type {config.model_type!r} was to be made for the inspection, but transformers refuses "
+            f"its config ({type(error).__name__}: {' '.join(str(error).split())[:200]}): pass a small checkpoint of "
+            "this type with --as-it-is."
+        ) from error
+
+
 def layers_kept(architecture: Architecture) -> tuple[int, ...]:
     """The fewest first layers among which every kind of layer is found, up to `MOST_LAYERS`. Where the last layers read
     the keys and values of earlier ones: the first layer of each kind that has its own, and the last of each that reads,

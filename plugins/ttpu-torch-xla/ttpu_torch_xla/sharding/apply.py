@@ -127,6 +127,29 @@ def shard_model(
     return mesh
 
 
+def shard_by_size(model: torch.nn.Module, parallelism: Parallelism, runtime: TorchRuntime) -> Any:
+    """Move a model that no architecture describes to the device, each parameter of several dimensions sharded along the
+    largest one that the axis "fsdp" divides. Returns the runtime's mesh, which is also the global one.
+
+    Args:
+        model: the stock model, on the host.
+        parallelism: the mesh of all devices, of the axes "data" and "fsdp".
+    """
+    mesh = runtime.mesh(dict(parallelism.mesh), dict(parallelism.dcn))
+    devices = dict(parallelism.mesh).get("fsdp", 1)
+
+    def put(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        there = runtime.put(tensor)
+        divided = [place for place, size in enumerate(tensor.shape) if size % devices == 0]
+        along = max(divided, key=lambda place: tensor.shape[place]) if divided and tensor.ndim > 1 else None
+        runtime.shard(there, mesh, tuple(("fsdp",) if place == along else () for place in range(tensor.ndim)))
+        return there
+
+    move(model, put)
+    _constrain_activations(model, None, Sharding(parallelism, mesh, runtime))
+    return mesh
+
+
 def parameter_partition_specs(
     model: torch.nn.Module, architecture: Architecture, parallelism: Parallelism
 ) -> dict[str, tuple[MeshAxes, ...]]:

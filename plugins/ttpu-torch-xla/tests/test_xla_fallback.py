@@ -1,0 +1,111 @@
+"""Model types without a plugin run on torch_xla as transformers' own code, with the same tokens and two programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("torch_xla")
+
+from ttpu_core.auto import AutoModelForTPU
+from ttpu_core.cli.main import main
+from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_torch_xla import fallback
+from ttpu_torch_xla.runtime import current
+
+pytestmark = pytest.mark.torch
+
+TINY: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+IDS = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+ASKED: dict[str, Any] = {
+    "attention_mask": torch.ones_like(IDS), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def biogpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A type that no plugin describes: its folder, and transformers' model on the host."""
+    folder = tmp_path_factory.mktemp("biogpt")
+    torch.manual_seed(0)
+    model = transformers.BioGptForCausalLM(transformers.BioGptConfig(**TINY)).eval()
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@pytest.fixture
+def opened(biogpt: tuple[Path, Any]) -> Any:
+    model = AutoModelForTPU.from_pretrained(biogpt[0], backend="torch_xla")
+    yield model
+    model.ttpu.close()
+
+
+def test_logits_and_tokens_equal_transformers_and_nothing_is_compiled_twice(
+    biogpt: tuple[Path, Any], opened: Any
+) -> None:
+    expected = biogpt[1].generate(IDS, **ASKED)
+    assert torch.equal(opened.generate(IDS, **ASKED), expected)
+    runtime = current()
+    runtime.reset_counters()
+    assert torch.equal(opened.generate(IDS, **ASKED), expected)
+    assert runtime.counters().compiles == 0
+    with torch.no_grad():
+        logits = opened(input_ids=IDS.to(runtime.device())).logits.cpu()
+        torch.testing.assert_close(logits, biogpt[1](IDS).logits, atol=2e-5, rtol=0)
+
+
+def test_where_the_loop_is_wrong_transformers_own_runs(biogpt: tuple[Path, Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr(fallback, "TOLERANCE", {"float32": -1.0})
+    with pytest.warns(UserWarning, match="transformers' own loop runs"):
+        model = AutoModelForTPU.from_pretrained(biogpt[0], backend="torch_xla")
+    assert torch.equal(model.generate(IDS, **ASKED), biogpt[1].generate(IDS, **ASKED))
+    model.ttpu.close()
+
+
+def test_what_needs_a_plugin_is_refused(biogpt: tuple[Path, Any], tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="quantization='int8' was asked for, but no plugin"):
+        AutoModelForTPU.from_pretrained(biogpt[0], backend="torch_xla", quantization="int8")
+    transformers.BartConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="'bart' has an encoder and a decoder"):
+        fallback.StockFallback().describe(fallback.ModelConfig.from_dict(transformers.BartConfig().to_dict()))
+
+
+class Command:
+    """Runs `ttpu` in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, *words: str) -> Any:
+        """What it prints as JSON."""
+        self.monkeypatch.setattr("sys.argv", ["ttpu", *words, "--json"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code in (0, None)
+        return json.loads(self.capsys.readouterr().out)
+
+
+@pytest.fixture
+def ttpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
+
+
+def test_info_says_what_runs_it_and_what_a_plugin_would_add(biogpt: tuple[Path, Any], ttpu: Command) -> None:
+    found = ttpu("info", str(biogpt[0]), "--backend", "torch_xla")
+    assert found["plugin"] is None
+    assert found["code"].endswith("BioGptForCausalLM")
+    assert "attention kernels for TPUs" in found["a_plugin_would_add"]
+    assert found["context"] == 128
+
+
+def test_inspect_takes_a_type_without_a_plugin(ttpu: Command, tmp_path: Path) -> None:
+    transformers.CodeGenConfig(n_layer=12, n_embd=256, rotary_dim=16, vocab_size=5000).save_pretrained(tmp_path)
+    found = ttpu("inspect", str(tmp_path), "--quiet")
+    assert (found["model_type"], found["layers"], found["left"]) == ("codegen", 2, [])
