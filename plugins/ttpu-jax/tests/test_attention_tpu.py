@@ -55,3 +55,25 @@ def test_a_kernel_compiles_for_a_tpu_and_each_device_keeps_to_itself(
     assert prefill.collectives == training.collectives == ()
     scores = 4 * query.size // spec.head_dim * seq // 4  # bytes in float32, of the rows and heads of one device
     assert max(prefill.temp_bytes, training.temp_bytes) < scores
+
+
+def test_a_training_step_with_two_rows_on_a_device_fits_into_vmem() -> None:
+    """With more rows than one the kernel holds two buffers of what it scales by, and training adds the residuals: on a
+    v5p that left no room for 2,048 queries at once."""
+    topology = tpu_topology("v5p:2x2x1")
+    seq = 4096
+    context = AttentionContext(mesh=make_mesh(topology, {"data": 4}), batch_axes=("data",), platform="tpu")
+
+    def abstract(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(context.mesh, PartitionSpec("data")))
+
+    def gradients(query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array) -> Any:
+        def forward(*arrays: jax.Array) -> jax.Array:
+            return attend("splash_attention", *arrays, positions, positions, GQA, context=context)
+
+        mixed, back = jax.vjp(forward, query, key, value)
+        return back(mixed)
+
+    query, key = abstract(8, seq, 2, 2, 128), abstract(8, 2, seq, 128)
+    compiled = compile_for(topology, gradients, query, key, key, abstract(8, seq, dtype="int32"))
+    assert compiled.hlo_text.count("tpu_custom_call") == 3
