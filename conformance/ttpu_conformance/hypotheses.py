@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from ttpu_core.architecture import Architecture
+from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack
 from ttpu_core.spec import (
     ActivationSpec,
@@ -44,8 +46,7 @@ class Hypothesis:
 
 def hypotheses(architecture: Architecture) -> Iterator[Hypothesis]:
     """Return every change worth trying, by hook, without changes that have no effect."""
-    spec = architecture.spec
-    numbers = dict(_numbers(architecture.config.to_dict()))
+    spec, numbers = architecture.spec, numbers_of(architecture)
     for maker in (_embedding, _norm, _attention, _rope, _mlp, _block, _head):
         for one in maker(spec, numbers):
             if one.spec != spec:
@@ -68,6 +69,10 @@ def _norm(spec: ArchitectureSpec, numbers: Numbers) -> Iterator[Hypothesis]:
     for eps in dict.fromkeys([*_named(numbers, "eps"), 1e-6, 1e-5]):
         every = _with_norms(_with_attention(spec, _head_norms(_setting(eps=eps))), _setting(eps=eps))
         yield Hypothesis("ttpu_norm", f"NormSpec(eps={eps:g})", every)
+    for flag in (True, False):
+        yield Hypothesis("ttpu_norm", f"NormSpec(bias={flag})", _with_norms(spec, _setting(bias=flag)))
+        layered = _with_norms(spec, _setting(bias=flag, kind="layer"))
+        yield Hypothesis("ttpu_norm", f"NormSpec(kind='layer', bias={flag})", layered)
     for kind in ("rms", "layer"):
         yield Hypothesis("ttpu_norm", f"NormSpec(kind={kind!r})", _with_norms(spec, _setting(kind=kind)))
     if spec.final_norm is not None:
@@ -139,6 +144,9 @@ def _rope(spec: ArchitectureSpec, numbers: Numbers) -> Iterator[Hypothesis]:
     yield change("RopeSpec(type='default')", _setting(type="default", factor=None))
     yield change("RopeSpec(sign=-1)", _setting(sign=-1.0))
     yield change("NO_ROPE", lambda rope: NO_ROPE)
+    for every in (2, 3, 4):
+        without = _with_attention(spec, _setting(rope=NO_ROPE), choose=_each(every))
+        yield Hypothesis("ttpu_rope", f"NO_ROPE in every layer of which (layer + 1) % {every} == 0", without)
 
 
 def _mlp(spec: ArchitectureSpec, numbers: Numbers) -> Iterator[Hypothesis]:
@@ -161,6 +169,14 @@ def _mlp(spec: ArchitectureSpec, numbers: Numbers) -> Iterator[Hypothesis]:
         yield router(f"weight_on={weight_on!r}", weight_on=weight_on)
     for factor in dict.fromkeys([1.0, *_named(numbers, "scaling_factor")]):
         yield router(f"scaling_factor={factor:g}", scaling_factor=factor)
+    counts = dict.fromkeys(int(value) for value in _named(numbers, "per_tok", "top_k", "topk", "moe_k"))
+    for count in counts:
+        yield change(f"MoESpec(experts_per_token={count})", MoESpec, _allowed(experts_per_token=count))
+    sizes = dict.fromkeys([1, *(int(value) for value in _named(numbers, "group"))])
+    for groups, top in product(sizes, sizes):
+        for score in ("max", "top2_sum"):
+            text = f"RouterSpec(groups={groups}, top_groups={top}, group_score={score!r})"
+            yield change(text, MoESpec, _grouped(groups, top, score))
 
 
 def _block(spec: ArchitectureSpec, numbers: Numbers) -> Iterator[Hypothesis]:
@@ -234,6 +250,33 @@ def _setting(**fields: Any) -> Change:
     return lambda value: replace(value, **fields)
 
 
+def _each(every: int) -> Callable[[int], bool]:
+    """Whether a layer is the last of so many."""
+    return lambda layer: (layer + 1) % every == 0
+
+
+def _grouped(groups: int, top: int, score: str) -> Change:
+    """A function that lets a mixture choose experts within the best groups."""
+
+    def changed(moe: MoESpec) -> Any:
+        fields: dict[str, Any] = {"groups": groups, "top_groups": top, "group_score": score}
+        return _allowed(router=replace(moe.router, **fields))(moe)
+
+    return changed
+
+
+def _allowed(**fields: Any) -> Change:
+    """A function that sets fields of a frozen value, and leaves it where it refuses them."""
+
+    def changed(value: Any) -> Any:
+        try:
+            return replace(value, **fields)
+        except ConfigError:
+            return value
+
+    return changed
+
+
 def _stepped(field: str, step: int) -> Change:
     """A function that adds `step` to a field that has a value."""
     return lambda value: (
@@ -273,6 +316,11 @@ def _with_norms(spec: ArchitectureSpec, change: Change) -> ArchitectureSpec:
     layers = tuple(replace(layer, norm=change(layer.norm)) for layer in spec.layers)
     final: NormSpec | None = change(spec.final_norm) if spec.final_norm else None
     return replace(spec, layers=layers, final_norm=final)
+
+
+def numbers_of(architecture: Architecture) -> Numbers:
+    """Every number of the architecture's config by its key."""
+    return dict(_numbers(architecture.config.to_dict()))
 
 
 def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
