@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import inspect
 import json
+import re
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,7 +17,9 @@ from typing import Any
 
 from ttpu_conformance.case import Case
 from ttpu_conformance.tiny import SIZES, given_values
+from ttpu_core.config import ModelConfig
 from ttpu_core.config.key_audit import NOT_IN_THE_FORWARD_PASS
+from ttpu_core.errors import TTPUError
 
 _KEPT_SMALL = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
 ROPE_TYPES_OF_OLD = {"longrope": ("su",)}
@@ -46,6 +50,7 @@ def forms(case: Case) -> Iterator[Form]:
     for start, note in starts:
         for place, key in _keys(start):
             yield Form(f"no {key!r}{note}", _changed(start, place, {}, (key,)), key)
+    yield from sparse_forms(case)
     for place, key in _keys(written):
         if _part(written, place)[key] is not None:
             yield Form(f"null for {key!r}", _changed(written, place, {key: None}))
@@ -79,6 +84,41 @@ def usual_json(case: Case) -> dict[str, Any] | None:
             return dict(json.loads(kind(**({"text_config": few} if place else few)).to_json_string()))
     except Exception:  # a class that has no sizes of its own, or whose defaults do not fit two layers
         return None
+
+
+def sparse_forms(case: Case) -> Iterator[Form]:
+    """Yield the config with the class's own number of layers and none but the keys that the plugin requires, and the
+    same with each flag turned and each window given: what else matters then is what the class assumes."""
+    if case.wraps_text_model:
+        return
+    kind = type(case.reference.transformers_config)
+    names = getattr(kind, "attribute_map", {})
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            usual = json.loads(kind().to_json_string())
+            bare = set(vars(kind())) & {field.name for field in dataclasses.fields(kind)}
+    except Exception:  # a class that has no sizes of its own
+        return
+    raw: dict[str, Any] = {"model_type": case.model_type}
+    raw |= {names.get(key, key): SIZES[key] for key in _KEPT_SMALL[1:] if names.get(key, key) in usual}
+    for _ in range(len(usual)):  # add what is required, one after the other
+        try:
+            case.describe(ModelConfig.from_dict(raw))
+            break
+        except TTPUError as error:
+            missing = re.search(r"has no '(\w+)'", str(error))
+            if missing is None or usual.get(missing[1]) is None or missing[1] in raw:
+                return
+            raw[missing[1]] = usual[missing[1]]
+    required = ", ".join(list(raw)[1:])
+    yield Form(f"{required} alone", raw)
+    for key, value in usual.items():
+        if key in NOT_IN_THE_FORWARD_PASS or key not in bare:
+            continue
+        if isinstance(value, bool):
+            yield Form(f"{required} and {key}={not value} alone", {**raw, key: not value})
+        elif "window" in key and (value is None or isinstance(value, int)) and not isinstance(value, bool):
+            yield Form(f"{required} and {key}=13 alone", {**raw, key: 13})
 
 
 def rope_forms(written: Mapping[str, Any]) -> Iterator[Form]:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import io
 import json
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -20,6 +21,9 @@ from ttpu_core.errors import TTPUError
 from ttpu_core.spec import MixerSpec
 
 Status = Literal["same", "different", "refused by the plugin", "refused by transformers"]
+
+SIZE = re.compile(r"_size$|_dim$|_rank$|^num_|^n_|_heads$|_layers$|experts|topk_group|_pattern$")
+"""Keys that a plugin may require although the config class has a default for them: one checkpoint's sizes."""
 
 HOOK_OF_PART = {
     "embedding": "ttpu_embedding",
@@ -62,10 +66,12 @@ class Difference:
     other: Any
 
 
-def read_by_both(case: Case, raw: Mapping[str, Any]) -> Reading:
+def read_by_both(case: Case, raw: Mapping[str, Any], without: str | None = None) -> Reading:
     """Compare what the case's plugin describes for a JSON and for transformers' reading of it.
 
-    A key that nobody reads and that is known to change the model counts as refused, as when a model is loaded."""
+    `without` is the key that the JSON leaves out, if it is about one. A plugin may require a key that is a size, which
+    it then names; else it must take what transformers takes for it. A key that nobody reads and that is known to
+    change the model counts as refused, as when a model is loaded."""
     try:
         read = read_by_transformers(case, raw)
     except Exception as error:  # config classes validate with errors of many kinds
@@ -73,6 +79,13 @@ def read_by_both(case: Case, raw: Mapping[str, Any]) -> Reading:
     try:
         ours = _described(case, raw)
     except TTPUError as error:
+        required = without is not None and SIZE.search(without) is not None and f"{without}'" in str(error)
+        if required or without in (None, "text_config"):
+            return Reading("refused by the plugin", _one_line(error))
+        with contextlib.suppress(TTPUError):
+            _described(case, read)
+            sentence = f"the plugin refuses the config ({_one_line(error)}), though it describes transformers' reading"
+            return Reading("different", sentence, "ttpu_config")
         return Reading("refused by the plugin", _one_line(error))
     except Exception as error:
         return Reading("different", f"a hook raises {type(error).__name__}: {_one_line(error)}", "ttpu_config")
@@ -84,9 +97,11 @@ def read_by_both(case: Case, raw: Mapping[str, Any]) -> Reading:
     if found is None:
         return Reading("same")
     hook = found.hook
-    for key in ours.config:
-        if key in theirs.config and ours.config.get(key) != theirs.config.get(key) and key not in raw:
-            hook = "ttpu_config"  # it filled in another value
+    for key in theirs.config:  # did `ttpu_config` fill in another value, or none?
+        read_so, plain = theirs.config.get(key), isinstance(theirs.config.get(key), bool | int | float | str)
+        missing = plain and key not in ours.config and key == without
+        if key not in raw and (missing or (key in ours.config and ours.config.get(key) != read_so)):
+            hook = "ttpu_config"
     return Reading("different", f"{found.where} is {found.one!r} instead of {found.other!r}", hook)
 
 

@@ -37,14 +37,14 @@ class Mutant:
 def mutants(module: str, file: Path, package: Iterable[Path] = ()) -> Iterator[Mutant]:
     """Yield every mutant of a module; `package` are the files of its package, whose hooks may use what it defines."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    users: dict[str, set[str]] = {}
-    for one in (file, *package):
+    own, everywhere = _users(tree), dict[str, set[str]]()
+    for one in package:
         for name, used in _users(ast.parse(one.read_text(encoding="utf-8"))).items():
-            users.setdefault(name, set()).update(used)
+            everywhere.setdefault(name, set()).update(used)
     for top in tree.body:
         if isinstance(top, ast.Import | ast.ImportFrom) or _is_text(top):
             continue
-        hooks = _hooks_of(top, users)
+        hooks = _hooks_of(top, own) or _hooks_of(top, everywhere)
         if isinstance(top, ast.FunctionDef) and top.name.startswith(HOOK_PREFIX):
             changed = copy.deepcopy(tree)
             changed.body = [one for one in changed.body if getattr(one, "name", None) != top.name]

@@ -25,12 +25,14 @@ import typer
 
 from ttpu_conformance.automatic import knobs, over
 from ttpu_conformance.case import Case, Options, Reference, cases_of
+from ttpu_conformance.config_forms import forms
 from ttpu_conformance.declaration import Variant
 from ttpu_conformance.mutants import Mutant, mutants
 from ttpu_conformance.runner import outcome
 from ttpu_conformance.selection import Item, all_checks
 from ttpu_conformance.session import prepare
 from ttpu_core.architecture import Architecture
+from ttpu_core.config import ModelConfig
 from ttpu_core.errors import TTPUError
 from ttpu_core.plugin_records import ARCHITECTURES
 from ttpu_core.registry import Registry, default_registry
@@ -49,11 +51,13 @@ SHIPPED = ("ttpu_gemma", "ttpu_llama", "ttpu_mistral", "ttpu_qwen", "ttpu_zoo")
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a mutant: the check that failed first, for which case, and its reason; None where all passed."""
+    """What became of a mutant: the check that failed first, for which case, and its reason; None where all passed, and
+    then for which config the mutant describes another model than the plugin, if for any."""
 
     check: str | None
     case: str = ""
     reason: str = ""
+    differs: str = ""
 
 
 @dataclass
@@ -117,21 +121,22 @@ class Family:
 class _Mutated(MetaPathFinder, Loader):
     """Finds one module, whose source it is given."""
 
-    def __init__(self, mutant: Mutant) -> None:
-        self.mutant = mutant
+    def __init__(self, mutant: Mutant, file: Path) -> None:
+        self.mutant, self.file = mutant, file
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self) if fullname == self.mutant.module else None
 
     def exec_module(self, module: Any) -> None:
-        exec(compile(self.mutant.source, f"<{self.mutant.id}>", "exec"), module.__dict__)
+        exec(compile(self.mutant.source, str(self.file), "exec"), module.__dict__)
 
 
 @contextmanager
-def imported_with(mutant: Mutant, package: str) -> Iterator[None]:
+def imported_with(mutant: Mutant, family: Family) -> Iterator[None]:
     """Have the mutant in place of its module, for all that imports the package meanwhile."""
+    package = family.package
     kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == package}
-    finder = _Mutated(mutant)
+    finder = _Mutated(mutant, family.files[mutant.module])
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -142,10 +147,10 @@ def imported_with(mutant: Mutant, package: str) -> Iterator[None]:
         sys.modules.update(kept)
 
 
-def described(case: Case) -> Architecture | str:
-    """What a case's plugin describes, or by which error it refuses."""
+def described(case: Case, raw: Mapping[str, Any] | None = None) -> Architecture | str:
+    """What a case's plugin describes for a config, or by which error it refuses; None is the case's own config."""
     try:
-        return case.describe(case.config())
+        return case.describe(case.config() if raw is None else ModelConfig.from_dict(raw))
     except Exception as error:  # a mutant may raise anything
         return f"{type(error).__name__}: {error}"
 
@@ -161,13 +166,32 @@ def first_failure(family: Family, mutant: Mutant) -> Found:
             if key not in family.originals:
                 kept = family.case(case.registry, case, case.variant)
                 family.originals[key] = described(kept)
-    with imported_with(mutant, family.package):
+    with imported_with(mutant, family):
         registry = family.registry()
         for name in types:
             found = _of_type(family, registry, plain[name])
             if found.check is not None:
                 return found
-    return Found(None)
+        return Found(None, differs=_difference(family, registry, plain))
+
+
+def _difference(family: Family, registry: Registry, plain: dict[str, list[Case]]) -> str:
+    """A config for which the mutant describes another model than the plugin, of all that the checks make; "" for none.
+    """
+    for cases in plain.values():
+        for case in cases:
+            now = family.case(registry, case, case.variant)
+            if not _same(family.originals[case.model_type, case.variant.name], described(now)):
+                return case.name
+        raws = [(form.what, form.raw) for form in forms(family.case(registry, cases[0], cases[0].variant))]
+        with _as_it_is(family):
+            plugin = family.case(family.registry(), cases[0], cases[0].variant)
+            were = [described(plugin, raw) for _, raw in raws]
+        mutated = family.case(registry, cases[0], cases[0].variant)
+        for (what, raw), was in zip(raws, were, strict=True):
+            if not _same(was, described(mutated, raw)):
+                return f"{cases[0].name}, {what}"
+    return ""
 
 
 def _of_type(family: Family, registry: Registry, plain: list[Case]) -> Found:
@@ -261,6 +285,7 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "mutants": len(results),
         "killed": len(killed),
+        "survived, and describes another model": sum(bool(one["differs"]) for one in results.values()),
         "hook named alone": sum(one["exact"] for one in killed),
         "hook named": sum(one["named"] for one in killed),
         "by check": dict(sorted(by_check.items(), key=lambda item: -item[1])),
@@ -314,12 +339,14 @@ def main(
             "named": bool(set(named) & set(mutant.hooks)),
             "exact": bool(named) and set(named) <= set(mutant.hooks),
             "reason": found.reason,
+            "differs": found.differs,
             "seconds": round(time.perf_counter() - start, 1),
         }
         content = {"summary": summary(results), "mutants": results}
         file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         one = results[mutant.id]
-        print(f"{number} {one['check'] or 'SURVIVED'} {one['seconds']} s {one['exact']} {mutant.id}", flush=True)
+        status = one["check"] or f"SURVIVED {one['differs']}"
+        print(f"{number} {status} {one['seconds']} s {one['exact']} {mutant.id}", flush=True)
     print(json.dumps(summary(results), indent=1))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from ttpu_conformance.case import Case
 from ttpu_conformance.check import check
 from ttpu_conformance.errors import NotApplicable, fail
+from ttpu_conformance.key_hooks import hooks_of_keys
 from ttpu_conformance.rope_json import old_style
 from ttpu_core.config import ModelConfig
 from ttpu_core.config.key_audit import keys_ignored
@@ -119,9 +120,10 @@ def check_config_keys_are_read(case: Case) -> None:
     if isinstance(case.reference.config.get("text_config"), dict):  # the rest belongs to other parts of the model
         ignored = tuple(key for key in ignored if key.startswith("text_config."))
     if ignored:
+        hooks = " or ".join(f"`{hook}`" for hook in hooks_of_keys(ignored)) or "the hook that it concerns"
         fail(
-            f"nobody reads {', '.join(map(repr, ignored))} in the config that transformers writes: read it in the hook "
-            "that it concerns, or refuse in `ttpu_config` the values that change the model."
+            f"nobody reads {', '.join(map(repr, ignored))} in the config that transformers writes: correct {hooks} to "
+            "read it, or refuse in `ttpu_config` the values that change the model."
         )
 
 

@@ -11,7 +11,10 @@ from ttpu_conformance.check import check
 from ttpu_conformance.config_forms import Form, forms
 from ttpu_conformance.config_reading import as_transformers_reads, read_by_both
 from ttpu_conformance.errors import NotApplicable, fail
+from ttpu_conformance.key_hooks import hooks_of_keys
 from ttpu_conformance.measure import Measured
+from ttpu_core.config import ModelConfig
+from ttpu_core.config.key_audit import keys_ignored
 
 SHOWN = 3
 """Differences that a message tells."""
@@ -26,17 +29,26 @@ def check_raw_json(case: Case) -> Measured:
 
 @check("contract", scope="type", quick="all")
 def check_published_json(case: Case) -> Measured:
-    """Every config.json that the plugin lists as published describes what transformers' own reading of it describes.
+    """Every config.json that the plugin lists as published describes what transformers' own reading of it describes,
+    and all of its keys are read.
 
     Raises:
-        CheckFailure: it describes another model, or one side refuses it.
+        CheckFailure: it describes another model, one side refuses it, or nobody reads a key.
         NotApplicable: the plugin lists none.
     """
     published = case.declaration.published
     if not published:
         raise NotApplicable("the plugin lists no published config")
     forms = [Form(f"the file {one.config.name}", json.loads(one.config.read_text("utf-8"))) for one in published]
-    return _hold(case, forms, refusable=False)
+    measured = _hold(case, forms, refusable=False)
+    for form in forms:
+        config = ModelConfig.from_dict(form.raw)
+        case.describe(config)
+        ignored = keys_ignored(config)
+        if ignored:
+            hooks = " or ".join(f"`{hook}`" for hook in hooks_of_keys(ignored)) or "the hook that it concerns"
+            fail(f"nobody reads {', '.join(map(repr, ignored))} in {form.what}: correct {hooks} to read it.")
+    return measured
 
 
 def _hold(case: Case, forms: Iterable[Form], *, refusable: bool = True) -> Measured:
@@ -46,7 +58,7 @@ def _hold(case: Case, forms: Iterable[Form], *, refusable: bool = True) -> Measu
     declared = case.declaration.reads_otherwise
     unseen = set(declared) if case.is_base and refusable else set()
     for form in forms:
-        reading = read_by_both(case, form.raw)
+        reading = read_by_both(case, form.raw, form.without)
         if reading.status == "different" and declared:
             reading = read_by_both(case, as_transformers_reads(case, form.raw, declared))
             if reading.status == "same" and form.without is not None:
