@@ -17,7 +17,7 @@ from ttpu_conformance.case import Case
 from ttpu_core.architecture import Architecture
 from ttpu_core.config import ModelConfig
 from ttpu_core.config.key_audit import refuse_ignored
-from ttpu_core.errors import TTPUError
+from ttpu_core.errors import ConfigError, TTPUError, UnsupportedError
 from ttpu_core.spec import MixerSpec
 
 Status = Literal["same", "different", "refused by the plugin", "refused by transformers"]
@@ -78,7 +78,7 @@ def read_by_both(case: Case, raw: Mapping[str, Any], without: str | None = None)
         return Reading("refused by transformers", _one_line(error))
     try:
         ours = _described(case, raw)
-    except TTPUError as error:
+    except (ConfigError, UnsupportedError) as error:
         required = without is not None and SIZE.search(without) is not None and f"{without}'" in str(error)
         if required or without in (None, "text_config"):
             return Reading("refused by the plugin", _one_line(error))
@@ -88,7 +88,7 @@ def read_by_both(case: Case, raw: Mapping[str, Any], without: str | None = None)
             return Reading("different", sentence, "ttpu_config")
         return Reading("refused by the plugin", _one_line(error))
     except Exception as error:
-        return Reading("different", f"a hook raises {type(error).__name__}: {_one_line(error)}", "ttpu_config")
+        return Reading("different", _one_line(error), getattr(error, "hook", None) or "")
     try:
         theirs = _described(case, read)
     except TTPUError as error:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttpu_core.config.key_audit import NOT_IN_THE_FORWARD_PASS
+
 HOOK_PREFIX = "ttpu_"
 
 
@@ -100,7 +102,7 @@ def _changes(node: Any) -> Iterator[tuple[str, str, Any]]:
         elif isinstance(value, float):
             double = 2 * value or 1.0
             yield "number", f"{double} for {value}", ast.Constant(double)
-        elif isinstance(value, str) and value.strip():
+        elif isinstance(value, str) and value.strip() and value not in NOT_IN_THE_FORWARD_PASS:
             yield "text", f"{value + '_x'!r} for {value!r}", ast.Constant(value + "_x")
     elif isinstance(node, ast.Call):
         for index, keyword in enumerate(node.keywords):
@@ -110,7 +112,7 @@ def _changes(node: Any) -> Iterator[tuple[str, str, Any]]:
                 yield "keyword", f"{ast.unparse(node.func)} without {keyword.arg}", new
     elif isinstance(node, ast.Dict) and len(node.keys) > 1:
         for index, key in enumerate(node.keys):
-            if key is not None:
+            if key is not None and getattr(key, "value", None) not in NOT_IN_THE_FORWARD_PASS:
                 new = copy.deepcopy(node)
                 del new.keys[index], new.values[index]
                 yield "entry", f"a table without {ast.unparse(key)}", new
