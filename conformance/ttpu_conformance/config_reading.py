@@ -96,13 +96,32 @@ def read_by_both(case: Case, raw: Mapping[str, Any], without: str | None = None)
     found = first_difference(ours, theirs)
     if found is None:
         return Reading("same")
-    hook = found.hook
-    for key in theirs.config:  # did `ttpu_config` fill in another value, or none?
-        read_so, plain = theirs.config.get(key), isinstance(theirs.config.get(key), bool | int | float | str)
-        missing = plain and key not in ours.config and key == without
-        if key not in raw and (missing or (key in ours.config and ours.config.get(key) != read_so)):
-            hook = "ttpu_config"
+    hook = "ttpu_config" if _fills_in_otherwise(case, raw, ours, theirs, found) else found.hook
     return Reading("different", f"{found.where} is {found.one!r} instead of {found.other!r}", hook)
+
+
+def _fills_in_otherwise(
+    case: Case, raw: Mapping[str, Any], ours: Architecture, theirs: Architecture, found: Difference
+) -> bool:
+    """Whether a difference comes from a key that is absent, for which `ttpu_config` filled in another value than
+    transformers, or none."""
+    part = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
+    for key in theirs.config:
+        value = theirs.config.get(key)
+        if key in part or not isinstance(value, bool | int | float | str):
+            continue
+        if key in ours.config:
+            if ours.config.get(key) != value:
+                return True
+            continue
+        filled = {**part, key: value}
+        try:
+            now = _described(case, filled if part is raw else {**raw, "text_config": filled})
+        except TTPUError:
+            continue
+        if first_difference(now, theirs) != found:
+            return True
+    return False
 
 
 def read_by_transformers(case: Case, raw: Mapping[str, Any]) -> dict[str, Any]:
