@@ -51,3 +51,22 @@ def test_its_neutral_value_is_only_reported(key: str, value: Any) -> None:
 def test_quantized_weights_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="no installed plugin reads quantized weights"):
         refuse_ignored(read(quantization_config={"quant_method": "gptq"}))
+
+
+def test_a_key_that_cannot_matter_is_said_so_with_the_reason() -> None:
+    config = ModelConfig.from_dict(LLAMA | {"derived": 3, "old": {"inside": 1}, "part": {"a": 1, "b": 2}, "both": 4})
+    said = config.does_not_matter(("derived", "old", "absent"), because="it follows from others")
+    assert said is config
+    part = config.section("part")
+    assert part is not None
+    part.does_not_matter("a", because="no layer has it")
+    config.with_defaults({"x": 1}).does_not_matter("both", because="usually").positive_int("both")
+    assert set(keys_ignored(config)) == {"part.b", *LLAMA}
+    assert config.keys_without_effect == {
+        "derived": "it follows from others", "old": "it follows from others", "part.a": "no layer has it",
+    }  # fmt: skip
+
+
+def test_a_key_cannot_be_said_not_to_matter_without_a_reason() -> None:
+    with pytest.raises(ValueError, match="without a reason"):
+        ModelConfig.from_dict(LLAMA).does_not_matter("derived", because=" ")

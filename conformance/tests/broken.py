@@ -35,9 +35,7 @@ LLAMA = ""
 QWEN2 = """
 @hookimpl
 def ttpu_config(config):
-    for key in ("use_sliding_window", "max_window_layers"):
-        config.get(key)  # `layer_types` says what they amount to
-    return config
+    return config.does_not_matter(("use_sliding_window", "max_window_layers"), because="layer_types follows from them")
 
 @hookimpl
 def ttpu_attention(config, layer):

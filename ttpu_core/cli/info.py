@@ -72,6 +72,7 @@ def info(
     from ttpu_core.config.key_audit import keys_ignored
 
     facts["config_keys_ignored"] = list(keys_ignored(config))
+    facts["config_keys_without_effect"] = config.keys_without_effect
     if as_json:
         print_json(facts)
     else:

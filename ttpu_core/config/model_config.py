@@ -2,7 +2,7 @@
 kind."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -31,6 +31,7 @@ class ModelConfig:
     _family: str | None  # the model_type for error messages; a section inherits its parent's
     _prefix: str  # "" for the whole config, "text_config." for a section
     _read: set[str]  # dotted keys; shared by a config, its sections and all configs derived from it
+    _without_effect: dict[str, str]  # dotted keys and why they cannot matter; shared in the same way
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
@@ -46,7 +47,7 @@ class ModelConfig:
                 "to values is needed: pass what config.json holds."
             )
         try:
-            return _freeze_mapping(mapping, source, None, "", set())
+            return _freeze_mapping(mapping, source, None, "", set(), {})
         except RecursionError:
             raise ConfigError(
                 f"{source} was asked for as a model config, but it is nested too deeply to be read: "
@@ -193,14 +194,40 @@ class ModelConfig:
     def with_values(self, values: Mapping[str, Any]) -> "ModelConfig":
         """This config with `values` in place of what it writes for these keys. Reads of the result also count for
         this config. A multimodal parent sets values of its text part this way."""
-        changed = _freeze_mapping(values, self._source, self._family, self._prefix, self._read)
-        return _assemble(self._values | changed._values, self._source, changed._family, self._prefix, self._read)
+        shared = self._read, self._without_effect
+        changed = _freeze_mapping(values, self._source, self._family, self._prefix, *shared)
+        return _assemble(self._values | changed._values, self._source, changed._family, self._prefix, *shared)
 
     def with_renamed(self, names: Mapping[str, str]) -> "ModelConfig":
         """This config with the values of other key names under the usual ones. `names` holds the usual name by other
         name, like `attribute_map` of a config class, and like there the other name wins if a file writes both. Reads
         of the result also count for this config."""
         return self.with_values({usual: self.get(other) for other, usual in names.items() if other in self})
+
+    def does_not_matter(self, keys: str | Iterable[str], *, because: str) -> "ModelConfig":
+        """This config, of which some keys cannot change what the model computes: derived from other keys, written by
+        old files, or without effect in transformers. They count as read, with everything inside them.
+
+        Args:
+            keys: names of keys, whether the file writes them or not.
+            because: the reason, in a few words, for whoever reads the plugin or `ttpu info --json`.
+
+        Raises:
+            ValueError: no reason was given.
+        """
+        if not because.strip():
+            raise ValueError(f"{keys!r} were said not to matter without a reason: pass because=...")
+        for key in (keys,) if isinstance(keys, str) else keys:
+            self._without_effect[self._prefix + key] = because
+        return self
+
+    @property
+    def keys_without_effect(self) -> dict[str, str]:
+        """The keys with a value that `does_not_matter` was told of and nobody read, and why. Keys inside a section are
+        dotted."""
+        told = self._without_effect.items()
+        found = {key.removeprefix(self._prefix): why for key, why in told if key not in self._read}
+        return {key: why for key, why in sorted(found.items()) if _held(self, key)}
 
     @property
     def keys_read(self) -> frozenset[str]:
@@ -265,7 +292,12 @@ class ModelConfig:
 
 
 def _freeze_mapping(
-    mapping: Mapping[Any, Any], source: str, family: str | None, prefix: str, read: set[str]
+    mapping: Mapping[Any, Any],
+    source: str,
+    family: str | None,
+    prefix: str,
+    read: set[str],
+    without_effect: dict[str, str],
 ) -> ModelConfig:
     own = mapping.get("model_type")
     family = own if isinstance(own, str) and own else family
@@ -278,7 +310,7 @@ def _freeze_mapping(
         if isinstance(value, ModelConfig):
             value = value.to_dict()
         if isinstance(value, Mapping):
-            return _freeze_mapping(value, source, family, path + ".", read)
+            return _freeze_mapping(value, source, family, path + ".", read, without_effect)
         raise ConfigError(
             f"{source} sets {path!r} to {describe(value)}, but a config holds only null, booleans, numbers, "
             "strings, lists and objects: pass the value as config.json would write it."
@@ -286,14 +318,27 @@ def _freeze_mapping(
 
     # JSON writes the integer keys of an id2label as strings; a mapping made in Python may hold integers.
     values = {str(key): freeze(value, f"{prefix}{key}") for key, value in mapping.items()}
-    return _assemble(values, source, family, prefix, read)
+    return _assemble(values, source, family, prefix, read, without_effect)
 
 
 def _assemble(
-    values: dict[str, Any], source: str, family: str | None, prefix: str, read: set[str]
+    values: dict[str, Any],
+    source: str,
+    family: str | None,
+    prefix: str,
+    read: set[str],
+    without_effect: dict[str, str],
 ) -> ModelConfig:
     content = json.dumps(values, sort_keys=True, default=ModelConfig.to_dict)
-    return ModelConfig(values, content, source, family, prefix, read)
+    return ModelConfig(values, content, source, family, prefix, read, without_effect)
+
+
+def _held(config: ModelConfig, dotted: str) -> bool:
+    """Whether there is a value under a dotted key. Does not count as a read."""
+    value: Any = config
+    for part in dotted.split("."):
+        value = value._values.get(part) if isinstance(value, ModelConfig) else None
+    return value is not None
 
 
 def _unread(value: Any) -> Iterator[str]:
@@ -303,6 +348,8 @@ def _unread(value: Any) -> Iterator[str]:
             yield from _unread(item)
     elif isinstance(value, ModelConfig):
         for key, child in value._values.items():
+            if value._prefix + key in value._without_effect:
+                continue
             if value._prefix + key in value._read:
                 yield from _unread(child)
             elif child is not None:

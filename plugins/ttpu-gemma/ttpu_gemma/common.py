@@ -42,8 +42,8 @@ def ttpu_head(config: ModelConfig) -> HeadSpec:
 
 @hookimpl
 def ttpu_mlp(config: ModelConfig) -> MLPSpec:
-    """A gated MLP. `hidden_act`, which old files also contain, has no effect."""
-    config.get("hidden_act")
+    """A gated MLP."""
+    config.does_not_matter("hidden_act", because="old files contain it beside hidden_activation, which is the one read")
     return MLPSpec(config.positive_int("intermediate_size"), activation(config, "hidden_activation"))
 
 
@@ -84,15 +84,14 @@ def rope_by_layer_type(config: ModelConfig, kind: str, head_dim: int) -> RopeSpe
 
 
 def note_unused_rope(config: ModelConfig, kinds: Iterable[str]) -> None:
-    """Count rope parameters of layer types that the model does not have as read."""
+    """Say that rope parameters of layer types that the model does not have cannot matter."""
     by_type = config.section("rope_parameters")
     for kind, older in OLDER_THETAS.items():
         if kind not in kinds:
-            config.get(older)
-            unused = by_type.section(kind) if by_type is not None else None
-            if unused is not None:
-                for key in unused:
-                    unused.get(key)
+            why = f"no layer has {kind}"
+            config.does_not_matter(older, because=why)
+            if by_type is not None:
+                by_type.does_not_matter(kind, because=why)
 
 
 def kv_source(config: ModelConfig, layer: int, kinds: tuple[str, ...]) -> int | None:

@@ -40,9 +40,8 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
 
 @hookimpl
 def ttpu_mlp(config: ModelConfig) -> MLPSpec:
-    """A gated MLP. The first files write "gelu" for its tanh approximation. `hidden_activation`, which transformers
-    4 added, has no effect."""
-    config.get("hidden_activation")
+    """A gated MLP. The first files write "gelu" for its tanh approximation."""
+    config.does_not_matter("hidden_activation", because="transformers 4 added it, and transformers reads hidden_act")
     act = activation(config)
     if act.name == "gelu":
         act = replace(act, name="gelu_tanh")

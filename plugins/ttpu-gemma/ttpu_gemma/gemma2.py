@@ -45,8 +45,8 @@ PERIOD = 2  # every second layer has full attention
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """A gemma2 config with the class's defaults. Old files repeat the window as `sliding_window_size`."""
-    config.get("sliding_window_size")
+    """A gemma2 config with the class's defaults."""
+    config.does_not_matter("sliding_window_size", because="old files repeat sliding_window under this name")
     refuse_bidirectional(config)
     return config.with_defaults(CONFIG_DEFAULTS)
 

@@ -53,9 +53,8 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
     """The text model's config with the class's defaults."""
     config = text_config(config, PARENT, CONFIG_DEFAULTS)
     refuse_bidirectional(config)
-    # transformers reads the cap without applying it, and writes the pattern from which it made `layer_types`.
-    config.get("attn_logit_softcapping")
-    config.get("_sliding_window_pattern")
+    config.does_not_matter("attn_logit_softcapping", because="transformers reads the cap without applying it")
+    config.does_not_matter("_sliding_window_pattern", because="transformers made layer_types from it")
     note_unused_rope(config, _layer_types(config))
     return config
 

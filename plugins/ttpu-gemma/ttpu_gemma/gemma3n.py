@@ -75,8 +75,7 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
         ConfigError: the numbers of AltUp streams do not fit.
     """
     config = text_config(config, PARENT, CONFIG_DEFAULTS)
-    for key in NO_SAY:
-        config.get(key)
+    config.does_not_matter(NO_SAY, because="transformers reads them in training alone, or not at all")
     note_unused_rope(config, layer_types(config, PERIOD))
     streams, active = config.positive_int("altup_num_inputs"), config.require("altup_active_idx", int)
     if streams < 2 or not 0 <= active < streams:

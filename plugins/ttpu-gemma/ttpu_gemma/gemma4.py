@@ -118,6 +118,9 @@ def ttpu_attention(config: ModelConfig, layer: int) -> AttentionSpec:
     )
 
 
+EXPERT_KEYS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+
+
 @hookimpl
 def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
     """A gated MLP, alone or beside experts. It is twice as wide on layers with shared keys and values if the config
@@ -125,9 +128,8 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
     act, width = activation(config, "hidden_activation"), config.positive_int("intermediate_size")
     shared = kv_source(config, layer, _layer_types(config)) is not None
     dense = MLPSpec(width * (2 if config.flag("use_double_wide_mlp") and shared else 1), act)
-    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        config.get(key)  # written even if there are no experts
     if not config.flag("enable_moe_block"):
+        config.does_not_matter(EXPERT_KEYS, because="there are no experts")
         return dense
     router = RouterSpec(
         renormalize=True,
@@ -195,7 +197,7 @@ def _overrides(config: ModelConfig, layer: int, kind: str) -> dict[str, int]:
     Raises:
         ConfigError: a layer overrides another key.
     """
-    config.get("global_head_dim")
+    config.does_not_matter("global_head_dim", because="per_layer_config says it, or no layer has full attention")
     kv_heads = config.positive_int("num_global_key_value_heads", default=None)
     by_layer = config.section("per_layer_config")
     if by_layer is None:

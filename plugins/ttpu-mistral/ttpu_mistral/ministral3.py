@@ -63,7 +63,7 @@ def query_temperature(config: ModelConfig) -> QueryTemperature | None:
     rope = config.section("rope_scaling") or config.section("rope_parameters")
     if rope is None:
         return None
-    rope.get("max_position_embeddings")  # repeats the config's own
+    rope.does_not_matter("max_position_embeddings", because="it repeats the config's own")
     beta = rope.number("llama_4_scaling_beta", default=0.0)
     context = config.positive_int("max_position_embeddings")
     period = rope.positive_int("original_max_position_embeddings", default=context)

@@ -52,9 +52,8 @@ CONFIG_DEFAULTS = {
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """The config with the defaults of `Mistral4Config`, which knows the number of experts by two names."""
-    for key in ("head_dim", "qk_head_dim", "num_key_value_heads"):  # follow from other keys
-        config.get(key)
-    config.get("intermediate_size")  # size of dense layers; there may be none
+    config.does_not_matter(("head_dim", "qk_head_dim", "num_key_value_heads"), because="they follow from other keys")
+    config.does_not_matter("intermediate_size", because="it is the size of dense layers, of which there may be none")
     config = config.with_renamed({"num_local_experts": "n_routed_experts"})
     return with_usual_rope(config.with_defaults(CONFIG_DEFAULTS), CONFIG_DEFAULTS)
 

@@ -11,7 +11,7 @@ SHARED_EXPERT = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "ml
 
 def is_sparse(config: ModelConfig, layer: int) -> bool:
     """Whether a layer has experts, by `mlp_only_layers` and `decoder_sparse_step`; else it has a dense MLP."""
-    config.get("intermediate_size")  # size of dense layers; files have it even without such layers
+    config.does_not_matter("intermediate_size", because="it is the size of dense layers, of which there may be none")
     dense = config.int_list("mlp_only_layers", default=())
     step = config.positive_int("decoder_sparse_step", default=1)
     return layer not in dense and number_of_experts(config) > 0 and (layer + 1) % step == 0

@@ -11,8 +11,10 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 
 def window_size(config: ModelConfig) -> int | None:
     """Tokens in the window of sliding layers, or None if the config does not use windows."""
-    config.get("sliding_window")  # files have it even if windows are not used, and even as 0
-    return config.positive_int("sliding_window", default=None) if config.flag("use_sliding_window") else None
+    if not config.flag("use_sliding_window"):
+        config.does_not_matter("sliding_window", because="windows are not used")
+        return None
+    return config.positive_int("sliding_window", default=None)
 
 
 def sliding_window(config: ModelConfig, layer: int, *, assumed: bool) -> int | None:

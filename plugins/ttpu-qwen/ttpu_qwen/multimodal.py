@@ -36,14 +36,13 @@ def text_config(config: ModelConfig, defaults: Mapping[str, Any]) -> ModelConfig
     """
     text = text_part.text_config(config, (TEXT_TYPES[config.model_type],), tied=False)
     for part in (config, text):
-        for key in OF_OTHER_PARTS:
-            part.get(key)
+        part.does_not_matter(OF_OTHER_PARTS, because="they belong to other parts of the model")
     for form in ("rope_parameters", "rope_scaling"):
         rope = text.section(form)
         if rope is not None:
-            # A text token has the same position along time, height and width, so the sections have no effect.
-            rope.get("mrope_section"), rope.get("mrope_interleaved")
-    text.get("mamba_ssm_dtype")  # no effect: the recurrent state is always float32
+            why = "a text token has the same position along time, height and width"
+            rope.does_not_matter(("mrope_section", "mrope_interleaved"), because=why)
+    text.does_not_matter("mamba_ssm_dtype", because="the recurrent state is always float32")
     gate = text.text("output_gate_type", default="silu")
     if gate not in SILU:
         raise ConfigError(

@@ -26,7 +26,7 @@ CONFIG_DEFAULTS = {
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """A qwen2 config with the class's defaults. The sizes that define a model are required."""
-    config.get("use_mrope")  # in published files; for text the three positions of mrope are equal
+    config.does_not_matter("use_mrope", because="for text the three positions of mrope are equal")
     return config.with_defaults(CONFIG_DEFAULTS)
 
 

@@ -34,7 +34,7 @@ CONFIG_DEFAULTS = {
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """A qwen3_moe config with the class's defaults."""
-    config.get("max_window_layers")  # in published files, without effect: every layer slides
+    config.does_not_matter("max_window_layers", because="in this type every layer slides or none does")
     return config.with_defaults(CONFIG_DEFAULTS)
 
 

@@ -29,7 +29,7 @@ ttpu_norm, ttpu_mixer, ttpu_attention = hybrid.ttpu_norm, hybrid.ttpu_mixer, hyb
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """A qwen3_next config with the class's defaults."""
-    config.get("use_sliding_window")  # in published files, without effect: no layer of this type slides
+    config.does_not_matter("use_sliding_window", because="no layer of this type slides")
     return config.with_defaults(CONFIG_DEFAULTS)
 
 

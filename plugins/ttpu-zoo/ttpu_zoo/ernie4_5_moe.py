@@ -33,7 +33,7 @@ ttpu_attention, ttpu_rope = ernie4_5.ttpu_attention, ernie4_5.ttpu_rope  # hooks
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """The config with the names and defaults of `Ernie4_5_MoeConfig`. The sizes that define a model are required."""
-    config.get("intermediate_size")  # size of dense layers; there may be none
+    config.does_not_matter("intermediate_size", because="it is the size of dense layers, of which there may be none")
     return config.with_renamed(RENAMED).with_defaults(CONFIG_DEFAULTS)
 
 

@@ -36,7 +36,7 @@ RENAMED = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """The config with the names and defaults of `Glm4MoeConfig`. The sizes that define a model are required."""
-    config.get("intermediate_size")  # size of dense layers; there may be none
+    config.does_not_matter("intermediate_size", because="it is the size of dense layers, of which there may be none")
     return config.with_renamed(RENAMED).with_defaults(CONFIG_DEFAULTS)
 
 
