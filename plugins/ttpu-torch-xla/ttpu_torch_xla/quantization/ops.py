@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ttpu_core.spec.kernel_format import LARGEST
+from ttpu_torch_xla.bridge import target
 from ttpu_torch_xla.quantization.pack import QuantizedWeight, half_run, nibbles
 from ttpu_torch_xla.runtime import current, is_device
 
@@ -153,11 +154,14 @@ def _dot(x: Tensor, w: Tensor, contracted: tuple[int, ...]) -> Tensor:
     """float32: the product of x and w along the last dimensions of x and these of w, summed in float32, or in int32
     where both are int8.
 
-    On the device the runtime multiplies, which lets the dtype of the sums be named. The host sums in float64 what int32
-    would hold, which is as exact."""
+    On the device the runtime multiplies, which lets the dtype of the sums be named. A CPU multiplies float32: XLA on one
+    with units for bfloat16 keeps products of that dtype, but cannot sum them in float32. The host sums in float64 what
+    int32 would hold, which is as exact."""
     dimensions = list(range(x.ndim - len(contracted), x.ndim)), list(contracted)
     whole = x.dtype == torch.int8
     if is_device(x):
+        if not whole and target().platform == "cpu":
+            x, w = x.to(torch.float32), w.to(torch.float32)
         return current().dot(x, w, dimensions, torch.int32 if whole else torch.float32).to(torch.float32)
     exact = torch.float64 if whole else torch.float32
     return torch.tensordot(x.to(exact), w.to(exact), dims=dimensions).to(torch.float32)
