@@ -154,7 +154,7 @@ def _dot(x: Tensor, w: Tensor, contracted: tuple[int, ...]) -> Tensor:
     """float32: the product of x and w along the last dimensions of x and these of w, summed in float32, or in int32
     where both are int8.
 
-    On the device the runtime multiplies, which lets the dtype of the sums be named. A CPU multiplies float32: XLA on one
+    On the device the runtime multiplies, which lets the dtype of sums be named. A CPU multiplies float32: XLA on one
     with units for bfloat16 keeps products of that dtype, but cannot sum them in float32. The host sums in float64 what
     int32 would hold, which is as exact."""
     dimensions = list(range(x.ndim - len(contracted), x.ndim)), list(contracted)
