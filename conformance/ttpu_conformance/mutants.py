@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class Mutant:
         kind: what was changed: number, flag, text, keyword, entry, comparison, arithmetic, branch, hook.
         change: the change in words.
         hooks: the hooks whose answers the changed code makes; one for code inside a hook.
-        source: the module's source with the mistake.
+        tree: makes the module's syntax tree with the mistake.
     """
 
     id: str
@@ -33,7 +34,12 @@ class Mutant:
     kind: str
     change: str
     hooks: tuple[str, ...]
-    source: str
+    tree: Callable[[], ast.Module]
+
+    @property
+    def source(self) -> str:
+        """The module's source with the mistake."""
+        return ast.unparse(ast.fix_missing_locations(self.tree()))
 
 
 def mutants(module: str, file: Path, package: Iterable[Path] = ()) -> Iterator[Mutant]:
@@ -48,17 +54,23 @@ def mutants(module: str, file: Path, package: Iterable[Path] = ()) -> Iterator[M
             continue
         hooks = _hooks_of(top, own) or _hooks_of(top, everywhere)
         if isinstance(top, ast.FunctionDef) and top.name.startswith(HOOK_PREFIX):
-            changed = copy.deepcopy(tree)
-            changed.body = [one for one in changed.body if getattr(one, "name", None) != top.name]
-            yield _made(module, top, "hook", f"without {top.name}", hooks, changed)
+            yield _made(module, top, "hook", f"without {top.name}", hooks, partial(_without, tree, top.name))
         for node in _sites(top):
             for kind, change, new in _changes(node):
-                yield _made(module, node, kind, change, hooks, _with(tree, node, new))
+                yield _made(module, node, kind, change, hooks, partial(_with, tree, node, new))
 
 
-def _made(module: str, node: Any, kind: str, change: str, hooks: tuple[str, ...], tree: ast.Module) -> Mutant:
+def _made(
+    module: str, node: Any, kind: str, change: str, hooks: tuple[str, ...], tree: Callable[[], ast.Module]
+) -> Mutant:
     name = f"{module}:{node.lineno}:{node.col_offset}:{kind}:{change}"
-    return Mutant(name, module, kind, change, hooks, ast.unparse(ast.fix_missing_locations(tree)))
+    return Mutant(name, module, kind, change, hooks, tree)
+
+
+def _without(tree: ast.Module, function: str) -> ast.Module:
+    changed = copy.deepcopy(tree)
+    changed.body = [one for one in changed.body if getattr(one, "name", None) != function]
+    return changed
 
 
 def _sites(top: ast.AST) -> Iterator[Any]:
@@ -133,16 +145,21 @@ def _changes(node: Any) -> Iterator[tuple[str, str, Any]]:
 def _with(tree: ast.Module, node: Any, new: Any) -> ast.Module:
     """A copy of the tree with another node at the place of `node`."""
 
-    place = ast.dump(node, include_attributes=True)
+    place = _place(node)
 
     class Change(ast.NodeTransformer):
         def visit(self, one: ast.AST) -> Any:
-            if ast.dump(one, include_attributes=True) == place:
+            if _place(one) == place:
                 return ast.copy_location(copy.deepcopy(new), one)
             return self.generic_visit(one)
 
     changed: ast.Module = Change().visit(copy.deepcopy(tree))
     return changed
+
+
+def _place(node: Any) -> tuple[Any, ...]:
+    places = ("lineno", "col_offset", "end_lineno", "end_col_offset")
+    return (type(node), *(getattr(node, name, None) for name in places))
 
 
 def _users(tree: ast.Module) -> dict[str, set[str]]:
