@@ -13,6 +13,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from ttpu_core import registry as registry_module
 from ttpu_core.auto import AutoModelForTPU
 from ttpu_core.cli.console import LoadProgress, in_bytes
 from ttpu_core.cli.main import app
+from ttpu_core.cli.parameters import made_of
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.mapping import Concat, Stack, Tensor
 from ttpu_core.registry import Registry, default_registry
 
 FAKE_BACKEND = '''
@@ -214,7 +217,7 @@ def test_the_version_is_that_of_the_core() -> None:
     assert run("--version").stdout == f"ttpu {metadata.version('ttpu-core')}\n"
 
 
-@pytest.mark.parametrize("name", ["list-plugins", "info", "generate", "chat", "doctor"])
+@pytest.mark.parametrize("name", ["list-plugins", "info", "parameters", "generate", "chat", "doctor"])
 def test_every_command_has_help_with_examples(name: str) -> None:
     shown = run(name, "--help").stdout
     assert "Examples:" in shown and f"ttpu {name}" in shown
@@ -539,6 +542,36 @@ def test_info_notes_config_keys_that_nobody_reads_and_that_may_matter(tmp_path: 
     assert facts["quantization"] == {"scheme": "gptq"}
     shown = run("info", path, "--backend", "fake").stdout
     assert "nothing reads 'attention_sinks'" in shown and "attention_dropout" not in shown
+
+
+def test_parameters_are_listed_with_the_tensors_that_make_them(tmp_path: Path) -> None:
+    config = config_file(tmp_path, num_hidden_layers=3)
+    shown = run("parameters", config, "--json").stdout
+    facts = json.loads(shown)
+    by_path = {parameter["path"]: parameter for parameter in facts["parameters"]}
+    down = by_path["layers.2.mlp.down.kernel"]
+    assert down["made_of"] == "model.layers.2.mlp.down_proj.weight" and down["axes"] == ["embed", "mlp"]
+    gate_up = by_path["layers.0.mlp.gate_up.kernel"]
+    assert gate_up["made_of"] == "stack(model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight)"
+    assert [tensor["name"] for tensor in gate_up["tensors"]] == gate_up["made_of"][6:-1].split(", ")
+    assert facts["total"] == sum(prod(parameter["shape"]) for parameter in facts["parameters"])
+
+
+def test_parameters_of_layers_alike_are_shown_once(tmp_path: Path) -> None:
+    config = config_file(tmp_path, num_hidden_layers=3)
+    shown = run("parameters", config).stdout
+    assert "layers.0.attention.qkv.kernel" in shown and "layers.1." not in shown
+    assert "layer 0 stands for layers 0, 1, 2" in shown
+    assert "layers.2.attention.qkv.kernel" in run("parameters", config, "--all").stdout
+
+
+def test_a_rule_is_written_as_it_was_made() -> None:
+    fused = Tensor("qkv", (12, 4))
+    rule = Concat((fused[:8].reshape(2, 4, 4), fused[8:].reshape(2, 2, 4).transpose(0, 1, 2)), axis=1)
+    assert made_of(rule) == "concat(qkv[:8].reshape(2, 4, 4), qkv[8:].reshape(2, 2, 4).transpose(0, 1, 2), axis=1)"
+    assert made_of(fused[0, 1:3]) == "qkv[0, 1:3]"
+    many = Stack(tuple(Tensor(f"experts.{number}", (2,)) for number in range(6)))
+    assert made_of(many) == "stack(experts.0, … 4 more …, experts.5)"
 
 
 def test_info_needs_no_backend_and_says_which_install_brings_one(

@@ -14,6 +14,7 @@ from ttpu_core.cli.doctor import doctor
 from ttpu_core.cli.generate import generate
 from ttpu_core.cli.info import info
 from ttpu_core.cli.list_plugins import list_plugins
+from ttpu_core.cli.parameters import parameters
 from ttpu_core.processes import is_one_of_several, leave_at_once
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command("list-plugins")(list_plugins)
 app.command("info")(info)
+app.command("parameters")(parameters)
 app.command("generate")(generate)
 app.command("chat")(chat)
 app.command("doctor")(doctor)
