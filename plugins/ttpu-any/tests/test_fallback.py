@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from ttpu_any.steps import Manner
 from ttpu_core.auto import AutoModelForTPU
 from ttpu_core.errors import RequestError, UnsupportedError
 
@@ -20,6 +21,7 @@ TINY: dict[str, Any] = {
 XGLM = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
 
 
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 DECODER = {"is_decoder": True, "pad_token_id": 1, "bos_token_id": 0}
 
 
@@ -34,8 +36,8 @@ def write(folder: Path, model_type: str, **keys: Any) -> Any:
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("model_type", "keys"),
-    [("biogpt", {}), ("xglm", XGLM), ("camembert", DECODER)],
-    ids=["biogpt", "xglm", "camembert"],
+    [("biogpt", {}), ("xglm", XGLM), ("camembert", DECODER), ("openai-gpt", GPT)],
+    ids=["biogpt", "xglm", "camembert", "without a cache"],
 )
 def test_logits_and_greedy_tokens_equal_transformers(model_type: str, keys: dict[str, Any], tmp_path: Path) -> None:
     """CamemBERT counts positions from the one after padding's, which transformers' `generate` passes as 0: so the
@@ -64,13 +66,18 @@ def test_an_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("model_type", "keys"), [("bert", {}), ("camembert", DECODER)], ids=["ahead", "positions"])
+@pytest.mark.parametrize(
+    ("model_type", "keys", "manner"),
+    [("bert", {}, Manner("none", decode_mask=False)), ("camembert", DECODER, Manner())],
+    ids=["ahead", "positions"],
+)
 def test_a_model_that_would_be_wrong_is_refused(
-    model_type: str, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, keys: dict[str, Any], manner: Manner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """BERT looks ahead, and CamemBERT is given positions that are not its own."""
     write(tmp_path, model_type, **keys)
     monkeypatch.setattr("ttpu_any.steps.position_offset", lambda model: 0)
+    monkeypatch.setattr("ttpu_any.steps.MANNERS", (manner,))  # the others fail too, and take time
     with pytest.raises(UnsupportedError, match=r"a prefill gives logits that are \d\.\d+ standard deviations"):
         AutoModelForTPU.from_pretrained(tmp_path, backend="jax")
 

@@ -53,10 +53,11 @@ def checked_programs(
         UnsupportedError: there is none: the model cannot be traced, or would be silently wrong.
     """
     reasons: list[str] = []
+    alone: dict[int, np.ndarray] = {}
     for manner in manners:
         programs = make(manner)
         try:
-            found = difference(programs, dtype)
+            found = difference(programs, dtype, alone)
         except UnsupportedError as error:
             reasons.append(str(error))
             continue
@@ -65,6 +66,8 @@ def checked_programs(
             continue
         if found.small:
             logger.info("%s agrees with itself in the manner %s: %.1e", name, manner, found.error)
+            if not manner.cache:
+                logger.warning("%s reads the whole text again for each token: its cache cannot be kept", name)
             return programs
         reasons.append(
             f"{found.what} gives logits that are {found.error:.2g} standard deviations from those of the model given "
@@ -77,9 +80,14 @@ def checked_programs(
     )
 
 
-def difference(programs: StockPrograms, dtype: str) -> Difference:
+def difference(programs: StockPrograms, dtype: str, alone: dict[int, np.ndarray]) -> Difference:
     """Compare the logits after a prompt, when the model is given tokens alone, with those of one prefill, and with
     those after the prompt's beginning, padded where the model may be padded, and steps of decoding.
+
+    Args:
+        programs: in a manner.
+        dtype: of the weights.
+        alone: rows of a batch → the model's own logits [vocab], computed before; what is not there is added.
 
     Returns:
         The larger difference.
@@ -95,13 +103,16 @@ def difference(programs: StockPrograms, dtype: str) -> Difference:
     shown[:, width - (LENGTH - PADDING) :] = tokens[: LENGTH - PADDING]
     start = width - (LENGTH - PADDING)
 
-    expected = _row(programs.checked_alone(whole))
+    prefill = programs.checked_prefill(whole, 0, SLOTS)[0]
+    if rows not in alone:
+        alone[rows] = _row(programs.checked_alone(whole))
+    expected = alone[rows]
 
     def compared(what: str, logits: Any) -> Difference:
         error = np.abs(_row(logits) - expected).max() / max(float(expected.std()), 1e-6)
         return Difference(what, float(error), TOLERANCE[dtype])
 
-    prefilled = compared("a prefill", programs.checked_prefill(whole, 0, SLOTS)[0])
+    prefilled = compared("a prefill", prefill)
     if not prefilled.small:
         return prefilled
     logits, state = programs.checked_prefill(shown, start, SLOTS)

@@ -34,12 +34,14 @@ class Manner:
         mask: of a prefill as wide as the prompt, or as the cache, or none.
         decode_mask: whether decoding has a mask as wide as the cache.
         rows: the fewest rows that a batch may have. Some models ignore the mask of a single row.
+        cache: whether decoding keeps the model's cache; without it each token reads the whole text again.
         offset: the position of a text's first token, which is not 0 where the table of positions has rows for padding.
     """
 
     mask: PrefillMask = "prompt"
     decode_mask: bool = True
     rows: int = 1
+    cache: bool = True
     offset: int = 0
 
     @property
@@ -54,6 +56,9 @@ MANNERS = (
     Manner(decode_mask=False, rows=2),
     Manner("cache"),
     Manner("none", decode_mask=False),
+    Manner(cache=False),
+    Manner(rows=2, cache=False),
+    Manner("none", cache=False),
 )
 """In the order in which they are tried."""
 
@@ -153,6 +158,8 @@ class Steps:
         Raises:
             UnsupportedError: the model cannot be traced with a static cache.
         """
+        if not self.manner.cache:
+            return self._whole_prefill(batch, width, slots)
         held: list[Any] = []
 
         def call(forward: Any, given: Any) -> Any:
@@ -179,6 +186,9 @@ class Steps:
                 tokens.
         """
 
+        if not self.manner.cache:
+            return self._whole_decode(prefill, batch, slots)
+
         def call(forward: Any, given: Any) -> Any:
             token, start, length, *tensors = given
             cache = put_together(prefill.skeleton, [tensor.clone() for tensor in tensors])
@@ -201,6 +211,37 @@ class Steps:
                 "its own: this model needs a plugin."
             )
         return traced
+
+    def _whole_prefill(self, batch: int, width: int, slots: int) -> Prefill:
+        """As `prefill`, where the cache is the text itself: tokens [batch, slots], zeros behind the prompt."""
+
+        def call(forward: Any, given: Any) -> Any:
+            tokens, start = given
+            text = torch.cat([tokens, torch.zeros(batch, slots - width, dtype=tokens.dtype)], 1)
+            return [self._at(forward, text, start, torch.full((1,), width - 1)), text]
+
+        return Prefill(trace(self.model, call, [Shape((batch, width)), Shape((batch,))]), None)
+
+    def _whole_decode(self, prefill: Prefill, batch: int, slots: int) -> Traced:
+        """As `decode`, reading the whole text again."""
+
+        def call(forward: Any, given: Any) -> Any:
+            token, start, length, text = given
+            text = torch.where(torch.arange(slots)[None] == length, token, text)
+            return [self._at(forward, text, start, length[None]), text]
+
+        return trace(self.model, call, [Shape((batch, 1)), Shape((batch,)), Shape(()), *prefill.cache])
+
+    def _at(self, forward: Any, text: torch.Tensor, start: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """The logits [batch, vocab] at a place [1] of texts [batch, slots]; what follows the place does not matter."""
+        places = torch.arange(text.shape[1])[None]
+        keywords = self._placed((places - start[:, None]).clamp_min(0))
+        if self.manner.pads:
+            keywords["attention_mask"] = (places >= start[:, None]).long()
+        if "use_cache" in self.accepted:
+            keywords["use_cache"] = False
+        logits: torch.Tensor = forward(input_ids=text, **keywords).logits
+        return logits.index_select(1, place)[:, 0].float()
 
     def _cache(self, slots: int) -> StaticCache:
         """An empty cache; one of a window's length would count tokens in Python, so the mask alone makes the window."""

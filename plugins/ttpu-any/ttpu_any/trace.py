@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ttpu_any.aten.graph import constants_of, missing_operations, run
+from ttpu_any.experts import replace_experts
 from ttpu_core.errors import UnsupportedError
 
 Tensors = Sequence[torch.Tensor]
@@ -82,6 +83,7 @@ def trace(
         fake += [torch.empty(each.shape, dtype=each.dtype) for each in arguments]
     try:
         with torch.no_grad(), _compiling(), _unchanged(model):
+            replace_experts(model)
             graph = make_fx(
                 function,
                 decomposition_table=_decompositions(),

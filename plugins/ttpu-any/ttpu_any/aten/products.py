@@ -33,6 +33,16 @@ def linear(result: Result, x: jax.Array, weight: jax.Array, bias: Any = None) ->
     return out if bias is None else out + bias
 
 
+@operation("linalg_solve_triangular")
+def solve_triangular(
+    result: Result, a: jax.Array, b: jax.Array, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> jax.Array:
+    """x of a @ x = b, or of x @ a = b, for triangular a."""
+    batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (jnp.broadcast_to(each, (*batch, *each.shape[-2:])) for each in (a, b))
+    return jax.lax.linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
+
+
 @operation("_grouped_mm", "grouped_mm_fallback")
 def grouped_product(
     result: Result, x: jax.Array, weights: jax.Array, offs: jax.Array | None = None, *_: Any, **__: Any

@@ -237,6 +237,8 @@ def index_select(result: Result, x: jax.Array, dim: int, indices: jax.Array) -> 
 @operation("index_copy")
 def index_copy(result: Result, x: jax.Array, dim: int, indices: jax.Array, source: jax.Array) -> jax.Array:
     """x with places along a dimension replaced."""
+    if indices.size == 1:  # a cache's next slot: a scatter, which is slow on a TPU, is not needed
+        return jax.lax.dynamic_update_slice_in_dim(x, cast(source, x.dtype), indices.reshape(()), dim % x.ndim)
     return x.at[(slice(None),) * (dim % x.ndim) + (indices,)].set(cast(source, x.dtype))
 
 
