@@ -22,7 +22,7 @@ from ttpu_core.spec import MixerSpec
 
 Status = Literal["same", "different", "refused by the plugin", "refused by transformers"]
 
-SIZE = re.compile(r"_size$|_dim$|_rank$|^num_|^n_|_heads$|_layers$|experts|topk_group|_pattern$")
+SIZE = re.compile(r"^(hidden_size|intermediate_size|num_attention_heads|num_hidden_layers|n_embd|n_head|n_layer|d_model)$")
 """Keys that a plugin may require although the config class has a default for them: one checkpoint's sizes."""
 
 HOOK_OF_PART = {
