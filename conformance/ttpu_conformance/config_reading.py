@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 from ttpu_conformance.case import Case
@@ -22,8 +23,13 @@ from ttpu_core.spec import MixerSpec
 
 Status = Literal["same", "different", "refused by the plugin", "refused by transformers"]
 
-SIZE = re.compile(r"^(hidden_size|intermediate_size|num_attention_heads|num_hidden_layers|n_embd|n_head|n_layer|d_model)$")
-"""Keys that a plugin may require although the config class has a default for them: one checkpoint's sizes."""
+SIZE = re.compile(
+    "hidden_size|intermediate_size|num_attention_heads|num_hidden_layers|n_embd|n_head|n_layer|n_heads|n_layers|d_model"
+)
+"""Keys that a plugin may require although the config class has a default for them: the sizes of one checkpoint."""
+
+ANSWERED_WITH = {"ttpu_rope": "ttpu_attention", "ttpu_final_norm": "ttpu_norm", "ttpu_attention": "ttpu_mixer"}
+"""Hooks that a plugin may leave out because another one answers for them."""
 
 HOOK_OF_PART = {
     "embedding": "ttpu_embedding",
@@ -79,7 +85,7 @@ def read_by_both(case: Case, raw: Mapping[str, Any], without: str | None = None)
     try:
         ours = _described(case, raw)
     except (ConfigError, UnsupportedError) as error:
-        required = without is not None and SIZE.search(without) is not None and f"{without}'" in str(error)
+        required = without is not None and SIZE.fullmatch(without) is not None and f"{without}'" in str(error)
         if required or without in (None, "text_config"):
             return Reading("refused by the plugin", _one_line(error))
         with contextlib.suppress(TTPUError):
@@ -96,7 +102,7 @@ def read_by_both(case: Case, raw: Mapping[str, Any], without: str | None = None)
     found = first_difference(ours, theirs)
     if found is None:
         return Reading("same")
-    hook = "ttpu_config" if _fills_in_otherwise(case, raw, ours, theirs, found) else found.hook
+    hook = "ttpu_config" if _fills_in_otherwise(case, raw, ours, theirs, found) else _hook_of_family(case, found.hook)
     return Reading("different", f"{found.where} is {found.one!r} instead of {found.other!r}", hook)
 
 
@@ -122,6 +128,13 @@ def _fills_in_otherwise(
         if first_difference(now, theirs) != found:
             return True
     return False
+
+
+def _hook_of_family(case: Case, hook: str) -> str:
+    """The hook, or the one that answers for it in this family."""
+    family = import_module(case.record.value.partition(":")[0])
+    other = ANSWERED_WITH.get(hook, hook)
+    return other if not hasattr(family, hook) and hasattr(family, other) else hook
 
 
 def read_by_transformers(case: Case, raw: Mapping[str, Any]) -> dict[str, Any]:
