@@ -17,6 +17,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ttpu_any.aten.batches import keep_batches
 from ttpu_any.aten.graph import constants_of, missing_operations, run
 from ttpu_any.experts import replace_experts
 from ttpu_core.errors import UnsupportedError
@@ -99,6 +100,7 @@ def trace(
             f"({type(error).__name__}: {reason}): this model needs a plugin."
         ) from error
     graph.graph.eliminate_dead_code()
+    keep_batches(graph)
     missing = missing_operations(graph)
     if missing:
         raise UnsupportedError(
