@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ttpu_core.checkpoint.unread import unread_sentences, unread_tensors
 from ttpu_core.errors import MappingError
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Shape, Stack, Tensor, gather, scatter, stack_layers
 from ttpu_core.mapping.layout import standard_mapping
@@ -533,3 +534,13 @@ def test_covering_is_exact_at_the_size_of_real_checkpoints() -> None:
 
 def test_an_empty_layout_covers_nothing() -> None:
     assert covers_once(0, []) and covers_once(0, [Layout.contiguous((0, 3))]) and not covers_once(1, [])
+
+
+def test_tensors_that_a_mapping_ignores_are_told_in_one_sentence() -> None:
+    mapping = FlaxMapping((("head.kernel", Tensor("head", (2, 2))),), tied=("tied",), ignored=(r"mtp\..*", "head"))
+    held = ("head", "tied", "mtp.a", "mtp.b", "unknown")
+    assert unread_tensors(mapping, held) == ("mtp.a", "mtp.b")
+    assert unread_sentences(mapping, held, "here") == (
+        "nothing reads 'mtp.a' and 1 more in here, which the plugin ignores, so they have no effect",
+    )
+    assert unread_sentences(mapping, ("head", "tied"), "here") == ()

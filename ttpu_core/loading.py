@@ -195,7 +195,8 @@ def open_model(
         source: a checkpoint's directory, a Hub id of the form org/name, or an opened checkpoint.
         options: how it is loaded: `LoadOptions`, or the backend's own.
         backend: the name of an installed backend; None takes the default, see `Registry.default_backend`.
-        warn: called with a sentence for each key in config.json that may matter and that no plugin reads; None warns.
+        warn: called with a sentence for each key in config.json that may matter and that no plugin reads, and with one
+            for tensors that the plugin ignores; None warns.
 
     Raises:
         CheckpointError, ConfigError, MappingError: the checkpoint's files are missing or malformed.
@@ -205,6 +206,7 @@ def open_model(
         UnsupportedError: the backend cannot run this architecture, or the weights are quantized.
     """
     from ttpu_core.checkpoint import Checkpoint, open_checkpoint
+    from ttpu_core.checkpoint.unread import unread_sentences
     from ttpu_core.config.key_audit import refuse_ignored
     from ttpu_core.quantization.schemes import quantization_of
     from ttpu_core.registry import default_registry
@@ -220,7 +222,11 @@ def open_model(
     else:
         architecture = default_registry().architecture(checkpoint.config, options.patch_packs)
     quantization_of(checkpoint.config)
-    for sentence in refuse_ignored(checkpoint.config):
+    held = checkpoint.tensors if options.random_seed is None else ()
+    for sentence in (
+        *refuse_ignored(checkpoint.config),
+        *unread_sentences(architecture.mapping, held, checkpoint.source),
+    ):
         warnings.warn(sentence, stacklevel=3) if warn is None else warn(sentence)
     runs = default_registry().backend(backend)
     return runs.open(architecture, checkpoint, options.suited_to(runs.options))

@@ -108,6 +108,12 @@ def test_a_mistake_is_caught_and_the_hook_to_correct_is_named(tmp_path: Path, mi
     assert reason.rstrip(".").endswith(f"correct `{hook.strip('`')}`")
 
 
+IGNORED = """
+@hookimpl
+def ttpu_flax_mapping(spec):
+    mapping = layout.standard_mapping(spec)
+    return replace(mapping, ignored=(*mapping.ignored, r"{pattern}"))
+"""
 UNMAPPED_BIAS = """
 @hookimpl
 def ttpu_flax_mapping(spec):
@@ -288,6 +294,25 @@ BREACHES: dict[str, tuple[Any, ...]] = {
         "another process describes the same config by other values",
     ),
     "a value can change": ("llama", LIST_IN_MIXER, "spec_is_frozen", "eps is a UnfrozenFloat, which can change"),
+    "a declared tensor is not ignored": (
+        "llama",
+        LLAMA,
+        "unwritten_tensors_are_ignored",
+        r"declared as never_written is refused .*'mtp.fc.weight'",
+        {"never_written": ["mtp.fc.weight"]},
+    ),
+    "more is ignored than is declared": (
+        "llama",
+        IGNORED.format(pattern=r"model\.layers\..*"),
+        "unwritten_tensors_are_ignored",
+        "is accepted in silence: narrow the patterns",
+    ),
+    "what is ignored was never seen": (
+        "llama",
+        IGNORED.format(pattern=r"mtp\..*"),
+        "unwritten_tensors_are_ignored",
+        "which matches no tensor of this model and none that is declared",
+    ),
     "a window that the test never passes": (
         "mistral",
         changed(MISTRAL, 'config.positive_int("sliding_window", default=None)', "4096"),

@@ -14,11 +14,14 @@ from ttpu_conformance.errors import DeclarationError
 
 FILE = "conformance.toml"
 BASE = "base"
+NEVER_WRITTEN = "never_written"
 NULL = "null"  # TOML has no null: `null = ["sliding_window"]` sets these keys to None
 
 OTHERWISE = "reads_otherwise"
 
-_SECTION = ("transformers", BASE, "variants", "heavy", "published", "expected_failures", "not_proven", OTHERWISE)
+_SECTION = (
+    "transformers", BASE, "variants", "heavy", "published", "expected_failures", "not_proven", OTHERWISE, NEVER_WRITTEN
+)  # fmt: skip
 _EXPECTED = ("check", "variant", "reason")
 _SLICE = ("slice", "mesh", "train_slice", "train_mesh")
 
@@ -67,7 +70,8 @@ class Declaration:
     `transformers` names the class of the reference model, where it is not the auto class's. `heavy` names the variants
     besides the base for which the costly checks run. `not_proven` says what the reference model needs that is not
     everywhere; without it a reference that cannot be made is a failure. `reads_otherwise` says of keys why a
-    config without them is read otherwise than transformers' config class reads it."""
+    config without them is read otherwise than transformers' config class reads it. `never_written` names tensors that
+    published checkpoints hold, transformers never writes, and the plugin ignores."""
 
     model_type: str
     source: str = "the kit's defaults"
@@ -79,6 +83,7 @@ class Declaration:
     expected_failures: tuple[ExpectedFailure, ...] = ()
     not_proven: str | None = None
     reads_otherwise: Mapping[str, str] = field(default_factory=dict)
+    never_written: tuple[str, ...] = ()
 
     def variant(self, name: str) -> Variant:
         """The variant of a name.
@@ -212,7 +217,17 @@ def parse_declaration(model_type: str, section: Any, source: str, folder: Path) 
         tuple(_expected(source, at, entry, places) for entry in section.get("expected_failures", ())),
         not_proven,
         _reasons(source, at, section.get(OTHERWISE, {})),
+        _names(source, at, section.get(NEVER_WRITTEN, [])),
     )
+
+
+def _names(source: str, at: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise DeclarationError(
+            f"{source} sets {NEVER_WRITTEN} in {at} to {value!r}, but a list of names of tensors is needed, as "
+            "published checkpoints have them: write one, or leave it out."
+        )
+    return tuple(value)
 
 
 def _reasons(source: str, at: str, value: Any) -> dict[str, str]:

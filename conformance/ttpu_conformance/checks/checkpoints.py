@@ -10,8 +10,13 @@ from typing import Any
 
 from ttpu_conformance.case import Case
 from ttpu_conformance.check import check
+from ttpu_conformance.declaration import NEVER_WRITTEN
 from ttpu_conformance.errors import fail
 from ttpu_conformance.measure import FLOAT32, Measured, relative_error
+from ttpu_core.checkpoint.unread import unread_tensors
+from ttpu_core.errors import MappingError
+from ttpu_core.mapping.layout import IGNORED_TENSORS
+from ttpu_core.mapping.text_part import OTHER_PARTS
 
 
 @check("numerics", quick="all")
@@ -83,6 +88,67 @@ def check_ignored_tensors_do_not_matter(case: Case) -> None:
         f"nothing reads {named}, but transformers' logits depend on it: map it in `ttpu_flax_mapping`, instead of "
         "counting it among what is ignored or tied, and describe what uses it."
     )
+
+
+STRAY = "a_tensor_that_no_plugin_can_know"
+FAR = 7
+"""A layer that lies so many layers beyond the last one belongs to no head that predicts further tokens."""
+
+
+@check("numerics", scope="type", quick="base")
+def check_unwritten_tensors_are_ignored(case: Case) -> None:
+    """Tensors of published checkpoints that transformers never writes are ignored with a warning where the plugin
+    declares them, and any other tensor is refused.
+
+    Raises:
+        CheckFailure: a declared tensor is read or refused, an unknown one is accepted, or a pattern of ignored tensors
+            matches nothing that is declared.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in case.checkpoint.tensors.items()}
+    mapping, declared = case.architecture.mapping, case.declaration.never_written
+    held = shapes | dict.fromkeys((*declared, *OF_OLD_FILES), (2, 2))
+    try:
+        mapping.suited_to(held).resolve(held)
+    except MappingError as error:
+        fail(f"a checkpoint with tensors that are declared as {NEVER_WRITTEN} is refused ({error}): ignore them.")
+    warned = unread_tensors(mapping, held)
+    silent = [name for name in declared if name not in warned]
+    if silent:
+        fail(
+            f"{silent[0]!r} is declared as {NEVER_WRITTEN}, but it is read, or not ignored by a pattern: add one to "
+            "`ignored` in `ttpu_flax_mapping`, so that loading warns of it, or correct conformance.toml."
+        )
+    for stray in _strays(case, shapes):
+        try:
+            mapping.suited_to(shapes | {stray: (2, 2)}).resolve(shapes | {stray: (2, 2)})
+        except MappingError:
+            continue
+        fail(
+            f"a checkpoint that holds {stray!r}, which nothing reads, is accepted in silence: narrow the patterns of "
+            "`ignored` in `ttpu_flax_mapping` to the tensors that are meant."
+        )
+    for pattern in mapping.ignored:
+        if pattern in (*IGNORED_TENSORS, OTHER_PARTS) or any(re.fullmatch(pattern, name) for name in held):
+            continue
+        fail(
+            f"`ttpu_flax_mapping` ignores {pattern!r}, which matches no tensor of this model and none that is "
+            f"declared: name one that published checkpoints hold under {NEVER_WRITTEN} in conformance.toml, or remove "
+            "the pattern."
+        )
+
+
+OF_OLD_FILES = ("model.layers.0.self_attn.rotary_emb.inv_freq",)
+"""What transformers 4 wrote in checkpoints of every type."""
+
+
+def _strays(case: Case, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """Names of tensors that a checkpoint of this model cannot have."""
+    strays = [f"{STRAY}.weight"]
+    within = next((name for name in shapes if re.search(r"\.0\..+\.", name)), None)
+    if within is not None:
+        strays.append(f"{within.rpartition('.')[0]}.{STRAY}")
+        strays.append(re.sub(r"\.0\.", f".{case.architecture.spec.num_layers + FAR}.", within, count=1))
+    return strays
 
 
 MOST_TENSORS = 40
