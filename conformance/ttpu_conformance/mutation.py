@@ -12,7 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -25,7 +25,7 @@ import typer
 
 from ttpu_conformance.automatic import knobs, over
 from ttpu_conformance.case import Case, Options, Reference, cases_of
-from ttpu_conformance.config_forms import forms
+from ttpu_conformance.config_forms import Form, forms
 from ttpu_conformance.declaration import Variant
 from ttpu_conformance.mutants import Mutant, mutants
 from ttpu_conformance.runner import outcome
@@ -52,7 +52,7 @@ SHIPPED = ("ttpu_gemma", "ttpu_llama", "ttpu_mistral", "ttpu_qwen", "ttpu_zoo")
 @dataclass(frozen=True)
 class Found:
     """What became of a mutant: the check that failed first, for which case, and its reason; None where all passed, and
-    then for which config the mutant describes another model than the plugin, if for any."""
+    then for which types the mutant describes another model than the plugin, if for any."""
 
     check: str | None
     case: str = ""
@@ -70,6 +70,8 @@ class Family:
     types: dict[str, str]
     originals: dict[tuple[str, str], Any] = field(default_factory=dict)
     references: dict[tuple[str, str], Reference] = field(default_factory=dict)
+    configs: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    plain: dict[str, list[int]] = field(default_factory=dict)
 
     @classmethod
     def named(cls, package: str) -> Family:
@@ -111,6 +113,23 @@ class Family:
         """A registry that imports the package anew."""
         return Registry([EntryPoint(name, value, ARCHITECTURES) for name, value in self.types.items()])
 
+    def digests_as_it_is(self, model_type: str) -> list[int]:
+        """What the plugin describes for every config that the checks make; asked without a mutant."""
+        if model_type not in self.plain:
+            registry = self.registry()
+            made: dict[str, str] = {}
+            for case in cases_of(model_type, registry=registry):
+                kept = self.case(registry, case, case.variant)
+                for form in [*forms(kept), *_published(kept), *(_settings(self, kept) if kept.is_base else ())]:
+                    made.setdefault(json.dumps(form.raw, sort_keys=True), f"{kept.name}, {form.what}")
+            self.configs[model_type] = [(what, raw) for raw, what in made.items()]
+            self.plain[model_type] = self.digests(registry, model_type)
+        return self.plain[model_type]
+
+    def digests(self, registry: Registry, model_type: str) -> list[int]:
+        """A digest of each of these descriptions, or of the error that refuses the config."""
+        return [_digest(registry, raw) for _, raw in self.configs[model_type]]
+
     def case(self, registry: Registry, plain: Case, variant: Variant) -> Case:
         """A case whose reference is kept from mutant to mutant."""
         made = Case(registry, plain.declaration, variant, plain.options)
@@ -147,10 +166,37 @@ def imported_with(mutant: Mutant, family: Family) -> Iterator[None]:
         sys.modules.update(kept)
 
 
-def described(case: Case, raw: Mapping[str, Any] | None = None) -> Architecture | str:
-    """What a case's plugin describes for a config, or by which error it refuses; None is the case's own config."""
+def _digest(registry: Registry, raw: str) -> int:
+    """A digest of what is described for a config, and of the keys that nobody reads."""
     try:
-        return case.describe(case.config() if raw is None else ModelConfig.from_dict(raw))
+        config = ModelConfig.from_dict(json.loads(raw))
+        found = registry.architecture(config, ())
+        return hash((repr(found.spec), repr(found.mapping), config.keys_unread()))
+    except Exception as error:  # a mutant may raise anything
+        return hash(f"{type(error).__name__}: {error}")
+
+
+def _published(case: Case) -> Iterator[Form]:
+    for one in case.declaration.published if case.is_base else ():
+        yield Form(one.config.name, json.loads(one.config.read_text(encoding="utf-8")))
+
+
+def _settings(family: Family, case: Case) -> Iterator[Form]:
+    """The config of every setting of `every_knob` that the config class accepts."""
+    if case.wraps_text_model:
+        return
+    for knob in knobs(case):
+        for setting in knob.settings:
+            for start in case.declaration.variants:
+                variant = over(start, setting)
+                with suppress(Exception):  # refused by transformers
+                    yield Form(variant.name, family.case(case.registry, case, variant).reference.config)
+
+
+def described(case: Case) -> Architecture | str:
+    """What a case's plugin describes, or by which error it refuses."""
+    try:
+        return case.describe(case.config())
     except Exception as error:  # a mutant may raise anything
         return f"{type(error).__name__}: {error}"
 
@@ -166,32 +212,15 @@ def first_failure(family: Family, mutant: Mutant) -> Found:
             if key not in family.originals:
                 kept = family.case(case.registry, case, case.variant)
                 family.originals[key] = described(kept)
+    were = {name: family.digests_as_it_is(name) for name in types}
     with imported_with(mutant, family):
         registry = family.registry()
-        for name in types:
+        differing = [name for name in types if family.digests(registry, name) != were[name]]
+        for name in differing:
             found = _of_type(family, registry, plain[name])
             if found.check is not None:
                 return found
-        return Found(None, differs=_difference(family, registry, plain))
-
-
-def _difference(family: Family, registry: Registry, plain: dict[str, list[Case]]) -> str:
-    """A config for which the mutant describes another model than the plugin, of all that the checks make; "" for none.
-    """
-    for cases in plain.values():
-        for case in cases:
-            now = family.case(registry, case, case.variant)
-            if not _same(family.originals[case.model_type, case.variant.name], described(now)):
-                return case.name
-        raws = [(form.what, form.raw) for form in forms(family.case(registry, cases[0], cases[0].variant))]
-        with _as_it_is(family):
-            plugin = family.case(family.registry(), cases[0], cases[0].variant)
-            were = [described(plugin, raw) for _, raw in raws]
-        mutated = family.case(registry, cases[0], cases[0].variant)
-        for (what, raw), was in zip(raws, were, strict=True):
-            if not _same(was, described(mutated, raw)):
-                return f"{cases[0].name}, {what}"
-    return ""
+    return Found(None, differs=", ".join(differing))
 
 
 def _of_type(family: Family, registry: Registry, plain: list[Case]) -> Found:
