@@ -57,7 +57,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(probe_module._Programs, "refused", lambda self: "")
 
     def probe(open_model: Any) -> Row:
-        opened = SimpleNamespace(from_pretrained=lambda folder, **_: open_model(folder))
+        opened = SimpleNamespace(from_pretrained=lambda folder, backend, **_: open_model(folder, backend))
         monkeypatch.setattr(probe_module, "AutoModelForTPU", opened)
         return probe_module.probe("phi")
 
@@ -66,7 +66,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.torch
 def test_a_model_with_torchs_logits_and_tokens_is_right(probed: Any) -> None:
-    row = probed(TorchModel)
+    row = probed(lambda folder, backend: TorchModel(folder))
     assert (row.way, row.equal, row.decodes, row.padded, row.compiles) == ("fallback", True, True, True, True)
     assert not row.wrong
 
@@ -74,16 +74,24 @@ def test_a_model_with_torchs_logits_and_tokens_is_right(probed: Any) -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize(("fault", "reason"), [("whole", "logits differ"), ("decoding", "generated a token")])
 def test_a_model_with_other_logits_or_tokens_is_wrong(probed: Any, fault: str, reason: str) -> None:
-    row = probed(lambda folder: TorchModel(folder, **{fault: 5.0}))
+    row = probed(lambda folder, backend: TorchModel(folder, **{fault: 5.0}))
     assert row.wrong
     assert row.reason.startswith(reason)
 
 
+def refuse(folder: Path, backend: str) -> None:
+    raise UnsupportedError("it looks ahead.")
+
+
+@pytest.mark.torch
+def test_what_jax_refuses_is_tried_on_torch_xla(probed: Any) -> None:
+    row = probed(lambda folder, name: TorchModel(folder).model if name == "torch_xla" else refuse(folder, name))
+    assert (row.way, row.equal, row.decodes) == ("torch_xla", True, True)
+    assert row.reason == "on JAX: it looks ahead."
+
+
 @pytest.mark.torch
 def test_a_refusal_is_a_row_with_its_reason(probed: Any) -> None:
-    def refuse(folder: Path) -> None:
-        raise UnsupportedError("it looks ahead.")
-
     row = probed(refuse)
     assert (row.way, row.reason, row.error) == ("refused", "it looks ahead.", None)
 

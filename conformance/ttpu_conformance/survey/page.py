@@ -40,7 +40,8 @@ def page(survey: Survey) -> str:
             f"* **error**: the largest difference of logits from torch's, of 2 × 40 tokens; at most "
             f"{ALLOWED['native']:.0e} counts as equal for a native type, and {ALLOWED['fallback']:.0e} for the others.",
             "* **decodes**: 24 tokens, generated with a cache, are those that torch finds most likely when it reads "
-            "the whole text. *same length* means that prompts of different lengths are refused in one batch.",
+            "the whole text (on torch_xla: are those of transformers' `generate`). *same length* means that prompts "
+            "of different lengths are refused in one batch.",
             "* **TPU**: libtpu compiles the prefill and the decoding of the tiny model for a v5e chip. No TPU is "
             "needed for that, and none has run them.",
             "",

@@ -52,7 +52,8 @@ def _run(row: Row, folder: Path) -> Row:
     try:
         model: Any = AutoModelForTPU.from_pretrained(folder, backend="jax", dtype="float32")
     except Exception as error:
-        return replace(row, reason=_told(error).replace(str(folder), "the model"))
+        row = replace(row, reason=_told(error).replace(str(folder), "the model"))
+        return _on_torch_xla(row, folder, reference, texts, expected)
     row = replace(row, way="native" if default_registry().is_described(row.model_type) else "fallback")
     programs = _Programs(model.programs)
     scale = max(1.0, float(expected.std()))
@@ -70,6 +71,26 @@ def _run(row: Row, folder: Path) -> Row:
         row = replace(row, reason=f"generated a token whose logit is {below:.1e} below torch's largest")
     reason = programs.refused()
     return replace(row, compiles=not reason, compile_reason=reason)
+
+
+def _on_torch_xla(row: Row, folder: Path, reference: Any, texts: np.ndarray, expected: np.ndarray) -> Row:
+    """The row of a type that is refused on JAX, if torch_xla runs it; else the row as it is."""
+    import torch
+
+    ids = torch.tensor(texts[:, : PROMPTS[0]])
+    asked: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None,
+    }  # fmt: skip
+    try:
+        model: Any = AutoModelForTPU.from_pretrained(folder, backend="torch_xla", dtype="float32")
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(texts).to(model.device)).logits.float().cpu().numpy()
+        same = torch.equal(model.generate(ids, **asked), reference.generate(ids, **asked))
+    except Exception:  # why JAX refuses it is the better reason
+        return row
+    apart = float(np.abs(logits - expected).max()) / max(1.0, float(expected.std()))
+    reason = f"on JAX: {row.reason}"
+    return replace(row, way="torch_xla", error=apart if np.isfinite(apart) else 1e9, decodes=same, reason=reason)
 
 
 def _vocab() -> int:
