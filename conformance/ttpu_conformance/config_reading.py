@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from ttpu_conformance.case import Case
+from ttpu_conformance.tiny import config_class
 from ttpu_core.architecture import Architecture
 from ttpu_core.config import ModelConfig
 from ttpu_core.config.key_audit import refuse_ignored
@@ -76,8 +77,8 @@ def read_by_both(case: Case, raw: Mapping[str, Any], without: str | None = None)
     """Compare what the case's plugin describes for a JSON and for transformers' reading of it.
 
     `without` is the key that the JSON leaves out, if it is about one. A plugin may require a key that is a size, which
-    it then names; else it must take what transformers takes for it. A key that nobody reads and that is known to
-    change the model counts as refused, as when a model is loaded."""
+    it then names, by this name or by the usual one; else it must take what transformers takes for it. A key that
+    nobody reads and that is known to change the model counts as refused, as when a model is loaded."""
     try:
         read = read_by_transformers(case, raw)
     except Exception as error:  # config classes validate with errors of many kinds
@@ -85,7 +86,9 @@ def read_by_both(case: Case, raw: Mapping[str, Any], without: str | None = None)
     try:
         ours = _described(case, raw)
     except (ConfigError, UnsupportedError) as error:
-        required = without is not None and SIZE.fullmatch(without) is not None and f"{without}'" in str(error)
+        names = {without, *(usual for usual, own in config_class(case.declaration).attribute_map.items() if own == without)}
+        named = any(f"{name}'" in str(error) for name in names)
+        required = without is not None and SIZE.fullmatch(without) is not None and named
         if required or without in (None, "text_config"):
             return Reading("refused by the plugin", _one_line(error))
         with contextlib.suppress(TTPUError):

@@ -35,6 +35,11 @@ NOT_IN_THE_FORWARD_PASS = frozenset(
         "resid_dropout", "embedding_dropout", "mlp_dropout", "dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop",
         "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "layerdrop",
         "router_aux_loss_coef", "router_z_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise",
+        "input_jitter_noise",
+        # GPT-2's heads for classification
+        "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+        # precision of the softmax, which is float32 in every backend
+        "reorder_and_upcast_attn", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
         # encoder-decoder machinery that transformers 4 wrote into every config
         "is_decoder", "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size",
         "tie_encoder_decoder", "encoder_no_repeat_ngram_size", "chunk_size_feed_forward", "pruned_heads", "prefix",

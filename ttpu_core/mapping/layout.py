@@ -18,11 +18,13 @@ Rules = Iterator[tuple[str, Expression]]
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """Checkpoint tensor names by role. `{layer}` and `{expert}` stand for numbers.
+    """Checkpoint tensor names by role. `{layer}` and `{expert}` stand for numbers. `base` is the prefix that
+    checkpoints of the base model alone leave out.
 
     If `mlp_norm` is None, the name is "pre_feedforward_layernorm" for sandwich placement and
     "post_attention_layernorm" for any other placement."""
 
+    base: str = "model."
     layer: str = "model.layers.{layer}."
     embedding: str = "model.embed_tokens.weight"
     positions: str = "model.embed_positions.weight"
@@ -92,9 +94,6 @@ class CheckpointNames:
 IGNORED_TENSORS: tuple[str, ...] = (r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)", r".*\.masked_bias")
 """Buffers in old checkpoints that can be computed from the config."""
 
-BASE_MODEL_PREFIXES: tuple[tuple[str, str], ...] = (("", "model."),)
-"""Prefix renaming for checkpoints of the base model alone, whose names lack `model.`."""
-
 
 def standard_mapping(spec: ArchitectureSpec, names: CheckpointNames | None = None) -> FlaxMapping:
     """The mapping of a checkpoint in the usual layout. Parameters of custom parts have no usual names: add rules for
@@ -115,7 +114,7 @@ def standard_mapping(spec: ArchitectureSpec, names: CheckpointNames | None = Non
     if spec.head.bias:
         rules.append(("head.bias", Tensor(f"{names.head}.bias", (vocab,))))
     tied = (f"{names.head}.weight",) if spec.head.tied else ()
-    return FlaxMapping(tuple(rules), tied=tied, ignored=IGNORED_TENSORS, prefixes=BASE_MODEL_PREFIXES)
+    return FlaxMapping(tuple(rules), tied=tied, ignored=IGNORED_TENSORS, prefixes=(("", names.base),))
 
 
 def layer_rules(layer: LayerSpec, hidden: int, names: CheckpointNames, prefix: str) -> Rules:
@@ -274,6 +273,61 @@ def fused_gate_up(
         ).reshape(2, size, hidden)
         for index, size in inner.items()
     }
+
+
+def fused_qkv(
+    spec: ArchitectureSpec,
+    names: CheckpointNames | None = None,
+    tensor: str = "self_attn.qkv_proj",
+    *,
+    by_group: bool = False,
+    transposed: bool = False,
+) -> dict[str, Expression]:
+    """Rules by Flax path for the attention of all layers, where each layer stores queries, keys and values in one
+    tensor [rows, hidden], with a bias [rows] if the attention has one.
+
+    Args:
+        spec: of the model; queries, keys and values have heads of one size.
+        names: of the checkpoint's tensors, if they are not the usual ones.
+        tensor: its name within a layer, without ".weight".
+        by_group: whether the rows are, for each KV head, those of its queries, then of its key, then of its value
+            (gpt_neox, falcon; multi-query attention either way). Otherwise all queries come first, then all keys,
+            then all values (gpt2, phi3).
+        transposed: whether the kernel is stored [hidden, rows], as gpt2's Conv1D does.
+    """
+    names, rules = names or CheckpointNames(), dict[str, Expression]()
+    for index, layer in enumerate(spec.layers):
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionSpec):
+            continue
+        name, path = names.layer.format(layer=index) + tensor, f"layers.{index}.attention.qkv"
+        kv, counts, dim = mixer.num_kv_heads, fused_slots(mixer), mixer.head_dim
+        rows, hidden = kv * sum(counts) * dim, spec.hidden_size
+        kernel = Tensor(f"{name}.weight", (hidden, rows)).transpose(1, 0) if transposed else None
+        whole = {f"{path}.kernel": kernel or Tensor(f"{name}.weight", (rows, hidden))}
+        if mixer.qkv_bias:
+            whole[f"{path}.bias"] = Tensor(f"{name}.bias", (rows,))
+        for role, rule in whole.items():
+            inner = rule.result_shape[1:]
+            if by_group:
+                rules[role] = rule.reshape(kv, sum(counts), dim, *inner)
+                continue
+            ends = [kv * dim * sum(counts[: part + 1]) for part in range(len(counts))]
+            parts = [
+                rule[end - kv * dim * count : end].reshape(kv, count, dim, *inner)
+                for end, count in zip(ends, counts, strict=True)
+            ]
+            rules[role] = Concat(tuple(parts), axis=1)
+    return rules
+
+
+def transposed_kernels(mapping: FlaxMapping, *paths: str) -> FlaxMapping:
+    """The mapping with the kernels at these paths within a layer stored [in, out], as gpt2's Conv1D stores them."""
+    rules: dict[str, Expression | None] = {}
+    for path, rule in mapping.rules:
+        if path.startswith("layers.") and path.endswith(paths) and isinstance(rule, Tensor):
+            rules[path] = Tensor(rule.name, rule.shape[::-1]).transpose(1, 0)
+    return replace_rules(mapping, rules)
 
 
 def stacked_experts(

@@ -43,7 +43,8 @@ class RouterSpec:
     `correction_bias` affects the choice but not the weights. `renormalize` divides the chosen weights by their sum
     plus `renormalize_eps`, or by `renormalize_min` if that is more. `fp32` keeps the kernel and computes the logits in
     float32, whatever the model's dtype (ernie4_5_moe). With `groups`, experts are first limited to the `top_groups`
-    best groups by `group_score`. `weight_on` "input" multiplies the expert's input (llama4)."""
+    best groups by `group_score`. `weight_on` "input" multiplies the expert's input (llama4). `jitter` is half the
+    relative distance from the best logit up to which an expert takes part in a softmax of "sparsemixer" (phimoe)."""
 
     score: Literal["softmax", "sigmoid", "topk_softmax", "sparsemixer"] = "softmax"
     renormalize: bool = False
@@ -61,6 +62,7 @@ class RouterSpec:
     norm: NormSpec | None = None
     input_scale: float | None = None
     expert_scale: bool = False
+    jitter: float = 0.01
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,8 @@ def rope_from_config(
         )
     max_positions = config.positive_int("max_position_embeddings", default=2048)
     # transformers lets a top-level `original_max_position_embeddings` win (phi3 writes it there)
-    original = config.positive_int("original_max_position_embeddings", default=None)
-    original = original or section.positive_int("original_max_position_embeddings", default=None)
+    in_section = section.positive_int("original_max_position_embeddings", default=None)
+    original = config.positive_int("original_max_position_embeddings", default=None) or in_section
     factor = section.number("factor", default=None)
     if rope_type == "yarn" and original is None:
         section.require("factor", float)

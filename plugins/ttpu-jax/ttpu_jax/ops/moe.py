@@ -50,7 +50,7 @@ def choose_experts(
     if spec.logit_softcap is not None:
         logits = jnp.tanh(logits / spec.logit_softcap) * spec.logit_softcap
     if spec.score == "sparsemixer":
-        chosen, weights = _sparsemixer(logits, count)
+        chosen, weights = _sparsemixer(logits, count, spec.jitter)
     else:
         scores = logits
         if spec.score == "softmax":
@@ -90,11 +90,7 @@ def _best_groups(scores: jax.Array, spec: RouterSpec) -> jax.Array:
     return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
-JITTER_EPS = 0.01
-"""Half the relative distance from the best logit up to which an expert takes part in the softmax."""
-
-
-def _sparsemixer(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def _sparsemixer(logits: jax.Array, count: int, jitter: float) -> tuple[jax.Array, jax.Array]:
     """SparseMixer-v2 (arXiv 2409.12136) as phimoe runs it in inference: experts are chosen one after another, each
     weighted by a softmax over the remaining experts whose logits are close to its own."""
     left = logits
@@ -103,7 +99,7 @@ def _sparsemixer(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         best = left.max(-1, keepdims=True)
         index = left.argmax(-1, keepdims=True)
         distance = jax.lax.stop_gradient((best - logits) / jnp.maximum(jnp.abs(logits), best))
-        near = jnp.where(distance > 2 * JITTER_EPS, -jnp.inf, left)
+        near = jnp.where(distance > 2 * jitter, -jnp.inf, left)
         chosen.append(index)
         weights.append(jnp.take_along_axis(jax.nn.softmax(near), index, axis=-1))
         left = jnp.where(jnp.arange(logits.shape[-1]) == index, -jnp.inf, left)
