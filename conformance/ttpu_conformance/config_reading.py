@@ -86,7 +86,8 @@ def read_by_both(case: Case, raw: Mapping[str, Any], without: str | None = None)
     try:
         ours = _described(case, raw)
     except (ConfigError, UnsupportedError) as error:
-        names = {without, *(usual for usual, own in config_class(case.declaration).attribute_map.items() if own == without)}
+        other_names = config_class(case.declaration).attribute_map
+        names = {without, *(usual for usual, own in other_names.items() if own == without)}
         named = any(f"{name}'" in str(error) for name in names)
         required = without is not None and SIZE.fullmatch(without) is not None and named
         if required or without in (None, "text_config"):
