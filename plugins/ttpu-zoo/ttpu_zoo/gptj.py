@@ -58,7 +58,11 @@ def ttpu_block() -> BlockSpec:
 
 @hookimpl
 def ttpu_rope(config: ModelConfig, attention: AttentionSpec) -> RopeSpec:
-    """Rope that turns neighbouring features, among the first `rotary_dim` of each head."""
+    """Rope that turns neighbouring features, among the first `rotary_dim` of each head.
+
+    Raises:
+        ConfigError: `rotary_dim` is odd, or more than a head has.
+    """
     turned = config.positive_int("rotary_dim")
     if turned % 2 or turned > attention.head_dim:
         raise ConfigError(
