@@ -13,6 +13,8 @@ FAMILIES = {
     "mixtral": "ttpu-mistral",
     "arcee": "ttpu-zoo",
     "cohere": "ttpu-zoo",
+    "deepseek_v2": "ttpu-zoo",
+    "deepseek_v3": "ttpu-zoo",
     "ernie4_5": "ttpu-zoo",
     "glm": "ttpu-zoo",
     "gpt2": "ttpu-zoo",
@@ -28,6 +30,7 @@ FAMILIES = {
     "smollm3": "ttpu-zoo",
     "stablelm": "ttpu-zoo",
     "starcoder2": "ttpu-zoo",
+    "youtu": "ttpu-zoo",
 }
 """By the beginning of the model type."""
 
