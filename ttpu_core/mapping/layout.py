@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack, Tensor
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
@@ -417,6 +418,19 @@ def with_alternative(mapping: FlaxMapping, rules: Mapping[str, Expression]) -> F
     """The mapping extended to checkpoints that hold the tensors of `rules` (by Flax path) in place of the usual
     ones."""
     return replace(mapping, alternatives=(*mapping.alternatives, tuple(rules.items()))) if rules else mapping
+
+
+def without_further_layers(mapping: FlaxMapping, spec: ArchitectureSpec, count: int) -> FlaxMapping:
+    """The mapping without `count` layers after the last one, which predict further tokens (multi-token prediction,
+    arXiv 2412.19437, section 2.2). A checkpoint's tensors of them are ignored.
+
+    Raises:
+        ConfigError: a negative count.
+    """
+    if count < 0:
+        raise ConfigError(f"{count} layers that predict further tokens were asked for: give 0 or more.")
+    further = range(spec.num_layers, spec.num_layers + count)
+    return replace(mapping, ignored=(*mapping.ignored, *(rf"model\.layers\.{layer}\..*" for layer in further)))
 
 
 def _mlp_names(names: CheckpointNames, prefix: str) -> tuple[str, str, str]:

@@ -1,11 +1,9 @@
-"""DeepSeek-V3, V3.1 and R1 (`model_type` "deepseek_v3"): latent attention, and experts chosen by corrected scores within
-the best groups after the first dense layers. Youtu-LLM ("youtu") has the attention alone."""
-
-from dataclasses import replace
+"""DeepSeek-V3, V3.1 and R1 (`model_type` "deepseek_v3"): latent attention, and experts chosen by corrected scores
+within the best groups after the first dense layers. Youtu-LLM ("youtu") has the attention alone."""
 
 from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.mapping import FlaxMapping
-from ttpu_core.mapping.layout import standard_mapping
+from ttpu_core.mapping.layout import standard_mapping, without_further_layers
 from ttpu_core.spec import ArchitectureSpec, MixerSpec, MLPSpec, MoESpec, RouterSpec
 from ttpu_core.spec.latent_attention import latent_attention, yarn_softmax_scale
 from ttpu_core.spec.rope import rope_from_config
@@ -73,9 +71,8 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
 @hookimpl
 def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMapping:
     """The usual names. The layers that predict further tokens are left out."""
-    usual, first = standard_mapping(spec), spec.num_layers
-    further = range(first, first + config.get("num_nextn_predict_layers", 0))
-    return replace(usual, ignored=(*usual.ignored, *(rf"model\.layers\.{layer}\..*" for layer in further)))
+    further = 0 if config.model_type == "youtu" else config.require("num_nextn_predict_layers", int)
+    return without_further_layers(standard_mapping(spec), spec, further)
 
 
 def deepseek_attention(config: ModelConfig, *, interleaved: bool) -> MixerSpec:

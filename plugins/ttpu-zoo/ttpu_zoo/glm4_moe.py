@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.mapping import FlaxMapping
-from ttpu_core.mapping.layout import standard_mapping
+from ttpu_core.mapping.layout import standard_mapping, without_further_layers
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MLPSpec, MoESpec, RouterSpec
 from ttpu_core.spec.rope import RopeSpec, rope_from_config
 
@@ -82,6 +82,4 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
 @hookimpl
 def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMapping:
     """The usual names. The layers that predict further tokens are left out."""
-    usual, first = standard_mapping(spec), spec.num_layers
-    further = range(first, first + config.require("num_nextn_predict_layers", int))
-    return replace(usual, ignored=(*usual.ignored, *(rf"model\.layers\.{layer}\..*" for layer in further)))
+    return without_further_layers(standard_mapping(spec), spec, config.require("num_nextn_predict_layers", int))

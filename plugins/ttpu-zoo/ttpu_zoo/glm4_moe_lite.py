@@ -3,7 +3,9 @@ names."""
 
 from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.errors import ConfigError
-from ttpu_core.spec import MixerSpec, MLPSpec, MoESpec
+from ttpu_core.mapping import FlaxMapping
+from ttpu_core.mapping.layout import standard_mapping, without_further_layers
+from ttpu_core.spec import ArchitectureSpec, MixerSpec, MLPSpec, MoESpec
 from ttpu_zoo.deepseek_v3 import deepseek_attention, deepseek_experts
 
 CONFIG_DEFAULTS = {
@@ -35,6 +37,7 @@ RENAMED = {"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_di
 def ttpu_config(config: ModelConfig) -> ModelConfig:
     """The config with the names and defaults of `Glm4MoeLiteConfig`. The sizes that define a model are required."""
     config.does_not_matter(("qk_head_dim", "num_key_value_heads"), because="they follow from other keys")
+    config.does_not_matter("num_nextn_predict_layers", because="layers that predict further tokens are ignored")
     config.does_not_matter("intermediate_size", because="it is the size of dense layers, of which there may be none")
     return config.with_renamed(RENAMED).with_defaults(CONFIG_DEFAULTS)
 
@@ -61,3 +64,10 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
     experts = deepseek_experts(config)
     dense = layer == 0 if kinds is None else kinds[layer] == "dense"
     return defaults.ttpu_mlp(config) if dense else experts
+
+
+@hookimpl
+def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
+    """The usual names. The layer after the last one, which predicts a further token, is left out: transformers' config
+    class has no key for it."""
+    return without_further_layers(standard_mapping(spec), spec, 1)
