@@ -42,7 +42,6 @@ def test_every_literal_flag_keyword_comparison_and_hook_is_changed_in_turn(tmp_p
         ("entry", "a table without 'rms_norm_eps'", ("ttpu_config",)),
         ("text", "'rms_norm_eps_x' for 'rms_norm_eps'", ("ttpu_config",)),
         ("number", "2e-06 for 1e-06", ("ttpu_config",)),
-        ("number", "1 for 0", ("ttpu_config",)),
         ("hook", "without ttpu_config", ("ttpu_config",)),
         ("comparison", "config.get('heads') != 7 for config.get('heads') == 7", ("ttpu_config",)),
         ("text", "'heads_x' for 'heads'", ("ttpu_config",)),

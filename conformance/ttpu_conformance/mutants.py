@@ -78,6 +78,10 @@ def _sites(top: ast.AST) -> Iterator[Any]:
     for field, value in ast.iter_fields(top):
         if field in ("annotation", "returns", "decorator_list", "type_params"):
             continue
+        if isinstance(top, ast.Dict):  # without what harmless keys hold
+            pairs = zip(top.keys, top.values, strict=True)
+            kept = [pair for pair in pairs if getattr(pair[0], "value", None) not in NOT_IN_THE_FORWARD_PASS]
+            value = [pair[0 if field == "keys" else 1] for pair in kept]
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, ast.Raise) or _is_text(child):
                 continue

@@ -87,7 +87,8 @@ class Family:
     def mutants(self) -> Iterator[Mutant]:
         """Yield every mutant of every module."""
         for module, file in self.files.items():
-            yield from mutants(module, file, self.files.values())
+            if self.types_of(module):  # a module of no installed entry point is tried by nothing
+                yield from mutants(module, file, self.files.values())
 
     def types_of(self, module: str) -> list[str]:
         """Return the model types that a module takes part in, those first whose hooks it holds."""
