@@ -313,6 +313,18 @@ BREACHES: dict[str, tuple[Any, ...]] = {
         "unwritten_tensors_are_ignored",
         "which matches no tensor of this model and none that is declared",
     ),
+    "a norm casts after its weight": (
+        "gemma2",
+        changed(GEMMA2, ", scale_in_fp32=True", ""),
+        "bfloat16_casts",
+        r"differ .* with NormSpec\(scale_in_fp32=True\) they agree: correct `ttpu_norm`",
+    ),
+    "an embedding is scaled in another dtype": (
+        "gemma2",
+        changed(GEMMA2, "scale=plain.hidden_size**0.5", "scale=8.1"),
+        "bfloat16_casts",
+        "of the embedding's numbers differ .* correct `ttpu_embedding`",
+    ),
     "a window that the test never passes": (
         "mistral",
         changed(MISTRAL, 'config.positive_int("sliding_window", default=None)', "4096"),

@@ -5,6 +5,7 @@ from ttpu_conformance.checks import contract
 from ttpu_conformance.checks import raw_json
 from ttpu_conformance.checks import numerics
 from ttpu_conformance.checks import knobs
+from ttpu_conformance.checks import casting
 from ttpu_conformance.checks import caching
 from ttpu_conformance.checks import generation
 from ttpu_conformance.checks import serving
@@ -16,6 +17,7 @@ from ttpu_conformance.checks import kernels
 
 __all__ = [
     "caching",
+    "casting",
     "checkpoints",
     "compilation",
     "contract",

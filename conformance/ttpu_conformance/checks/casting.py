@@ -1,0 +1,118 @@
+"""Checks of where numbers are rounded to bfloat16. Logits of a tiny model cannot tell one order of casts from another,
+so the norm and the embedding are compared alone, in a model whose layers add nothing."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttpu_conformance.case import Case
+from ttpu_conformance.check import check
+from ttpu_conformance.checks.checkpoints import saved_tensors
+from ttpu_conformance.errors import NotApplicable, fail
+from ttpu_conformance.measure import Measured
+from ttpu_conformance.model_under_test import ShowsResidualStream, able
+from ttpu_core.architecture import Architecture
+from ttpu_core.checkpoint import open_checkpoint
+
+ROUNDED_OTHERWISE = 0.05
+"""The share of bfloat16 numbers that may differ. Sums in another order change the last bit of 1 in 1,000; a cast before
+the multiplication by a norm's weight instead of after it changes 1 in 4."""
+
+IN_A_LAYER = r"\.\d+\."
+
+
+@check("numerics", scope="type", quick="base")
+def check_bfloat16_casts(case: Case) -> Measured:
+    """In bfloat16 the embedding and the final norm round where transformers' round.
+
+    Raises:
+        CheckFailure: too many numbers differ in their last bits; the message names the cast.
+        NotApplicable: the backend or transformers does not show the residual stream.
+    """
+    spec = case.architecture.spec
+    able(case.model, ShowsResidualStream, "shows its residual stream")
+    if spec.embedding.custom is not None or any(layer.block.custom for layer in spec.layers):
+        raise NotApplicable("its embedding or blocks are its own, so that its layers cannot be made to add nothing")
+    with tempfile.TemporaryDirectory(prefix="ttpu-conformance-") as folder:
+        without_layers(case, Path(folder))
+        theirs = _their_streams(case, Path(folder))
+        embedded = _differing(_our_stream(case, Path(folder), case.architecture, 0), theirs[0])
+        if embedded > ROUNDED_OTHERWISE:
+            fail(
+                f"in bfloat16 {embedded:.0%} of the embedding's numbers differ from transformers' in their last bits: "
+                "compare where transformers casts the scale of its embedding, and correct `ttpu_embedding`.",
+                error=embedded,
+                tolerance=ROUNDED_OTHERWISE,
+            )
+        normed = _differing(_our_stream(case, Path(folder), case.architecture, spec.num_layers), theirs[-1])
+        if normed <= ROUNDED_OTHERWISE:
+            return Measured(max(embedded, normed), ROUNDED_OTHERWISE)
+        other = _with_other_cast(case.architecture)
+        helps = _differing(_our_stream(case, Path(folder), other, spec.num_layers), theirs[-1]) <= ROUNDED_OTHERWISE
+    assert other.spec.final_norm is not None
+    advice = f"with NormSpec(scale_in_fp32={other.spec.final_norm.scale_in_fp32}) they agree: " if helps else ""
+    return fail(
+        f"in bfloat16 {normed:.0%} of the final norm's numbers differ from transformers' in their last bits, so that "
+        f"one of both multiplies by the weight before it casts, and the other after it; {advice}correct `ttpu_norm`.",
+        error=normed,
+        tolerance=ROUNDED_OTHERWISE,
+    )
+
+
+def without_layers(case: Case, folder: Path) -> None:
+    """Write the reference's checkpoint with zeros in every matrix and bias of a layer, so that layers add nothing.
+    Constants would not do: compilers add them to the residual stream without rounding the sum."""
+    from safetensors.torch import save_file
+
+    tensors = saved_tensors(case.reference.path)
+    for name, tensor in tensors.items():
+        if re.search(IN_A_LAYER, name) and (tensor.ndim > 1 or name.endswith("bias")):
+            tensors[name] = tensor * 0
+    for file in case.reference.path.glob("*.json"):
+        if not file.name.endswith("index.json"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _their_streams(case: Case, folder: Path) -> list[np.ndarray]:
+    import torch
+
+    kind: Any = type(case.reference.model)
+    loaded = kind.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    with torch.no_grad():
+        states = loaded(input_ids=torch.tensor(case.reference.token_ids), output_hidden_states=True).hidden_states
+    spec = case.architecture.spec
+    shape = (*case.reference.token_ids.shape, spec.hidden_size)
+    if states is None or len(states) != spec.num_layers + 1 or any(tuple(state.shape) != shape for state in states):
+        raise NotApplicable("transformers does not show this model's residual stream")
+    found = [state.float().numpy() for state in (states[0], states[-1])]
+    if not all(np.isfinite(one).all() for one in found):
+        raise NotApplicable("transformers' model gives no finite numbers when its layers add nothing")
+    return found
+
+
+def _our_stream(case: Case, folder: Path, architecture: Architecture, layers: int) -> np.ndarray:
+    model = case.backend.load(
+        architecture, open_checkpoint(folder), dtype="bfloat16", mesh=None, attn_implementation="auto"
+    )
+    return able(model, ShowsResidualStream, "shows its residual stream").residual_stream(
+        case.reference.token_ids, layers
+    )
+
+
+def _differing(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The share of numbers that differ."""
+    return float((ours != theirs).mean())
+
+
+def _with_other_cast(architecture: Architecture) -> Architecture:
+    norm = architecture.spec.final_norm
+    assert norm is not None
+    changed = replace(norm, scale_in_fp32=not norm.scale_in_fp32)
+    return replace(architecture, spec=replace(architecture.spec, final_norm=changed))
