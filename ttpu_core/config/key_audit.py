@@ -35,7 +35,7 @@ NOT_IN_THE_FORWARD_PASS = frozenset(
         "resid_dropout", "embedding_dropout", "mlp_dropout", "dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop",
         "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "layerdrop",
         "router_aux_loss_coef", "router_z_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise",
-        "input_jitter_noise",
+        "input_jitter_noise", "init_std",
         # GPT-2's heads for classification
         "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
         # precision of the softmax, which is float32 in every backend
