@@ -4,6 +4,7 @@ and no values; nothing is computed, so that a model on the meta device can be tr
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -130,13 +131,17 @@ def _decompositions() -> dict[Any, Any]:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """While it is entered, torch says that it compiles: transformers then branches on no value."""
-    before = torch.compiler._is_compiling_flag
+    """While it is entered, torch says that it compiles, so that transformers branches on no value, and logs no failure:
+    what fails is refused with its reason, and another manner may work."""
+    before, log = torch.compiler._is_compiling_flag, logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
     torch.compiler._is_compiling_flag = True
+    log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+        log.setLevel(level)
 
 
 @contextmanager
