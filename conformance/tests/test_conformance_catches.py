@@ -181,6 +181,18 @@ class UnfrozenFloat:
     def __float__(self):
         return self.value
 """
+LIST_IN_MAPPING = """
+@hookimpl
+def ttpu_flax_mapping(spec):
+    mapping = layout.standard_mapping(spec)
+    return replace(mapping, rules=list(mapping.rules))
+"""
+CHANGED_CONFIG = """
+@hookimpl
+def ttpu_config(config):
+    config._values["rms_norm_eps"] = 1e-5
+    return config
+"""
 ANOTHER_EACH_TIME = """
 @hookimpl
 def ttpu_norm(config):
@@ -324,6 +336,18 @@ BREACHES: dict[str, tuple[Any, ...]] = {
         changed(GEMMA2, "scale=plain.hidden_size**0.5", "scale=8.1"),
         "bfloat16_casts",
         "of the embedding's numbers differ .* correct `ttpu_embedding`",
+    ),
+    "a rule list can change": (
+        "llama",
+        LIST_IN_MAPPING,
+        "spec_is_frozen",
+        "mapping.rules is a list, which can change",
+    ),
+    "a config is changed": (
+        "llama",
+        CHANGED_CONFIG,
+        "spec_is_frozen",
+        "describing a config changes its 'rms_norm_eps'",
     ),
     "a window that the test never passes": (
         "mistral",

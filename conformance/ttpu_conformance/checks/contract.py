@@ -74,8 +74,8 @@ def check_description_is_deterministic(case: Case) -> None:
 @check("contract", scope="type", quick="all")
 def check_spec_is_frozen(case: Case) -> None:
     """The description is made of frozen values, so that it can be a static jit argument."""
-    spec = case.architecture.spec
-    for where, value in _parts("spec", spec):
+    spec, mapping = case.architecture.spec, case.architecture.mapping
+    for where, value in (*_parts("spec", spec), *_parts("mapping", mapping)):
         if is_dataclass(value):
             kind: Any = type(value)
             if not kind.__dataclass_params__.frozen:
@@ -83,6 +83,15 @@ def check_spec_is_frozen(case: Case) -> None:
         elif not isinstance(value, bool | int | float | str | tuple | frozenset | None):
             fail(f"{where} is a {type(value).__name__}, which can change: return numbers, strings and tuples.")
     hash(spec)
+    config = case.config()
+    before = {key: repr(config.get(key)) for key in config}
+    case.describe(config)
+    changed = sorted(before.items() ^ {key: repr(config.get(key)) for key in config}.items())
+    if changed:
+        fail(
+            f"describing a config changes its {changed[0][0]!r}: let `ttpu_config` return `with_values` or "
+            "`with_defaults`, which make another config."
+        )
 
 
 @check("contract", quick="all")
@@ -229,7 +238,12 @@ def _parts(where: str, value: Any) -> Iterator[tuple[str, Any]]:
     yield where, value
     if is_dataclass(value):
         for field in fields(value):
-            yield from _parts(f"{where}.{field.name}", getattr(value, field.name))
+            if field.compare:  # the others are made of these
+                yield from _parts(f"{where}.{field.name}", getattr(value, field.name))
+        named = {field.name for field in fields(value)}
+        for name, hidden in getattr(value, "__dict__", {}).items():
+            if name not in named and not hasattr(type(value), name):  # not a cached property
+                yield from _parts(f"{where}.{name}", hidden)
     elif isinstance(value, tuple | frozenset):
         for index, item in enumerate(value):
             yield from _parts(f"{where}[{index}]", item)

@@ -10,6 +10,7 @@ from ttpu_conformance.case import Case
 from ttpu_conformance.check import check
 from ttpu_conformance.errors import NotApplicable, fail
 from ttpu_conformance.model_under_test import CountsPrograms, TracesDecoding
+from ttpu_conformance.rope_length import rope_of, short_context
 
 NEW_TOKENS = 24
 PROMPTS = (11, 8, 5)  # tokens; with the new ones they pass every tiny window
@@ -39,7 +40,21 @@ def check_greedy_tokens(case: Case) -> None:
             fail(
                 f"after a prompt of {length} tokens the greedy token number {at + 1} is {ours[row][at]}, but "
                 f"transformers generates {tokens[at]}: see float32_logits and cached_decode, which say what differs."
+                + _of_longrope(case, length, at)
             )
+
+
+def _of_longrope(case: Case, prompt: int, at: int) -> str:
+    """What transformers does where a longrope switches to its long factors, if that may explain another token."""
+    for index, layer in enumerate(case.architecture.spec.layers):
+        rope = rope_of(layer)
+        if rope is not None and rope.type == "longrope" and prompt <= short_context(rope) < prompt + at + 1:
+            return (
+                f" Layer {index} has a longrope, whose {short_context(rope)} tokens of short context end here. "
+                "From there on transformers turns new tokens by the long factors, and some models (phi3, phimoe) "
+                "drop their cache at that step and read the whole sequence again."
+            )
+    return ""
 
 
 @check("numerics", scope="heavy", quick="base")
