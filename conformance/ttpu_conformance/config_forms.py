@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttpu_conformance.case import Case
+from ttpu_conformance.config_reading import SIZE
 from ttpu_conformance.tiny import SIZES, given_values
 from ttpu_core.config import ModelConfig
 from ttpu_core.config.key_audit import NOT_IN_THE_FORWARD_PASS
@@ -99,17 +100,23 @@ def sparse_forms(case: Case) -> Iterator[Form]:
             bare = set(vars(kind())) & {field.name for field in dataclasses.fields(kind)}
     except Exception:  # a class that has no sizes of its own
         return
+    few: dict[str, Any] = {"model_type": case.model_type, names.get(_KEPT_SMALL[0], _KEPT_SMALL[0]): 2}
+    for _ in range(len(usual)):  # of required keys, those that are no sizes
+        missing = _required(case, few)
+        if missing is None or usual.get(missing) is None or missing in few:
+            break
+        if SIZE.fullmatch(missing) is None:
+            yield Form(f"no {missing!r}, and the sizes of the config class alone", dict(few), missing)
+        few[missing] = usual[missing]
     raw: dict[str, Any] = {"model_type": case.model_type}
     raw |= {names.get(key, key): SIZES[key] for key in _KEPT_SMALL[1:] if names.get(key, key) in usual}
     for _ in range(len(usual)):  # add what is required, one after the other
-        try:
-            case.describe(ModelConfig.from_dict(raw))
+        missing = _required(case, raw)
+        if missing is None:
             break
-        except TTPUError as error:
-            missing = re.search(r"has no '(\w+)'", str(error))
-            if missing is None or usual.get(missing[1]) is None or missing[1] in raw:
-                return
-            raw[missing[1]] = usual[missing[1]]
+        if usual.get(missing) is None or missing in raw:
+            return
+        raw[missing] = usual[missing]
     required = ", ".join(list(raw)[1:])
     yield Form(f"{required} alone", raw)
     for key, value in usual.items():
@@ -119,6 +126,16 @@ def sparse_forms(case: Case) -> Iterator[Form]:
             yield Form(f"{required} and {key}={not value} alone", {**raw, key: not value})
         elif "window" in key and (value is None or isinstance(value, int)) and not isinstance(value, bool):
             yield Form(f"{required} and {key}=13 alone", {**raw, key: 13})
+
+
+def _required(case: Case, raw: Mapping[str, Any]) -> str | None:
+    """The key that the plugin misses in a config; None where it misses none."""
+    try:
+        case.describe(ModelConfig.from_dict(raw))
+    except TTPUError as error:
+        found = re.search(r"has no '(\w+)'", str(error))
+        return found[1] if found else None
+    return None
 
 
 def rope_forms(written: Mapping[str, Any]) -> Iterator[Form]:

@@ -50,7 +50,7 @@ def mutants(module: str, file: Path, package: Iterable[Path] = ()) -> Iterator[M
         for name, used in _users(ast.parse(one.read_text(encoding="utf-8"))).items():
             everywhere.setdefault(name, set()).update(used)
     for top in tree.body:
-        if isinstance(top, ast.Import | ast.ImportFrom) or _is_text(top):
+        if isinstance(top, ast.Import | ast.ImportFrom) or _is_text(top) or "__all__" in _defined(top):
             continue
         hooks = _hooks_of(top, own) or _hooks_of(top, everywhere)
         if isinstance(top, ast.FunctionDef) and top.name.startswith(HOOK_PREFIX):
