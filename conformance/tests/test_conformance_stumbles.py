@@ -77,7 +77,8 @@ def test_what_a_hook_raises_names_hook_file_and_line(tmp_path: Path, source: str
 
 def test_what_a_hook_prints_harms_no_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = cases(tmp_path, "llama", PRINTS, "stumbles")
-    results = list(run(checks_for(made, levels=["contract"])))
+    only = ["imports_no_framework", "description_is_deterministic", "config_keys_are_read"]
+    results = list(run(checks_for(made, levels=["contract"], only=only)))
     assert {f"{one.check}: {one.reason}" for one in results if one.status == "failed"} == set()
     assert "imported" in capsys.readouterr().out
 
