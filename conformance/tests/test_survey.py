@@ -19,7 +19,7 @@ from ttpu_conformance.survey.rows import Row, Survey
 from ttpu_conformance.survey.types import exclusions, surveyed_types
 from ttpu_core.errors import RequestError, UnsupportedError
 
-RIGHT = Row("phi", "PhiForCausalLM", "fallback", error=1e-6, decodes=True, padded=True, compiles=True)
+RIGHT = Row("biogpt", "BioGptForCausalLM", "fallback", error=1e-6, decodes=True, padded=True, compiles=True)
 VERSIONS = {"transformers": "5"}
 
 
@@ -52,14 +52,14 @@ class TorchModel:
 
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Probes phi as if TTPU opened it in some way."""
+    """Probes biogpt as if TTPU opened it in some way."""
     monkeypatch.setattr(probe_module, "NEW_TOKENS", 3)
     monkeypatch.setattr(probe_module._Programs, "refused", lambda self: "")
 
     def probe(open_model: Any) -> Row:
         opened = SimpleNamespace(from_pretrained=lambda folder, backend, **_: open_model(folder, backend))
         monkeypatch.setattr(probe_module, "AutoModelForTPU", opened)
-        return probe_module.probe("phi")
+        return probe_module.probe("biogpt")
 
     return probe
 
@@ -110,7 +110,7 @@ def test_a_type_that_crashes_or_hangs_ends_its_own_row_alone(
     function: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe_module, "probe", function)
-    row = walk.row_of("phi", seconds=0.5)
+    row = walk.row_of("biogpt", seconds=0.5)
     assert row.way == "refused"
     assert reason in row.reason
 
@@ -121,24 +121,24 @@ def test_rows_that_are_there_are_kept_and_those_of_named_types_are_made_anew(
     made: list[str] = []
     monkeypatch.setattr(walk, "LIBRARIES", ())
     monkeypatch.setattr(walk, "row_of", lambda name: made.append(name) or Row(name, "Class", "fallback"))
-    known = {"phi": "PhiForCausalLM", "xglm": "XGLMForCausalLM", "llama": "LlamaForCausalLM", "bart": "BartForCausalLM"}
+    known = dict.fromkeys(("biogpt", "xglm", "llama", "bart"), "SomeForCausalLM")
     for module in (walk, types):
         monkeypatch.setattr(module, "surveyed_types", lambda: known)
     file = tmp_path / "rows.json"
     walk.walk(file)
-    assert made == ["phi", "xglm", "llama"]
+    assert made == ["biogpt", "xglm", "llama"]
     made.clear()
-    walk.walk(file, ["phi"])
+    walk.walk(file, ["biogpt"])
     walk.walk(file)
-    assert made == ["phi", "llama"]  # a plugin describes llama, and its row is the fallback's
+    assert made == ["biogpt", "llama"]  # a plugin describes llama, and its row is the fallback's
     with pytest.raises(RequestError, match="'gpt5'"):
         walk.walk(file, ["gpt5"])
 
 
 def test_results_of_another_transformers_count_for_nothing(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    file.write_text(Survey(VERSIONS, {"phi": RIGHT}).to_json())
-    assert Survey.read(file, VERSIONS).rows == {"phi": RIGHT}
+    file.write_text(Survey(VERSIONS, {"biogpt": RIGHT}).to_json())
+    assert Survey.read(file, VERSIONS).rows == {"biogpt": RIGHT}
     assert Survey.read(file, {"transformers": "6"}).rows == {}
 
 
