@@ -92,6 +92,7 @@ SPOKEN = [
     (ActivationSpec(), lambda spec: layer_words(replace(LAYER, mlp=MLPSpec(128, spec)))),
     (MLP, lambda spec: layer_words(replace(LAYER, mlp=spec))),
     (MOE.router, lambda spec: moe_words(replace(MOE, router=spec))),
+    (replace(MOE.router, score="sparsemixer"), lambda spec: moe_words(replace(MOE, router=spec))),
     (MOE, moe_words),
     (BlockSpec(), lambda spec: layer_words(replace(LAYER, block=spec))),
     (MODEL.embedding, lambda spec: architecture_lines(replace(MODEL, embedding=spec))),
@@ -104,6 +105,7 @@ KNOBS = [
     for spec, words in SPOKEN
     for field in fields(spec)  # type: ignore[arg-type]
     if field.name not in UNSAID.get(type(spec), ())
+    if field.name != "jitter" or spec.score == "sparsemixer"  # which no other score reads
 ]
 
 

@@ -257,6 +257,8 @@ def _activation(spec: ActivationSpec) -> str:
 
 def _router(spec: RouterSpec) -> Iterator[str]:
     yield f"{spec.score.replace('_', ' ')} router" + (" in float32" if spec.fp32 else "")
+    if spec.score == "sparsemixer":
+        yield f"jitter {spec.jitter:g}"
     if spec.renormalize:
         yield "weights renormalised" + (f" (ε={spec.renormalize_eps:g})" if spec.renormalize_eps else "")
     if spec.renormalize_min:

@@ -32,15 +32,15 @@ def test_the_base_of_rope_is_500000_where_it_is_absent() -> None:
     assert {attention.rope.theta for attention in attentions() if attention.rope} == {500_000.0}
 
 
-def test_only_full_attention_follows_the_one_rope_scaling_of_old_files() -> None:
+def test_only_full_attention_follows_the_rope_keys_of_old_files() -> None:
     ropes = [attention.rope for attention in attentions(rope_theta=10_000, rope_scaling=YARN)]
     assert [rope.type for rope in ropes if rope] == ["default", "default", "default", "yarn"] * 2
-    assert {rope.theta for rope in ropes if rope} == {10_000.0}
+    assert [rope.theta for rope in ropes if rope] == [500_000.0, 500_000.0, 500_000.0, 10_000.0] * 2
 
 
 def test_old_and_new_files_describe_the_same_model() -> None:
     nested = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
         "full_attention": {**YARN, "rope_theta": 10_000.0},
     }
     assert attentions(rope_theta=10_000, rope_scaling=YARN) == attentions(rope_parameters=nested)
