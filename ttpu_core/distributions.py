@@ -34,6 +34,7 @@ FAMILIES = {
     "internlm3": "ttpu-zoo",
     "iquestcoder": "ttpu-zoo",
     "jais2": "ttpu-zoo",
+    "lfm2": "ttpu-zoo",
     "minicpm3": "ttpu-zoo",
     "minimax_m2": "ttpu-zoo",
     "nemotron": "ttpu-zoo",

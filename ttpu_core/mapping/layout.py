@@ -10,9 +10,11 @@ from math import prod
 
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack, Tensor
+from ttpu_core.mapping.recurrent import short_convolution_rules
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_core.spec.parameters import fused_slots, norm_names
+from ttpu_core.spec.short_convolution import ShortConvolutionSpec
 
 Rules = Iterator[tuple[str, Expression]]
 
@@ -20,7 +22,7 @@ Rules = Iterator[tuple[str, Expression]]
 @dataclass(frozen=True)
 class CheckpointNames:
     """Checkpoint tensor names by role. `{layer}` and `{expert}` stand for numbers. `base` is the prefix that
-    checkpoints of the base model alone leave out.
+    checkpoints of the base model alone leave out; `short_convolution` is a prefix within a layer.
 
     If `mlp_norm` is None, the name is "pre_feedforward_layernorm" for sandwich placement and
     "post_attention_layernorm" for any other placement."""
@@ -48,6 +50,7 @@ class CheckpointNames:
     kv_down: str = "self_attn.kv_a_proj_with_mqa"
     kv_down_norm: str = "self_attn.kv_a_layernorm"
     kv_up: str = "self_attn.kv_b_proj"
+    short_convolution: str = "conv."
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
@@ -126,6 +129,8 @@ def layer_rules(layer: LayerSpec, hidden: int, names: CheckpointNames, prefix: s
         yield from attention_rules(layer.mixer, hidden, names, prefix)
     elif isinstance(layer.mixer, LatentAttentionSpec) and not layer.mixer.implementations:
         yield from latent_attention_rules(layer.mixer, names, prefix)
+    elif isinstance(layer.mixer, ShortConvolutionSpec) and not layer.mixer.implementations:
+        yield from short_convolution_rules(layer.mixer, prefix + names.short_convolution)
     if isinstance(layer.mlp, MLPSpec):
         yield from mlp_rules("mlp", layer.mlp, hidden, _mlp_names(names, prefix))
         yield from norm_rules(

@@ -25,7 +25,7 @@ ROWS = KernelFormat("int8")
 read with one number beside it."""
 SMALLEST_GROUP = 8
 """The fewest inputs of a group that was made finer so that it divides a kernel's inputs."""
-_INPUT_AXES = (axes.EMBED, axes.KV_HEADS, axes.Q_HEADS, axes.LATENT)
+_INPUT_AXES = (axes.EMBED, axes.KV_HEADS, axes.Q_HEADS, axes.LATENT, axes.MLP)
 
 
 @dataclass(frozen=True)

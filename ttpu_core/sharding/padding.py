@@ -20,6 +20,7 @@ from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MLPSpec, MoESpec, Parameter, axes
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_core.spec.parameters import layer_parameters, stacked_paths
+from ttpu_core.spec.short_convolution import ShortConvolutionSpec
 
 __all__ = ["Padding", "Paddings", "pad_architecture", "stacked_paddings"]
 
@@ -92,6 +93,8 @@ def _layer(
         mixer = mixer if split is None else split.apply(mixer)
     elif isinstance(mixer, LatentAttentionSpec) and not mixer.implementations:
         mixer = mixer.with_heads(_multiple(mixer.num_heads, devices(axes.Q_HEADS)))
+    elif isinstance(mixer, ShortConvolutionSpec) and not mixer.implementations:
+        mixer = mixer.with_channels(_multiple(mixer.option("channels"), devices(axes.MLP)))
     if isinstance(mlp, MLPSpec):
         mlp = _mlp(mlp, devices(axes.MLP))
     elif mlp is not None:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ttpu_jax.ops.convolution import causal_convolution
 from ttpu_qwen.jax import gated_delta_net
-from ttpu_qwen.jax.gated_delta_net import causal_convolution, l2_normalize, unit_lower_inverse
+from ttpu_qwen.jax.gated_delta_net import l2_normalize, unit_lower_inverse
 
 chunked: Any = jax.jit(gated_delta_net.chunk_gated_delta_rule, static_argnames="chunk")
 recurrent: Any = jax.jit(gated_delta_net.recurrent_gated_delta_rule)

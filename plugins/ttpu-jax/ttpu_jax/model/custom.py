@@ -22,6 +22,7 @@ from flax import nnx
 from ttpu_core.errors import PluginError, UnsupportedError
 from ttpu_core.spec import CustomSpec, EmbeddingSpec, LayerSpec, MixerSpec
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
+from ttpu_core.spec.short_convolution import ShortConvolutionSpec
 from ttpu_jax.model.modules import Parameters, Runtime, Step
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 BUILT_IN: dict[type[CustomSpec], str] = {
     LatentAttentionSpec: "ttpu_jax.model.latent_attention:LatentAttention",
+    ShortConvolutionSpec: "ttpu_jax.model.short_convolution:ShortConvolution",
 }
 """Parts of the core's vocabulary that this backend brings itself, by the type of their spec."""
 

@@ -14,6 +14,7 @@ from flax import nnx
 from ttpu_core.spec import ActivationSpec, MixerSpec, NormSpec, axes
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step
 from ttpu_jax.ops.activation import activate
+from ttpu_jax.ops.convolution import causal_convolution
 
 CHUNK = 64  # tokens; a larger chunk means more work per token and fewer sequential steps
 # A TPU rounds float32 operands to bfloat16 unless told otherwise; three passes keep the state near float32.
@@ -76,48 +77,6 @@ class GatedDeltaNet(nnx.Module):
         dim = self.spec.option("key_dim")
         query, key, value = mixed[..., :dim], mixed[..., dim : 2 * dim], mixed[..., 2 * dim :]
         return query, key, value.reshape(*value.shape[:-1], self.spec.option("values_per_key"), -1)
-
-
-def causal_convolution(
-    x: jax.Array,
-    kernel: jax.Array,
-    window: jax.Array | None = None,
-    valid: jax.Array | None = None,
-    segments: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """A depthwise convolution over each token and the kernel - 1 tokens before it.
-
-    Args:
-        x: [batch, seq, *features].
-        kernel: [kernel, *features]; the last entry weighs the token itself.
-        window: [batch, kernel - 1, *features], the inputs before the first token; None is zeros.
-        valid: bool [batch, seq], False for padding; None means no padding. The valid tokens of a row are contiguous.
-        segments: int [batch, seq], the sequence of each token; the tokens before are of its own sequence alone. None:
-            each row is one sequence.
-
-    Returns:
-        float32 [batch, seq, *features], and the window after the last valid token in x's dtype.
-    """
-    width, seq = kernel.shape[0], x.shape[1]
-    if window is None:
-        window = jnp.zeros((x.shape[0], width - 1, *x.shape[2:]), x.dtype)
-    inputs = jnp.concatenate([window.astype(x.dtype), x], axis=1)
-    taps = kernel.astype(jnp.float32)
-
-    def tap(i: int) -> jax.Array:
-        earlier = inputs[:, i : i + seq].astype(jnp.float32)
-        if segments is not None:
-            its = jnp.pad(segments, ((0, 0), (width - 1, 0)))[:, i : i + seq]
-            earlier = jnp.where((its == segments).reshape(*its.shape, *(1,) * (x.ndim - 2)), earlier, 0)
-        return earlier * taps[i]
-
-    out = sum((tap(i) for i in range(width)), jnp.zeros((), jnp.float32))
-    if valid is None:
-        return out, inputs[:, seq:]
-    if seq == 1:
-        return out, jnp.where(valid.reshape(-1, *(1,) * (x.ndim - 1)), inputs[:, 1:], inputs[:, :-1])
-    end = jnp.where(valid, jnp.arange(1, seq + 1), 0).max(axis=1)
-    return out, jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, width - 1))(inputs, end)
 
 
 def l2_normalize(x: jax.Array) -> jax.Array:
