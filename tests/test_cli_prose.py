@@ -63,7 +63,10 @@ OTHERS: dict[type, dict[str, Any]] = {
         "activation": ActivationSpec("gelu"), "gated": False, "router": RouterSpec(), "expert_bias": True,
         "shared": None, "shared_gate": True, "dense": MLP, "num_experts": 16, "experts_per_token": 1,
     },
-    BlockSpec: {"placement": "sandwich", "residual_multiplier": 0.5, "layer_scalar": True, "custom": LINEAR},
+    BlockSpec: {
+        "placement": "sandwich", "residual_multiplier": 0.5, "mlp_residual_multiplier": 0.5,
+        "skip_multipliers": (2.0, 1.0), "normed_residual": True, "layer_scalar": True, "custom": LINEAR,
+    },
     EmbeddingSpec: {"scale": 2.0, "norm": NormSpec(), "positions": None, "custom": LINEAR},
     MixerSpec: {
         "name": "mamba", "implementations": (), "options": (), "rope": ROPE,

@@ -188,6 +188,8 @@ def _block(spec: ArchitectureSpec, numbers: Numbers) -> Iterator[Hypothesis]:
         yield change(f"placement={placement!r}", placement=placement)
     for multiplier in dict.fromkeys([1.0, *_named(numbers, "multiplier")]):
         yield change(f"residual_multiplier={multiplier:g}", residual_multiplier=multiplier)
+    for flag in (True, False):
+        yield change(f"normed_residual={flag}", normed_residual=flag)
 
 
 def _head(spec: ArchitectureSpec, numbers: Numbers) -> Iterator[Hypothesis]:

@@ -246,6 +246,13 @@ def _block(block: BlockSpec, norm: NormSpec) -> Iterator[str]:
     yield PLACEMENTS[block.placement].format(norm=norm_words(norm))
     if block.residual_multiplier != 1.0:
         yield f"sub-layers' outputs × {block.residual_multiplier:g}"
+    if block.mlp_residual_multiplier is not None:
+        yield f"the MLP's output × {block.mlp_residual_multiplier:g}"
+    if block.skip_multipliers != (1.0, 1.0):
+        mixer, mlp = block.skip_multipliers
+        yield f"the residual stream × {mixer:g} before the mixer's output, × {mlp:g} before the MLP's"
+    if block.normed_residual:
+        yield "outputs added to the norms' outputs"
     if block.layer_scalar:
         yield "a learned factor on the layer's output"
 

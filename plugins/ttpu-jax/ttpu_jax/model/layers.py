@@ -52,19 +52,20 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, StepCache, Keys | None]:
         """x [batch, seq, hidden]: the same shape (or the last token's, [batch, 1, hidden]), the updated cache, and
         the keys and values that the mixer attended to, if it is attention."""
-        mixed, cache, keys = self.mix(maybe(self.input_norm, x), step, cache, inputs)
+        entered = maybe(self.input_norm, x)
+        mixed, cache, keys = self.mix(entered, step, cache, inputs)
         mixed = maybe(self.post_attention_norm, mixed)
         if step.last_only:
-            x = x[:, -1:]
+            x, entered = x[:, -1:], entered[:, -1:]
+        stream = entered if self.spec.block.normed_residual else x
         if self.spec.block.placement.startswith("parallel"):
-            inner = x if self.mlp_norm is None else self.mlp_norm(x)
-            if self.spec.block.placement == "parallel":
-                inner = maybe(self.input_norm, x)
-            x = self._add(x, mixed + self.mlp(inner) if self.mlp else mixed)
+            inner = entered if self.spec.block.placement == "parallel" else maybe(self.mlp_norm, x)
+            x = self._add(stream, mixed + self.mlp(inner) if self.mlp else mixed)
         else:
-            x = self._add(x, mixed)
+            x = self._add(stream, mixed)
             if self.mlp is not None:
-                x = self._add(x, self.feed_forward(x))
+                stream = maybe(self.mlp_norm, x) if self.spec.block.normed_residual else x
+                x = self._add(stream, self.feed_forward(x), of_mlp=True)
         return self.leave(x, inputs), cache, keys
 
     def mix(
@@ -92,7 +93,14 @@ class DecoderLayer(nnx.Module):
         one token where `inputs` have all."""
         return x if self.layer_scalar is None else x * self.layer_scalar[...]
 
-    def _add(self, x: jax.Array, update: jax.Array) -> jax.Array:
-        multiplier = self.spec.block.residual_multiplier
-        x = x + (update if multiplier == 1.0 else update * jnp.asarray(multiplier, update.dtype))
+    def _add(self, x: jax.Array, update: jax.Array, of_mlp: bool = False) -> jax.Array:
+        block = self.spec.block
+        multiplier = block.residual_multiplier
+        if of_mlp and block.mlp_residual_multiplier is not None:
+            multiplier = block.mlp_residual_multiplier
+        x = _times(x, block.skip_multipliers[of_mlp]) + _times(update, multiplier)
         return constrain_stream(x, self.runtime)
+
+
+def _times(x: jax.Array, multiplier: float) -> jax.Array:
+    return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
