@@ -36,7 +36,7 @@ FAMILIES = {
     "jais2": "ttpu-zoo",
     "lfm2": "ttpu-zoo",
     "minicpm3": "ttpu-zoo",
-    "minimax_m2": "ttpu-zoo",
+    "minimax": "ttpu-zoo",
     "nemotron": "ttpu-zoo",
     "olmo": "ttpu-zoo",
     "opt": "ttpu-zoo",

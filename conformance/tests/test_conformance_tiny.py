@@ -93,3 +93,30 @@ def test_every_tensor_is_random_and_logits_are_of_order_one() -> None:
         assert tensor.std() > 0.01, name
         assert bool((tensor == again.model.state_dict()[name]).all()), name
     assert 0.1 < np.abs(reference.logits).max() < 100
+
+
+def slopes(**section: Any) -> Any:
+    """The buffers and weights of a tiny MiniMax whose second layer has lightning attention."""
+    from ttpu_conformance.tiny import random_model
+
+    declared = declaration("minimax", base={"num_hidden_layers": 2}, **section)
+    return dict(random_model(declared, declared.variant("base")).state_dict())
+
+
+def test_a_buffer_that_follows_from_the_config_keeps_its_values_where_it_is_declared() -> None:
+    name = "model.layers.1.self_attn.slope_rate"
+    kept = slopes(derived_buffers=[r".*\.slope_rate"])[name].flatten().numpy()
+    factor = 1 - 1 / (1 + 1e-5) + 1e-5  # of the last of two layers
+    np.testing.assert_allclose(kept, factor * 2.0 ** (-2.0 * np.arange(1, 5)), rtol=1e-6)
+    assert not np.allclose(slopes()[name].flatten().numpy(), kept)
+
+
+def test_derived_buffers_must_exist_and_hold_more_than_one_number() -> None:
+    with pytest.raises(DeclarationError, match=r"'mask' .* saves no such buffer \(it saves model\.layers\.1"):
+        slopes(derived_buffers=["mask"])
+    from ttpu_conformance.tiny import random_model
+
+    sparse = {"first_k_dense_replace": 0}
+    declared = declaration("deepseek_v3", base=sparse, derived_buffers=[r".*\.e_score_correction_bias"])
+    with pytest.raises(DeclarationError, match="holds the number 0 alone"):
+        random_model(declared, declared.variant("base"))

@@ -3,6 +3,7 @@ module; each model type gets a `Declaration`. An unknown entry raises an error."
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +16,14 @@ from ttpu_conformance.errors import DeclarationError
 FILE = "conformance.toml"
 BASE = "base"
 NEVER_WRITTEN = "never_written"
+DERIVED_BUFFERS = "derived_buffers"
 NULL = "null"  # TOML has no null: `null = ["sliding_window"]` sets these keys to None
 
 OTHERWISE = "reads_otherwise"
 
 _SECTION = (
-    "transformers", BASE, "variants", "heavy", "published", "expected_failures", "not_proven", OTHERWISE, NEVER_WRITTEN
+    "transformers", BASE, "variants", "heavy", "published", "expected_failures", "not_proven", OTHERWISE, NEVER_WRITTEN,
+    DERIVED_BUFFERS,
 )  # fmt: skip
 _EXPECTED = ("check", "variant", "reason")
 _SLICE = ("slice", "mesh", "train_slice", "train_mesh")
@@ -71,7 +74,9 @@ class Declaration:
     besides the base for which the costly checks run. `not_proven` says what the reference model needs that is not
     everywhere; without it a reference that cannot be made is a failure. `reads_otherwise` says of keys why a
     config without them is read otherwise than transformers' config class reads it. `never_written` names tensors that
-    published checkpoints hold, transformers never writes, and the plugin ignores."""
+    published checkpoints hold, transformers never writes, and the plugin ignores. `derived_buffers` are patterns of
+    buffers that transformers saves although they follow from the config: the kit leaves their values as they are, and
+    a plugin may ignore them."""
 
     model_type: str
     source: str = "the kit's defaults"
@@ -84,6 +89,11 @@ class Declaration:
     not_proven: str | None = None
     reads_otherwise: Mapping[str, str] = field(default_factory=dict)
     never_written: tuple[str, ...] = ()
+    derived_buffers: tuple[str, ...] = ()
+
+    def is_derived(self, name: str) -> bool:
+        """Whether a buffer of this name is declared as following from the config."""
+        return any(re.fullmatch(pattern, name) for pattern in self.derived_buffers)
 
     def variant(self, name: str) -> Variant:
         """The variant of a name.
@@ -217,15 +227,17 @@ def parse_declaration(model_type: str, section: Any, source: str, folder: Path) 
         tuple(_expected(source, at, entry, places) for entry in section.get("expected_failures", ())),
         not_proven,
         _reasons(source, at, section.get(OTHERWISE, {})),
-        _names(source, at, section.get(NEVER_WRITTEN, [])),
+        _names(source, at, section, NEVER_WRITTEN),
+        _names(source, at, section, DERIVED_BUFFERS),
     )
 
 
-def _names(source: str, at: str, value: Any) -> tuple[str, ...]:
+def _names(source: str, at: str, section: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = section.get(key, [])
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
         raise DeclarationError(
-            f"{source} sets {NEVER_WRITTEN} in {at} to {value!r}, but a list of names of tensors is needed, as "
-            "published checkpoints have them: write one, or leave it out."
+            f"{source} sets {key} in {at} to {value!r}, but a list of names of tensors is needed, as checkpoints have "
+            "them: write one, or leave it out."
         )
     return tuple(value)
 

@@ -4,6 +4,7 @@ random, so that a forgotten tensor always changes the logits."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
@@ -130,7 +131,7 @@ def random_model(declaration: Declaration, variant: Variant) -> Any:
         raise NoReference(f"transformers cannot make the reference model here: {why}") from error
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for tensor in filter(torch.numel, _random_tensors(model)):
+        for tensor in filter(torch.numel, _random_tensors(model, declaration)):
             noise = torch.randn(tensor.shape, generator=generator)
             if tensor.ndim <= 1 or bool((tensor == tensor.flatten()[0]).all()):
                 tensor.add_(NOISE * noise)  # norms stay around 1, or around 0 where the model uses 1 + w
@@ -139,11 +140,31 @@ def random_model(declaration: Declaration, variant: Variant) -> Any:
     return model
 
 
-def _random_tensors(model: Any) -> list[Any]:
-    """Parameters once each (tied ones are one tensor), then the buffers that checkpoints hold."""
+def _random_tensors(model: Any, declaration: Declaration) -> list[Any]:
+    """Parameters once each (tied ones are one tensor), then the buffers that checkpoints hold and that do not follow
+    from the config.
+
+    Raises:
+        DeclarationError: a declared pattern of such buffers matches none, or one that holds a single number.
+    """
     saved = model.state_dict().keys()
-    buffers = [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]
-    return [*model.parameters(), *buffers]
+    buffers = {name: one for name, one in model.named_buffers() if name in saved and one.is_floating_point()}
+    derived = {name: one for name, one in buffers.items() if declaration.is_derived(name)}
+    for pattern in declaration.derived_buffers:
+        if not any(re.fullmatch(pattern, name) for name in derived):
+            raise DeclarationError(
+                f"{declaration.source} declares {pattern!r} of {declaration.model_type!r} under derived_buffers, but "
+                f"the reference model saves no such buffer (it saves {', '.join(sorted(buffers)[:4]) or 'none'}): "
+                "correct the pattern, or leave it out."
+            )
+    for name, one in derived.items():
+        if bool((one == one.flatten()[0]).all()):
+            raise DeclarationError(
+                f"{declaration.source} declares {name!r} of {declaration.model_type!r} under derived_buffers, but it "
+                f"holds the number {float(one.flatten()[0]):g} alone, as a buffer does that is trained or loaded: map "
+                "it in `ttpu_flax_mapping`."
+            )
+    return [*model.parameters(), *(one for name, one in buffers.items() if name not in derived)]
 
 
 def _sizes(kind: Any) -> dict[str, Any]:

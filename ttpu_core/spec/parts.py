@@ -75,10 +75,11 @@ class BlockSpec:
     """How mixer and MLP connect to the residual stream.
 
     `residual_multiplier` scales the output of each sub-layer, and `mlp_residual_multiplier` that of the MLP where it
-    has a factor of its own (no parallel placement has that). `skip_multipliers` scale the residual stream itself where the mixer's and the MLP's outputs
-    are added to it. `normed_residual` adds them to the output of the norm before the sub-layer instead of its input.
-    `layer_scalar` is one learned factor on the layer's output. A block with another topology names its own implementation as `custom`; it has the parameters of the
-    layer's mixer, MLP and norms (placement "none" for no norms), and its own parameters."""
+    has a factor of its own (no parallel placement has that). `skip_multipliers` scale the residual stream itself where
+    the mixer's and the MLP's outputs are added to it. `normed_residual` adds them to the output of the norm before the
+    sub-layer instead of its input. `layer_scalar` is one learned factor on the layer's output. A block with another
+    topology names its own implementation as `custom`; it has the parameters of the layer's mixer, MLP and norms
+    (placement "none" for no norms), and its own parameters."""
 
     placement: Placement = "pre"
     residual_multiplier: float = 1.0

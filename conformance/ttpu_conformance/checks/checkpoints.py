@@ -73,11 +73,16 @@ def _refuse_other_values(case: Case, again: Any, left_out: set[str]) -> None:
 
 @check("numerics", quick="all")
 def check_ignored_tensors_do_not_matter(case: Case) -> None:
-    """Tensors of a checkpoint that the plugin leaves unread leave transformers' logits as they are."""
+    """Tensors of a checkpoint that the plugin leaves unread leave transformers' logits as they are. Buffers that are
+    declared as following from the config are not changed."""
     tensors = saved_tensors(case.reference.path)
     mapping = case.architecture.mapping
     read = set(mapping.resolve({name: tuple(tensor.shape) for name, tensor in tensors.items()}).values())
-    unread = sorted(name for name in tensors.keys() - read if tensors[name].is_floating_point())
+    unread = sorted(
+        name
+        for name in tensors.keys() - read
+        if tensors[name].is_floating_point() and not case.declaration.is_derived(name)
+    )
     if not unread:
         return
     if not _logits_move(case, tensors, unread):
