@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from ttpu_core import hookspecs
 from ttpu_core.config import ModelConfig
@@ -50,8 +54,8 @@ class HookCalls:
     """The hooks of a manager (`pluggy.HookRelay`), to be called in the same way.
 
     What a hook raises becomes a `PluginError` with hook, file and line. Errors that are sentences already
-    (`TTPUError`) are passed on, with `hook` and `place` set. An answer of a type that the hook must not return is a
-    `PluginError` too."""
+    (`TTPUError`) are passed on, with `hook` and `place` set. An answer of a type that the hook must not return,
+    or with a field that holds none of its choices, is a `PluginError` too."""
 
     def __init__(self, relay: Any, plugin: str) -> None:
         self._relay, self._plugin = relay, plugin
@@ -69,12 +73,14 @@ class HookCalls:
             except Exception as error:
                 text = " ".join(str(error).split())
                 where = f" in layer {arguments['layer']}" if "layer" in arguments else ""
+                missing = getattr(error, "name", None)  # of a NameError or AttributeError
+                correct = missing if missing in HOOKS else name
                 raised = PluginError(
                     f"`{name}` of {self._plugin} was asked about {_source(arguments)}{where}, but it raised "
                     f"{type(error).__name__}{': ' * bool(text)}{text} ({place_of(error) or 'place unknown'}): correct "
-                    f"`{name}`."
+                    f"`{correct}`."
                 )
-                raised.hook, raised.place = name, place_of(error)
+                raised.hook, raised.place = correct, place_of(error)
                 raise raised from error
             return self._checked(name, answer)
 
@@ -83,6 +89,13 @@ class HookCalls:
     def _checked(self, name: str, answer: Any) -> Any:
         wanted = ANSWERS.get(name)
         if wanted is None or isinstance(answer, wanted):
+            for kind, field, value, choices in _unknown_choices(answer):
+                raised = PluginError(
+                    f"`{name}` of {self._plugin} returned {kind}({field}={value!r}), but {field} is one of "
+                    f"{', '.join(map(repr, choices))}: correct `{name}`."
+                )
+                raised.hook = name
+                raise raised
             return answer
         allowed = " or ".join(kind.__name__ for kind in wanted).replace("NoneType", "None")
         raised = PluginError(
@@ -91,6 +104,32 @@ class HookCalls:
         )
         raised.hook = name
         raise raised
+
+
+def _unknown_choices(answer: Any) -> Iterator[tuple[str, str, Any, tuple[Any, ...]]]:
+    """Yield the fields of an answer, and of the values inside it, that hold none of the choices that their type lists:
+    class, field, value and choices."""
+    if not is_dataclass(answer) or isinstance(answer, FlaxMapping | ModelConfig | type):
+        return
+    choices = _choices(type(answer))
+    for field in fields(answer):
+        value = getattr(answer, field.name)
+        if field.name in choices and value not in choices[field.name]:
+            yield type(answer).__name__, field.name, value, choices[field.name]
+        yield from _unknown_choices(value)
+
+
+@cache
+def _choices(kind: type) -> dict[str, tuple[Any, ...]]:
+    """The values that each field of a class may have, of those whose type is a `Literal`."""
+    names, found = vars(sys.modules[kind.__module__]), {}
+    for field in fields(kind):
+        hint: Any = names.get(field.type, field.type) if isinstance(field.type, str) else field.type
+        if isinstance(hint, str) and hint.startswith("Literal[") and hint.count("[") == 1 and hint.endswith("]"):
+            found[field.name] = tuple(ast.literal_eval(f"({hint[len('Literal[') : -1]},)"))
+        elif get_origin(hint) is Literal:
+            found[field.name] = get_args(hint)
+    return found
 
 
 def _source(arguments: dict[str, Any]) -> str:

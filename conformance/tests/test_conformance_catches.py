@@ -16,6 +16,7 @@ from broken import GEMMA2, LLAMA, MISTRAL, QWEN2, RIGHT, cases
 from ttpu_conformance.diagnosis import first_difference
 from ttpu_conformance.runner import run
 from ttpu_conformance.selection import checks_for
+from ttpu_zoo import gpt_oss
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -40,6 +41,17 @@ def test_a_right_plugin_passes(tmp_path: Path, model_type: str, only: tuple[str,
     assert len(results) > (0 if only else 10)
 
 
+HEAD_NORMS = """
+@hookimpl
+def ttpu_attention(config):
+    norm = replace(defaults.ttpu_norm(config), scale_in_fp32=True)
+    return replace(defaults.ttpu_attention(config), q_norm=norm, k_norm=norm)
+"""
+FLOAT32_ROPE = """
+@hookimpl
+def ttpu_rope(config, attention):
+    return rope_from_config(config, head_dim=attention.head_dim, fp32=True)
+"""
 SWAPPED = """
 from ttpu_core.mapping import Stack
 
@@ -330,6 +342,24 @@ BREACHES: dict[str, tuple[Any, ...]] = {
         changed(GEMMA2, ", scale_in_fp32=True", ""),
         "bfloat16_casts",
         r"differ .* with NormSpec\(scale_in_fp32=True\) they agree: correct `ttpu_norm`",
+    ),
+    "norms of queries and keys cast after their weights": (
+        "qwen3",
+        HEAD_NORMS,
+        "bfloat16_keys",
+        r"of the keys' numbers differ .* with NormSpec\(scale_in_fp32=False\) as k_norm.* correct `ttpu_attention`",
+    ),
+    "a rope that is said to be in float32": (
+        "llama",
+        FLOAT32_ROPE,
+        "bfloat16_keys",
+        r"transformers rounds cos.* RopeSpec\(fp32=False\) says so: correct `ttpu_rope`",
+    ),
+    "an old name of a key is not read": (
+        "gpt_oss",
+        changed(Path(gpt_oss.__file__).read_text(), '.with_renamed({"num_experts": "num_local_experts"})', ""),
+        "raw_json",
+        "With 'num_experts' instead of 'num_local_experts'.* the plugin refuses .*: correct `ttpu_config`",
     ),
     "an embedding is scaled in another dtype": (
         "gemma2",

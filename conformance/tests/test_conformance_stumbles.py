@@ -66,6 +66,14 @@ def only(folder: Path, source: str, check: str, *, part: str = "", **section: ob
     [
         (KEY_ERROR, r"`ttpu_mlp` of .* layer 0, .* KeyError: 'llama' \(conformance_test_stumbles_llama.py:\d+\)"),
         (OTHER_ANSWER, "`ttpu_mlp` of .* returned a dict, but it must return a MLPSpec or MoESpec or None"),
+        (
+            "@hookimpl\ndef ttpu_block():\n    return BlockSpec(placement='sandwhich')\n",
+            r"`ttpu_block` .* returned BlockSpec\(placement='sandwhich'\), but placement is one of .*`ttpu_block`",
+        ),
+        (
+            "@hookimpl\ndef ttpu_attention(config):\n    return ttpu_norm(config)\n",
+            "`ttpu_attention` of .* raised NameError: .*'ttpu_norm' is not defined .*: correct `ttpu_norm`",
+        ),
         (LACKING, "has no 'no_such_key', .* Raised in `ttpu_attention` \\(conformance_test_stumbles_llama.py:\\d+\\)"),
     ],
 )

@@ -29,11 +29,13 @@ ROPE_TYPES_OF_OLD = {"longrope": ("su",)}
 
 @dataclass(frozen=True)
 class Form:
-    """One form of a config: what is special about it, its JSON, and the key that it leaves out, if it is about one."""
+    """One form of a config: what is special about it, its JSON, the key that it leaves out, if it is about one, and
+    whether it has a key under another name that its class knows."""
 
     what: str
     raw: Mapping[str, Any]
     without: str | None = None
+    renamed: bool = False
 
 
 def forms(case: Case) -> Iterator[Form]:
@@ -82,9 +84,26 @@ def usual_json(case: Case) -> dict[str, Any] | None:
             present = json.loads(kind().to_json_string())
             present = present if not place else present["text_config"]
             few = {key: value for key, value in usual.items() if key in present}
-            return dict(json.loads(kind(**({"text_config": few} if place else few)).to_json_string()))
+            made = dict(json.loads(kind(**({"text_config": few} if place else few)).to_json_string()))
+            return _with_what_is_needed(case, made, place)
     except Exception:  # a class that has no sizes of its own, or whose defaults do not fit two layers
         return None
+
+
+def _with_what_is_needed(case: Case, raw: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
+    """A config with the case's own values for the keys that the plugin needs and the class leaves null."""
+    own = _part(case.reference.config, place)
+    for _ in range(len(own)):
+        try:
+            case.describe(ModelConfig.from_dict(raw))
+        except TTPUError as error:
+            found = re.search(r"sets '(?:text_config\.)?(\w+)' to null", str(error))
+            if found is None or own.get(found[1]) is None:
+                break
+            raw = _changed(raw, place, {found[1]: own[found[1]]})
+        else:
+            break
+    return raw
 
 
 def sparse_forms(case: Case) -> Iterator[Form]:
@@ -179,7 +198,8 @@ def _named_otherwise(case: Case, start: Mapping[str, Any]) -> Iterator[Form]:
             for old, new in ((other, usual), (usual, other)):
                 if new in part and old not in part:
                     value = part[new]
-                    yield Form(f"{old!r} instead of {new!r}", _changed(start, place, {old: value}, (new,)))
+                    changed = _changed(start, place, {old: value}, (new,))
+                    yield Form(f"{old!r} instead of {new!r}", changed, renamed=True)
         for name, values in keyword_names(kind).items():
             if name in NOT_IN_THE_FORWARD_PASS or name in part:
                 continue

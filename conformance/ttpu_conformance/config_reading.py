@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import json
 import re
@@ -31,6 +32,13 @@ SIZE = re.compile(
 
 ANSWERED_WITH = {"ttpu_rope": "ttpu_attention", "ttpu_final_norm": "ttpu_norm", "ttpu_attention": "ttpu_mixer"}
 """Hooks that a plugin may leave out because another one answers for them."""
+
+ROPE_KEYS = {
+    "theta": "theta",
+    "rotary_dim": r"""["'](partial_rotary_factor|rotary_pct|rotary_dim|qk_rope_head_dim)["']|rotary_dim=""",
+    "": r"""["'](rope_type|type|rope_parameters|rope_scaling)["']""",
+}
+"""By field of a rope, what a hook says that reads or assumes it by itself; else the difference is one of defaults."""
 
 HOOK_OF_PART = {
     "embedding": "ttpu_embedding",
@@ -73,11 +81,14 @@ class Difference:
     other: Any
 
 
-def read_by_both(case: Case, raw: Mapping[str, Any], without: str | None = None) -> Reading:
+def read_by_both(
+    case: Case, raw: Mapping[str, Any], without: str | None = None, *, renamed: bool = False
+) -> Reading:
     """Compare what the case's plugin describes for a JSON and for transformers' reading of it.
 
     `without` is the key that the JSON leaves out, if it is about one. A plugin may require a key that is a size, which
-    it then names, by this name or by the usual one; else it must take what transformers takes for it. A key that
+    it then names, by this name or by the usual one; else it must take what transformers takes for it. `renamed` says
+    that the JSON has a key under another name that the config class knows, which the plugin must know too. A key that
     nobody reads and that is known to change the model counts as refused, as when a model is loaded."""
     try:
         read = read_by_transformers(case, raw)
@@ -90,23 +101,26 @@ def read_by_both(case: Case, raw: Mapping[str, Any], without: str | None = None)
         names = {without, *(usual for usual, own in other_names.items() if own == without)}
         named = any(f"{name}'" in str(error) for name in names)
         required = without is not None and SIZE.fullmatch(without) is not None and named
-        if required or without in (None, "text_config"):
-            return Reading("refused by the plugin", _one_line(error))
+        hook = _hook_of_refusal(error, read)
+        if required or (without in (None, "text_config") and not renamed):
+            return Reading("refused by the plugin", _one_line(error), hook)
         with contextlib.suppress(TTPUError):
             _described(case, read)
             sentence = f"the plugin refuses the config ({_one_line(error)}), though it describes transformers' reading"
-            return Reading("different", sentence, "ttpu_config")
-        return Reading("refused by the plugin", _one_line(error))
+            return Reading("different", sentence, hook or "ttpu_config")
+        return Reading("refused by the plugin", _one_line(error), hook)
     except Exception as error:
         return Reading("different", _one_line(error), getattr(error, "hook", None) or "")
     try:
         theirs = _described(case, read)
     except TTPUError as error:
-        return Reading("different", f"transformers reads a model that the plugin refuses ({_one_line(error)})")
+        # Where the plugin described the JSON as it stands, it filled in other values than transformers.
+        sentence = f"transformers reads a model that the plugin refuses ({_one_line(error)})"
+        return Reading("different", sentence, "ttpu_config" if without else "")
     found = first_difference(ours, theirs)
     if found is None:
         return Reading("same")
-    hook = "ttpu_config" if _fills_in_otherwise(case, raw, ours, theirs, found) else _hook_of_family(case, found.hook)
+    hook = "ttpu_config" if _fills_in_otherwise(case, raw, ours, theirs, found) else hook_of_family(case, found.hook)
     return Reading("different", f"{found.where} is {found.one!r} instead of {found.other!r}", hook)
 
 
@@ -116,9 +130,14 @@ def _fills_in_otherwise(
     """Whether a difference comes from a key that is absent, for which `ttpu_config` filled in another value than
     transformers, or none."""
     part = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
+    if "rope_parameters" not in part and isinstance(theirs.config.get("rope_parameters"), dict):
+        field = found.where.rpartition(".")[2]
+        words = ROPE_KEYS.get(field, ROPE_KEYS[""]) if ".rope." in found.where else None
+        if words is not None and not re.search(words, _source_of(case, hook_of_family(case, "ttpu_rope"))):
+            return True
     for key in theirs.config:
         value = theirs.config.get(key)
-        if key in part or not isinstance(value, bool | int | float | str):
+        if (key in part and (part is raw or key in raw)) or not isinstance(value, bool | int | float | str | None):
             continue
         if key in ours.config:
             if ours.config.get(key) != value:
@@ -134,8 +153,27 @@ def _fills_in_otherwise(
     return False
 
 
-def _hook_of_family(case: Case, hook: str) -> str:
-    """The hook, or the one that answers for it in this family."""
+def _source_of(case: Case, hook: str) -> str:
+    """The source of a family's hook; empty where it leaves the hook out."""
+    function = getattr(import_module(case.record.value.partition(":")[0]), hook, None)
+    try:
+        return "" if function is None else inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+
+
+def _hook_of_refusal(error: TTPUError, read: Mapping[str, Any]) -> str:
+    """The hook to correct where a plugin should not refuse a config: the one that fills in keys, where a key is missing
+    that transformers knows, else the one that refuses."""
+    missing = re.search(r"has no '(?:text_config\.)?(\w+)'", str(error))
+    text = read.get("text_config")
+    if missing is not None and (missing[1] in read or (isinstance(text, dict) and missing[1] in text)):
+        return "ttpu_config"
+    return error.hook or ""
+
+
+def hook_of_family(case: Case, hook: str) -> str:
+    """Return the hook, or the one that answers for it in the case's family."""
     family = import_module(case.record.value.partition(":")[0])
     other = ANSWERED_WITH.get(hook, hook)
     return other if not hasattr(family, hook) and hasattr(family, other) else hook

@@ -53,7 +53,10 @@ def in_layer(architecture: Architecture, layer: int, numbers: Numbers) -> Iterat
             hook = "ttpu_mixer"
         for one in changes_of(part, numbers):
             called = "ttpu_rope" if one.text.startswith("RopeSpec") else hook
-            yield Hypothesis(called, one.text + where, _with(spec, places, **{name: one.part}))
+            changed = _with(spec, places, **{name: one.part})
+            if name == "norm" and spec.final_norm == part:  # which `ttpu_norm` answers too
+                changed = replace(changed, final_norm=one.part)
+            yield Hypothesis(called, one.text + where, changed)
 
 
 def at_the_ends(spec: ArchitectureSpec, numbers: Numbers) -> Iterator[Hypothesis]:

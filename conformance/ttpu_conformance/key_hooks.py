@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterable
 
 WORDS: tuple[tuple[str, str], ...] = (
+    (r"mtp|nextn|token_id", "ttpu_config"),
     (r"rope|rotary", "ttpu_rope"),
     (r"final_logit|logit_scale|logits_scal|tie_word|lm_head", "ttpu_head"),
-    (r"expert|moe|router|routed|topk|top_k|n_group|sparse_step|mlp|intermediate|hidden_act|activation", "ttpu_mlp"),
+    (r"expert|moe|router|routed|topk|top_k|n_group|sparse_step", "ttpu_mlp"),
+    (r"mlp|inner|intermediate|hidden_act|activation", "ttpu_mlp"),
     (r"linear_|mamba|ssm|conv|lora_rank|qk_nope|qk_rope|v_head_dim", "ttpu_mixer"),
     (r"attn|attention|qkv|clip|head|window|sliding|softcap|temperature|query|layer_types|use_bias", "ttpu_attention"),
     (r"norm|eps|layer_norm", "ttpu_norm"),

@@ -154,6 +154,15 @@ class ShowsResidualStream(Protocol):
 
 
 @runtime_checkable
+class ShowsKeys(Protocol):
+    """A model that is built from the description, and keeps keys as transformers does: normed and turned."""
+
+    def keys(self, ids: np.ndarray, layer: int) -> np.ndarray:
+        """What one layer's attention keeps of token `ids` [batch, seq]: [batch, kv_heads, seq, head_dim]."""
+        ...
+
+
+@runtime_checkable
 class ShowsSharding(Protocol):
     """A model that says how its parameters are sharded."""
 

@@ -82,6 +82,8 @@ def _sites(top: ast.AST) -> Iterator[Any]:
             pairs = zip(top.keys, top.values, strict=True)
             kept = [pair for pair in pairs if getattr(pair[0], "value", None) not in NOT_IN_THE_FORWARD_PASS]
             value = [pair[0 if field == "keys" else 1] for pair in kept]
+        if isinstance(top, ast.keyword) and top.arg == "because":  # a reason in words
+            continue
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, ast.Raise) or _is_text(child):
                 continue

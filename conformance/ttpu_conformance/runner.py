@@ -124,7 +124,7 @@ def _attempt(item: Item) -> Outcome:
     except NotProven as reason:
         return Outcome("skipped", str(reason))
     except TTPUError as error:
-        return Outcome("failed", with_hook(error), raised=error)
+        return Outcome("failed", with_hook(error, item.case), raised=error)
     except Exception as error:  # a check that stumbles proves nothing, and must not stop the others
         if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
             traceback.print_exc()

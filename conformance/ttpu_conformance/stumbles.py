@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ttpu_conformance.case import Case
-from ttpu_conformance.tiny import SIZES, SIZES_WHERE_ON
+from ttpu_conformance.tiny import SIZES, SIZES_WHERE_ON, config_class
 from ttpu_core.errors import TTPUError
 from ttpu_core.hook_calls import HOOKS, short_place
 from ttpu_core.spec import CustomSpec
@@ -64,9 +64,17 @@ def explained(error: Exception, case: Case) -> str:
     )
 
 
-def with_hook(error: TTPUError) -> str:
-    """The message of an error, and the hook that raised it where the message does not say so."""
+def with_hook(error: TTPUError, case: Case) -> str:
+    """The message of an error, and the hook that raised it where the message does not say so; of a key that the config
+    has under another name, `ttpu_config`."""
     text = " ".join(str(error).split())
+    missing = re.search(r"has no '(\w+)'", text)
+    names = getattr(config_class(case.declaration), "attribute_map", {}) if missing else {}
+    if missing and missing[1] in names:
+        return (
+            f"{text} transformers writes it as {names[missing[1]]!r}, and its class reads both: let `with_renamed` "
+            "give it the usual one: correct `ttpu_config`."
+        )
     if error.hook is None or f"`{error.hook}`" in text:
         return text
     place = f" ({error.place})" if error.place else ""

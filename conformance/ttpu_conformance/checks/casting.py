@@ -14,15 +14,20 @@ import numpy as np
 from ttpu_conformance.case import Case
 from ttpu_conformance.check import check
 from ttpu_conformance.checks.checkpoints import saved_tensors
+from ttpu_conformance.config_reading import hook_of_family
 from ttpu_conformance.errors import NotApplicable, fail
 from ttpu_conformance.measure import Measured
-from ttpu_conformance.model_under_test import ShowsResidualStream, able
+from ttpu_conformance.model_under_test import ShowsKeys, ShowsResidualStream, able
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import open_checkpoint
+from ttpu_core.spec import AttentionSpec
 
 ROUNDED_OTHERWISE = 0.05
 """The share of bfloat16 numbers that may differ. Sums in another order change the last bit of 1 in 1,000; a cast before
 the multiplication by a norm's weight instead of after it changes 1 in 4."""
+
+SEQUENCES = 64
+"""Sequences of one token, so that a share of their keys' numbers is one of many."""
 
 IN_A_LAYER = r"\.\d+\."
 
@@ -63,6 +68,82 @@ def check_bfloat16_casts(case: Case) -> Measured:
         error=normed,
         tolerance=ROUNDED_OTHERWISE,
     )
+
+
+@check("numerics", scope="type", quick="base")
+def check_bfloat16_keys(case: Case) -> Measured:
+    """In bfloat16 the norms of keys and the rope round where transformers' round.
+
+    Keys of a sequence of one token are not turned, which shows the norm alone.
+
+    Raises:
+        CheckFailure: other casts give transformers' numbers; the message names them.
+        NotApplicable: the first layer keeps no keys, or the backend or transformers does not show them.
+    """
+    able(case.model, ShowsKeys, "shows the keys that it keeps")
+    mixer = case.architecture.spec.layers[0].mixer
+    if not isinstance(mixer, AttentionSpec) or mixer.kv_from_layer is not None:
+        raise NotApplicable("its first layer keeps no keys")
+    single = np.random.default_rng(0).integers(case.architecture.spec.vocab_size, size=(SEQUENCES, 1))
+    kind: Any = type(case.reference.model)
+    theirs = kind.from_pretrained(case.reference.path, dtype="bfloat16", attn_implementation="eager").eval()
+    ours = _in_bfloat16(case, case.architecture)
+    wanted = _their_keys(theirs, single)
+    normed = _differing(ours.keys(single, 0), wanted)
+    if normed > ROUNDED_OTHERWISE and mixer.k_norm is not None:
+        changed = replace(mixer.k_norm, scale_in_fp32=not mixer.k_norm.scale_in_fp32)
+        other = _in_bfloat16(case, _with_mixer(case.architecture, replace(mixer, k_norm=changed)))
+        if _differing(other.keys(single, 0), wanted) <= ROUNDED_OTHERWISE:
+            fail(
+                f"in bfloat16 {normed:.0%} of the keys' numbers differ from transformers' in their last bits; with "
+                f"NormSpec(scale_in_fp32={changed.scale_in_fp32}) as k_norm, and likely as q_norm, they agree: correct "
+                f"`{hook_of_family(case, 'ttpu_attention')}`.",
+                error=normed,
+                tolerance=ROUNDED_OTHERWISE,
+            )
+    if normed > ROUNDED_OTHERWISE:
+        return Measured(note="keys differ before they are turned, by no cast that a description names")
+    turned = 0.0
+    if mixer.rope is not None and mixer.rope.type != "none":
+        wanted = _their_keys(theirs, case.reference.token_ids)
+        found = ours.keys(case.reference.token_ids, 0)[:, :, -wanted.shape[2] :]  # a window keeps the last ones
+        turned = _differing(found[..., : mixer.rope.rotary_dim], wanted[..., : mixer.rope.rotary_dim])
+        if (turned <= ROUNDED_OTHERWISE) != mixer.rope.fp32:
+            does = "rounds" if mixer.rope.fp32 else "does not round"
+            fail(
+                f"transformers {does} cos, sin or their products in bfloat16 ({turned:.0%} of the turned keys' numbers "
+                f"differ from those of a rope in float32); RopeSpec(fp32={not mixer.rope.fp32}) says so: correct "
+                f"`{hook_of_family(case, 'ttpu_rope')}`.",
+                error=turned,
+                tolerance=ROUNDED_OTHERWISE,
+            )
+    return Measured(normed, ROUNDED_OTHERWISE)
+
+
+def _in_bfloat16(case: Case, architecture: Architecture) -> ShowsKeys:
+    model = case.backend.load(
+        architecture, open_checkpoint(case.reference.path), dtype="bfloat16", mesh=None, attn_implementation="auto"
+    )
+    return able(model, ShowsKeys, "shows the keys that it keeps")
+
+
+def _their_keys(model: Any, ids: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        kept = getattr(model(input_ids=torch.tensor(ids), use_cache=True), "past_key_values", None)
+    layers = getattr(kept, "layers", None)
+    keys = getattr(layers[0], "keys", None) if layers else None
+    if keys is None or keys.ndim != len(("batch", "heads", "tokens", "features")):
+        raise NotApplicable("transformers does not show the keys that this model keeps")
+    found: np.ndarray = keys.float().numpy()
+    return found
+
+
+def _with_mixer(architecture: Architecture, mixer: AttentionSpec) -> Architecture:
+    """The architecture with another mixer in the first layer."""
+    spec = architecture.spec
+    return replace(architecture, spec=replace(spec, layers=(replace(spec.layers[0], mixer=mixer), *spec.layers[1:])))
 
 
 def without_layers(case: Case, folder: Path) -> None:

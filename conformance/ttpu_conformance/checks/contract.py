@@ -15,6 +15,7 @@ from typing import Any
 
 from ttpu_conformance.case import Case
 from ttpu_conformance.check import check
+from ttpu_conformance.config_reading import hook_of_family
 from ttpu_conformance.errors import NotApplicable, fail
 from ttpu_conformance.key_hooks import hooks_of_keys
 from ttpu_conformance.rope_json import old_style
@@ -203,7 +204,7 @@ def check_old_rope_json(case: Case) -> None:
             fail(
                 f"with rope_theta and rope_scaling instead of rope_parameters, layer {index} gets "
                 f"{getattr(before.mixer, 'rope', before)} instead of {getattr(after.mixer, 'rope', after)}: correct "
-                "`ttpu_rope`, or what `ttpu_config` fills in."
+                f"`{hook_of_family(case, 'ttpu_rope')}`, or what `ttpu_config` fills in."
             )
     fail("with rope_theta and rope_scaling instead of rope_parameters another model is described: correct `ttpu_rope`.")
 

@@ -40,7 +40,7 @@ def check_float32_logits(case: Case) -> Measured:
         diagnosis = diagnose(case) if "architecture" in vars(case) else ""  # without one a hook failed
         if not diagnosis:
             raise
-        message = with_hook(error) if isinstance(error, TTPUError) else explained(error, case)
+        message = with_hook(error, case) if isinstance(error, TTPUError) else explained(error, case)
         raise CheckFailure(f"{message} {diagnosis}") from error
     try:
         return hold(relative_error(ours, case.reference.logits), FLOAT32, "the logits differ from transformers'")

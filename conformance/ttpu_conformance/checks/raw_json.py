@@ -58,7 +58,7 @@ def _hold(case: Case, forms: Iterable[Form], *, refusable: bool = True) -> Measu
     declared = case.declaration.reads_otherwise
     unseen = set(declared) if case.is_base and refusable else set()
     for form in forms:
-        reading = read_by_both(case, form.raw, form.without)
+        reading = read_by_both(case, form.raw, form.without, renamed=form.renamed)
         if reading.status == "different" and declared:
             reading = read_by_both(case, as_transformers_reads(case, form.raw, declared))
             if reading.status == "same" and form.without is not None:

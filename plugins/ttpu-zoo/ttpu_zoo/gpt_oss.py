@@ -38,10 +38,10 @@ OTHER_CODE = ("experts_per_token", "initial_context_length")
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """The config with the defaults of `GptOssConfig`. The sizes that define a model are required."""
+    """The config with the names and defaults of `GptOssConfig`. The sizes that define a model are required."""
     config.does_not_matter("hidden_act", because="experts have a clamped SwiGLU")
     config.does_not_matter(OTHER_CODE, because="the code that OpenAI publishes reads them, and transformers does not")
-    config = config.with_defaults(CONFIG_DEFAULTS)
+    config = config.with_renamed({"num_experts": "num_local_experts"}).with_defaults(CONFIG_DEFAULTS)
     if config.section("rope_parameters") is None and config.section("rope_scaling") is None:
         config = config.with_values({"rope_parameters": ROPE})
     return config

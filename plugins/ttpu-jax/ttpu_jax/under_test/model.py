@@ -26,6 +26,7 @@ from ttpu_jax.aot.steps import inference_step
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.load_options import JaxLoadOptions
+from ttpu_jax.model.cache import LayerCache
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.params.export import export_tensors
 from ttpu_jax.params.padding import project_gradients
@@ -197,6 +198,20 @@ class JaxModel:
             return decoder.hidden(ids, positions)[0]
 
         return np.asarray(jax.jit(run)(params, ids.astype(np.int32), _positions(ids)), np.float32)
+
+    def keys(self, ids: np.ndarray, layer: int) -> np.ndarray:
+        """What one layer's attention keeps of token `ids` [batch, seq]: [batch, kv_heads, seq, head_dim]. The model
+        ends with that layer."""
+        model = causal_model(
+            replace(self.spec, layers=self.spec.layers[: layer + 1], head=HeadSpec(tied=True), parameter_axes=()),
+            self.model.programs.runtime,
+        )
+        params = {path: array for path, array in self.model.params.items() if path in model.parameters}
+        cache = model.empty_cache(len(ids), ids.shape[1], self.model.programs.cache_dtype)
+        run = jax.jit(lambda params, ids, cache: model.forward(params, ids, cache=cache, fresh=True)[1])
+        kept = run(params, ids.astype(np.int32), cache).layers[layer]
+        assert isinstance(kept, LayerCache)
+        return np.asarray(kept.key, np.float32)
 
     def layer_definitions(self) -> list[Any]:
         """Return the definitions by which jit distinguishes the layers' traced bodies, from a newly made decoder."""
