@@ -6,7 +6,7 @@ from dataclasses import replace
 from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.mapping import FlaxMapping
 from ttpu_core.mapping.layout import CheckpointNames, standard_mapping
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, BlockSpec, HeadSpec
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, BlockSpec, HeadSpec, Placement
 from ttpu_zoo import granite
 
 CONFIG_DEFAULTS = {**granite.CONFIG_DEFAULTS, "attention_multiplier": None, "use_post_norm": True}
@@ -33,7 +33,7 @@ def ttpu_attention(config: ModelConfig) -> AttentionSpec:
 @hookimpl
 def ttpu_block(config: ModelConfig) -> BlockSpec:
     """Norms before and after each sub-layer, unless `use_post_norm` is off, and outputs times `residual_multiplier`."""
-    placement = "sandwich" if config.flag("use_post_norm") else "pre"
+    placement: Placement = "sandwich" if config.flag("use_post_norm") else "pre"
     return BlockSpec(placement=placement, residual_multiplier=config.number("residual_multiplier"))
 
 
