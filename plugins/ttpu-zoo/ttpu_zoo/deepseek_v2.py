@@ -1,9 +1,11 @@
 """DeepSeek-V2 and V2-Lite (`model_type` "deepseek_v2"): latent attention, and experts chosen by softmax after the first
 dense layers, among all or within the best groups."""
 
+from collections.abc import Iterable
+
 from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.errors import ConfigError
-from ttpu_core.spec import MixerSpec, MLPSpec, MoESpec, RouterSpec
+from ttpu_core.spec import MixerSpec, MLPSpec, MoESpec, RouterSpec, TorchPatch
 from ttpu_zoo.deepseek_v3 import FOLLOWING, deepseek_attention
 
 CONFIG_DEFAULTS = {
@@ -75,3 +77,12 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
         shared=MLPSpec(inner * config.positive_int("n_shared_experts"), activation, bias=config.flag("mlp_bias")),
     )
     return defaults.ttpu_mlp(config) if layer < config.require("first_k_dense_replace", int) else experts
+
+
+@hookimpl
+def ttpu_torch_patches() -> Iterable[TorchPatch]:
+    """Rope in real numbers. Both functions are replaced together, because one uses the other's result."""
+    reason = "XLA devices have no torch.polar, so that it runs on the host and splits the program in two."
+    for target, name in (("DeepseekV2RotaryEmbedding.forward", "rotary"), ("apply_rotary_emb", "apply_rotary")):
+        stock = f"transformers.models.deepseek_v2.modeling_deepseek_v2:{target}"
+        yield TorchPatch(stock, f"ttpu_zoo.torch.deepseek_v2:{name}", reason)

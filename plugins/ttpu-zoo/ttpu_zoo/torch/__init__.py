@@ -1,0 +1,1 @@
+"""Replacements for functions of transformers on XLA devices, which the torch_xla backend alone imports."""
