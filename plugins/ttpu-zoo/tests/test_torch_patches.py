@@ -11,6 +11,7 @@ pytestmark = pytest.mark.torch
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}])
 def test_deepseek_v2_turns_pairs_in_real_numbers_as_in_complex_ones(scaling: dict[str, object] | None) -> None:
     from transformers.models.deepseek_v2 import modeling_deepseek_v2 as stock
+
     from ttpu_zoo.torch.deepseek_v2 import apply_rotary, rotary
 
     config = stock.DeepseekV2Config(rope_scaling=scaling, max_position_embeddings=64, qk_rope_head_dim=8)
