@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+from ttpu_core.errors import ConfigError
 from ttpu_core.mapping.layout import standard_mapping
 from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.spec import ArchitectureSpec, EmbeddingSpec, HeadSpec, LayerSpec, MixerSpec, NormSpec, StateSpec
 from ttpu_core.spec.short_convolution import short_convolution
+from ttpu_core.spec.state_space import StateSpaceSpec, state_space
 
 
 def model(mixer: MixerSpec, hidden: int) -> ArchitectureSpec:
@@ -45,3 +49,38 @@ def test_the_channels_of_a_short_convolution_are_padded() -> None:
         "layers.0.mixer.output.kernel": (10, 12),
     }
     assert pad_architecture(padded, {"tensor": 4})[0] == padded
+
+
+# Mamba-2 2.7B
+MAMBA2 = {"hidden_size": 2560, "num_heads": 80, "head_dim": 64, "state_size": 128, "groups": 1, "conv_kernel": 4}
+
+
+def test_a_state_space_has_the_names_and_parameters_of_mamba2() -> None:
+    mixer = state_space(**MAMBA2)  # type: ignore[arg-type]
+    tensors = {name: shape for name, shape in mixer_tensors(mixer, 2560).items() if name.startswith("mamba.")}
+    assert tensors == {
+        "mamba.in_proj.weight": (2 * 5120 + 2 * 128 + 80, 2560),
+        "mamba.conv1d.weight": (5376, 1, 4),
+        "mamba.conv1d.bias": (5376,),
+        "mamba.A_log": (80,),
+        "mamba.dt_bias": (80,),
+        "mamba.D": (80,),
+        "mamba.norm.weight": (5120,),
+        "mamba.out_proj.weight": (2560, 5120),
+    }
+    assert sum(parameter.size for _, parameter in mixer.parameters) == 40_214_000
+    assert {state.name: state.shape for state in mixer.state} == {
+        "conv": (3, 5120), "conv_shared": (3, 2, 128), "state": (80, 64, 128),
+    }  # fmt: skip
+
+
+def test_scales_of_a_state_space_are_one_unless_given() -> None:
+    mixer = state_space(**MAMBA2, scales=(("dt", 0.5), ("b", 1.0)))  # type: ignore[arg-type]
+    assert isinstance(mixer, StateSpaceSpec)
+    assert (mixer.scale("dt"), mixer.scale("b"), mixer.scale("output")) == (0.5, 1.0, 1.0)
+    assert "b_scale" not in dict(mixer.options)
+
+
+def test_groups_that_do_not_divide_the_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="80 heads in 3 groups"):
+        state_space(**MAMBA2 | {"groups": 3})  # type: ignore[arg-type]

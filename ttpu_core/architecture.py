@@ -11,7 +11,7 @@ from ttpu_core.config import ModelConfig
 from ttpu_core.errors import ConfigError
 from ttpu_core.hook_calls import HookCalls
 from ttpu_core.mapping import FlaxMapping
-from ttpu_core.spec import ArchitectureSpec, KernelChoice, LayerSpec, NormSpec
+from ttpu_core.spec import NO_MLP, ArchitectureSpec, KernelChoice, LayerSpec, NormSpec
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,10 @@ def _layer(hook: Any, config: ModelConfig, index: int, norm: NormSpec) -> LayerS
         mixer = hook.ttpu_attention(config=config, layer=index)
         if mixer.rope is None:
             mixer = replace(mixer, rope=hook.ttpu_rope(config=config, layer=index, attention=mixer))
+    mlp = hook.ttpu_mlp(config=config, layer=index)
     return LayerSpec(
         mixer=mixer,
-        mlp=hook.ttpu_mlp(config=config, layer=index),
+        mlp=None if mlp == NO_MLP else mlp,
         norm=norm,
         block=hook.ttpu_block(config=config, layer=index),
     )

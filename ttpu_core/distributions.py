@@ -35,6 +35,7 @@ FAMILIES = {
     "iquestcoder": "ttpu-zoo",
     "jais2": "ttpu-zoo",
     "lfm2": "ttpu-zoo",
+    "mamba2": "ttpu-zoo",
     "minicpm3": "ttpu-zoo",
     "minimax": "ttpu-zoo",
     "nemotron": "ttpu-zoo",

@@ -80,7 +80,7 @@ def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
 
 @hookspec(firstresult=True)
 def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec | None:
-    """Feed-forward part of one layer: dense or mixture of experts."""
+    """Feed-forward part of one layer: dense or mixture of experts; `NO_MLP` for a layer without one."""
 
 
 @hookspec(firstresult=True)

@@ -11,7 +11,7 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.hookspecs import hookimpl
 from ttpu_core.plugin_records import PATCH_PACKS
 from ttpu_core.registry import Registry
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MixerSpec
+from ttpu_core.spec import NO_MLP, ArchitectureSpec, AttentionSpec, MixerSpec
 
 NAME = "conformance-hypothesis"
 
@@ -54,7 +54,7 @@ class Overlay:
 
     @hookimpl
     def ttpu_mlp(self, config: Any, layer: int) -> Any:
-        return self.spec.layers[layer].mlp
+        return self.spec.layers[layer].mlp or NO_MLP
 
 
 current: Overlay | None = None

@@ -10,11 +10,12 @@ from math import prod
 
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack, Tensor
-from ttpu_core.mapping.recurrent import short_convolution_rules
+from ttpu_core.mapping.recurrent import short_convolution_rules, state_space_rules
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_core.spec.parameters import fused_slots, norm_names
 from ttpu_core.spec.short_convolution import ShortConvolutionSpec
+from ttpu_core.spec.state_space import StateSpaceSpec
 
 Rules = Iterator[tuple[str, Expression]]
 
@@ -22,7 +23,8 @@ Rules = Iterator[tuple[str, Expression]]
 @dataclass(frozen=True)
 class CheckpointNames:
     """Checkpoint tensor names by role. `{layer}` and `{expert}` stand for numbers. `base` is the prefix that
-    checkpoints of the base model alone leave out; `short_convolution` is a prefix within a layer.
+    checkpoints of the base model alone leave out; `short_convolution` and `state_space` are prefixes within a
+    layer.
 
     If `mlp_norm` is None, the name is "pre_feedforward_layernorm" for sandwich placement and
     "post_attention_layernorm" for any other placement."""
@@ -51,6 +53,7 @@ class CheckpointNames:
     kv_down_norm: str = "self_attn.kv_a_layernorm"
     kv_up: str = "self_attn.kv_b_proj"
     short_convolution: str = "conv."
+    state_space: str = "mamba."
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
@@ -131,6 +134,8 @@ def layer_rules(layer: LayerSpec, hidden: int, names: CheckpointNames, prefix: s
         yield from latent_attention_rules(layer.mixer, names, prefix)
     elif isinstance(layer.mixer, ShortConvolutionSpec) and not layer.mixer.implementations:
         yield from short_convolution_rules(layer.mixer, prefix + names.short_convolution)
+    elif isinstance(layer.mixer, StateSpaceSpec) and not layer.mixer.implementations:
+        yield from state_space_rules(layer.mixer, prefix + names.state_space)
     if isinstance(layer.mlp, MLPSpec):
         yield from mlp_rules("mlp", layer.mlp, hidden, _mlp_names(names, prefix))
         yield from norm_rules(

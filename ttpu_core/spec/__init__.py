@@ -3,7 +3,7 @@ embeddings."""
 
 from ttpu_core.spec.architecture_spec import ArchitectureSpec, LayerGroup
 from ttpu_core.spec.attention import AlibiSpec, AttentionSpec, OutputGate, QueryTemperature
-from ttpu_core.spec.feed_forward import ActivationSpec, MLPSpec, MoESpec, RouterSpec
+from ttpu_core.spec.feed_forward import NO_MLP, ActivationSpec, MLPSpec, MoESpec, RouterSpec
 from ttpu_core.spec.norm import NormSpec
 from ttpu_core.spec.parts import (
     BlockSpec,
@@ -21,6 +21,7 @@ from ttpu_core.spec.parts import (
 from ttpu_core.spec.rope import NO_ROPE, RopeSpec
 
 __all__ = [
+    "NO_MLP",
     "NO_ROPE",
     "ActivationSpec",
     "AlibiSpec",

@@ -35,6 +35,10 @@ class MLPSpec:
     sparsity: float = 0.0
 
 
+NO_MLP = MLPSpec(0)
+"""What `ttpu_mlp` answers for a layer without a feed-forward part; `LayerSpec.mlp` is then None."""
+
+
 @dataclass(frozen=True)
 class RouterSpec:
     """How tokens choose experts.
