@@ -30,7 +30,7 @@ ROPE_TYPES_OF_OLD = {"longrope": ("su",)}
 @dataclass(frozen=True)
 class Form:
     """One form of a config: what is special about it, its JSON, the key that it leaves out, if it is about one, and
-    whether it has a key under another name that its class knows."""
+    whether it says by other names what the plugin describes, so that the plugin may not refuse it."""
 
     what: str
     raw: Mapping[str, Any]
@@ -171,8 +171,9 @@ def rope_forms(written: Mapping[str, Any]) -> Iterator[Form]:
         top["rope_local_base_freq"] = nested["sliding_attention"].get("rope_theta")
     kind = flat.pop("rope_type", "default")
     if kind == "default" and not flat:
-        yield Form("rope_theta and no rope_scaling", _changed(written, place, top, new))
-        yield Form("rope_theta and null for rope_scaling", _changed(written, place, {**top, "rope_scaling": None}, new))
+        yield Form("rope_theta and no rope_scaling", _changed(written, place, top, new), renamed=True)
+        null = _changed(written, place, {**top, "rope_scaling": None}, new)
+        yield Form("rope_theta and null for rope_scaling", null, renamed=True)
         return
     for name in (kind, *ROPE_TYPES_OF_OLD.get(kind, ())):
         for key in ("rope_type",) if nested else ("type", "rope_type"):  # nested ones came with rope_type
@@ -180,12 +181,13 @@ def rope_forms(written: Mapping[str, Any]) -> Iterator[Form]:
             yield Form(
                 f"rope_theta and a rope_scaling of {key} {name!r}",
                 _changed(written, place, {**top, "rope_scaling": scaling}, new),
+                renamed=True,
             )
     if not nested:
         split = {**top, "rope_parameters": {"rope_type": kind, **flat}}
-        yield Form("rope_theta beside rope_parameters", _changed(written, place, split, new))
+        yield Form("rope_theta beside rope_parameters", _changed(written, place, split, new), renamed=True)
         inside = {"rope_scaling": {"type": kind, "rope_type": kind, **top, **flat}}
-        yield Form("rope_scaling with everything in it", _changed(written, place, inside, new))
+        yield Form("rope_scaling with everything in it", _changed(written, place, inside, new), renamed=True)
 
 
 def _named_otherwise(case: Case, start: Mapping[str, Any]) -> Iterator[Form]:

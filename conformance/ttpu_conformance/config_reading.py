@@ -36,9 +36,10 @@ ANSWERED_WITH = {"ttpu_rope": "ttpu_attention", "ttpu_final_norm": "ttpu_norm", 
 ROPE_KEYS = {
     "theta": "theta",
     "rotary_dim": r"""["'](partial_rotary_factor|rotary_pct|rotary_dim|qk_rope_head_dim)["']|rotary_dim=""",
-    "": r"""["'](rope_type|type|rope_parameters|rope_scaling)["']""",
+    "type": r"""["'](rope_type|type)["']""",
 }
-"""By field of a rope, what a hook says that reads or assumes it by itself; else the difference is one of defaults."""
+"""By field of a rope, what a hook says that reads or assumes it by itself, other fields being called as their keys; else the difference is one of
+defaults."""
 
 HOOK_OF_PART = {
     "embedding": "ttpu_embedding",
@@ -116,7 +117,7 @@ def read_by_both(
     except TTPUError as error:
         # Where the plugin described the JSON as it stands, it filled in other values than transformers.
         sentence = f"transformers reads a model that the plugin refuses ({_one_line(error)})"
-        return Reading("different", sentence, "ttpu_config" if without else "")
+        return Reading("different", sentence, "ttpu_config" if without else error.hook or "")
     found = first_difference(ours, theirs)
     if found is None:
         return Reading("same")
@@ -132,7 +133,7 @@ def _fills_in_otherwise(
     part = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
     if "rope_parameters" not in part and isinstance(theirs.config.get("rope_parameters"), dict):
         field = found.where.rpartition(".")[2]
-        words = ROPE_KEYS.get(field, ROPE_KEYS[""]) if ".rope." in found.where else None
+        words = ROPE_KEYS.get(field, rf"""["']{field}["']|\b{field}=""") if ".rope." in found.where else None
         if words is not None and not re.search(words, _source_of(case, hook_of_family(case, "ttpu_rope"))):
             return True
     for key in theirs.config:
@@ -216,9 +217,10 @@ def _differences(where: str, hook: str, one: Any, other: Any) -> Iterator[Differ
     if one == other:
         return
     if is_dataclass(one) and type(one) is type(other):
-        for field in fields(one):
+        for field in sorted(fields(one), key=lambda field: field.name == "rope"):  # last: it may follow from others
             mine = getattr(one, field.name)
-            inner = "ttpu_mixer" if isinstance(mine, MixerSpec) else HOOK_OF_PART.get(field.name, hook)
+            mixes = isinstance(mine, MixerSpec) or isinstance(getattr(other, field.name), MixerSpec)
+            inner = "ttpu_mixer" if mixes else HOOK_OF_PART.get(field.name, hook)
             name = f"{where}.{field.name}" if where else field.name
             yield from _differences(name, inner, mine, getattr(other, field.name))
     elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):

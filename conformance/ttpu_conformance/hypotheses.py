@@ -20,6 +20,7 @@ from ttpu_core.spec import (
     MoESpec,
     NormSpec,
     Placement,
+    QueryTemperature,
 )
 from ttpu_core.spec.rope import NO_ROPE
 
@@ -95,6 +96,7 @@ def _attention(spec: ArchitectureSpec, numbers: Numbers) -> Iterator[Hypothesis]
     for scale in (None, 1.0, *powers, *_named(numbers, "multiplier")):
         yield change(f"scale={_short(scale)}", scale=scale)
     norm = spec.layers[0].norm
+    unscaled = replace(norm, scale=False, bias=False, offset=0.0)
     yield change("q_norm=norm, k_norm=norm", q_norm=norm, k_norm=norm)
     yield change("q_norm=None, k_norm=None", q_norm=None, k_norm=None)
     for offset in (0.0, 1.0):
@@ -104,7 +106,14 @@ def _attention(spec: ArchitectureSpec, numbers: Numbers) -> Iterator[Hypothesis]
         yield change(f"qk_norm_scope={scope!r}", qk_norm_scope=scope)
     for after in (True, False):
         yield change(f"qk_norm_after_rope={after}", qk_norm_after_rope=after)
+    yield change("q_norm=norm, k_norm=norm, v_norm=norm without scale", q_norm=norm, k_norm=norm, v_norm=unscaled)
+    yield change("v_norm=norm without scale", v_norm=unscaled)
     yield change("query_temperature=None", query_temperature=None)
+    for factor in _named(numbers, "beta", "attn_scale"):
+        for period in dict.fromkeys(_named(numbers, "original_max", "floor_scale")):
+            for shift in (0.0, 1.0) if period > 0 else ():
+                temperature = QueryTemperature(factor, period, shift=shift)
+                yield change(f"query_temperature={temperature!r}", query_temperature=temperature)
 
 
 def _reach(spec: ArchitectureSpec, numbers: Numbers) -> Iterator[Hypothesis]:

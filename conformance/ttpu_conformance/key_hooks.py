@@ -25,7 +25,7 @@ def hooks_of_keys(keys: Iterable[str]) -> tuple[str, ...]:
     Args:
         keys: of a config; those of a section are dotted.
     """
-    found = (_hook(key.rpartition(".")[2]) for key in keys)
+    found = ("ttpu_rope" if "rope_" in key else _hook(key.rpartition(".")[2]) for key in keys)
     return tuple(dict.fromkeys(hook for hook in found if hook is not None))
 
 

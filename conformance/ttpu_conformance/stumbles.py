@@ -20,6 +20,7 @@ SMALLEST_NUMBER = 3
 """Numbers below this one stand in messages for other things than sizes."""
 
 PARTS = (
+    ("mapping", "`ttpu_flax_mapping`"),
     ("rope", "`ttpu_rope`"),
     ("moe", "`ttpu_mlp`"),
     ("experts", "`ttpu_mlp`"),
@@ -75,6 +76,9 @@ def with_hook(error: TTPUError, case: Case) -> str:
             f"{text} transformers writes it as {names[missing[1]]!r}, and its class reads both: let `with_renamed` "
             "give it the usual one: correct `ttpu_config`."
         )
+    part = case.reference.config.get("text_config") if missing else None
+    if missing and isinstance(part, dict) and missing[1] in part and missing[1] not in case.reference.config:
+        return f"{text} It is under 'text_config', which the helper `text_config` reads: correct `ttpu_config`."
     if error.hook is None or f"`{error.hook}`" in text:
         return text
     place = f" ({error.place})" if error.place else ""
