@@ -38,8 +38,8 @@ ROPE_KEYS = {
     "rotary_dim": r"""["'](partial_rotary_factor|rotary_pct|rotary_dim|qk_rope_head_dim)["']|rotary_dim=""",
     "type": r"""["'](rope_type|type)["']""",
 }
-"""By field of a rope, what a hook says that reads or assumes it by itself, other fields being called as their keys; else the difference is one of
-defaults."""
+"""By field of a rope, what a hook says that reads or assumes it by itself; other fields are called as their keys.
+Without that, the difference is one of defaults."""
 
 HOOK_OF_PART = {
     "embedding": "ttpu_embedding",

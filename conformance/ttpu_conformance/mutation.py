@@ -37,7 +37,6 @@ from ttpu_conformance.selection import Item, all_checks
 from ttpu_conformance.session import prepare
 from ttpu_core.architecture import Architecture
 from ttpu_core.config import ModelConfig
-from ttpu_core.errors import TTPUError
 from ttpu_core.plugin_records import ARCHITECTURES
 from ttpu_core.registry import Registry, default_registry
 
@@ -396,7 +395,7 @@ def main(
         start = time.perf_counter()
         try:
             found = first_failure(family, mutant)
-        except TTPUError as error:
+        except Exception as error:  # a mutant may raise anything
             found = Found("stumbled", "", f"{type(error).__name__}: {error}")
         named = hooks_named(found.reason)
         results[mutant.id] = {
