@@ -12,6 +12,7 @@ FAMILIES = {
     "ministral": "ttpu-mistral",
     "mixtral": "ttpu-mistral",
     "arcee": "ttpu-zoo",
+    "bamba": "ttpu-zoo",
     "bitnet": "ttpu-zoo",
     "cohere": "ttpu-zoo",
     "cwm": "ttpu-zoo",

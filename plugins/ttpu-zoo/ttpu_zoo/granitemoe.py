@@ -42,8 +42,14 @@ def ttpu_mlp(config: ModelConfig) -> MoESpec:
 
 @hookimpl
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
-    """Each layer stores its experts in two tensors, and gate and up of the shared expert in one, gate first."""
-    rules: dict[str, Expression | None] = {**stacked_experts(spec, NAMES, "block_sparse_moe.", tensors=STACKED)}
+    """Names of its own."""
+    return mapping(spec, NAMES)
+
+
+def mapping(spec: ArchitectureSpec, names: CheckpointNames) -> FlaxMapping:
+    """The mapping of layers that store their experts in two tensors, and gate and up of the shared expert in one, gate
+    first."""
+    rules: dict[str, Expression | None] = {**stacked_experts(spec, names, "block_sparse_moe.", tensors=STACKED)}
     hidden = spec.hidden_size
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.mlp, MoESpec) and layer.mlp.shared is not None:
@@ -51,4 +57,4 @@ def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
             gate_up = Tensor(f"{name}input_linear.weight", (2 * inner, hidden))
             rules[f"layers.{index}.moe.shared.gate_up.kernel"] = gate_up.reshape(2, inner, hidden)
             rules[f"layers.{index}.moe.shared.down.kernel"] = Tensor(f"{name}output_linear.weight", (hidden, inner))
-    return replace_rules(standard_mapping(spec, NAMES), rules)
+    return replace_rules(standard_mapping(spec, names), rules)
