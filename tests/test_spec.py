@@ -81,6 +81,8 @@ def test_a_spec_is_frozen_to_the_last_part() -> None:
     for part in [*parts, spec.final_norm, spec.layers[0].block, spec.parameters["embed.embedding"]]:
         with pytest.raises(FrozenInstanceError):
             part.anything = 1
+    with pytest.raises(TypeError):
+        spec.parameters["head.kernel"] = Parameter((1,), (None,))  # type: ignore[index]
 
 
 def test_a_spec_prints_every_field_of_every_layer() -> None:

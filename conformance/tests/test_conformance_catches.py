@@ -199,6 +199,23 @@ def ttpu_flax_mapping(spec):
     mapping = layout.standard_mapping(spec)
     return replace(mapping, rules=list(mapping.rules))
 """
+CACHED_DICT = """
+from dataclasses import dataclass
+from functools import cached_property
+
+@dataclass(frozen=True)
+class Norm(NormSpec):
+    def __post_init__(self):
+        self.names
+
+    @cached_property
+    def names(self):
+        return {"eps": self.eps}
+
+@hookimpl
+def ttpu_norm(config):
+    return Norm(eps=config.number("rms_norm_eps"))
+"""
 CHANGED_CONFIG = """
 @hookimpl
 def ttpu_config(config):
@@ -318,6 +335,7 @@ BREACHES: dict[str, tuple[Any, ...]] = {
         "another process describes the same config by other values",
     ),
     "a value can change": ("llama", LIST_IN_MIXER, "spec_is_frozen", "eps is a UnfrozenFloat, which can change"),
+    "what a value keeps can change": ("llama", CACHED_DICT, "spec_is_frozen", "norm.names is a dict, which can change"),
     "a declared tensor is not ignored": (
         "llama",
         LLAMA,

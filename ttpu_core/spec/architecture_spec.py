@@ -3,10 +3,11 @@ which is frozen, hashable (a static jit argument) and printable. Backends read n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from ttpu_core.spec.arithmetic import kept_elements
@@ -85,9 +86,9 @@ class ArchitectureSpec:
         return len(self.layers)
 
     @cached_property
-    def parameters(self) -> dict[str, Parameter]:
-        """Every parameter by its Flax path, in model order."""
-        return model_parameters(self)
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Every parameter by its Flax path, in model order. It cannot be changed: copy it with `dict`."""
+        return MappingProxyType(model_parameters(self))
 
     @cached_property
     def num_parameters(self) -> int:

@@ -3,7 +3,7 @@ is several arrays: low-precision values, their scales, and what else the format 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -128,7 +128,7 @@ def parts_of(parameter: Parameter) -> Iterator[tuple[PartName, Parameter]]:
         yield "input_scale", replace(parameter, shape=shape, axes=logical, init="ones", dtype="float32", format=None)
 
 
-def stored_parameters(table: dict[str, Parameter]) -> dict[str, Parameter]:
+def stored_parameters(table: Mapping[str, Parameter]) -> dict[str, Parameter]:
     """The parameter table with each quantized kernel replaced by its parts, `<path>.values`, `<path>.scale` and so on:
     the arrays that devices hold."""
     stored: dict[str, Parameter] = {}

@@ -243,7 +243,8 @@ def _parts(where: str, value: Any) -> Iterator[tuple[str, Any]]:
                 yield from _parts(f"{where}.{field.name}", getattr(value, field.name))
         named = {field.name for field in fields(value)}
         for name, hidden in getattr(value, "__dict__", {}).items():
-            if name not in named and not hasattr(type(value), name):  # not a cached property
+            cached = hasattr(type(value), name)
+            if name not in named and (not cached or isinstance(hidden, dict | list | set)):
                 yield from _parts(f"{where}.{name}", hidden)
     elif isinstance(value, tuple | frozenset):
         for index, item in enumerate(value):
