@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from ttpu_core.cli.prose import layer_words
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping.layout import standard_mapping
 from ttpu_core.sharding.padding import pad_architecture
-from ttpu_core.spec import ArchitectureSpec, EmbeddingSpec, HeadSpec, LayerSpec, MixerSpec, NormSpec, StateSpec
+from ttpu_core.spec import (
+    NO_MIXER,
+    ArchitectureSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    MixerSpec,
+    MLPSpec,
+    NormSpec,
+    Placement,
+    StateSpec,
+)
+from ttpu_core.spec.parameters import layer_parameters
 from ttpu_core.spec.short_convolution import short_convolution
 from ttpu_core.spec.state_space import StateSpaceSpec, state_space
 
@@ -84,3 +98,10 @@ def test_scales_of_a_state_space_are_one_unless_given() -> None:
 def test_groups_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(ConfigError, match="80 heads in 3 groups"):
         state_space(**MAMBA2 | {"groups": 3})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("placement", "norms"), [("pre", {"mlp_norm.scale"}), ("post", {"post_mlp_norm.scale"})])
+def test_a_layer_that_is_an_mlp_alone_has_the_norms_of_its_mlp(placement: Placement, norms: set[str]) -> None:
+    layer = LayerSpec(NO_MIXER, MLPSpec(8), NormSpec(), BlockSpec(placement))
+    assert layer_parameters(layer, 4).keys() == norms | {"mlp.gate_up.kernel", "mlp.down.kernel"}
+    assert layer_words(layer).startswith("no mixer, ")

@@ -75,7 +75,8 @@ def ttpu_rope(config: ModelConfig, layer: int, attention: AttentionSpec) -> Rope
 
 @hookspec(firstresult=True)
 def ttpu_mixer(config: ModelConfig, layer: int) -> MixerSpec | None:
-    """A mixer that replaces attention in this layer, or None if the layer has attention."""
+    """A mixer that replaces attention in this layer, `NO_MIXER` for a layer that is an MLP alone, or None if the layer
+    has attention."""
 
 
 @hookspec(firstresult=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from ttpu_core.spec import (
+    NO_MIXER,
     ActivationSpec,
     ArchitectureSpec,
     AttentionSpec,
@@ -47,7 +48,10 @@ def architecture_lines(spec: ArchitectureSpec) -> list[str]:
 
 def layer_words(layer: LayerSpec) -> str:
     """One layer: mixer, norms, MLP."""
-    mixer = attention_words(layer.mixer) if isinstance(layer.mixer, AttentionSpec) else _mixer(layer.mixer)
+    if isinstance(layer.mixer, AttentionSpec):
+        mixer = attention_words(layer.mixer)
+    else:
+        mixer = "no mixer" if layer.mixer == NO_MIXER else _mixer(layer.mixer)
     parts = [mixer, *_block(layer.block, layer.norm)]
     if isinstance(layer.mlp, MLPSpec):
         parts.append(mlp_words(layer.mlp))

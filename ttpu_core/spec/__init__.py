@@ -6,6 +6,7 @@ from ttpu_core.spec.attention import AlibiSpec, AttentionSpec, OutputGate, Query
 from ttpu_core.spec.feed_forward import NO_MLP, ActivationSpec, MLPSpec, MoESpec, RouterSpec
 from ttpu_core.spec.norm import NormSpec
 from ttpu_core.spec.parts import (
+    NO_MIXER,
     BlockSpec,
     CustomSpec,
     EmbeddingSpec,
@@ -21,6 +22,7 @@ from ttpu_core.spec.parts import (
 from ttpu_core.spec.rope import NO_ROPE, RopeSpec
 
 __all__ = [
+    "NO_MIXER",
     "NO_MLP",
     "NO_ROPE",
     "ActivationSpec",

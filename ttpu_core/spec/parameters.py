@@ -18,7 +18,7 @@ from ttpu_core.spec import axes
 from ttpu_core.spec.attention import AttentionSpec
 from ttpu_core.spec.feed_forward import ActivationSpec, MLPSpec, MoESpec
 from ttpu_core.spec.norm import NormSpec
-from ttpu_core.spec.parts import CustomSpec, LayerSpec, MixerSpec, Parameter
+from ttpu_core.spec.parts import NO_MIXER, CustomSpec, LayerSpec, MixerSpec, Parameter
 
 if TYPE_CHECKING:
     from ttpu_core.spec.architecture_spec import ArchitectureSpec
@@ -63,6 +63,8 @@ def norm_names(layer: LayerSpec) -> tuple[str, ...]:
         "parallel_two_norms": ("input_norm", "mlp_norm"),
         "none": (),
     }[layer.block.placement]
+    if layer.mixer == NO_MIXER:
+        names = tuple(name for name in names if "mlp" in name)
     return tuple(name for name in names if has_mlp or "mlp" not in name)
 
 

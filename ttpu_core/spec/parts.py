@@ -70,6 +70,10 @@ class MixerSpec(CustomSpec):
     rope: RopeSpec | None = None
 
 
+NO_MIXER = MixerSpec("none")
+"""What `ttpu_mixer` answers for a layer that is an MLP alone."""
+
+
 @dataclass(frozen=True)
 class BlockSpec:
     """How mixer and MLP connect to the residual stream.

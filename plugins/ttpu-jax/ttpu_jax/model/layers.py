@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ttpu_core.spec import LayerSpec, MixerSpec, MoESpec
+from ttpu_core.spec import NO_MIXER, LayerSpec, MixerSpec, MoESpec
 from ttpu_core.spec.parameters import norm_names
 from ttpu_jax.model.attention import Attention
 from ttpu_jax.model.custom import CachingMixer, custom_mixer
@@ -31,7 +31,9 @@ class DecoderLayer(nnx.Module):
 
         self.input_norm, self.post_attention_norm = norm("input_norm"), norm("post_attention_norm")
         self.mlp_norm, self.post_mlp_norm = norm("mlp_norm"), norm("post_mlp_norm")
-        if isinstance(spec.mixer, MixerSpec):
+        if spec.mixer == NO_MIXER:
+            pass
+        elif isinstance(spec.mixer, MixerSpec):
             self.mixer = custom_mixer(spec.mixer, values.at("mixer"), runtime)
         else:
             self.attention = Attention(spec.mixer, values.at("attention"), runtime)
@@ -52,6 +54,8 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, StepCache, Keys | None]:
         """x [batch, seq, hidden]: the same shape (or the last token's, [batch, 1, hidden]), the updated cache, and
         the keys and values that the mixer attended to, if it is attention."""
+        if self.spec.mixer == NO_MIXER:
+            return self.leave(self._after_mlp(x[:, -1:] if step.last_only else x), inputs), cache, None
         entered = maybe(self.input_norm, x)
         mixed, cache, keys = self.mix(entered, step, cache, inputs)
         mixed = maybe(self.post_attention_norm, mixed)
@@ -62,10 +66,7 @@ class DecoderLayer(nnx.Module):
             inner = entered if self.spec.block.placement == "parallel" else maybe(self.mlp_norm, x)
             x = self._add(stream, mixed + self.mlp(inner) if self.mlp else mixed)
         else:
-            x = self._add(stream, mixed)
-            if self.mlp is not None:
-                stream = maybe(self.mlp_norm, x) if self.spec.block.normed_residual else x
-                x = self._add(stream, self.feed_forward(x), of_mlp=True)
+            x = self._after_mlp(self._add(stream, mixed))
         return self.leave(x, inputs), cache, keys
 
     def mix(
@@ -92,6 +93,13 @@ class DecoderLayer(nnx.Module):
         """Turn x [batch, seq, hidden] after both sub-layers into the next layer's input. After `step.last_only` it has
         one token where `inputs` have all."""
         return x if self.layer_scalar is None else x * self.layer_scalar[...]
+
+    def _after_mlp(self, x: jax.Array) -> jax.Array:
+        """x [batch, seq, hidden] and what the MLP, if there is one, adds to it."""
+        if self.mlp is None:
+            return x
+        stream = maybe(self.mlp_norm, x) if self.spec.block.normed_residual else x
+        return self._add(stream, self.feed_forward(x), of_mlp=True)
 
     def _add(self, x: jax.Array, update: jax.Array, of_mlp: bool = False) -> jax.Array:
         block = self.spec.block

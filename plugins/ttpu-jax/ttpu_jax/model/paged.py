@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, StateSpec, axes
+from ttpu_core.spec import NO_MIXER, ArchitectureSpec, AttentionSpec, LayerSpec, StateSpec, axes
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_jax.model.cache import StateCache
 from ttpu_jax.model.latent_attention import latent_pages
@@ -63,6 +63,8 @@ def paged_layout(spec: ArchitectureSpec, max_model_len: int) -> PagedLayout:
                 key = tuple(None if n is None or n >= max_model_len else n for n in (mixer.window, mixer.chunk))
         elif isinstance(mixer, LatentAttentionSpec):
             key = (None, None)
+        elif mixer == NO_MIXER:
+            pass
         elif any(axes.SEQUENCE in state.axes for state in mixer.state):
             raise UnsupportedError(
                 f"serving this {spec.model_type!r} model was asked for, but the mixer {mixer.name!r} of layer {index} "
