@@ -16,7 +16,7 @@ from broken import GEMMA2, LLAMA, MISTRAL, QWEN2, RIGHT, cases
 from ttpu_conformance.diagnosis import first_difference
 from ttpu_conformance.runner import run
 from ttpu_conformance.selection import checks_for
-from ttpu_zoo import gpt_oss
+from ttpu_zoo import gpt_oss, nemotron
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -360,6 +360,12 @@ BREACHES: dict[str, tuple[Any, ...]] = {
         changed(GEMMA2, ", scale_in_fp32=True", ""),
         "bfloat16_casts",
         r"differ .* with NormSpec\(scale_in_fp32=True\) they agree: correct `ttpu_norm`",
+    ),
+    "a norm adds its offset in another dtype": (
+        "nemotron",
+        changed(Path(nemotron.__file__).read_text(), ", offset_in_fp32=False", ""),
+        "bfloat16_casts",
+        r"differ .* with NormSpec\(offset_in_fp32=False\) they agree: correct `ttpu_norm`",
     ),
     "norms of queries and keys cast after their weights": (
         "qwen3",

@@ -27,9 +27,9 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
 
 @hookimpl
 def ttpu_norm(config: ModelConfig) -> NormSpec:
-    """`NemotronLayerNorm1P`: LayerNorm with a scale of 1 + w, and a bias."""
+    """`NemotronLayerNorm1P`: LayerNorm with a scale of 1 + w, which is rounded to the weights' dtype, and a bias."""
     eps = config.positive_number("norm_eps")
-    return NormSpec(kind="layer", eps=eps, bias=True, offset=1.0, scale_in_fp32=True)
+    return NormSpec(kind="layer", eps=eps, bias=True, offset=1.0, scale_in_fp32=True, offset_in_fp32=False)
 
 
 @hookimpl

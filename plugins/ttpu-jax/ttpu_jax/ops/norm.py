@@ -47,5 +47,11 @@ def normalize(
 
 def _affine(value: jax.Array, spec: NormSpec, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
     if scale is not None:
-        value = value * ((scale.astype(value.dtype) + spec.offset) if spec.offset else scale.astype(value.dtype))
+        factor = scale.astype(value.dtype)
+        if spec.offset:
+            factor = factor + spec.offset
+        if spec.offset and not spec.offset_in_fp32:  # XLA drops the rounding of a cast there and back
+            kept = jnp.finfo(scale.dtype)
+            factor = jax.lax.reduce_precision(factor, kept.nexp, kept.nmant)
+        value = value * factor
     return value if bias is None else value + bias.astype(value.dtype)
