@@ -131,7 +131,7 @@ def _fills_in_otherwise(
     """Whether a difference comes from a key that is absent, for which `ttpu_config` filled in another value than
     transformers, or none."""
     part = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
-    if "rope_parameters" not in part and isinstance(theirs.config.get("rope_parameters"), dict):
+    if part.get("rope_parameters") is None and theirs.config.section("rope_parameters") is not None:
         field = found.where.rpartition(".")[2]
         words = ROPE_KEYS.get(field, rf"""["']{field}["']|\b{field}=""") if ".rope." in found.where else None
         if words is not None and not re.search(words, _source_of(case, hook_of_family(case, "ttpu_rope"))):

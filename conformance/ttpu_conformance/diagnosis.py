@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,9 @@ SHARED = 0.02
 
 MOST_LOADED = 120
 """How many changes are tried on loaded models for one mistake."""
+
+MOST_SECONDS = 60.0
+"""CPU seconds after which a diagnosis tries no further change: a mixer of one's own may take seconds to compile."""
 
 MOST_FITTING = 12
 """Of changes after which a checkpoint fits the description, how many are tried for equal logits."""
@@ -80,10 +84,11 @@ def diagnose(case: Case) -> str:
 
 def _diagnose(case: Case) -> str:
     architecture = case.architecture
+    until = time.process_time() + MOST_SECONDS
     first = place = first_difference(case, architecture)
     found: list[Hypothesis] = []
     while place is not None and len(found) < MOST_MISTAKES:
-        hypothesis = _explanation(case, architecture, place)
+        hypothesis = _explanation(case, architecture, place, until)
         if hypothesis is None:
             break
         found.append(hypothesis)
@@ -260,10 +265,11 @@ def _candidates(case: Case, architecture: Architecture, place: Place) -> Iterato
         yield from sorted(known, key=lambda one: place.hooks.index(one.hook))
 
 
-def _explanation(case: Case, architecture: Architecture, place: Place) -> Hypothesis | None:
-    """The first change that makes the models agree at the place, those of the hooks that it points at first."""
+def _explanation(case: Case, architecture: Architecture, place: Place, until: float) -> Hypothesis | None:
+    """The first change that makes the models agree at the place, those of the hooks that it points at first; None where
+    none does that can be tried until so many CPU seconds of this process."""
     if not place.fits:
-        return _explanation_of_misfits(case, architecture, place)
+        return _explanation_of_misfits(case, architecture, place, until)
     streams = (_reference_streams(case) if place.layers is not None else None) or []
     tried = 0
     for one in _candidates(case, architecture, place):
@@ -271,7 +277,7 @@ def _explanation(case: Case, architecture: Architecture, place: Place) -> Hypoth
             changed = _changed(case, architecture, one)
             if misfits_of(changed, _shapes(case)):
                 continue
-            if tried == MOST_LOADED:
+            if tried == MOST_LOADED or time.process_time() > until:
                 return None
             tried += 1
             if _agrees(case, case.load(architecture=changed), place, streams):
@@ -282,7 +288,9 @@ def _explanation(case: Case, architecture: Architecture, place: Place) -> Hypoth
     return None
 
 
-def _explanation_of_misfits(case: Case, architecture: Architecture, place: Place) -> Hypothesis | None:
+def _explanation_of_misfits(
+    case: Case, architecture: Architecture, place: Place, until: float
+) -> Hypothesis | None:
     """The first change after which checkpoint and description fit and the logits agree, else the first one after which
     they fit."""
     every = replace(place, hooks=tuple(dict.fromkeys([*place.hooks, *EVERY_HOOK, "ttpu_block"])))
@@ -296,6 +304,8 @@ def _explanation_of_misfits(case: Case, architecture: Architecture, place: Place
         if len(fitting) == MOST_FITTING:
             break
     for one in fitting:
+        if time.process_time() > until:
+            break
         try:
             if first_difference(case, _changed(case, architecture, one)) is None:
                 return one

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import json
+import linecache
 import logging
 import random
 import re
@@ -157,7 +158,9 @@ class _Mutated(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if fullname == self.mutant.module else None
 
     def exec_module(self, module: Any) -> None:
-        exec(compile(self.mutant.source, str(self.file), "exec"), module.__dict__)
+        source = self.mutant.source
+        linecache.cache[str(self.file)] = (len(source), None, source.splitlines(keepends=True), str(self.file))
+        exec(compile(source, str(self.file), "exec"), module.__dict__)
 
 
 @contextmanager
@@ -171,6 +174,7 @@ def imported_with(mutant: Mutant, family: Family) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
+        linecache.cache.pop(str(finder.file), None)
         for name in [name for name in sys.modules if name.split(".")[0] == package]:
             del sys.modules[name]
         sys.modules.update(kept)
