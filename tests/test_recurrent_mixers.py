@@ -22,6 +22,7 @@ from ttpu_core.spec import (
     StateSpec,
 )
 from ttpu_core.spec.parameters import layer_parameters
+from ttpu_core.spec.selective_scan import selective_scan
 from ttpu_core.spec.short_convolution import short_convolution
 from ttpu_core.spec.state_space import StateSpaceSpec, state_space
 
@@ -105,3 +106,24 @@ def test_a_layer_that_is_an_mlp_alone_has_the_norms_of_its_mlp(placement: Placem
     layer = LayerSpec(NO_MIXER, MLPSpec(8), NormSpec(), BlockSpec(placement))
     assert layer_parameters(layer, 4).keys() == norms | {"mlp.gate_up.kernel", "mlp.down.kernel"}
     assert layer_words(layer).startswith("no mixer, ")
+
+
+def test_a_selective_scan_has_the_names_and_parameters_of_mamba() -> None:
+    sizes = {"hidden_size": 2560, "channels": 5120, "state_size": 16, "dt_rank": 160, "conv_kernel": 4}  # Mamba 2.8B
+    mixer = selective_scan(**sizes, norm="scaled")  # type: ignore[arg-type]
+    tensors = {name: shape for name, shape in mixer_tensors(mixer, 2560).items() if name.startswith("mamba.")}
+    assert tensors == {
+        "mamba.in_proj.weight": (10_240, 2560),
+        "mamba.conv1d.weight": (5120, 1, 4),
+        "mamba.conv1d.bias": (5120,),
+        "mamba.x_proj.weight": (192, 5120),
+        "mamba.dt_proj.weight": (5120, 160),
+        "mamba.dt_proj.bias": (5120,),
+        "mamba.A_log": (5120, 16),
+        "mamba.D": (5120,),
+        "mamba.dt_layernorm.weight": (160,),
+        "mamba.b_layernorm.weight": (16,),
+        "mamba.c_layernorm.weight": (16,),
+        "mamba.out_proj.weight": (2560, 5120),
+    }
+    assert {state.name: state.shape for state in mixer.state} == {"conv": (3, 5120), "state": (16, 5120)}

@@ -10,10 +10,11 @@ from math import prod
 
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack, Tensor
-from ttpu_core.mapping.recurrent import short_convolution_rules, state_space_rules
+from ttpu_core.mapping.recurrent import selective_scan_rules, short_convolution_rules, state_space_rules
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_core.spec.parameters import fused_slots, norm_names
+from ttpu_core.spec.selective_scan import SelectiveScanSpec
 from ttpu_core.spec.short_convolution import ShortConvolutionSpec
 from ttpu_core.spec.state_space import StateSpaceSpec
 
@@ -134,6 +135,8 @@ def layer_rules(layer: LayerSpec, hidden: int, names: CheckpointNames, prefix: s
         yield from latent_attention_rules(layer.mixer, names, prefix)
     elif isinstance(layer.mixer, ShortConvolutionSpec) and not layer.mixer.implementations:
         yield from short_convolution_rules(layer.mixer, prefix + names.short_convolution)
+    elif isinstance(layer.mixer, SelectiveScanSpec) and not layer.mixer.implementations:
+        yield from selective_scan_rules(layer.mixer, prefix + names.state_space)
     elif isinstance(layer.mixer, StateSpaceSpec) and not layer.mixer.implementations:
         yield from state_space_rules(layer.mixer, prefix + names.state_space)
     if isinstance(layer.mlp, MLPSpec):

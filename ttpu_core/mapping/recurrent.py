@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from ttpu_core.mapping import Expression, Tensor
+from ttpu_core.spec.selective_scan import NORMED, SelectiveScanSpec
 from ttpu_core.spec.short_convolution import ShortConvolutionSpec
 from ttpu_core.spec.state_space import StateSpaceSpec
 
@@ -56,3 +58,27 @@ def state_space_rules(mixer: StateSpaceSpec, prefix: str) -> Rules:
         yield f"mixer.{name}", Tensor(prefix + tensor, (heads,))
     if "norm.scale" in shapes:
         yield "mixer.norm.scale", Tensor(f"{prefix}norm.weight", (inner,))
+
+
+def selective_scan_rules(mixer: SelectiveScanSpec, prefix: str) -> Rules:
+    """Rules for the parameters of a selective scan, whose tensors' names begin with `prefix`, as Mamba's checkpoints
+    store them. Norms have the names of Jamba's."""
+    shapes = {name: parameter.shape for name, parameter in mixer.parameters}
+    kernel, channels = shapes["conv.kernel"]
+    for name, tensor in (("input", "in_proj"), ("selection", "x_proj"), ("dt", "dt_proj"), ("output", "out_proj")):
+        *rows, last = shapes[f"{name}.kernel"]
+        weight, bias = Tensor(f"{prefix}{tensor}.weight", (prod(rows), last)), shapes.get(f"{name}.bias")
+        yield f"mixer.{name}.kernel", weight.reshape(*rows, last) if len(rows) > 1 else weight
+        if bias is not None:
+            whole = Tensor(f"{prefix}{tensor}.bias", (prod(bias),))
+            yield f"mixer.{name}.bias", whole.reshape(*bias) if len(bias) > 1 else whole
+    filters = Tensor(f"{prefix}conv1d.weight", (channels, 1, kernel)).reshape(channels, kernel)
+    yield "mixer.conv.kernel", filters.transpose(1, 0)
+    if "conv.bias" in shapes:
+        yield "mixer.conv.bias", Tensor(f"{prefix}conv1d.bias", (channels,))
+    yield "mixer.decay_log", Tensor(f"{prefix}A_log", shapes["decay_log"][::-1]).transpose(1, 0)
+    yield "mixer.dt_bias", Tensor(f"{prefix}dt_proj.bias", (channels,))
+    yield "mixer.skip", Tensor(f"{prefix}D", (channels,))
+    for name in NORMED:
+        if f"{name}_norm.scale" in shapes:
+            yield f"mixer.{name}_norm.scale", Tensor(f"{prefix}{name}_layernorm.weight", shapes[f"{name}_norm.scale"])

@@ -22,6 +22,7 @@ from flax import nnx
 from ttpu_core.errors import PluginError, UnsupportedError
 from ttpu_core.spec import CustomSpec, EmbeddingSpec, LayerSpec, MixerSpec
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
+from ttpu_core.spec.selective_scan import SelectiveScanSpec
 from ttpu_core.spec.short_convolution import ShortConvolutionSpec
 from ttpu_core.spec.state_space import StateSpaceSpec
 from ttpu_jax.model.modules import Parameters, Runtime, Step
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 BUILT_IN: dict[type[CustomSpec], str] = {
     LatentAttentionSpec: "ttpu_jax.model.latent_attention:LatentAttention",
+    SelectiveScanSpec: "ttpu_jax.model.selective_scan:SelectiveScan",
     ShortConvolutionSpec: "ttpu_jax.model.short_convolution:ShortConvolution",
     StateSpaceSpec: "ttpu_jax.model.state_space:StateSpace",
 }
