@@ -15,6 +15,7 @@ from ttpu_core.errors import ConfigError, MappingError, PluginError
 from ttpu_core.mapping.layout import standard_mapping
 from ttpu_core.spec import (
     ActivationSpec,
+    AlibiSpec,
     ArchitectureSpec,
     AttentionSpec,
     BlockSpec,
@@ -315,6 +316,8 @@ LAYERS: dict[str, tuple[LayerSpec, Table]] = {
             "mlp.inner_norm.scale": ((INNER,), ("mlp",)),
             "mlp.activation.alpha_p": ((1,), (None,)),
             "mlp.activation.alpha_n": ((1,), (None,)),
+            "mlp.activation.beta": ((1,), (None,)),
+            "mlp.activation.eps": ((1,), (None,)),
             "mlp.down.kernel": ((HIDDEN, INNER), ("embed", "mlp")),
             "mlp.down.bias": RESIDUAL,
             "layer_scalar": ((1,), (None,)),
@@ -488,3 +491,10 @@ def test_a_mixers_parameters_need_rules_of_the_plugins_own() -> None:
     spec = spec_of(layer_of(mixer))
     with pytest.raises(MappingError, match=r"no rule for the parameter 'layers\.0\.mixer\.a_log'"):
         standard_mapping(spec).check_parameters(spec.parameters)
+
+
+def test_the_slopes_of_alibi_are_those_of_its_paper_and_of_bloom_between_powers_of_two() -> None:
+    assert AlibiSpec().slopes(8) == tuple(2.0**-power for power in range(1, 9))
+    assert AlibiSpec(max_bias=4.0).slopes(2) == (0.25, 0.0625)
+    assert AlibiSpec().slopes(6) == (0.25, 0.0625, 2.0**-6, 2.0**-8, 0.5, 0.125)
+    assert AlibiSpec().slopes(1) == (2.0**-8,)

@@ -82,10 +82,12 @@ class Reference:
     def bfloat16_logits(self) -> np.ndarray:
         """The logits [ROWS, SEQUENCE, vocab] of the model loaded by `from_pretrained(dtype=bfloat16)`, which may keep
         parts in float32."""
-        import torch
+        return self.logits_of(self.loaded(self.path, "bfloat16"), self.token_ids)
 
-        loaded = type(self.model).from_pretrained(self.path, dtype=torch.bfloat16, attn_implementation="eager").eval()
-        return self.logits_of(loaded, self.token_ids)
+    def loaded(self, folder: Path, dtype: str = "float32") -> Any:
+        """The reference model from a checkpoint, in evaluation mode, in float32 or bfloat16."""
+        attention = self.declaration.attention
+        return type(self.model).from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
 
     @cached_property
     def token_ids(self) -> np.ndarray:

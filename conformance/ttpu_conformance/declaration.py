@@ -17,13 +17,15 @@ FILE = "conformance.toml"
 BASE = "base"
 NEVER_WRITTEN = "never_written"
 DERIVED_BUFFERS = "derived_buffers"
+ATTENTION = ("eager", "sdpa")
+"""Attention implementations of transformers that the reference model may have."""
 NULL = "null"  # TOML has no null: `null = ["sliding_window"]` sets these keys to None
 
 OTHERWISE = "reads_otherwise"
 
 _SECTION = (
     "transformers", BASE, "variants", "heavy", "published", "expected_failures", "not_proven", OTHERWISE, NEVER_WRITTEN,
-    DERIVED_BUFFERS,
+    DERIVED_BUFFERS, "attention",
 )  # fmt: skip
 _EXPECTED = ("check", "variant", "reason")
 _SLICE = ("slice", "mesh", "train_slice", "train_mesh")
@@ -76,7 +78,8 @@ class Declaration:
     config without them is read otherwise than transformers' config class reads it. `never_written` names tensors that
     published checkpoints hold, transformers never writes, and the plugin ignores. `derived_buffers` are patterns of
     buffers that transformers saves although they follow from the config: the kit leaves their values as they are, and
-    a plugin may ignore them."""
+    a plugin may ignore them. `attention` is the reference model's attention implementation: "sdpa" for a type whose
+    eager attention in transformers computes another model."""
 
     model_type: str
     source: str = "the kit's defaults"
@@ -90,6 +93,7 @@ class Declaration:
     reads_otherwise: Mapping[str, str] = field(default_factory=dict)
     never_written: tuple[str, ...] = ()
     derived_buffers: tuple[str, ...] = ()
+    attention: str = ATTENTION[0]
 
     def is_derived(self, name: str) -> bool:
         """Whether a buffer of this name is declared as following from the config."""
@@ -214,6 +218,12 @@ def parse_declaration(model_type: str, section: Any, source: str, folder: Path) 
         raise DeclarationError(
             f"{source} names {heavy!r} as heavy in {at}, but the variants are {', '.join(names)}: name some of those."
         )
+    attention = section.get("attention", ATTENTION[0])
+    if attention not in ATTENTION:
+        raise DeclarationError(
+            f"{source} sets attention in {at} to {attention!r}, but the reference model has {' or '.join(ATTENTION)}: "
+            "choose one, or leave it out."
+        )
     chips = [f"{model.name}@{chip}" for model in published for chip in CHIPS]
     places = [*names, *(model.name for model in published), *chips]
     return Declaration(
@@ -229,6 +239,7 @@ def parse_declaration(model_type: str, section: Any, source: str, folder: Path) 
         _reasons(source, at, section.get(OTHERWISE, {})),
         _names(source, at, section, NEVER_WRITTEN),
         _names(source, at, section, DERIVED_BUFFERS),
+        attention,
     )
 
 

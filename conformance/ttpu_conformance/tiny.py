@@ -125,7 +125,8 @@ def random_model(declaration: Declaration, variant: Variant) -> Any:
     config = tiny_config(declaration, variant)
     torch.manual_seed(0)
     try:
-        model = reference_class(declaration)._from_config(config, attn_implementation="eager").eval().float()
+        kind = reference_class(declaration)
+        model = kind._from_config(config, attn_implementation=declaration.attention).eval().float()
     except ImportError as error:  # as for the pictures of a multimodal model
         why = " ".join(str(error).split())
         raise NoReference(f"transformers cannot make the reference model here: {why}") from error

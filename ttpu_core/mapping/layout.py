@@ -145,8 +145,8 @@ def layer_rules(layer: LayerSpec, hidden: int, names: CheckpointNames, prefix: s
             "mlp.inner_norm", layer.mlp.inner_norm, prefix + names.inner_norm, layer.mlp.intermediate_size
         )
         if layer.mlp.activation.name == "xielu":
-            for name in ("alpha_p", "alpha_n"):
-                yield f"mlp.activation.{name}", Tensor(f"{prefix}{names.activation}.{name}", (1,))
+            for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
+                yield f"mlp.activation.{name}", Tensor(f"{prefix}{names.activation}.{name}", shape).reshape(1)
     elif layer.mlp is not None:
         yield from moe_rules(layer.mlp, hidden, names, prefix)
     if layer.block.layer_scalar:

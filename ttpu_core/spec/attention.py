@@ -35,12 +35,19 @@ class OutputGate:
 class AlibiSpec:
     """Position biases instead of rope (arXiv 2108.12409): slope(head) * key position, added to the logits.
 
-    Slopes run from 2 ** (-max_bias / heads) down to 2 ** -max_bias. `scaled` adds the bias before the softmax scale
-    multiplies (falcon) instead of after it (bloom, mpt); `bfloat16` rounds the bias, as falcon does."""
+    `scaled` adds the bias before the softmax scale multiplies (falcon) instead of after it (bloom, mpt); `bfloat16`
+    rounds slopes, positions and biases, as falcon does."""
 
     max_bias: float = 8.0
     scaled: bool = False
     bfloat16: bool = False
+
+    def slopes(self, heads: int) -> tuple[float, ...]:
+        """The slope of each of so many heads: from 2 ** (-max_bias / heads) down to 2 ** -max_bias for a power of two;
+        else those of the next power of two, every second one first, then what is still needed of the others."""
+        count = 1 << (heads - 1).bit_length()
+        powers = [2.0 ** (-self.max_bias * (head + 1) / count) for head in range(count)]
+        return tuple(powers if count == heads else (powers[1::2] + powers[::2])[:heads])
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,8 @@ def _activation(spec: ActivationSpec) -> Named:
     if spec.name == "xielu":
         yield "activation.alpha_p", Parameter((1,), (None,), "ones")
         yield "activation.alpha_n", Parameter((1,), (None,), "ones")
+        yield "activation.beta", Parameter((1,), (None,), "ones", trained=False)
+        yield "activation.eps", Parameter((1,), (None,), "zeros", trained=False)
 
 
 def _moe(spec: MoESpec, hidden: int) -> Named:

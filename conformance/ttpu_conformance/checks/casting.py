@@ -88,8 +88,7 @@ def check_bfloat16_keys(case: Case) -> Measured:
     if not isinstance(mixer, AttentionSpec) or mixer.kv_from_layer is not None:
         raise NotApplicable("its first layer keeps no keys")
     single = np.random.default_rng(0).integers(case.architecture.spec.vocab_size, size=(SEQUENCES, 1))
-    kind: Any = type(case.reference.model)
-    theirs = kind.from_pretrained(case.reference.path, dtype="bfloat16", attn_implementation="eager").eval()
+    theirs = case.reference.loaded(case.reference.path, "bfloat16")
     ours = _in_bfloat16(case, case.architecture)
     wanted = _their_keys(theirs, single)
     normed = _differing(ours.keys(single, 0), wanted)
@@ -167,8 +166,7 @@ def without_layers(case: Case, folder: Path) -> None:
 def _their_streams(case: Case, folder: Path) -> list[np.ndarray]:
     import torch
 
-    kind: Any = type(case.reference.model)
-    loaded = kind.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    loaded = case.reference.loaded(folder, "bfloat16")
     with torch.no_grad():
         states = loaded(input_ids=torch.tensor(case.reference.token_ids), output_hidden_states=True).hidden_states
     spec = case.architecture.spec

@@ -170,7 +170,7 @@ def _logits_move(case: Case, tensors: dict[str, Any], names: list[str]) -> bool:
             if not file.name.endswith("index.json"):
                 (Path(folder) / file.name).write_bytes(file.read_bytes())
         save_file(changed, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        loaded = type(case.reference.model).from_pretrained(folder, attn_implementation="eager").eval()
+        loaded = case.reference.loaded(Path(folder))
     moved = case.reference.logits_of(loaded, case.reference.token_ids)
     return relative_error(moved, case.reference.logits) > FLOAT32
 

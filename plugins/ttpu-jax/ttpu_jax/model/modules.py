@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, axes
-from ttpu_jax.ops.activation import activate, gated_activation, sparsify
+from ttpu_jax.ops.activation import activate, gated_activation, sparsify, xielu
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.matmul.devices import Devices, UsePallas
 from ttpu_jax.ops.norm import normalize
@@ -154,6 +154,18 @@ class Linear(nnx.Module):
         )
 
 
+class XIELU(nnx.Module):
+    """The activation xIELU with its learned constants."""
+
+    def __init__(self, values: Parameters) -> None:
+        self.alpha_p, self.alpha_n = values["alpha_p"], values["alpha_n"]
+        self.beta, self.eps = values["beta"], values["eps"]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., features]: the same shape."""
+        return xielu(x, self.alpha_p[...], self.alpha_n[...], self.beta[...], self.eps[...])
+
+
 class MLP(nnx.Module):
     """Gated or plain feed-forward layer."""
 
@@ -163,6 +175,7 @@ class MLP(nnx.Module):
             self.gate_up = Linear(values.at("gate_up"), runtime)
         else:
             self.up = Linear(values.at("up"), runtime)
+        self.xielu = XIELU(values.at("activation")) if spec.activation.name == "xielu" else None
         self.inner_norm = Norm(spec.inner_norm, values.at("inner_norm")) if spec.inner_norm else None
         self.down = Linear(values.at("down"), runtime)
 
@@ -175,7 +188,8 @@ class MLP(nnx.Module):
                 sparsify(pair[..., 0, :], self.spec.sparsity), pair[..., 1, :], self.spec.activation
             )
         else:
-            inner = activate(sparsify(self.up(x, wide), self.spec.sparsity), self.spec.activation)
+            raised = sparsify(self.up(x, wide), self.spec.sparsity)
+            inner = self.xielu(raised) if self.xielu else activate(raised, self.spec.activation)
         inner = inner.astype(x.dtype)
         if self.inner_norm is not None:
             inner = self.inner_norm(inner)

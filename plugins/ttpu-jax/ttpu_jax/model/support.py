@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.spec import NO_MIXER, ArchitectureSpec, AttentionSpec, CustomSpec, LayerSpec, MixerSpec
+from ttpu_core.spec import NO_MIXER, ArchitectureSpec, CustomSpec, LayerSpec, MixerSpec, MoESpec
 from ttpu_jax.model.custom import custom_class
 
 
@@ -42,7 +42,6 @@ def _customs(spec: ArchitectureSpec) -> Iterator[CustomSpec]:
 
 
 def _unsupported(layer: LayerSpec) -> Iterator[str]:
-    if isinstance(layer.mixer, AttentionSpec) and layer.mixer.alibi:
-        yield "ALiBi position biases"
-    if layer.mlp is not None and layer.mlp.activation.name == "xielu":
-        yield f"the activation {layer.mlp.activation.name!r}"
+    mlp = layer.mlp
+    if mlp is not None and mlp.activation.name == "xielu" and (isinstance(mlp, MoESpec) or mlp.gated):
+        yield "the activation 'xielu' in experts or a gated MLP"

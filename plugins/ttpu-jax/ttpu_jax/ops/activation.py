@@ -32,6 +32,23 @@ def activate(x: jax.Array, spec: ActivationSpec) -> jax.Array:
     return _FUNCTIONS[spec.name](x)
 
 
+def xielu(x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array, beta: jax.Array, eps: jax.Array) -> jax.Array:
+    """xIELU (arXiv 2411.13010) of `x`: [..., features], with a learned curvature on each side of zero. The result is
+    [..., features] in x's dtype.
+
+    Args:
+        x: [..., features].
+        alpha_p: [1], whose softplus is the factor of x² where x is positive.
+        alpha_n: [1], whose softplus plus beta is the factor of e^x - 1 - x elsewhere.
+        beta: [1], the slope at zero.
+        eps: [1], a bound just below zero on the exponent.
+    """
+    alpha_p, alpha_n, beta, eps = (each.astype(x.dtype) for each in (alpha_p, alpha_n, beta, eps))
+    above = jax.nn.softplus(alpha_p) * x * x
+    below = (jnp.expm1(jnp.minimum(x, eps)) - x) * (beta + jax.nn.softplus(alpha_n))
+    return jnp.where(x > 0, above, below) + beta * x
+
+
 def sparsify(x: jax.Array, sparsity: float) -> jax.Array:
     """relu(x - cutoff) for `x`: [..., features]. The cutoff is the `sparsity` quantile of a normal distribution with
     the features' mean and deviation, so that about 1 - sparsity of the features stay above zero (Spark

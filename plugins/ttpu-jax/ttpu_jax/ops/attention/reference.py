@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ttpu_core.spec import AttentionSpec
+from ttpu_jax.ops.attention import alibi
 from ttpu_jax.ops.attention.context import AttentionContext
 
 CAUSAL_BLOCKS, SMALLEST_BLOCK = 4, 128  # number of query blocks, and the smallest useful block of queries
@@ -35,7 +36,7 @@ def eager(
         value: [batch, kv_heads, keys, value_dim].
         query_positions: [batch, seq].
         key_positions: [batch, keys]; keys with a negative position are masked.
-        spec: scale, softcap, window, chunk, causality.
+        spec: scale, softcap, window, chunk, causality, ALiBi.
         sinks: [kv_heads, q_per_kv] logits of attention sinks: each takes a share of the probability and has no
             value.
         segment_ids: [batch, seq] and [batch, keys] segments of sequences packed into one row. Each sequence is
@@ -78,7 +79,8 @@ def _attend(
     # dimensions without copying the cache.
     rows = query.transpose(0, 2, 3, 1, 4).reshape(batch, kv, group * seq, dim).astype(key.dtype)
     scores = jax.lax.dot_general(rows, key, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
-    scores = scores.reshape(batch, kv, group, seq, -1) * spec.softmax_scale
+    scores = scores.reshape(batch, kv, group, seq, -1)
+    scores = alibi.scaled(scores, spec, query_positions, key_positions, alibi.slopes(spec))
     if spec.logit_softcap is not None:
         scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
     visible = visibility(query_positions, key_positions, spec, segment_ids)[:, None, None]

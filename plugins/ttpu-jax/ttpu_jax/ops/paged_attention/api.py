@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ttpu_core.spec import AttentionSpec
+from ttpu_jax.ops.attention import alibi
 from ttpu_jax.ops.attention.blocks import device_kind
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.paged_attention import int8_kernel, kernel
@@ -34,7 +35,7 @@ def paged_attention(
         query: [tokens, kv_heads, q_per_kv, head_dim], rotated.
         kv: the layer's pages.
         batch: the flat batch.
-        spec: scale, softcap, window, chunk.
+        spec: scale, softcap, window, chunk, ALiBi.
         sinks: [kv_heads, q_per_kv] logits of attention sinks: each takes a share of the probability and has no
             value.
         context: the mesh, the axes that shard KV heads, the platform.
@@ -46,15 +47,17 @@ def paged_attention(
     use_kernel = why is None and unserved_batch(spec, batch, kv.group, paired=is_paired(kv)) is None
     kind = device_kind(context) if use_kernel else ""
 
-    def attend(query: jax.Array, kv: PagedKV, batch: RaggedBatch, sinks: jax.Array | None) -> jax.Array:
+    def attend(
+        query: jax.Array, kv: PagedKV, batch: RaggedBatch, sinks: jax.Array | None, slopes: jax.Array | None
+    ) -> jax.Array:
         if use_kernel and is_paired(kv):
             return int8_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
         if use_kernel:
             return kernel.attend(query, kv, batch, spec, kind)
-        return reference(query, kv, batch, spec, sinks=sinks, platform=context.platform)
+        return reference(query, kv, batch, spec, sinks=sinks, slopes=slopes, platform=context.platform)
 
     if context.mesh is None:
-        return attend(query, kv, batch, sinks)
+        return attend(query, kv, batch, sinks, alibi.slopes(spec))
     heads = context.head_axes or None
     of_pages: Any = PartitionSpec(None, None, heads)
     of_scales: Any = PartitionSpec(None, heads) if kv.combined else of_pages
@@ -62,11 +65,11 @@ def paged_attention(
     run = jax.shard_map(  # the compiler can shard neither the kernel nor loops over pages
         attend,
         mesh=context.mesh,
-        in_specs=(of_query, replace(kv, pages=of_pages, scales=of_scales), whole, of_sinks),
+        in_specs=(of_query, replace(kv, pages=of_pages, scales=of_scales), whole, of_sinks, of_sinks),
         out_specs=of_query,
         check_vma=False,
     )
-    mixed: jax.Array = run(query, kv, batch, sinks)
+    mixed: jax.Array = run(query, kv, batch, sinks, alibi.slopes(spec))
     return mixed
 
 

@@ -24,6 +24,8 @@ def unserved(spec: AttentionSpec, platform: str, dtype: Any, value_in_key: bool 
         return "it is a kernel for TPUs"
     if value_in_key:
         return "it needs values beside keys, and here values are the keys' first features"
+    if spec.alibi is not None:
+        return "it has no ALiBi"
     kept = np.dtype(dtype)
     if kept == np.int8:
         return None

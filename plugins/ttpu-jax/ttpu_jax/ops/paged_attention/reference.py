@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ttpu_core.spec import AttentionSpec
+from ttpu_jax.ops.attention import alibi
 from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import page_size_of, read
@@ -32,6 +33,7 @@ def reference(
     spec: AttentionSpec,
     *,
     sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
     platform: str = "cpu",
 ) -> jax.Array:
     """Attention of a flat batch. The result is [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype. On a
@@ -44,9 +46,10 @@ def reference(
         batch: the flat batch.
         spec: the layer's attention.
         sinks: [kv_heads, q_per_kv] logits of attention sinks, or None.
+        slopes: [kv_heads, q_per_kv] of ALiBi for these heads, or None.
         platform: cpu, tpu or gpu.
     """
-    attend = partial(_attend, kv=kv, spec=spec, sinks=sinks, on_cpu=platform == "cpu")
+    attend = partial(_attend, kv=kv, spec=spec, sinks=sinks, slopes=slopes, on_cpu=platform == "cpu")
     most = batch.max_queries
     if platform == "cpu":
         largest = CPU_BLOCKS[-1][0]
@@ -123,6 +126,7 @@ def _attend(
     kv: PagedKV,
     spec: AttentionSpec,
     sinks: jax.Array | None,
+    slopes: jax.Array | None,
     on_cpu: bool,
 ) -> jax.Array:
     """Attention of each row over the pages in its row of the block table.
@@ -154,7 +158,7 @@ def _attend(
         seen = (places >= oldest[:, None]) & (places <= newest[:, None])
         value = jnp.where(seen[:, None, :, None], value, 0)
         scores = _scores(turned, key, one_by_one=on_cpu).reshape(rows, heads, group, queries, block)
-        scores = scores * spec.softmax_scale
+        scores = alibi.scaled(scores, spec, positions, places[None], slopes)
         if spec.logit_softcap is not None:
             scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
         visible = _visible(positions[:, :, None], places, spec)[:, None, None]
