@@ -253,13 +253,15 @@ def test_a_command_that_does_not_exist_is_one_sentence() -> None:
 def test_a_process_that_ignores_sigterm_is_killed_after_the_grace(clean: Path) -> None:
     script = SLEEPERS.replace("wait", "[ $TTPU_PROCESS_ID = 1 ] && exit 3; wait")
     done = shell(f"trap '' TERM; {script}", "--grace", "0.5", cwd=clean)
-    assert (clean / "pids").read_text().split() and alive(clean) == []
+    assert done.returncode == 3
+    assert (clean / "pids").read_text().split()
     assert alive(clean) == []
 
 
 def test_what_a_process_left_in_the_background_ends_with_it(clean: Path) -> None:
     done = shell("sleep 1000 & echo $! >> pids", cwd=clean)
-    assert (clean / "pids").read_text().split() and alive(clean) == []
+    assert done.returncode == 0
+    assert (clean / "pids").read_text().split()
     assert alive(clean) == []
 
 
