@@ -65,7 +65,8 @@ OTHERS: dict[type, dict[str, Any]] = {
     },
     BlockSpec: {
         "placement": "sandwich", "residual_multiplier": 0.5, "mlp_residual_multiplier": 0.5,
-        "skip_multipliers": (2.0, 1.0), "normed_residual": True, "layer_scalar": True, "custom": LINEAR,
+        "skip_multipliers": (2.0, 1.0), "normed_residual": True, "layer_scalar": True, "beside": LINEAR,
+        "custom": LINEAR,
     },
     EmbeddingSpec: {"scale": 2.0, "norm": NormSpec(), "positions": None, "custom": LINEAR},
     MixerSpec: {
@@ -77,7 +78,7 @@ OTHERS: dict[type, dict[str, Any]] = {
 
 # Fields that only say how precisely something is computed, or the scale of constants already shown as a whole.
 UNSAID = {
-    NormSpec: {"scale_in_fp32"},
+    NormSpec: {"scale_in_fp32", "offset_in_fp32"},
     RopeSpec: {
         "max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale",
         "mscale_all_dim", "truncate", "short_factor", "long_factor",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from ttpu_core.cli.info import _cache_facts
 from ttpu_core.cli.prose import layer_words
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping.layout import standard_mapping
@@ -11,6 +14,7 @@ from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.spec import (
     NO_MIXER,
     ArchitectureSpec,
+    AttentionSpec,
     BlockSpec,
     EmbeddingSpec,
     HeadSpec,
@@ -127,3 +131,16 @@ def test_a_selective_scan_has_the_names_and_parameters_of_mamba() -> None:
         "mamba.out_proj.weight": (2560, 5120),
     }
     assert {state.name: state.shape for state in mixer.state} == {"conv": (3, 5120), "state": (16, 5120)}
+
+
+def test_a_mixer_beside_attention_has_its_own_parameters_names_and_state() -> None:
+    mixer = state_space(**MAMBA2)  # type: ignore[arg-type]
+    layer = LayerSpec(AttentionSpec(8, 2, 64), None, NormSpec(), BlockSpec(beside=mixer))
+    parts = {path.partition(".")[0] for path in layer_parameters(layer, 2560)}
+    assert parts == {"input_norm", "attention", "mixer"} and layer.mixers == (mixer,)
+    spec = replace(model(mixer, 2560), layers=(layer,))
+    tensors = standard_mapping(spec).tensors
+    assert {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mamba.in_proj.weight"} <= tensors.keys()
+    facts = _cache_facts(spec)
+    assert facts["bytes_per_token"] == 2 * 2 * 2 * 64
+    assert facts["state_bytes_per_sequence"] == 4 * 80 * 64 * 128 + 2 * 3 * (5120 + 256)

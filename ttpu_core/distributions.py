@@ -24,7 +24,6 @@ FAMILIES = {
     "ernie4_5": "ttpu-zoo",
     "exaone4": "ttpu-zoo",
     "falcon": "ttpu-zoo",
-    "falcon_mamba": "ttpu-zoo",
     "flex_olmo": "ttpu-zoo",
     "glm": "ttpu-zoo",
     "gpt2": "ttpu-zoo",

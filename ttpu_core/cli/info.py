@@ -124,11 +124,11 @@ def _model_facts(spec: ArchitectureSpec) -> dict[str, Any]:
 
 def _cache_facts(spec: ArchitectureSpec) -> dict[str, Any]:
     """What one sequence keeps between tokens, in bfloat16 unless a mixer's state has a dtype of its own."""
-    from ttpu_core.spec import AttentionSpec, MixerSpec
+    from ttpu_core.spec import AttentionSpec
     from ttpu_core.spec.arithmetic import BITS
 
     mixers = [layer.mixer for layer in spec.layers]
-    states = [state for mixer in mixers if isinstance(mixer, MixerSpec) for state in mixer.state]
+    states = [state for layer in spec.layers for mixer in layer.mixers for state in mixer.state]
     bounded = sum(isinstance(mixer, AttentionSpec) and bool(mixer.window or mixer.chunk) for mixer in mixers)
     per_token = spec.kv_bytes_per_token(2)
     return {

@@ -111,6 +111,8 @@ def mlp_words(spec: MLPSpec) -> str:
     words = f"{'gated' if spec.gated else 'plain'} {_activation(spec.activation)} MLP {spec.intermediate_size:,}"
     if spec.bias:
         words += " with biases"
+    if spec.gate_multiplier != 1.0:
+        words += f" with gates × {spec.gate_multiplier:g}"
     if spec.inner_norm is not None:
         words += f" with an inner {norm_words(spec.inner_norm)}"
     if spec.sparsity:
@@ -259,6 +261,8 @@ def _block(block: BlockSpec, norm: NormSpec) -> Iterator[str]:
         yield "outputs added to the norms' outputs"
     if block.layer_scalar:
         yield "a learned factor on the layer's output"
+    if block.beside is not None:
+        yield f"beside attention {_mixer(block.beside)}"
 
 
 def _activation(spec: ActivationSpec) -> str:

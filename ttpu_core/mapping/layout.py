@@ -11,7 +11,7 @@ from math import prod
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack, Tensor
 from ttpu_core.mapping.recurrent import selective_scan_rules, short_convolution_rules, state_space_rules
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MixerSpec, MLPSpec, MoESpec, NormSpec
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_core.spec.parameters import fused_slots, norm_names
 from ttpu_core.spec.selective_scan import SelectiveScanSpec
@@ -131,14 +131,9 @@ def layer_rules(layer: LayerSpec, hidden: int, names: CheckpointNames, prefix: s
         yield from norm_rules(role, layer.norm, prefix + names.norm(layer, role), hidden)
     if isinstance(layer.mixer, AttentionSpec):
         yield from attention_rules(layer.mixer, hidden, names, prefix)
-    elif isinstance(layer.mixer, LatentAttentionSpec) and not layer.mixer.implementations:
-        yield from latent_attention_rules(layer.mixer, names, prefix)
-    elif isinstance(layer.mixer, ShortConvolutionSpec) and not layer.mixer.implementations:
-        yield from short_convolution_rules(layer.mixer, prefix + names.short_convolution)
-    elif isinstance(layer.mixer, SelectiveScanSpec) and not layer.mixer.implementations:
-        yield from selective_scan_rules(layer.mixer, prefix + names.state_space)
-    elif isinstance(layer.mixer, StateSpaceSpec) and not layer.mixer.implementations:
-        yield from state_space_rules(layer.mixer, prefix + names.state_space)
+    for mixer in layer.mixers:
+        if not mixer.implementations:
+            yield from _mixer_rules(mixer, names, prefix)
     if isinstance(layer.mlp, MLPSpec):
         yield from mlp_rules("mlp", layer.mlp, hidden, _mlp_names(names, prefix))
         yield from norm_rules(
@@ -151,6 +146,18 @@ def layer_rules(layer: LayerSpec, hidden: int, names: CheckpointNames, prefix: s
         yield from moe_rules(layer.mlp, hidden, names, prefix)
     if layer.block.layer_scalar:
         yield "layer_scalar", Tensor(prefix + names.layer_scalar, (1,))
+
+
+def _mixer_rules(mixer: MixerSpec, names: CheckpointNames, prefix: str) -> Rules:
+    """Rules of a mixer of the core's vocabulary."""
+    if isinstance(mixer, LatentAttentionSpec):
+        yield from latent_attention_rules(mixer, names, prefix)
+    elif isinstance(mixer, ShortConvolutionSpec):
+        yield from short_convolution_rules(mixer, prefix + names.short_convolution)
+    elif isinstance(mixer, SelectiveScanSpec):
+        yield from selective_scan_rules(mixer, prefix + names.state_space)
+    elif isinstance(mixer, StateSpaceSpec):
+        yield from state_space_rules(mixer, prefix + names.state_space)
 
 
 def attention_rules(spec: AttentionSpec, hidden: int, names: CheckpointNames, prefix: str) -> Rules:

@@ -22,7 +22,7 @@ class ActivationSpec:
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """A dense feed-forward layer: gated (down(act(gate(x)) * up(x))) or plain (down(act(up(x)))).
+    """A dense feed-forward layer: gated (down(act(gate_multiplier * gate(x)) * up(x))) or plain (down(act(up(x)))).
 
     With `sparsity`, the activation gets only the amount by which a feature exceeds that quantile of the token's
     features, which are assumed to be normally distributed (gemma3n)."""
@@ -33,6 +33,7 @@ class MLPSpec:
     bias: bool = False
     inner_norm: NormSpec | None = None
     sparsity: float = 0.0
+    gate_multiplier: float = 1.0
 
 
 NO_MLP = MLPSpec(0)

@@ -95,6 +95,8 @@ def _layer(layer: LayerSpec, hidden: int) -> Named:
         yield from _prefixed("mixer", _custom(layer.mixer))
     else:
         yield from _prefixed("attention", _attention(layer.mixer, hidden))
+    if layer.block.beside is not None:
+        yield from _prefixed("mixer", _custom(layer.block.beside))
     if isinstance(layer.mlp, MLPSpec):
         yield from _prefixed("mlp", _mlp(layer.mlp, hidden))
     elif isinstance(layer.mlp, MoESpec):

@@ -81,9 +81,10 @@ class BlockSpec:
     `residual_multiplier` scales the output of each sub-layer, and `mlp_residual_multiplier` that of the MLP where it
     has a factor of its own (no parallel placement has that). `skip_multipliers` scale the residual stream itself where
     the mixer's and the MLP's outputs are added to it. `normed_residual` adds them to the output of the norm before the
-    sub-layer instead of its input. `layer_scalar` is one learned factor on the layer's output. A block with another
-    topology names its own implementation as `custom`; it has the parameters of the layer's mixer, MLP and norms
-    (placement "none" for no norms), and its own parameters."""
+    sub-layer instead of its input. `layer_scalar` is one learned factor on the layer's output. `beside` is a mixer with
+    a state that reads what attention reads, and whose output is added to attention's. A block with another topology
+    names its own implementation as `custom`; it has the parameters of the layer's mixer, MLP and norms (placement
+    "none" for no norms), and its own parameters."""
 
     placement: Placement = "pre"
     residual_multiplier: float = 1.0
@@ -91,6 +92,7 @@ class BlockSpec:
     skip_multipliers: tuple[float, float] = (1.0, 1.0)
     normed_residual: bool = False
     layer_scalar: bool = False
+    beside: MixerSpec | None = None
     custom: CustomSpec | None = None
 
 
@@ -136,6 +138,12 @@ class LayerSpec:
     mlp: MLPSpec | MoESpec | None
     norm: NormSpec
     block: BlockSpec = BlockSpec()
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        """The mixers of the layer that are not attention: its own, or one beside its attention."""
+        found = (self.mixer, self.block.beside)
+        return tuple(mixer for mixer in found if isinstance(mixer, MixerSpec))
 
 
 @dataclass(frozen=True)

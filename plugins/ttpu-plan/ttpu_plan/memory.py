@@ -311,13 +311,11 @@ def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
 def layer_cache_shapes(model: ModelShards, layer: LayerSpec, workload: Workload) -> Iterable[tuple[Shape, float]]:
     """Return the shape on one device and the bits per element, scales included, of each array in a layer's cache."""
     batch, slots, mixer = workload.batch, workload.context, layer.mixer
-    if isinstance(mixer, AttentionSpec):
-        if mixer.kv_from_layer is None:
-            for dim in (mixer.head_dim, mixer.value_dim):
-                shape = (batch, mixer.num_kv_heads, slots, dim)
-                yield model.local_shape(CACHE_AXES, shape), cached_bits(workload.cache_dtype, dim)
-        return
-    for state in mixer.state:
+    if isinstance(mixer, AttentionSpec) and mixer.kv_from_layer is None:
+        for dim in (mixer.head_dim, mixer.value_dim):
+            shape = (batch, mixer.num_kv_heads, slots, dim)
+            yield model.local_shape(CACHE_AXES, shape), cached_bits(workload.cache_dtype, dim)
+    for state in (state for mixer in layer.mixers for state in mixer.state):
         sizes = (slots if axis == axes.SEQUENCE else size for size, axis in zip(state.shape, state.axes, strict=True))
         kept = state.dtype or (workload.cache_dtype if axes.SEQUENCE in state.axes else workload.dtype)
         yield model.local_shape((axes.BATCH, *state.axes), (batch, *sizes)), BITS[kept]

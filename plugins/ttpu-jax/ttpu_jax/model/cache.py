@@ -95,6 +95,16 @@ class StateCache:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class BothCaches:
+    """What a layer of attention with another mixer beside it keeps: keys and values (a `LayerCache`, or pages), and the
+    other mixer's states."""
+
+    keys: Any
+    states: StateCache
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class KVCache:
     """The contiguous cache of all layers, and the slot numbers that they share.
 
@@ -106,7 +116,7 @@ class KVCache:
         slots: number of slots of each row, used and free.
     """
 
-    layers: tuple[LayerCache | StateCache | None, ...]
+    layers: tuple[LayerCache | StateCache | BothCaches | None, ...]
     start: jax.Array
     length: jax.Array
     prompt_end: jax.Array
@@ -156,15 +166,17 @@ def empty_cache(
             return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
         return jnp.zeros(shape, kind, device=sharding)
 
-    def layer(spec: LayerSpec, lead: tuple[int, ...]) -> LayerCache | StateCache | None:
-        stack = (axes.LAYERS,) * len(lead)
-        mixer = spec.mixer
-        if not isinstance(mixer, AttentionSpec):
-            return StateCache({state.name: state_array(state, lead, stack) for state in mixer.state})
-        if mixer.kv_from_layer is not None:
-            return None
-        rows, logical = (*lead, batch, mixer.num_kv_heads, slots), (*stack, *CACHE_AXES)
-        return LayerCache(make((*rows, mixer.head_dim), logical, dtype), make((*rows, mixer.value_dim), logical, dtype))
+    def layer(spec: LayerSpec, lead: tuple[int, ...]) -> LayerCache | StateCache | BothCaches | None:
+        stack, keys = (axes.LAYERS,) * len(lead), None
+        mixer, states = spec.mixer, [state for mixer in spec.mixers for state in mixer.state]
+        if isinstance(mixer, AttentionSpec) and mixer.kv_from_layer is None:
+            rows, logical = (*lead, batch, mixer.num_kv_heads, slots), (*stack, *CACHE_AXES)
+            shapes = (*rows, mixer.head_dim), (*rows, mixer.value_dim)
+            keys = LayerCache(*(make(shape, logical, dtype) for shape in shapes))
+        if not spec.mixers:
+            return keys
+        held = StateCache({state.name: state_array(state, lead, stack) for state in states})
+        return held if spec.block.beside is None else BothCaches(keys, held)
 
     def state_array(state: StateSpec, lead: tuple[int, ...], stack: tuple[str, ...]) -> Any:
         dims = zip(state.shape, state.axes, strict=True)

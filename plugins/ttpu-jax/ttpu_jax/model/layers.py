@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,9 +12,10 @@ from flax import nnx
 from ttpu_core.spec import NO_MIXER, LayerSpec, MixerSpec, MoESpec
 from ttpu_core.spec.parameters import norm_names
 from ttpu_jax.model.attention import Attention
+from ttpu_jax.model.cache import BothCaches
 from ttpu_jax.model.custom import CachingMixer, custom_mixer
 from ttpu_jax.model.modules import MLP, LayerInputs, Norm, Parameters, Runtime, Step, constrain_stream, maybe
-from ttpu_jax.model.step_cache import Keys, StepCache
+from ttpu_jax.model.step_cache import Keys, NoCache, StepCache
 
 
 class DecoderLayer(nnx.Module):
@@ -37,6 +39,8 @@ class DecoderLayer(nnx.Module):
             self.mixer = custom_mixer(spec.mixer, values.at("mixer"), runtime)
         else:
             self.attention = Attention(spec.mixer, values.at("attention"), runtime)
+        beside = spec.block.beside
+        self.beside = None if beside is None else custom_mixer(beside, values.at("mixer"), runtime)
         self.mlp: Any
         if isinstance(spec.mlp, MoESpec):
             from ttpu_jax.model.moe import MoE
@@ -77,6 +81,11 @@ class DecoderLayer(nnx.Module):
         inputs: LayerInputs | None = None,
     ) -> tuple[jax.Array, StepCache, Keys | None]:
         """The mixer of x [batch, seq, hidden], the updated cache, and attention's keys and values."""
+        if self.beside is not None:
+            keys_of, states_of = _parts(cache)
+            mixed, keys_of, keys = self.attention(x, step, keys_of, inputs.keys if inputs else None)
+            other, states_of = states_of.recur(self.beside, x, step)
+            return mixed + (other[:, -1:] if step.last_only else other), _both(keys_of, states_of), keys
         if not isinstance(self.spec.mixer, MixerSpec):
             return self.attention(x, step, cache, inputs.keys if inputs else None)
         if isinstance(self.mixer, CachingMixer):
@@ -112,3 +121,17 @@ class DecoderLayer(nnx.Module):
 
 def _times(x: jax.Array, multiplier: float) -> jax.Array:
     return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
+
+
+def _parts(cache: StepCache) -> tuple[StepCache, StepCache]:
+    """The cache of a layer's attention, and that of the mixer beside it."""
+    if isinstance(cache, NoCache):
+        return cache, cache
+    return replace(cache, held=cache.held.keys), replace(cache, held=cache.held.states)
+
+
+def _both(keys: StepCache, states: StepCache) -> StepCache:
+    """The reverse of `_parts`."""
+    if isinstance(keys, NoCache) or isinstance(states, NoCache):
+        return keys
+    return replace(keys, held=BothCaches(keys.held, states.held))

@@ -183,10 +183,9 @@ class MLP(nnx.Module):
         """x [batch, seq, hidden]: the same shape."""
         wide = jnp.dtype(jnp.float32)
         if self.spec.gated:
-            pair = self.gate_up(x, wide)
-            inner = gated_activation(
-                sparsify(pair[..., 0, :], self.spec.sparsity), pair[..., 1, :], self.spec.activation
-            )
+            pair, multiplier = self.gate_up(x, wide), self.spec.gate_multiplier
+            gate = pair[..., 0, :] if multiplier == 1.0 else pair[..., 0, :] * multiplier
+            inner = gated_activation(sparsify(gate, self.spec.sparsity), pair[..., 1, :], self.spec.activation)
         else:
             raised = sparsify(self.up(x, wide), self.spec.sparsity)
             inner = self.xielu(raised) if self.xielu else activate(raised, self.spec.activation)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.spec import NO_MIXER, ArchitectureSpec, AttentionSpec, LayerSpec, StateSpec, axes
+from ttpu_core.spec import NO_MIXER, ArchitectureSpec, AttentionSpec, LayerSpec, MixerSpec, StateSpec, axes
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
-from ttpu_jax.model.cache import StateCache
+from ttpu_jax.model.cache import BothCaches, StateCache
 from ttpu_jax.model.latent_attention import latent_pages
 from ttpu_jax.ops.paged_attention import PagedKV, empty_pages, page_bytes
 from ttpu_jax.params.placement import Placement
@@ -53,6 +53,7 @@ def paged_layout(spec: ArchitectureSpec, max_model_len: int) -> PagedLayout:
     recurrent = False
     for index, layer in enumerate(spec.layers):
         mixer, key = layer.mixer, None
+        recurrent = recurrent or layer.block.beside is not None
         if isinstance(mixer, AttentionSpec):
             if not mixer.causal:
                 raise UnsupportedError(
@@ -92,7 +93,7 @@ def empty_caches(
     state_dtype: np.dtype[Any],
     *,
     abstract: bool = False,
-) -> tuple[PagedKV | StateCache | None, ...]:
+) -> tuple[PagedKV | StateCache | BothCaches | None, ...]:
     """Make one cache of zeros per layer.
 
     Args:
@@ -107,7 +108,17 @@ def empty_caches(
         abstract: return `jax.ShapeDtypeStruct`s instead of arrays.
     """
 
-    def layer(index: int, of: LayerSpec) -> PagedKV | StateCache | None:
+    def layer(index: int, of: LayerSpec) -> PagedKV | StateCache | BothCaches | None:
+        mixer = of.block.beside
+        if mixer is None:
+            return own(index, of)
+        return BothCaches(own(index, of), states(mixer))
+
+    def states(mixer: MixerSpec) -> StateCache:
+        arrays = {state.name: _state(state, max_num_seqs, placement, state_dtype, abstract) for state in mixer.state}
+        return StateCache(arrays)
+
+    def own(index: int, of: LayerSpec) -> PagedKV | StateCache | None:
         group = layout.group_of[index]
         if group is not None:
             attention, in_key = _attention(of)
@@ -116,8 +127,7 @@ def empty_caches(
             )
         if isinstance(of.mixer, AttentionSpec):
             return None
-        arrays = {state.name: _state(state, max_num_seqs, placement, state_dtype, abstract) for state in of.mixer.state}
-        return StateCache(arrays)
+        return states(of.mixer)
 
     return tuple(layer(index, of) for index, of in enumerate(spec.layers))
 
@@ -147,10 +157,9 @@ def group_page_bytes(
 def state_bytes(spec: ArchitectureSpec, max_num_seqs: int, placement: Placement, dtype: np.dtype[Any]) -> int:
     """Return the bytes that the recurrent states of all request slots take on one device."""
     total = 0
-    for layer in spec.layers:
-        if isinstance(layer.mixer, AttentionSpec | LatentAttentionSpec):
-            continue
-        for state in layer.mixer.state:
+    kept = (mixer for layer in spec.layers for mixer in layer.mixers if not isinstance(mixer, LatentAttentionSpec))
+    for mixer in kept:
+        for state in mixer.state:
             array = _state(state, max_num_seqs, placement, dtype, True)
             total += int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize
     return total

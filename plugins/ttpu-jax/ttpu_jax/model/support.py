@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.spec import NO_MIXER, ArchitectureSpec, CustomSpec, LayerSpec, MixerSpec, MoESpec
+from ttpu_core.spec import NO_MIXER, ArchitectureSpec, CustomSpec, LayerSpec, MoESpec
 from ttpu_jax.model.custom import custom_class
 
 
@@ -35,8 +35,8 @@ def check_supported(spec: ArchitectureSpec) -> None:
 
 def _customs(spec: ArchitectureSpec) -> Iterator[CustomSpec]:
     """Every different part that is implemented outside the shared decoder."""
-    mixers = (layer.mixer for layer in spec.layers)
-    parts = [spec.embedding.custom, *(mixer for mixer in mixers if isinstance(mixer, MixerSpec) and mixer != NO_MIXER)]
+    mixers = (mixer for layer in spec.layers for mixer in layer.mixers)
+    parts = [spec.embedding.custom, *(mixer for mixer in mixers if mixer != NO_MIXER)]
     parts += [layer.block.custom for layer in spec.layers]
     yield from dict.fromkeys(part for part in parts if part is not None)
 

@@ -23,7 +23,7 @@ from ttpu_core.files import write_whole
 from ttpu_core.quantization import quantize_architecture
 from ttpu_core.sharding.request import topology_of
 from ttpu_core.sharding.verification import Verification
-from ttpu_core.spec import ArchitectureSpec, MixerSpec
+from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.aot.report import compile_report
 from ttpu_jax.aot.topology import tpu_topology
 from ttpu_jax.runner.planned_step import compile_planned_step
@@ -148,7 +148,7 @@ def _compiler() -> str:
 def _own_parts(spec: ArchitectureSpec) -> tuple[str, ...]:
     """Packages that implement parts of a model which this one does not know."""
     parts = [spec.embedding.custom, *(layer.block.custom for layer in spec.layers)]
-    parts += [layer.mixer for layer in spec.layers if isinstance(layer.mixer, MixerSpec)]
+    parts += [mixer for layer in spec.layers for mixer in layer.mixers]
     found = (part.implementation("jax") for part in parts if part is not None)
     return tuple(sorted({name.partition(".")[0].partition(":")[0] for name in found if name}))
 

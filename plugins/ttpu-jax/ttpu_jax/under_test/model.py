@@ -26,7 +26,7 @@ from ttpu_jax.aot.steps import inference_step
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.causal_lm import JaxCausalLM
 from ttpu_jax.load_options import JaxLoadOptions
-from ttpu_jax.model.cache import LayerCache
+from ttpu_jax.model.cache import BothCaches, LayerCache
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.params.export import export_tensors
 from ttpu_jax.params.padding import project_gradients
@@ -210,6 +210,8 @@ class JaxModel:
         cache = model.empty_cache(len(ids), ids.shape[1], self.model.programs.cache_dtype)
         run = jax.jit(lambda params, ids, cache: model.forward(params, ids, cache=cache, fresh=True)[1])
         kept = run(params, ids.astype(np.int32), cache).layers[layer]
+        if isinstance(kept, BothCaches):
+            kept = kept.keys
         assert isinstance(kept, LayerCache)
         return np.asarray(kept.key, np.float32)
 
