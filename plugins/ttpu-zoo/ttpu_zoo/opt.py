@@ -46,8 +46,8 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
         raise ConfigError(
             f"{config.source} has 'do_layer_norm_before' {config.flag('do_layer_norm_before')} and "
             f"'word_embed_proj_dim' {features} for a hidden size of {config.positive_int('hidden_size')}, but only OPT "
-            "with norms before attention and MLP and without projections is described: set TTPU_DISABLE_PLUGINS=opt, and "
-            "ttpu-any runs transformers' own code, or take another size than 350M."
+            "with norms before attention and MLP and without projections is described: set TTPU_DISABLE_PLUGINS=opt so "
+            "that ttpu-any runs transformers' own code, or take another size than 350M."
         )
     return config
 
