@@ -3,6 +3,7 @@ out, in words or as JSON. No weight is read."""
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -81,7 +82,9 @@ def info(
 
 def _print_fallback(checkpoint: str, model_type: str, backend: str, found: dict[str, Any], as_json: bool) -> None:
     """What the fallback says of a model that no plugin describes."""
+    begin = f"ttpu new-plugin --from {shlex.quote(checkpoint)}"
     facts = {"checkpoint": checkpoint, "model_type": model_type, "plugin": None, "backend": backend, **found}
+    facts["begin_a_plugin"] = begin
     if as_json:
         print_json(facts)
         return
@@ -94,6 +97,7 @@ def _print_fallback(checkpoint: str, model_type: str, backend: str, found: dict[
             ("plugin", [f"none: the fallback of backend {backend!r} runs transformers' own code"]),
             ("fallback", known),
             ("a plugin adds", list(gains)),
+            ("begin one", [begin]),
         ]
     )
 

@@ -11,8 +11,8 @@ import shlex
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import metadata, resources
 from pathlib import Path
 from string import Template
@@ -28,13 +28,17 @@ LINE = 120
 
 @dataclass(frozen=True)
 class NewPlugin:
-    """A package to write. `modules` has the module's name for each model type."""
+    """A package to write. `modules` has the module's name for each model type, `texts` the source of those that are
+    filled in, `sizes` what their tiny models need, and `unknown` what was not recognised, a sentence each."""
 
     title: str
     distribution: str
     package: str
     modules: dict[str, str]
     author: str | None
+    texts: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, name: str, model_types: tuple[str, ...], author: str | None) -> NewPlugin:
@@ -73,13 +77,25 @@ class NewPlugin:
             )
         return cls(title, PREFIX + slug, f"ttpu_{slug.replace('-', '_')}", modules, author)
 
+    def filled(self, model_type: str, text: str, sizes: Mapping[str, Any], unknown: Iterable[str]) -> NewPlugin:
+        """This package with the source of a type's module.
+
+        Args:
+            model_type: one of the package's.
+            text: the module.
+            sizes: config keys of the type's tiny model, besides the kit's.
+            unknown: what its author has to write, a sentence each.
+        """
+        return replace(self, texts={model_type: text}, sizes={model_type: sizes}, unknown=tuple(unknown))
+
     def files(self) -> Iterator[tuple[str, str]]:
         """Every file by its path in the package's folder, with its text."""
         values = self._values()
         for path, template in self._layout().items():
             yield path, _filled(template, values)
         for model_type, module in self.modules.items():
-            yield f"{self.package}/{module}.py", _filled("module.py", {"model_type": model_type})
+            text = self.texts.get(model_type) or _filled("module.py", {"model_type": model_type})
+            yield f"{self.package}/{module}.py", text
 
     def next_steps(self, target: Path) -> list[str]:
         """Commands and what to do between them."""
@@ -89,7 +105,8 @@ class NewPlugin:
             f"cd {shlex.quote(str(target))}",
             'pip install -e ".[test]"',
             "ttpu list-plugins --check",
-            f"# fill in {self.package}/{first}.py: the hooks in which the model differs from llama",
+            f"# {'correct' if self.texts else 'fill in'} {self.package}/{first}.py: the hooks in which the model "
+            "differs from llama",
             f"# fill in {self.package}/conformance.toml: variants that turn every knob of its configs",
             f"ttpu conformance {types} --level quick",
             "pytest",
@@ -113,6 +130,7 @@ class NewPlugin:
         points = [f'{_toml_key(one)} = "{self.package}.{module}"' for one, module in self.modules.items()]
         sections = [
             _filled("conformance_section", {"model_type": _toml_key(one), "class_name": _class_name(one)})
+            + _base(one, self.sizes.get(one, {}))
             for one in self.modules
         ]
         rows = [f"| `{one}` | | |" for one in self.modules]
@@ -198,6 +216,22 @@ def _class_name(model_type: str) -> str:
 
 def _toml_key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def _base(model_type: str, sizes: Mapping[str, Any]) -> str:
+    """The section of a type's sizes, or nothing."""
+    if not sizes:
+        return ""
+    lines = [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in sizes.items()]
+    return "\n".join(["", f"[{_toml_key(model_type)}.base]", *lines, ""])
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_toml_key(key)} = {_toml_value(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _authors(author: str | None) -> str:
