@@ -151,6 +151,16 @@ def test_tensors_that_are_named_or_cut_otherwise_point_at_the_mapping_and_other_
     assert hooks_of(Misfits({up: (24, 16)}, {}, ()), llama()) == ("ttpu_mlp",)
 
 
+def test_tensors_under_another_prefix_are_the_mappings_and_those_of_other_layers_are_not() -> None:
+    architecture = llama()
+    tensors = architecture.mapping.tensors
+    mlp = {name: shape for name, shape in tensors.items() if ".layers.0.mlp." in name}
+    prefixed = {name.replace("model.", "model.language_model.", 1): shape for name, shape in mlp.items()}
+    assert hooks_of(Misfits(mlp, prefixed, ()), architecture) == ("ttpu_flax_mapping",)
+    moved = {name.replace(".0.", ".1.", 1): shape for name, shape in mlp.items()}
+    assert hooks_of(Misfits(mlp, moved, ()), architecture) == ("ttpu_mlp",)
+
+
 def test_every_field_is_changed_to_other_choices_and_to_the_configs_numbers() -> None:
     numbers = {"sliding_window": 13.0, "hidden_size": 64.0}
     attention = {one.text.removeprefix("AttentionSpec") for one in changes_of(AttentionSpec(4, 2, 16), numbers)}

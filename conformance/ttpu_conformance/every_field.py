@@ -131,7 +131,7 @@ def _options(part: CustomSpec, numbers: Numbers) -> Iterator[Change]:
 
 def _like(name: str, numbers: Numbers) -> list[float]:
     """The config's numbers whose keys share a word with a field's name."""
-    words = [word[:LIKE] for word in name.split("_") if len(word) >= LIKE]
+    words = [word[:LIKE] for word in name.split("_") if len(word) >= LIKE or word == "mlp"]
     return list(dict.fromkeys(value for key, value in numbers.items() if any(word in key for word in words)))
 
 

@@ -60,13 +60,16 @@ def hooks_of(misfits: Misfits, architecture: Architecture) -> tuple[str, ...]:
     Where the checkpoint holds as many numbers as the description asks for, tensors are only named or cut otherwise,
     and the mapping is to be corrected (norms may also be at other places). Else the parameter that lacks its tensor
     says which hook describes too much, and the name of a tensor that nobody reads says which one describes too
-    little.
+    little. Tensors of the same names in other layers are those of a wrong pattern of layers, and the same tensors under
+    another prefix are the mapping's.
     """
     paths = {leaf.name: path for path, rule in architecture.mapping.rules for leaf in rule.leaves()}
     wanted = sum(map(prod, misfits.missing.values()))
     held = sum(map(prod, misfits.extra.values()))
     turned = all(prod(one) == prod(other) for _, one, other in misfits.reshaped)
-    if turned and wanted == held:
+    if misfits.missing and _under_another_prefix(misfits):
+        return ("ttpu_flax_mapping",)
+    if turned and wanted == held and not _in_other_layers(misfits):
         norms = any(hook_of_path(paths[name]) == "ttpu_block" for name in misfits.missing)
         return ("ttpu_block", "ttpu_flax_mapping") if norms else ("ttpu_flax_mapping",)
     votes: Counter[str] = Counter()
@@ -77,6 +80,20 @@ def hooks_of(misfits: Misfits, architecture: Architecture) -> tuple[str, ...]:
     for name in misfits.extra:
         votes[hook_of_tensor(name)] += 1
     return tuple(hook for hook, _ in votes.most_common())
+
+
+def _under_another_prefix(misfits: Misfits) -> bool:
+    """Whether every missing tensor is there with something else before its name's second part."""
+    extra = misfits.extra.items()
+    tails = {(name.split(".", cut)[-1], shape) for name, shape in extra for cut in range(name.count("."))}
+    return all((name.partition(".")[2], shape) in tails for name, shape in misfits.missing.items())
+
+
+def _in_other_layers(misfits: Misfits) -> bool:
+    """Whether what is missing and what nobody asks for have the same names but for the numbers in them."""
+    both = (misfits.missing, misfits.extra)
+    missing, extra = ({re.sub(r"\.\d+\.", ".*.", name) for name in names} for names in both)
+    return missing == extra != set()
 
 
 def hook_of_path(path: str) -> str:
