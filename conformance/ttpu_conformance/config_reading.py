@@ -36,7 +36,7 @@ ANSWERED_WITH = {"ttpu_rope": "ttpu_attention", "ttpu_final_norm": "ttpu_norm", 
 ROPE_KEYS = {
     "theta": "theta",
     "rotary_dim": r"""["'](partial_rotary_factor|rotary_pct|rotary_dim|qk_rope_head_dim)["']|rotary_dim=""",
-    "type": r"""["'](rope_type|type)["']""",
+    "type": r"""["'](rope_type|type|rope_parameters|rope_scaling)["']""",
 }
 """By field of a rope, what a hook says that reads or assumes it by itself; other fields are called as their keys.
 Without that, the difference is one of defaults."""
@@ -131,7 +131,8 @@ def _fills_in_otherwise(
     """Whether a difference comes from a key that is absent, for which `ttpu_config` filled in another value than
     transformers, or none."""
     part = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
-    if part.get("rope_parameters") is None and theirs.config.section("rope_parameters") is not None:
+    written = any(part.get(key) is not None for key in ("rope_parameters", "rope_scaling", "rope_theta"))
+    if not written and theirs.config.section("rope_parameters") is not None:
         field = found.where.rpartition(".")[2]
         words = ROPE_KEYS.get(field, rf"""["']{field}["']|\b{field}=""") if ".rope." in found.where else None
         if words is not None and not re.search(words, _source_of(case, hook_of_family(case, "ttpu_rope"))):
