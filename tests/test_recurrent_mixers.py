@@ -10,6 +10,8 @@ from ttpu_core.cli.info import _cache_facts
 from ttpu_core.cli.prose import layer_words
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping.layout import standard_mapping
+from ttpu_core.quantization import QuantizationConfig
+from ttpu_core.quantization.quantize import why_dense
 from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.spec import (
     NO_MIXER,
@@ -144,3 +146,14 @@ def test_a_mixer_beside_attention_has_its_own_parameters_names_and_state() -> No
     facts = _cache_facts(spec)
     assert facts["bytes_per_token"] == 2 * 2 * 2 * 64
     assert facts["state_bytes_per_sequence"] == 4 * 80 * 64 * 128 + 2 * 3 * (5120 + 256)
+
+
+def test_the_projections_of_a_mixer_are_quantized_also_beside_attention() -> None:
+    mixer = state_space(**MAMBA2)  # type: ignore[arg-type]
+    layer = LayerSpec(AttentionSpec(8, 2, 64), None, NormSpec(), BlockSpec(beside=mixer))
+    config = QuantizationConfig()
+    for spec in (model(mixer, 2560), replace(model(mixer, 2560), layers=(layer,))):
+        kernels = {path: why_dense(path, each, spec, config) for path, each in spec.parameters.items()}
+        quantized = {path.rpartition("mixer.")[2] for path, why in kernels.items() if "mixer" in path and why is None}
+        assert {"gate_x.kernel", "output.kernel"} <= quantized
+        assert not {"conv.kernel", "conv_shared.kernel", "shared.kernel"} & quantized

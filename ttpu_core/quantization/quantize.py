@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttpu_core.errors import RequestError
 from ttpu_core.quantization.config import QuantizationConfig, is_named
-from ttpu_core.spec import ArchitectureSpec, MixerSpec, Parameter, axes
+from ttpu_core.spec import ArchitectureSpec, Parameter, axes
 from ttpu_core.spec.kernel_format import KernelFormat
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_core.spec.parameters import LAYERS
@@ -203,9 +203,10 @@ def why_dense(path: str, parameter: Parameter, spec: ArchitectureSpec, config: Q
         return "a router: rounding it sends tokens to other experts"
     if part in ("attention", "mlp", "moe"):
         return None
-    mixer = spec.layers[int(index)].mixer
-    if part != "mixer" or not isinstance(mixer, MixerSpec):
+    mixers = spec.layers[int(index)].mixers
+    if part != "mixer" or not mixers:
         return "a part of this family alone"
+    mixer = mixers[0]
     if isinstance(mixer, LatentAttentionSpec) and not mixer.implementations:
         return None
     if parameter.axes[-1] in _INPUT_AXES and None not in parameter.axes:
