@@ -102,7 +102,8 @@ def read_by_both(
         names = {without, *(usual for usual, own in other_names.items() if own == without)}
         named = any(f"{name}'" in str(error) for name in names)
         required = without is not None and SIZE.fullmatch(without) is not None and named
-        hook = _hook_of_refusal(error, read)
+        other_name = renamed and "rope" not in str(error)
+        hook = "ttpu_config" if other_name else _hook_of_refusal(error, read)
         if required or (without in (None, "text_config") and not renamed):
             return Reading("refused by the plugin", _one_line(error), hook)
         with contextlib.suppress(TTPUError):
@@ -131,8 +132,7 @@ def _fills_in_otherwise(
     """Whether a difference comes from a key that is absent, for which `ttpu_config` filled in another value than
     transformers, or none."""
     part = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
-    written = any(part.get(key) is not None for key in ("rope_parameters", "rope_scaling", "rope_theta"))
-    if not written and theirs.config.section("rope_parameters") is not None:
+    if part.get("rope_parameters") is None and theirs.config.section("rope_parameters") is not None:
         field = found.where.rpartition(".")[2]
         words = ROPE_KEYS.get(field, rf"""["']{field}["']|\b{field}=""") if ".rope." in found.where else None
         if words is not None and not re.search(words, _source_of(case, hook_of_family(case, "ttpu_rope"))):

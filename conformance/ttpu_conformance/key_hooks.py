@@ -11,7 +11,7 @@ WORDS: tuple[tuple[str, str], ...] = (
     (r"final_logit|logit_scale|logits_scal|tie_word|lm_head", "ttpu_head"),
     (r"expert|moe|router|routed|topk|top_k|n_group|sparse_step", "ttpu_mlp"),
     (r"mlp|inner|intermediate|hidden_act|activation", "ttpu_mlp"),
-    (r"linear_|mamba|ssm|conv|lora_rank|qk_nope|qk_rope|v_head_dim", "ttpu_mixer"),
+    (r"linear_|mamba|ssm|conv|time_step|lora_rank|qk_nope|qk_rope|v_head_dim", "ttpu_mixer"),
     (r"attn|attention|qkv|clip|head|window|sliding|softcap|temperature|query|layer_types|use_bias", "ttpu_attention"),
     (r"norm|eps|layer_norm", "ttpu_norm"),
     (r"parallel|residual", "ttpu_block"),
