@@ -8,7 +8,7 @@ import pytest
 from throwaway import Distribution, Environment, family, patch_pack
 
 from ttpu_core import ModelConfig, Registry
-from ttpu_core.errors import MissingDependencyError, PluginError
+from ttpu_core.errors import MissingDependencyError, PluginError, UnsupportedError
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -474,3 +474,16 @@ def test_the_default_backend_is_the_only_one_or_one_that_offers_itself(tmp_path:
     assert env.run(default, TTPU_PLUGINS="shy") == "a-shy-one"
     assert not (env.site / "imported").exists()
     assert env.run(default, TTPU_DISABLE_PLUGINS="eager") == Registry().default_backend()
+
+
+@pytest.mark.parametrize("model_type", ["t5", "bart"])
+def test_a_model_with_an_encoder_and_a_decoder_is_refused_by_name(model_type: str) -> None:
+    config = ModelConfig.from_dict({"model_type": model_type, "is_encoder_decoder": True})
+    with pytest.raises(UnsupportedError, match=f"{model_type!r} has an encoder and a decoder"):
+        Registry().architecture(config)
+
+
+def test_a_model_that_only_a_fallback_runs_is_told_what_works_without_a_plugin() -> None:
+    pytest.importorskip("ttpu_any")
+    with pytest.raises(PluginError, match=r"'xglm'.*`ttpu generate` and from_pretrained only.*new-plugin --from"):
+        Registry().architecture(ModelConfig.from_dict({"model_type": "xglm"}))

@@ -209,10 +209,11 @@ def open_model(
     from ttpu_core.checkpoint.unread import unread_sentences
     from ttpu_core.config.key_audit import refuse_ignored
     from ttpu_core.quantization.schemes import quantization_of
-    from ttpu_core.registry import default_registry
+    from ttpu_core.registry import default_registry, refuse_encoder
 
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, revision=options.revision)
     if not default_registry().is_described(checkpoint.config.model_type):
+        refuse_encoder(checkpoint.config)
         runs = default_registry().backend(backend)
         fallback = default_registry().fallback(runs.name)
         if fallback is not None:

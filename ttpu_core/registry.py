@@ -17,7 +17,7 @@ import pluggy
 from ttpu_core import defaults, distributions, hookspecs
 from ttpu_core.architecture import Architecture, describe
 from ttpu_core.config import ModelConfig
-from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError
+from ttpu_core.errors import MissingDependencyError, PluginError, TTPUError, UnsupportedError
 from ttpu_core.plugin_records import (
     ARCHITECTURES,
     BACKENDS,
@@ -75,9 +75,12 @@ class Registry:
 
         Raises:
             PluginError: no usable plugin for `config.model_type`, or no such pack.
+            UnsupportedError: the model has an encoder and a decoder.
             ConfigError, MappingError: see `ttpu_core.architecture.describe`.
         """
         asked = names_in(os.environ.get(PACKS_VARIABLE, "")) if patch_packs is None else patch_packs
+        if not self.is_described(config.model_type):
+            refuse_encoder(config)
         names = list(dict.fromkeys(reversed(asked)))[::-1]  # a pack that is named twice is applied where it is last
         family = self._find(ARCHITECTURES, config.model_type, "model type")
         packs = [self._find(PATCH_PACKS, name, "patch pack") for name in names]
@@ -188,8 +191,16 @@ class Registry:
             reason = subject + record.reason
             raise PluginError(f"{what} {name!r} was asked for, but {reason}")
         known = sorted({record.name for record in self._records.values() if record.group == group and record.usable})
+        without = ""
+        fallbacks = [record for record in self._records.values() if record.group == FALLBACKS and record.usable]
+        if group == ARCHITECTURES and fallbacks:
+            without = (
+                ", and without one transformers' own code runs in `ttpu generate` and from_pretrained only, not in "
+                "planning, compile reports, serving, quantization and training (begin one with `ttpu new-plugin --from "
+                "CONFIG`)"
+            )
         raise PluginError(
-            f"{what} {name!r} was asked for, but no installed plugin serves it; the ones that exist are: "
+            f"{what} {name!r} was asked for, but no installed plugin serves it{without}; the ones that exist are: "
             f"{', '.join(known) or 'none'}; {_advice(group, name)}"
         )
 
@@ -267,3 +278,16 @@ def _backend_advice(name: str, known: Sequence[str]) -> str:
     if name in distributions.BACKENDS:
         return f"`pip install {distributions.BACKENDS[name]}` brings it."
     return "use one of those." if known else f"`pip install {distributions.A_BACKEND}` brings one."
+
+
+def refuse_encoder(config: ModelConfig) -> None:
+    """Refuse a model that no plugin describes and whose config says that it has an encoder and a decoder.
+
+    Raises:
+        UnsupportedError: it has both.
+    """
+    if config.flag("is_encoder_decoder", default=False):
+        raise UnsupportedError(
+            f"{config.source} of model_type {config.model_type!r} has an encoder and a decoder, but TTPU runs language "
+            "models that are decoders: use transformers for it."
+        )
