@@ -127,11 +127,17 @@ def _refuse_options(options: JaxLoadOptions, model_type: str) -> None:
         "patch_packs": bool(options.patch_packs),
         "enable_paged_attention": options.enable_paged_attention,
         "attention_config": options.attention_config is not None,
-        "purpose": options.purpose != "generate",
     }
     refused = [name for name, given in asked.items() if given]
     if (options.attn_implementation or "auto") not in ("auto", "eager"):
         refused.append("attn_implementation")
+    if options.purpose != "generate":
+        verb = {"serve": "served by the engine", "train": "trained"}.get(options.purpose, options.purpose)
+        raise RequestError(
+            f"a model of type {model_type!r} was to be {verb}, but no plugin describes this type, and transformers' "
+            "own code, which runs without one, generates only (`ttpu generate`, from_pretrained): install a plugin, or "
+            "begin one with `ttpu new-plugin --from CONFIG`."
+        )
     if refused:
         raise RequestError(
             f"{refused[0]}={getattr(options, refused[0])!r} was asked for, but no plugin describes model type "

@@ -201,10 +201,16 @@ def _refuse_options(options: TorchXlaLoadOptions, model_type: str) -> None:
         "use_fsdp_wrap": options.use_fsdp_wrap is True,
         "scan_layers": options.scan_layers,
         "gradient_checkpointing": options.gradient_checkpointing,
-        "purpose": options.purpose != "generate",
         "attn_implementation": options.attn_implementation not in (None, "auto", "eager", "sdpa"),
     }
     refused = next((name for name, given in asked.items() if given), None)
+    if options.purpose != "generate":
+        verb = {"serve": "served by the engine", "train": "trained"}.get(options.purpose, options.purpose)
+        raise RequestError(
+            f"a model of type {model_type!r} was to be {verb}, but no plugin describes this type, and transformers' "
+            "own code, which runs without one, generates only (`ttpu generate`, from_pretrained): install a plugin, or "
+            "begin one with `ttpu new-plugin --from CONFIG`."
+        )
     if refused is not None:
         raise RequestError(
             f"{refused}={getattr(options, refused)!r} was asked for, but no plugin describes model type "
