@@ -1,6 +1,7 @@
 """Falcon (`model_type` "falcon"; arXiv 2311.16867): Falcon-RW with ALiBi, Falcon-7B with one key-value head, and the
 new decoder of Falcon-40B and 180B with several."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ttpu_core import ModelConfig, defaults, hookimpl
@@ -12,6 +13,7 @@ from ttpu_core.spec import (
     ArchitectureSpec,
     AttentionSpec,
     BlockSpec,
+    KernelChoice,
     MLPSpec,
     NormSpec,
     Placement,
@@ -102,3 +104,10 @@ def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
     names = TWO_NORMS if spec.layers[0].block.placement == "parallel_two_norms" else NAMES
     rules = fused_qkv(spec, names, "self_attention.query_key_value", by_group=True)
     return replace_rules(standard_mapping(spec, names), rules)
+
+
+@hookimpl
+def ttpu_kernels(config: ModelConfig) -> Iterable[KernelChoice]:
+    """For ALiBi, torch_xla's model has transformers' sdpa attention, since its eager one adds the biases twice."""
+    if config.flag("alibi"):
+        yield KernelChoice("attention", "sdpa", "torch_xla", "ttpu-zoo", "eager attention adds ALiBi twice")

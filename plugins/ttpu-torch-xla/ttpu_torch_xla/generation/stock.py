@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.generation import GenerationMode
 
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.spec import AttentionSpec, MixerSpec
+from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_torch_xla.generation.cache import unknown_layers
 
 TEXT = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep"})
@@ -39,8 +41,22 @@ def needs_stock(model: Any, config: Any, model_inputs: Mapping[str, Any], kwargs
         return f"the input {others[0]}"
     if getattr(config, "is_assistant", None):
         return "the role of an assistant"
+    if not model._supports_default_dynamic_cache():
+        return "a cache of the model's own"
+    mixers = _mixers(model)
+    if any(isinstance(mixer, AttentionSpec) and mixer.alibi for mixer in mixers):
+        return "ALiBi, whose positions transformers counts in a mask of two dimensions"
+    if mixers and not any(isinstance(mixer, AttentionSpec | LatentAttentionSpec) for mixer in mixers):
+        return "layers that keep no keys"
     layers = unknown_layers(model.config)
     return f"layers of type {layers[0]}" if layers else None
+
+
+def _mixers(model: Any) -> tuple[AttentionSpec | MixerSpec, ...]:
+    """What mixes tokens in each layer of a model that a plugin describes; nothing for another."""
+    handle = getattr(model, "ttpu", None)
+    architecture = getattr(handle, "architecture", None)
+    return () if architecture is None else tuple(layer.mixer for layer in architecture.spec.layers)
 
 
 def refuse_offloading(config: Any) -> None:
