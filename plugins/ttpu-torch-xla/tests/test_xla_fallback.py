@@ -16,6 +16,7 @@ from ttpu_core.auto import AutoModelForTPU
 from ttpu_core.cli.main import main
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_torch_xla import fallback
+from ttpu_torch_xla.generation import stock
 from ttpu_torch_xla.runtime import current
 
 pytestmark = pytest.mark.torch
@@ -109,3 +110,36 @@ def test_inspect_takes_a_type_without_a_plugin(ttpu: Command, tmp_path: Path) ->
     transformers.CodeGenConfig(n_layer=12, n_embd=256, rotary_dim=16, vocab_size=5000).save_pretrained(tmp_path)
     found = ttpu("inspect", str(tmp_path), "--quiet")
     assert (found["model_type"], found["layers"], found["left"]) == ("codegen", 2, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("falcon", "ALiBi"),
+        ("mamba2", "layers that keep no keys"),
+        ("minimax", "a cache of the model's own"),
+    ],
+)
+def test_what_the_static_cache_cannot_hold_is_left_to_transformers(
+    kind: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, dict[str, Any]] = {
+        "falcon": {"hidden_size": 32, "num_attention_heads": 2, "alibi": True, "parallel_attn": False},
+        "mamba2": {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+        "minimax": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2},
+    }
+    monkeypatch.setattr(stock, "_warned", set())
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = transformers.AutoConfig.for_model(kind, vocab_size=64, num_hidden_layers=2, **keys[kind], **ends)
+    torch.manual_seed(0)
+    host = transformers.AutoModelForCausalLM.from_config(config).eval()
+    host.save_pretrained(tmp_path)
+    opened = AutoModelForTPU.from_pretrained(tmp_path, backend="torch_xla")
+    prompt = torch.arange(3, 14)[None]
+    with pytest.warns(UserWarning, match=reason):
+        ours = opened.generate(prompt, do_sample=False, max_new_tokens=3)
+    assert ours.tolist() == host.generate(prompt, do_sample=False, max_new_tokens=3).tolist()
+    with torch.no_grad():
+        logits = opened(input_ids=prompt.to(opened.device)).logits.cpu()
+        torch.testing.assert_close(logits, host(prompt).logits, atol=2e-5, rtol=0)
+    opened.ttpu.close()
