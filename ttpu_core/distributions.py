@@ -11,51 +11,18 @@ FAMILIES = {
     "mistral": "ttpu-mistral",
     "ministral": "ttpu-mistral",
     "mixtral": "ttpu-mistral",
-    "apertus": "ttpu-zoo",
-    "arcee": "ttpu-zoo",
-    "bamba": "ttpu-zoo",
-    "bitnet": "ttpu-zoo",
-    "bloom": "ttpu-zoo",
-    "cohere": "ttpu-zoo",
-    "cwm": "ttpu-zoo",
-    "deepseek_v2": "ttpu-zoo",
-    "deepseek_v3": "ttpu-zoo",
-    "dots1": "ttpu-zoo",
-    "ernie4_5": "ttpu-zoo",
-    "exaone4": "ttpu-zoo",
-    "falcon": "ttpu-zoo",
-    "flex_olmo": "ttpu-zoo",
-    "glm": "ttpu-zoo",
-    "gpt2": "ttpu-zoo",
-    "gpt_bigcode": "ttpu-zoo",
-    "gpt_neox": "ttpu-zoo",
-    "gpt_oss": "ttpu-zoo",
-    "gptj": "ttpu-zoo",
-    "granite": "ttpu-zoo",
-    "helium": "ttpu-zoo",
-    "hunyuan_v1": "ttpu-zoo",
-    "hyperclovax": "ttpu-zoo",
-    "internlm3": "ttpu-zoo",
-    "iquestcoder": "ttpu-zoo",
-    "jais2": "ttpu-zoo",
-    "jamba": "ttpu-zoo",
-    "lfm2": "ttpu-zoo",
-    "mamba": "ttpu-zoo",
-    "minicpm3": "ttpu-zoo",
-    "minimax": "ttpu-zoo",
-    "mpt": "ttpu-zoo",
-    "nemotron": "ttpu-zoo",
-    "olmo": "ttpu-zoo",
-    "opt": "ttpu-zoo",
-    "phi": "ttpu-zoo",
-    "seed_oss": "ttpu-zoo",
-    "smollm3": "ttpu-zoo",
-    "solar_open": "ttpu-zoo",
-    "stablelm": "ttpu-zoo",
-    "starcoder2": "ttpu-zoo",
-    "youtu": "ttpu-zoo",
 }
-"""By the beginning of the model type."""
+"""By the beginning of the model type, since a later release may describe the family's next one."""
+
+ZOO = (
+    "apertus arcee bamba bitnet bloom cohere cohere2 cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe "
+    "exaone4 falcon falcon_h1 falcon_mamba flex_olmo glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox "
+    "gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe "
+    "hyperclovax internlm3 iquestcoder jais2 jamba lfm2 lfm2_moe mamba mamba2 minicpm3 minimax minimax_m2 mpt "
+    "nemotron nemotron_h olmo olmo2 olmo3 olmoe opt phi phi3 phimoe seed_oss smollm3 solar_open stablelm "
+    "starcoder2 youtu"
+)
+"""The model types that ttpu-zoo describes: many families, of which it has some types, between spaces."""
 
 BACKENDS = {"jax": '"ttpu-core[jax]"', "torch_xla": '"ttpu-core[torch-xla]"'}
 
@@ -95,4 +62,6 @@ A_FAMILY, A_BACKEND, A_FALLBACK = "ttpu-llama", '"ttpu-core[jax]"', '"ttpu-core[
 
 def family_of(model_type: str) -> str | None:
     """The distribution that describes a model type, or None if none is known."""
+    if model_type in ZOO.split():
+        return "ttpu-zoo"
     return next((name for prefix, name in FAMILIES.items() if model_type.startswith(prefix)), None)

@@ -1,0 +1,21 @@
+"""The command that installs a missing family names the distribution that describes the model type."""
+
+from __future__ import annotations
+
+from ttpu_core import default_registry
+from ttpu_core.distributions import FAMILIES, ZOO, family_of
+from ttpu_core.plugin_records import ARCHITECTURES
+
+
+def test_every_type_of_these_families_has_its_distribution() -> None:
+    ours = {"ttpu-zoo", *FAMILIES.values()}
+    records = [record for record in default_registry().plugins(ARCHITECTURES) if record.distribution in ours]
+    described = {record.name: record.distribution for record in records}
+    assert {name: family_of(name) for name in described} == described
+    assert sorted(ZOO.split()) == sorted(name for name, distribution in described.items() if distribution == "ttpu-zoo")
+
+
+def test_a_type_that_begins_like_one_of_the_zoo_has_none() -> None:
+    assert [family_of(name) for name in ("gpt_neox_japanese", "phi4_multimodal", "llama9", "")] == [
+        None, None, "ttpu-llama", None,
+    ]  # fmt: skip
