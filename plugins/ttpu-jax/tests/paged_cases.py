@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from ml_dtypes import bfloat16
 
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.paged_attention import NULL_PAGE, RaggedBatch
@@ -125,6 +126,7 @@ def oracle(
     query, keys, values = (np.asarray(x, np.float64) for x in (query[: sum(counts)], keys, values))
     mixed = np.zeros((*query.shape[:3], spec.value_dim))
     token, before = 0, 0
+    slopes = spec.alibi.slopes(spec.num_heads) if spec.alibi else ()
     for count, length in zip(counts, lengths, strict=True):
         for position in range(length - count, length):
             first = 0
@@ -135,7 +137,9 @@ def oracle(
             seen = slice(before + first, before + position + 1)
             for head in range(spec.num_kv_heads):
                 for member in range(spec.q_per_kv):
+                    slope = 0.0 if spec.alibi is None else slopes[head * spec.q_per_kv + member]
                     scores = keys[seen, head] @ query[token, head, member] * spec.softmax_scale
+                    scores = scores + alibi_bias(spec, slope, np.arange(first, position + 1))
                     if spec.logit_softcap is not None:
                         scores = np.tanh(scores / spec.logit_softcap) * spec.logit_softcap
                     weights = np.exp(scores - scores.max())
@@ -146,3 +150,13 @@ def oracle(
             token += 1
         before += length
     return mixed
+
+
+def alibi_bias(spec: AttentionSpec, slope: float, positions: np.ndarray) -> np.ndarray:
+    """What ALiBi adds to the scaled scores of keys at these positions. Falcon multiplies in bfloat16, before the scale.
+    """
+    if spec.alibi is None:
+        return np.zeros(len(positions))
+    kind = bfloat16 if spec.alibi.bfloat16 else np.float64
+    bias = (np.asarray(slope).astype(kind) * positions.astype(kind)).astype(np.float64)
+    return bias * spec.softmax_scale if spec.alibi.scaled else bias

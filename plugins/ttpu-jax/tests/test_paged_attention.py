@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from paged_cases import Ragged, oracle, ragged, whole
 
-from ttpu_core.spec import AttentionSpec, axes
+from ttpu_core.spec import AlibiSpec, AttentionSpec, axes
 from ttpu_jax.aot.hlo import collectives
 from ttpu_jax.ops.attention import AttentionContext
 from ttpu_jax.ops.paged_attention import (
@@ -73,6 +73,8 @@ def attended(case: Ragged, spec: AttentionSpec, query: Any, kv: PagedKV, sinks: 
         pytest.param(MIXED, replace(GQA, num_kv_heads=4, v_head_dim=4, scale=0.3), id="mixed, value_dim"),
         pytest.param(MIXED, replace(GQA, chunk=8, sinks=True), id="mixed, chunk and sinks"),
         pytest.param(DECODE, replace(GQA, chunk=8, sinks=True), id="decode, chunk and sinks"),
+        pytest.param(MIXED, replace(GQA, alibi=AlibiSpec()), id="mixed, ALiBi"),
+        pytest.param(MIXED, replace(GQA, alibi=AlibiSpec(scaled=True, bfloat16=True)), id="mixed, falcon's ALiBi"),
         pytest.param(DRAFTS_AND_PREFILL, replace(GQA, logit_softcap=2.0, window=9), id="drafts, softcap and window"),
     ],
 )
@@ -162,8 +164,12 @@ def test_16_bit_pages_hold_the_very_numbers(dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "dtype"),
-    [(replace(GQA, num_heads=16, num_kv_heads=8), "int8"), (GQA, "float32")],
-    ids=["8 heads", "2 heads"],
+    [
+        (replace(GQA, num_heads=16, num_kv_heads=8), "int8"),
+        (replace(GQA, num_heads=16, num_kv_heads=8, alibi=AlibiSpec()), "float32"),
+        (GQA, "float32"),
+    ],
+    ids=["8 heads", "8 heads with ALiBi", "2 heads"],
 )
 def test_on_eight_devices_each_has_its_heads_and_asks_no_other(spec: AttentionSpec, dtype: str) -> None:
     """Two heads do not divide: then every device has all of them."""
