@@ -231,6 +231,8 @@ def test_a_stage_that_changes_nothing_removes_nothing(monkeypatch: pytest.Monkey
     removers = {one.finding.kind: one.removed_by for one in found if one.during == "generate"}
     assert "nothing" not in {one.removed_by for one in found}
     assert removers["recompilation"] == "generation"
+    again = [one.finding.what for one in found if one.finding.kind == "recompilation" and one.during == "generate"]
+    assert again == ["programs compiled when it runs again for an answer of one token more, a new shape"]
     # Both ends of the stretch of patches find the same, so that what is between is not run.
     assert told == [("stock", 0), ("nothing more", 1), ("generation", 4)]
 
