@@ -25,7 +25,7 @@ from ttpu_core.registry import _new_manager
 
 RUNNER = CliRunner()
 TYPES = (
-    "arcee", "ernie4_5", "exaone4", "glm", "glm4", "nemotron", "olmo2", "phi", "phi3", "seed_oss", "smollm3",
+    "arcee", "ernie4_5", "exaone4", "glm", "glm4", "olmo2", "phi", "phi3", "seed_oss", "smollm3",
     "starcoder2",
 )  # fmt: skip
 
