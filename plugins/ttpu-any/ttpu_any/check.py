@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ttpu_any.aten.table import NEEDS_PLUGIN
 from ttpu_any.programs import StockPrograms
 from ttpu_any.steps import Manner
 from ttpu_core.errors import UnsupportedError
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 LENGTH, PADDING, SLOTS = 16, 3, 64
 """Tokens of the prompt, how many slots of padding stand before its beginning, and slots of the cache."""
+
+SHOWN = 3
+"""How many reasons an error message names."""
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.05}
 """Of the largest difference, in standard deviations of the logits."""
@@ -59,7 +63,7 @@ def checked_programs(
         try:
             found = difference(programs, dtype, alone)
         except UnsupportedError as error:
-            reasons.append(str(error))
+            reasons.append(str(error).removesuffix(NEEDS_PLUGIN))
             continue
         except Exception as error:  # what the traced code of any model may raise
             reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
@@ -73,10 +77,9 @@ def checked_programs(
             f"{found.what} gives logits that are {found.error:.2g} standard deviations from those of the model given "
             f"tokens alone, where {found.allowed:g} may be rounding"
         )
-    each = "; ".join(f"({place}) {reason}" for place, reason in enumerate(dict.fromkeys(reasons), 1))
     raise UnsupportedError(
         f"{name} was to be run without a plugin, but in no manner does it agree with itself, so that what it generates "
-        f"would be wrong: {each}. It needs a plugin."
+        f"would be wrong: {_listed(reasons)}. This model needs a plugin."
     )
 
 
@@ -120,6 +123,14 @@ def difference(programs: StockPrograms, dtype: str, alone: dict[int, np.ndarray]
         logits, state = programs.checked_decode(np.full(rows, tokens[place], np.int32), state)
     decoded = compared(f"decoding after a {'padded ' if pads else ''}prefill", logits)
     return decoded if not decoded.small else max(prefilled, decoded, key=lambda each: each.error)
+
+
+def _listed(reasons: Sequence[str]) -> str:
+    """Different reasons with their numbers; the first ones, of many."""
+    different = list(dict.fromkeys(reasons))
+    shown = [f"({place}) {reason}" for place, reason in enumerate(different[:SHOWN], 1)]
+    more = len(different) - SHOWN
+    return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
 
 
 def _prompt(programs: StockPrograms) -> np.ndarray:

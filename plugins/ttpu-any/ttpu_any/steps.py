@@ -19,6 +19,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from ttpu_any.aten.table import NEEDS_PLUGIN
 from ttpu_any.held import put_together, taken_apart
 from ttpu_any.trace import Shape, Traced, trace
 from ttpu_core.errors import UnsupportedError
@@ -123,8 +124,8 @@ class Steps:
             if name in self.accepted:
                 return name
         raise UnsupportedError(
-            f"{type(self.model).__name__} keeps no cache that transformers knows, but generating needs one: this model "
-            "needs a plugin."
+            f"{type(self.model).__name__} keeps no cache that transformers knows, but generating needs "
+            f"one{NEEDS_PLUGIN}"
         )
 
     def alone(self, batch: int, width: int) -> Traced:
@@ -200,7 +201,7 @@ class Steps:
             if skeleton != prefill.skeleton:
                 raise UnsupportedError(
                     f"{type(self.model).__name__} keeps more than tensors between tokens, so that each would need a "
-                    "program of its own: this model needs a plugin."
+                    f"program of its own{NEEDS_PLUGIN}"
                 )
             return [logits, *after]
 
@@ -208,7 +209,7 @@ class Steps:
         if traced.results[1:] != prefill.cache:
             raise UnsupportedError(
                 f"the cache of {type(self.model).__name__} grows with each token, so that each would need a program of "
-                "its own: this model needs a plugin."
+                f"its own{NEEDS_PLUGIN}"
             )
         return traced
 

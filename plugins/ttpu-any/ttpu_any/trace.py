@@ -20,11 +20,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ttpu_any.aten.batches import keep_batches
 from ttpu_any.aten.graph import constants_of, missing_operations, run
+from ttpu_any.aten.table import NEEDS_PLUGIN
 from ttpu_any.experts import replace_experts
 from ttpu_core.errors import UnsupportedError
 
 Tensors = Sequence[torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -98,15 +98,15 @@ def trace(
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedError(
             f"{type(model).__name__} was to be traced, but its PyTorch code cannot be run on shapes alone "
-            f"({type(error).__name__}: {reason}): this model needs a plugin."
+            f"({type(error).__name__}: {reason}){NEEDS_PLUGIN}"
         ) from error
     graph.graph.eliminate_dead_code()
     keep_batches(graph)
     missing = missing_operations(graph)
     if missing:
         raise UnsupportedError(
-            f"{type(model).__name__} uses the operations {', '.join(missing)}, which the fallback does not know: this "
-            "model needs a plugin."
+            f"{type(model).__name__} uses the operations {', '.join(missing)}, which the fallback does not "
+            f"know{NEEDS_PLUGIN}"
         )
     results = tuple(
         Shape(tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in _outputs(graph)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 
 from ttpu_any.aten import elementwise, products, reductions, shapes  # noqa: F401 (they fill the table)
-from ttpu_any.aten.table import OPERATIONS, described
+from ttpu_any.aten.table import NEEDS_PLUGIN, OPERATIONS, described
 from ttpu_core.errors import UnsupportedError
 
 
@@ -68,8 +68,8 @@ def _result(node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
     function = _function(node.target)
     if function is None:
         raise UnsupportedError(
-            f"the model's PyTorch code uses the operation {node.target}, which the fallback does not know: this model "
-            "needs a plugin."
+            f"the model's PyTorch code uses the operation {node.target}, which the fallback does not "
+            f"know{NEEDS_PLUGIN}"
         )
     expected = described(node.meta.get("val"))
     value = function(expected, *args, **kwargs)

@@ -18,6 +18,9 @@ Result = jax.ShapeDtypeStruct
 
 OPERATIONS: dict[str, Operation] = {}
 
+NEEDS_PLUGIN = ": this model needs a plugin."
+"""How a refusal of the fallback ends."""
+
 DTYPES: dict[torch.dtype, Any] = {
     torch.float32: jnp.float32,
     torch.float64: jnp.float32,  # what JAX computes in where torch asks for 64 bits
@@ -51,8 +54,8 @@ def jax_dtype(dtype: torch.dtype) -> Any:
     """
     if dtype not in DTYPES:
         raise UnsupportedError(
-            f"the model computes in {dtype}, but the fallback runs {', '.join(str(each) for each in DTYPES)}: this "
-            "model needs a plugin."
+            f"the model computes in {dtype}, but the fallback runs {', '.join(str(each) for each in DTYPES)}"
+            + NEEDS_PLUGIN
         )
     return DTYPES[dtype]
 
