@@ -45,6 +45,7 @@ def test_experts_stand_for_the_weights_that_transformers_dequantizes(tmp_path: P
     held = read(tmp_path, {f"{NAME}_blocks": blocks, f"{NAME}_scales": scales, f"{NAME}_bias": bias})
     assert set(held.dense) == {f"{NAME}_bias"}
     weight = held.weights[NAME]
+    assert held.shapes == {NAME: (EXPERTS, 32 * GROUPS, OUT), f"{NAME}_bias": (EXPERTS, OUT)}  # as transformers has it
     assert (weight.shape, weight.group_size, weight.dtype) == ((EXPERTS, OUT, 32 * GROUPS), 32, "float4_e2m1fn")
     with TensorReader() as reader:
         parts = read_parts(weight, reader)

@@ -31,6 +31,8 @@ def announced(source: str, config: Mapping[str, Any], dtype: str) -> Announced:
     method = config["quant_method"]
     if method == "compressed-tensors":
         return _compressed_tensors(source, config, "bfloat16" if dtype == "bfloat16" else "float32")
+    if method == "mxfp4":
+        return _stacked_experts
     if method not in ("gptq", "awq", "fp8"):
         raise UnsupportedError(
             f"{source} announces {method} weights, but which of them are quantized only the files say: pass the "
@@ -56,6 +58,11 @@ def announced(source: str, config: Mapping[str, Any], dtype: str) -> Announced:
         return KernelFormat("int8" if bits == 8 else "int4", fitted, config.get("sym") is True, input_order=ordered)
 
     return of_module
+
+
+def _stacked_experts(module: str, shape: tuple[int, ...]) -> KernelFormat | None:
+    """Of gpt-oss: its experts, which are in stacked tensors, and nothing else."""
+    return KernelFormat("float4_e2m1fn", 32, scale_dtype="float8_e8m0fnu") if len(shape) == 3 else None
 
 
 def _compressed_tensors(source: str, config: Mapping[str, Any], scale: str) -> Announced:

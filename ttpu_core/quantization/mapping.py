@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,7 +106,8 @@ def stored_mapping(
     rules: list[tuple[str, Expression]] = []
     sources: dict[str, Source] = {}
     dense: dict[str, TensorInfo] = {}
-    for path, rule in mapping.rules:
+    for path, dense_rule in mapping.rules:
+        rule = _mapped(dense_rule, lambda leaf: _as_stored(leaf, held.weights.get(names[leaf.name])))
         padding = paddings.get(path)
         if path not in formats:
             rules.append((path, rule if padding is None else Padded(rule, padding)))
@@ -247,7 +248,7 @@ def _same_order(one: Array | None, other: Array | None) -> bool:
 
 
 def _mapped(rule: Expression, change: Any) -> Expression:
-    """The rule with every leaf changed. Leaves keep their last dimension for inputs."""
+    """The rule with every leaf changed."""
     if isinstance(rule, Tensor):
         changed: Tensor = change(rule)
         return changed
@@ -257,36 +258,57 @@ def _mapped(rule: Expression, change: Any) -> Expression:
     return replace(rule, parts=parts)
 
 
+def _as_stored(leaf: Tensor, weight: QuantizedTensor | None) -> Tensor:
+    """The leaf of a dense rule as a view of the tensor that the quantized checkpoint stores."""
+    if weight is None or not weight.dense_inputs_first:
+        return leaf
+    *lead, before_last, last = range(len(weight.shape))
+    result = Tensor(leaf.name, weight.shape).transpose(*lead, last, before_last)
+    for operation, argument in leaf.views:
+        if operation == "reshape":
+            result = result.reshape(*argument)
+        elif operation == "transpose":
+            result = result.transpose(*argument)
+        else:
+            result = result[_indices(argument)]
+    return result
+
+
 def _with_inputs(leaf: Tensor, name: str, inputs: int, columns: int) -> Tensor:
-    """The same views of a tensor that has `columns` columns for the inputs of this one.
+    """The same views of a tensor that has `columns` columns for the inputs of this one, which are its last dimension
+    on disk.
 
     Raises:
-        MappingError: the views split, move or cut the inputs.
+        MappingError: the views split or cut the inputs, or these are not the last dimension in the end.
     """
     result = Tensor(name, (*leaf.shape[:-1], columns))
-    shape = leaf.shape
+    shape, place = leaf.shape, len(leaf.shape) - 1
     for operation, argument in leaf.views:
-        last = len(shape) - 1
         if operation == "reshape":
-            if argument[-1] != inputs:
+            before = prod(shape[:place])
+            places = [axis for axis, size in enumerate(argument) if size == inputs and prod(argument[:axis]) == before]
+            if not places:
                 raise _cannot_follow(leaf.name)
-            result, shape = result.reshape(*argument[:-1], columns), argument
+            place, shape = places[0], argument
+            result = result.reshape(*argument[:place], columns, *argument[place + 1 :])
         elif operation == "transpose":
-            if argument[-1] != last:
-                raise _cannot_follow(leaf.name)
-            result, shape = result.transpose(*argument), tuple(shape[axis] for axis in argument)
+            result, place = result.transpose(*argument), argument.index(place)
+            shape = tuple(shape[axis] for axis in argument)
         else:
-            parts = tuple(part if isinstance(part, int) else slice(*part) for part in argument)
-            if len(parts) > last and parts[last] != slice(None):
+            parts = _indices(argument)
+            if len(parts) > place and parts[place] != slice(None):
                 raise _cannot_follow(leaf.name)
-            result = result[parts[:last]] if parts[:last] else result
-            kept = [
-                len(range(size)[part])
-                for part, size in zip(parts, shape, strict=False)
-                if isinstance(part, slice)
-            ]
+            result = result[parts]
+            place -= sum(isinstance(part, int) for part in parts[:place])
+            kept = [len(range(size)[part]) for part, size in zip(parts, shape, strict=False) if isinstance(part, slice)]
             shape = (*kept, *shape[len(parts) :])
+    if place != len(shape) - 1:
+        raise _cannot_follow(leaf.name)
     return result
+
+
+def _indices(argument: Sequence[Any]) -> tuple[int | slice, ...]:
+    return tuple(part if isinstance(part, int) else slice(*part) for part in argument)
 
 
 def _cannot_follow(name: str) -> MappingError:

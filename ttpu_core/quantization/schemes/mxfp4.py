@@ -4,6 +4,7 @@ gpt-oss stores its experts so, as `*_blocks` and `*_scales`."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,8 +28,9 @@ GROUP = 32
 
 
 def read_mxfp4(source: str, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> QuantizedCheckpoint:
-    """Read a checkpoint whose experts are stored as gpt-oss' are; no weight is read. The weight `name` of `name_blocks`
-    [experts, out, groups, 16] has the shape [experts, out, in].
+    """Read a checkpoint whose experts are stored as gpt-oss' are; no weight is read. `name_blocks` [experts, out,
+    groups, 16] and `name_scales` hold the weight `name` [experts, out, in], which gpt-oss' dense checkpoints have as
+    [experts, in, out].
 
     Raises:
         CheckpointError: scales are missing or have a wrong shape.
@@ -45,7 +47,7 @@ def read_mxfp4(source: str, config: Mapping[str, Any], tensors: Mapping[str, Ten
                 raise wrong_shape(info, (*info.shape[:-1], GROUP // 2), "blocks of 32 numbers of 4 bits")
             *lead, groups, width = info.shape
             merged = TensorInfo(name, info.dtype, (*lead, groups * width), info.file, info.start, info.nbytes)
-            weights[dense_name] = mxfp4_weight(dense_name, merged, scales)
+            weights[dense_name] = replace(mxfp4_weight(dense_name, merged, scales), dense_inputs_first=True)
             used |= {name, scales.name}
     dense = {name: info for name, info in tensors.items() if name not in used}
     return QuantizedCheckpoint(source, "mxfp4", weights, dense)

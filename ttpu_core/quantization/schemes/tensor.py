@@ -38,6 +38,7 @@ class QuantizedTensor:
             input_order [in]; input_scale [1].
         order: the content of input_order, where inputs are stored in another order.
         scale_width: inputs of a stored scale, where these are more than a group (blocks that do not divide the inputs).
+        dense_inputs_first: whether a dense checkpoint has the weight as [*lead, in, out], and its mapping reads it so.
     """
 
     name: str
@@ -49,6 +50,13 @@ class QuantizedTensor:
     activation: ActivationFormat | None = None
     order: Array | None = field(default=None, compare=False)
     scale_width: int | None = None
+    dense_inputs_first: bool = False
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """The weight's shape in a dense checkpoint."""
+        *lead, out, inputs = self.shape
+        return (*lead, inputs, out) if self.dense_inputs_first else self.shape
 
     @property
     def format(self) -> KernelFormat:
@@ -82,7 +90,7 @@ class QuantizedCheckpoint:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor of the dense checkpoint that this one stands for."""
-        return {name: one.shape for name, one in self.weights.items()} | {
+        return {name: one.dense_shape for name, one in self.weights.items()} | {
             name: info.shape for name, info in self.dense.items()
         }
 
