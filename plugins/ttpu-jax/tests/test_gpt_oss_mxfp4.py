@@ -1,5 +1,5 @@
-"""gpt-oss as OpenAI publishes it: experts in microscaled 4-bit floats. transformers, which dequantizes them on a CPU, is
-the reference."""
+"""gpt-oss as OpenAI publishes it: experts in microscaled 4-bit floats. The reference is transformers, which
+dequantizes them on a CPU."""
 
 from __future__ import annotations
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from ttpu_core.spec import Parameter, axes
 from ttpu_core.spec.kernel_format import KernelFormat, parts_of
 from ttpu_jax.ops.kernels import QuantizedKernel, dense, kernel_from_parts, map_arrays, quantize
+from ttpu_jax.params.quantized import held_parts, parts_as_read, placed_as_held, round_dense
 
 SHAPE = (3, 8, 64)  # [*out, in]
 MXFP4 = KernelFormat("float4_e2m1fn", 32, scale_dtype="float8_e8m0fnu")
@@ -92,3 +96,22 @@ def test_a_kernel_with_an_input_order_is_dense_in_the_order_of_the_features() ->
     columns, found = dequantized(kernel), np.asarray(dense(kernel))
     for expert, order in enumerate(np.asarray(kernel.input_order)):
         np.testing.assert_allclose(found[expert][:, order], columns[expert], rtol=1e-6)
+
+
+def test_a_tpu_holds_the_4_bit_floats_of_experts_by_their_codes() -> None:
+    tpu: Any = SimpleNamespace(platform="tpu")
+    of_expert = Parameter((2, 8, 64), (axes.EXPERT, axes.MLP, None), format=MXFP4)
+    assert held_parts(of_expert, tpu)["values"].dtype == "int4"
+    assert parts_as_read(of_expert, tpu)["values"].dtype == "float4_e2m1fn"
+    of_layer = replace(of_expert, shape=(8, 64), axes=(axes.MLP, None))
+    assert held_parts(of_layer, tpu)["values"].dtype == "float4_e2m1fn"
+
+    read = quantize(jnp.asarray(random(2, 8, 64)), MXFP4)
+    codes = np.asarray(read.values).view(ml_dtypes.int4)
+    placed = placed_as_held(replace(read, values=read.values.copy()), of_expert, tpu)
+    rounded = round_dense(jnp.asarray(random(2, 8, 64)), of_expert, tpu)
+    for each in (placed, rounded):
+        assert each.coded
+        np.testing.assert_array_equal(np.asarray(each.values), codes)
+        np.testing.assert_array_equal(np.asarray(each.numbers), np.asarray(read.values))
+    assert placed_as_held(read, of_layer, tpu) is read

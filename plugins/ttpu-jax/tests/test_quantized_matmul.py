@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ttpu_core.quantization.rounding import round_kernel
 from ttpu_core.spec import ActivationSpec, MoESpec, Parameter, axes
-from ttpu_core.spec.kernel_format import ActivationFormat, KernelFormat, parts_of
+from ttpu_core.spec.kernel_format import ActivationFormat, KernelFormat
 from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
 from ttpu_jax.ops.grouped import grouped_linear
@@ -38,7 +38,8 @@ from ttpu_jax.ops.matmul.dense import Product
 from ttpu_jax.ops.matmul.devices import Devices
 from ttpu_jax.ops.matmul.reference import reference
 from ttpu_jax.ops.moe import ExpertKernels, run_experts
-from ttpu_jax.params.placement import local_placement
+from ttpu_jax.params.placement import Placement, local_placement
+from ttpu_jax.params.quantized import held_parts
 
 INT8, FLOAT8 = ActivationFormat("int8"), ActivationFormat("float8_e4m3fn")
 WEIGHTS = [
@@ -261,6 +262,16 @@ def test_a_tpu_multiplies_small_groups_of_experts_that_end_within_the_lanes() ->
     assert (np.abs(np.asarray(out, np.float64) - exact) <= bound).all()
 
 
+def test_codes_of_4_bit_floats_are_multiplied_like_their_numbers() -> None:
+    numbers, x = kernel_of(random(2, 8, 256), MXFP4), random(6, 256, seed=1)
+    codes = replace(numbers, values=jnp.asarray(np.asarray(numbers.values).view(ml_dtypes.int4)))
+    assert codes.coded and not numbers.coded
+    np.testing.assert_array_equal(dense(codes), dense(numbers))
+    sizes = jnp.asarray([2, 4], jnp.int32)
+    ours, theirs = (grouped_linear(x, kernels, sizes, "tpu-interpreted") for kernels in (codes, numbers))
+    np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("form", [KernelFormat("int4", 128, symmetric=False), EXPERTS[3], MXFP4], ids=name)
 def test_experts_are_not_written_out_dequantized_on_a_tpu(form: KernelFormat) -> None:
@@ -271,10 +282,12 @@ def test_experts_are_not_written_out_dequantized_on_a_tpu(form: KernelFormat) ->
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
 
     table = Parameter((16, 2, 128, 1024), (axes.EXPERT, None, axes.MLP, None), format=form)
-    kernels = kernel_from_parts(form, {key: abstract(part.shape, part.dtype) for key, part in parts_of(table)})
+    parts = held_parts(table, Placement(whole.mesh))
+    kernels = kernel_from_parts(form, {key: abstract(part.shape, part.dtype) for key, part in parts.items()})
     rows, sizes = abstract((32, 1024), jnp.bfloat16), abstract((16,), jnp.int32)
     program = compile_for(topology, partial(grouped_linear, platform="tpu"), rows, kernels, sizes)
     assert program.temp_bytes < 16 * 2 * 128 * 1024 // 4
+    assert not [one for one in program.estimate.top if "bitcast_convert" in one.name], "a pass over the kernels"
 
 
 def test_the_gradient_of_experts_is_that_of_their_dequantized_kernels() -> None:

@@ -37,8 +37,8 @@ def product(
     rows, inner, count = len(x), x.shape[1], len(sizes)
     outer = prod(kernels.shape[1:-1])
     values = kernels.values.reshape(count, outer, inner)
-    coded = values.dtype == jnp.float4_e2m1fn  # no TPU of today converts it
-    if coded:
+    coded = kernels.coded or values.dtype == jnp.float4_e2m1fn  # no TPU of today converts 4-bit floats
+    if coded and not kernels.coded:
         values = jax.lax.bitcast_convert_type(values, jnp.int4)
     scale, zero = (_by_scale(part, count, outer) for part in (kernels.scale, kernels.zero_point))
     assert scale is not None

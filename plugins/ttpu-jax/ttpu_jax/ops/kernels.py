@@ -25,7 +25,8 @@ INT8 = KernelFormat("int8")
 class QuantizedKernel:
     """A kernel [*lead, *out, in] in low precision: scale * (value - zero point). `lead` are stacked layers and experts.
 
-    values: [*lead, *out, in] in the format's dtype.
+    values: [*lead, *out, in] in the format's dtype, or in a wider one that holds the same numbers; int4 where the
+        format's is a 4-bit float: its codes, because a TPU reinterprets bits by a pass over the kernel.
     scale: [*lead, *out], or [*lead, *out, groups] if groups of neighbouring inputs have scales of their own.
     zero_point: int8 in the shape of the scale, or None.
     input_order: int32 [*lead, in], the input feature of each column of the values; None where they are in order.
@@ -54,6 +55,16 @@ class QuantizedKernel:
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the stored values."""
         return np.dtype(self.values.dtype)
+
+    @property
+    def coded(self) -> bool:
+        """Whether the values are the codes of 4-bit floats."""
+        return self.format.dtype == "float4_e2m1fn" and self.values.dtype == jnp.int4
+
+    @property
+    def numbers(self) -> jax.Array:
+        """The values as numbers, [*lead, *out, in]."""
+        return jax.lax.bitcast_convert_type(self.values, jnp.float4_e2m1fn) if self.coded else self.values
 
     @property
     def parts(self) -> dict[PartName, jax.Array]:
@@ -234,7 +245,7 @@ def grouped_values(kernel: QuantizedKernel, dtype: Any) -> jax.Array:
     exactly if it has at least 8 bits of mantissa (differences of int8 have magnitudes up to 255). One group where a
     channel has one scale."""
     by_group = _by_group(kernel)
-    values = kernel.values.reshape(*by_group, -1).astype(dtype)
+    values = kernel.numbers.reshape(*by_group, -1).astype(dtype)
     if kernel.zero_point is not None:
         values = values - kernel.zero_point.reshape(*by_group, 1).astype(dtype)
     return values

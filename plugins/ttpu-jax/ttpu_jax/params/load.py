@@ -29,7 +29,14 @@ from ttpu_core.spec.kernel_format import PartName
 from ttpu_jax.ops.kernels import kernel_from_parts
 from ttpu_jax.params.dtypes import stored_dtype, values_dtype
 from ttpu_jax.params.placement import Placement
-from ttpu_jax.params.quantized import Groupings, held_parameters, held_parts, rounded, rounded_by_blocks
+from ttpu_jax.params.quantized import (
+    Groupings,
+    held_parameters,
+    parts_as_read,
+    placed_as_held,
+    rounded,
+    rounded_by_blocks,
+)
 
 Progress = Callable[[int, int], None]
 Tensors = Mapping[str, StoredTensor | DecodedTensor]
@@ -150,11 +157,11 @@ def _jobs(
     read_from = dict(mapping.rules)
     for path, parameter in parameters.items():
         if f"{path}.values" in read_from:
-            parts = held_parts(parameter, placement)
+            parts = parts_as_read(parameter, placement)
             rules = {f"{path}.{name}": part for name, part in parts.items()}
             of_parts = {name: job for name, _, job in _jobs(mapping, rules, placement, dtype, tensors, reader, {})}
             nbytes = sum(part.size * _dtype(part, dtype).itemsize for part in parts.values())
-            yield path, nbytes, partial(_load_parts, path, parameter, of_parts)
+            yield path, nbytes, partial(_load_parts, path, parameter, placement, of_parts)
             continue
         kind, sharding = _dtype(parameter, dtype), placement.parameter(path, parameter)
         boxes = device_boxes(sharding, parameter.shape)
@@ -170,13 +177,15 @@ def _jobs(
         yield path, nbytes, load
 
 
-def _load_parts(path: str, parameter: Parameter, jobs: Mapping[str, Callable[[], jax.Array]]) -> Any:
+def _load_parts(
+    path: str, parameter: Parameter, placement: Placement, jobs: Mapping[str, Callable[[], jax.Array]]
+) -> Any:
     """Read the parts of a quantized kernel."""
     assert parameter.format is not None
     parts: dict[PartName, jax.Array] = {}
     for name, job in jobs.items():
         parts[cast(PartName, name.removeprefix(f"{path}."))] = job()
-    return kernel_from_parts(parameter.format, parts)
+    return placed_as_held(kernel_from_parts(parameter.format, parts), parameter, placement)
 
 
 def _load_rounded(load: Callable[[], jax.Array], *how: Any) -> Any:

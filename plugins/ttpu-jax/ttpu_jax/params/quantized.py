@@ -15,7 +15,7 @@ import numpy as np
 from ttpu_core.errors import CheckpointError
 from ttpu_core.quantization.grouping import Grouping, fit_formats
 from ttpu_core.sharding.padding import pad_architecture
-from ttpu_core.spec import ArchitectureSpec, Parameter
+from ttpu_core.spec import ArchitectureSpec, Parameter, axes
 from ttpu_core.spec.kernel_format import KernelFormat, PartName, parts_of
 from ttpu_core.spec.parameters import stacked_paths
 from ttpu_jax.ops.kernels import QuantizedKernel, kernel_from_parts, quantize
@@ -34,12 +34,52 @@ Groupings = Mapping[str, tuple[Grouping, ...]]
 
 def held_parts(parameter: Parameter, placement: Placement) -> dict[PartName, Parameter]:
     """The parts of a quantized kernel (`ttpu_core.spec.kernel_format.parts_of`), in the dtypes that the placement's
-    devices hold them in."""
+    devices hold them in. A TPU holds the 4-bit floats of experts by their codes, as `QuantizedKernel` says."""
     parts = dict(parts_of(parameter))
+    kind = parts["values"].dtype or ""
     if placement.platform == "cpu":
-        kind = parts["values"].dtype or ""
         parts["values"] = replace(parts["values"], dtype=IN_BYTES.get(kind, kind))
+    elif kind == "float4_e2m1fn" and axes.EXPERT in parameter.axes:
+        parts["values"] = replace(parts["values"], dtype="int4")
     return parts
+
+
+def parts_as_read(parameter: Parameter, placement: Placement) -> dict[PartName, Parameter]:
+    """The parts of a kernel that is stored quantized, in the dtypes in which they are read: numbers, no codes."""
+    parts = held_parts(parameter, placement)
+    if _is_coded(parameter.format, parts["values"].dtype):
+        parts["values"] = dict(parts_of(parameter))["values"]
+    return parts
+
+
+def placed_as_held(kernel: QuantizedKernel, parameter: Parameter, placement: Placement) -> QuantizedKernel:
+    """A kernel whose parts are on devices as they were read, in the dtypes that these hold."""
+    held = held_parts(parameter, placement)["values"].dtype
+    if not _is_coded(kernel.format, held):
+        return kernel
+    return replace(kernel, values=_codes(kernel.values))
+
+
+def as_held(kernel: QuantizedKernel, parameter: Parameter, placement: Placement) -> QuantizedKernel:
+    """The kernel with its values in the dtype that the placement's devices hold them in. For use inside jit."""
+    return _with_values(kernel, kernel.values, held_parts(parameter, placement)["values"].dtype or "")
+
+
+def _with_values(kernel: QuantizedKernel, values: jax.Array, held: Any) -> QuantizedKernel:
+    """The kernel with values that are numbers of its format, held in a dtype."""
+    if _is_coded(kernel.format, held):
+        return replace(kernel, values=jax.lax.bitcast_convert_type(values.astype(kernel.format.dtype), jnp.int4))
+    return replace(kernel, values=values.astype(held))
+
+
+def _is_coded(form: KernelFormat | None, held: Any) -> bool:
+    return form is not None and form.dtype == "float4_e2m1fn" and jnp.dtype(held) == jnp.int4
+
+
+@partial(jax.jit, donate_argnums=0)
+def _codes(values: jax.Array) -> jax.Array:
+    """The codes of 4-bit floats, in their memory."""
+    return jax.lax.bitcast_convert_type(values, jnp.int4)
 
 
 def held_parameters(table: Mapping[str, Parameter], placement: Placement) -> dict[str, Parameter]:
@@ -68,8 +108,7 @@ def shardings_of(placement: Placement, path: str, parameter: Parameter) -> Any:
 def round_dense(kernel: jax.Array, parameter: Parameter, placement: Placement) -> QuantizedKernel:
     """Round a dense kernel [*out, in] to the parameter's format. For use inside jit."""
     assert parameter.format is not None
-    result = quantize(kernel, parameter.format)
-    return replace(result, values=result.values.astype(held_parts(parameter, placement)["values"].dtype))
+    return as_held(quantize(kernel, parameter.format), parameter, placement)
 
 
 def groupings_for(spec: ArchitectureSpec, placement: Placement, *, stacked: bool = False) -> Groupings:
@@ -157,7 +196,9 @@ def _with_rows(
         merged = whole.reshape(-1, *part.shape[1:])
         return jax.lax.dynamic_update_slice_in_dim(merged, part.astype(whole.dtype), start, 0).reshape(whole.shape)
 
-    return jax.tree.map(put, result, quantize(rows, result.format)), finite & jnp.isfinite(rows).all()
+    rounded = quantize(rows, result.format)
+    rounded = _with_values(rounded, rounded.values, result.values.dtype)
+    return jax.tree.map(put, result, rounded), finite & jnp.isfinite(rows).all()
 
 
 def _check(path: str, finite: jax.Array) -> None:
@@ -178,7 +219,7 @@ def _program(
         else:  # padding differs between the stacked layers
             layers = [_round(one, form, grouping) for one, grouping in zip(kernel, groupings, strict=True)]
             result = jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
-        return replace(result, values=result.values.astype(held)), jnp.isfinite(kernel).all()
+        return _with_values(result, result.values, held), jnp.isfinite(kernel).all()
 
     return jax.jit(round_all, out_shardings=(jax.tree.unflatten(tree, leaves), None))
 
