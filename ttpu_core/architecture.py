@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ttpu_core.config import ModelConfig
-from ttpu_core.errors import ConfigError
+from ttpu_core.errors import ConfigError, RequestError
 from ttpu_core.hook_calls import HookCalls
 from ttpu_core.mapping import FlaxMapping
 from ttpu_core.spec import NO_MLP, ArchitectureSpec, KernelChoice, LayerSpec, NormSpec
@@ -69,6 +69,24 @@ def describe(hook: Any, config: ModelConfig, *, family: str, patch_packs: tuple[
     mapping = hook.ttpu_flax_mapping(config=config, spec=spec)
     mapping.check_parameters(spec.parameters)
     return Architecture(spec, mapping, config, family, patch_packs)
+
+
+def refuse_undescribed(architecture: Any, use: str) -> None:
+    """Refuse a loaded model that runs without a plugin, by a fallback, where its architecture is needed.
+
+    Args:
+        architecture: of the loaded model: an `Architecture`, or what a fallback has instead.
+        use: what was to be done with the model, as in "trained".
+
+    Raises:
+        RequestError: no plugin describes the model.
+    """
+    if not isinstance(architecture, Architecture):
+        raise RequestError(
+            f"a model of type {architecture.spec.model_type!r} was to be {use}, but no plugin describes this type, and "
+            "transformers' own code, which runs without one, cannot be: install a plugin, or begin one with `ttpu "
+            "new-plugin --from CONFIG`."
+        )
 
 
 def _layer(hook: Any, config: ModelConfig, index: int, norm: NormSpec) -> LayerSpec:

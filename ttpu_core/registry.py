@@ -201,7 +201,7 @@ class Registry:
             )
         raise PluginError(
             f"{what} {name!r} was asked for, but no installed plugin serves it{without}; the ones that exist are: "
-            f"{', '.join(known) or 'none'}; {_advice(group, name)}"
+            f"{', '.join(known) or 'none'}; {_advice(group, name, has_fallback=bool(without))}"
         )
 
     def _load(self, record: PluginRecord) -> Any:
@@ -262,15 +262,15 @@ def _new_manager() -> pluggy.PluginManager:
     return manager
 
 
-def _advice(group: str, name: str) -> str:
+def _advice(group: str, name: str, *, has_fallback: bool) -> str:
     if group == ARCHITECTURES:
         distribution = distributions.family_of(name)
         if distribution:
             return f"`pip install {distribution}`, or update it, if it describes this type."
-        return (
-            "`pip install` a plugin that describes this type (`ttpu list-plugins` shows what is installed), or "
-            f"`pip install {distributions.A_FALLBACK}`, which runs transformers' models without one."
-        )
+        plugin = "`pip install` a plugin that describes this type (`ttpu list-plugins` shows what is installed)"
+        if has_fallback:
+            return f"{plugin}."
+        return f"{plugin}, or `pip install {distributions.A_FALLBACK}`, which runs transformers' models without one."
     return "`ttpu list-plugins` shows what is installed."
 
 

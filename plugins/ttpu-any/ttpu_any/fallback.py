@@ -32,6 +32,9 @@ import jax  # isort: skip (after what sets it up)
 
 logger = logging.getLogger(__name__)
 
+RUNS_IN = "from_pretrained, `ttpu generate`, `ttpu chat`, `ttpu eval`"
+"""Where a model without a plugin runs."""
+
 GAINS = (
     "serving with paged attention, prefix caching and many sequences at once (`ttpu serve`)",
     "one program for all layers, which compiles faster, and attention kernels for TPUs",
@@ -104,6 +107,7 @@ class StockFallback:
             "parameters": parameters,
             "context": context_of(text) - position_offset(model),
             "sharded_by": "transformers' tensor-parallel plan" if plan_of(model) else "fsdp",
+            "runs_in": RUNS_IN,
             "a_plugin_would_add": list(GAINS),
         }
 

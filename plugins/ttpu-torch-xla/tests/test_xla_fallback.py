@@ -12,6 +12,7 @@ import transformers
 
 pytest.importorskip("torch_xla")
 
+from ttpu import LLM, Trainer
 from ttpu_core.auto import AutoModelForTPU
 from ttpu_core.cli.main import main
 from ttpu_core.errors import RequestError, UnsupportedError
@@ -78,6 +79,28 @@ def test_what_needs_a_plugin_is_refused(biogpt: tuple[Path, Any], tmp_path: Path
         fallback.StockFallback().describe(fallback.ModelConfig.from_dict(transformers.BartConfig().to_dict()))
 
 
+@pytest.mark.parametrize("loaded", [False, True], ids=["folder", "loaded"])
+def test_training_is_refused(
+    loaded: bool,
+    biogpt: tuple[Path, Any],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a folder before its weights are read."""
+    model = request.getfixturevalue("opened") if loaded else biogpt[0]
+    monkeypatch.delattr(fallback, "stock_model")
+    with pytest.raises(RequestError, match="of type 'biogpt' was to be trained, but no plugin describes this type"):
+        Trainer(
+            model, train_dataset=[{"input_ids": [3, 4, 5, 6]}], output_dir=tmp_path, max_steps=1, backend="torch_xla"
+        ).train()
+
+
+def test_an_engine_is_refused(biogpt: tuple[Path, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="'torch_xla' was asked for, but that backend makes no runners"):
+        LLM(str(biogpt[0]), backend="torch_xla")
+
+
 class Command:
     """Runs `ttpu` in this process."""
 
@@ -104,6 +127,7 @@ def test_info_says_what_runs_it_and_what_a_plugin_would_add(biogpt: tuple[Path, 
     assert found["code"].endswith("BioGptForCausalLM")
     assert "attention kernels for TPUs" in found["a_plugin_would_add"]
     assert found["context"] == 128
+    assert "ttpu inspect" in found["runs_in"]
 
 
 def test_inspect_takes_a_type_without_a_plugin(ttpu: Command, tmp_path: Path) -> None:

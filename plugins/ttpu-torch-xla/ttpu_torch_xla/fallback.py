@@ -27,6 +27,9 @@ from ttpu_torch_xla.patches.choice import patches_for
 from ttpu_torch_xla.patches.patch import applied
 from ttpu_torch_xla.runtime import TorchRuntime, current
 
+RUNS_IN = "from_pretrained, `ttpu generate`, `ttpu chat`, `ttpu inspect`"
+"""Where a model without a plugin runs."""
+
 GAINS = (
     "attention kernels for TPUs",
     "sharding along tensors and experts, and plans",
@@ -138,6 +141,7 @@ class StockFallback:
             "context": context_of(text),
             "sharded_by": "size, along data and fsdp",
             "patches": ", ".join(patch.name for patch in patches),
+            "runs_in": RUNS_IN,
             "a_plugin_would_add": list(GAINS),
         }
 

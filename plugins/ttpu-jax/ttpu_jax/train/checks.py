@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+from ttpu_core.architecture import refuse_undescribed
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_jax.train.remat import REMATS
@@ -36,9 +37,10 @@ def check_settings(model: JaxCausalLM, settings: StepSettings) -> None:
     """Check that a model can be trained with these settings.
 
     Raises:
-        RequestError: settings that contradict the model or each other.
+        RequestError: settings that contradict the model or each other, or a model that no plugin describes.
         UnsupportedError: the model is quantized or served by an engine.
     """
+    refuse_undescribed(model.architecture, "trained")
     if model.programs.spec.kernel_formats and settings.adapters is None:
         raise UnsupportedError(
             "a quantized model was to be trained, but updates are smaller than the steps between its numbers: train "

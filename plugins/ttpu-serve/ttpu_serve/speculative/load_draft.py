@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+from ttpu_core.checkpoint import open_checkpoint
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.loading import open_model
+from ttpu_core.registry import default_registry
 from ttpu_serve.runner import SAMPLING_LEVELS, ModelRunner, OnProgress, RunnerLimits, ServedModel, ServingBackend
 from ttpu_serve.speculative.config import SpeculativeConfig
 
@@ -32,11 +34,20 @@ def load_draft(
 
     Raises:
         RequestError: the vocabularies differ.
-        UnsupportedError: the draft model has recurrent states, which cannot be rolled back.
+        UnsupportedError: the draft model has recurrent states, which cannot be rolled back, or no plugin describes it.
         TTPUError: the draft model cannot be loaded.
     """
     assert speculation.model
-    opened = open_model(speculation.model, backend.options_beside(model), backend=backend.name)
+    options = backend.options_beside(model)
+    checkpoint = open_checkpoint(speculation.model, revision=options.revision)
+    model_type = checkpoint.config.model_type
+    if not default_registry().is_described(model_type) and default_registry().fallback(backend.name) is not None:
+        raise UnsupportedError(
+            f"{speculation.model!r} was asked for as a draft model, but no plugin describes its type {model_type!r}, "
+            "and transformers' own code, which runs without one, cannot take back guesses: use a draft model that a "
+            "plugin describes."
+        )
+    opened = open_model(checkpoint, options, backend=backend.name)
     draft = cast(ServedModel, opened)
     _check_vocabulary(draft, model)
     own = replace(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from ttpu_core.architecture import refuse_undescribed
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.sharding.hardware import chip_named
 from ttpu_core.spec import AttentionSpec, axes
@@ -425,6 +426,7 @@ def _refuse_unknown(settings: Any, known: tuple[str, ...]) -> None:
 
 
 def _refuse(model: Any, settings: StepSettings) -> None:
+    refuse_undescribed(model.ttpu.architecture, "trained")
     _refuse_unknown(settings, KNOWN)
     _refuse_unknown(settings.optimizer, KNOWN_OF_OPTIMIZERS)
     _refuse_unknown(settings.loss, KNOWN_OF_LOSSES)
