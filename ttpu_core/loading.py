@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
     from ttpu_core.backend import LoadedModel
     from ttpu_core.checkpoint import Checkpoint
+    from ttpu_core.config import ModelConfig
     from ttpu_core.sharding.parallelism import Rules
 
 Purpose = Literal["generate", "serve", "train"]
@@ -179,6 +180,23 @@ def planned_architecture(name: str, patch_packs: Sequence[str] | None = None) ->
     checkpoint = None if alone else open_checkpoint(name)
     config = open_config(name) if checkpoint is None else checkpoint.config
     return stored_architecture(default_registry().architecture(config, patch_packs), config, checkpoint)
+
+
+def undescribed_config(name: str) -> ModelConfig | None:
+    """The config of a checkpoint, or of a config.json alone, whose model type no plugin describes; None if one does.
+
+    Raises:
+        CheckpointError, ConfigError: there is no such checkpoint, or its config.json is malformed.
+        UnsupportedError: the model has an encoder.
+    """
+    from ttpu_core.checkpoint import open_checkpoint, open_config
+    from ttpu_core.registry import default_registry, refuse_encoder
+
+    config = open_config(name) if Path(name).expanduser().exists() else open_checkpoint(name).config
+    if default_registry().is_described(config.model_type):
+        return None
+    refuse_encoder(config)
+    return config
 
 
 def open_model(

@@ -87,3 +87,25 @@ def test_what_needs_a_plugin_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "biogpt")
     with pytest.raises(RequestError, match=r"quantization='int8' was asked for, but no plugin describes"):
         AutoModelForTPU.from_pretrained(tmp_path, backend="jax", quantization="int8")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        ("biogpt", {}),
+        ("aria_text", {"num_key_value_heads": 4, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
+    ],
+    ids=["layer norm", "experts"],
+)
+def test_bfloat16_weights_stay_in_bfloat16(model_type: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """The operations that torch uses differ with the dtype: its norms' statistics, its grouped products."""
+    expected = write(tmp_path, model_type, **keys).to(torch.bfloat16)
+    expected.save_pretrained(tmp_path)
+    model = AutoModelForTPU.from_pretrained(tmp_path, backend="jax")
+    assert model.dtype == "bfloat16"
+    ids = np.random.default_rng(1).integers(3, 61, (2, 11))
+    with torch.no_grad():
+        logits = expected.float()(torch.tensor(ids)).logits.numpy()
+    found = np.asarray(model(ids).logits, np.float32)
+    assert np.abs(found - logits).mean() < 0.05 * logits.std()

@@ -14,14 +14,16 @@ import torch
 from ttpu_any.check import checked_programs
 from ttpu_any.model import StockArchitecture, StockCausalLM
 from ttpu_any.programs import StockPrograms, StockSpec
+from ttpu_any.report import program_report
 from ttpu_any.sharding import check_axes, plan_of, tensor_sharding
 from ttpu_any.steps import Manner, manners_of, position_offset
-from ttpu_any.stock import empty_model, load_model, stock_class
+from ttpu_any.stock import context_of, empty_model, load_model, stock_class
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError
 from ttpu_core.sharding.parallelism import AUTO, resolve_parallelism
 from ttpu_core.sharding.request import the_one_given
+from ttpu_jax.aot.report import ProgramReport
 from ttpu_jax.backend import load_tokenizer
 from ttpu_jax.distributed import initialize
 from ttpu_jax.load_options import JaxLoadOptions
@@ -38,12 +40,9 @@ RUNS_IN = "from_pretrained, `ttpu generate`, `ttpu chat`, `ttpu eval`"
 GAINS = (
     "serving with paged attention, prefix caching and many sequences at once (`ttpu serve`)",
     "one program for all layers, which compiles faster, and attention kernels for TPUs",
-    "`ttpu plan`, `ttpu compile-report`, quantization and training",
+    "`ttpu plan`, quantization and training",
 )
 """What a plugin would add."""
-
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
-DEFAULT_CONTEXT = 2048
 
 
 class StockFallback:
@@ -111,14 +110,9 @@ class StockFallback:
             "a_plugin_would_add": list(GAINS),
         }
 
-
-def context_of(config: Any) -> int:
-    """The most tokens that a sequence may have, as a transformers config says; 2048 if it says nothing."""
-    for key in CONTEXT_KEYS:
-        value = getattr(config, key, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return DEFAULT_CONTEXT
+    def program_report(self, config: ModelConfig, topology_name: str, **asked: Any) -> ProgramReport:
+        """See `ttpu_any.report.program_report`."""
+        return program_report(config, topology_name, **asked)
 
 
 def _refuse_options(options: JaxLoadOptions, model_type: str) -> None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ttpu_any.sharding import batch_sharding
+from ttpu_any.sharding import batch_sharding, constrain_cache
 from ttpu_any.steps import Manner, Prefill, Steps
 from ttpu_any.trace import Traced
 from ttpu_core.errors import UnsupportedError
@@ -177,7 +177,7 @@ class StockPrograms(Programs):
             counts = TokenCounts(jnp.asarray(seen), jnp.zeros(seen.shape, jnp.int32))
         traced = self._traced_prefill(total, tokens.shape[1], state.slots)
         key = ("prefill", total, tokens.shape[1], state.slots, features)
-        function = partial(self._first, traced, slots=state.slots, features=features)
+        function = partial(self.first_token, traced, slots=state.slots, features=features)
         given = (self._placed(tokens), self._placed(start), inputs, counts)
         program = self._get(key, function, *given)
         after, sampled = program(self._params, *given)
@@ -189,7 +189,7 @@ class StockPrograms(Programs):
         inputs = jax.tree.map(lambda array: jnp.asarray(_rows(np.asarray(array), total)), inputs)
         traced = self._traced_decode(total, state.slots)
         key = ("decode", total, state.slots, features)
-        program = self._get(key, partial(self._next, traced, features=features), state, inputs)
+        program = self._get(key, partial(self.next_token, traced, features=features), state, inputs)
         state, sampled = program(self._params, state, inputs)
         return state, _first_rows(sampled, rows)
 
@@ -272,6 +272,7 @@ class StockPrograms(Programs):
         """Read prompts: the logits after them, and the state."""
         logits, *cache = traced(params, tokens, start)
         zeros = jnp.zeros(len(tokens), jnp.int32)
+        cache = [constrain_cache(self.placement, array) for array in cache]
         return logits, StockState(tuple(cache), start, jnp.int32(tokens.shape[1]), zeros, zeros, None, slots)
 
     def _advance(self, traced: Traced, params: Params, state: StockState) -> tuple[StockState, jax.Array]:
@@ -281,7 +282,7 @@ class StockPrograms(Programs):
         state = replace(state, cache=tuple(cache), length=state.length + 1, step=state.step + 1, counts=counts)
         return state, logits
 
-    def _first(
+    def first_token(
         self,
         traced: Traced,
         params: Params,
@@ -293,10 +294,11 @@ class StockPrograms(Programs):
         slots: int,
         features: SamplingFeatures,
     ) -> tuple[StockState, Sampled]:
+        """Read prompts tokens [rows, width] by a traced prefill, and sample a token for each. For use inside jit."""
         logits, state = self._read(traced, params, tokens, start, slots=slots)
         return self._sampled(logits, replace(state, counts=counts), inputs, features)
 
-    def _next(
+    def next_token(
         self,
         traced: Traced,
         params: Params,
@@ -305,6 +307,7 @@ class StockPrograms(Programs):
         *,
         features: SamplingFeatures,
     ) -> tuple[StockState, Sampled]:
+        """Read the last token of each row by a traced decoding, and sample the next. For use inside jit."""
         state, logits = self._advance(traced, params, state)
         return self._sampled(logits, state, inputs, features)
 

@@ -84,6 +84,27 @@ def batch_sharding(placement: Placement, batch: int, rank: int) -> jax.sharding.
     return NamedSharding(placement.mesh, PartitionSpec(tuple(axes) or None, *(None,) * (rank - 1)))
 
 
+def cache_sharding(placement: Placement, shape: Sequence[int]) -> jax.sharding.Sharding:
+    """Where a tensor of the cache lies: rows as in `batch_sharding`, the heads of keys and values [batch, heads, slots,
+    features] along "tensor" where it divides them."""
+    rows = batch_sharding(placement, shape[0] if shape else 1, max(len(shape), 1))
+    if placement.mesh is None or not shape:
+        return placement.whole()
+    assert isinstance(rows, NamedSharding)
+    found = list(rows.spec)
+    tensor = _sizes(placement).get("tensor")
+    if len(shape) == 4 and tensor is not None and shape[1] % tensor == 0:
+        found[1] = "tensor"
+    return NamedSharding(placement.mesh, PartitionSpec(*found))
+
+
+def constrain_cache(placement: Placement, array: jax.Array) -> jax.Array:
+    """A tensor of the cache, sharded by `cache_sharding`. For use inside jit."""
+    if placement.mesh is None:
+        return array
+    return jax.lax.with_sharding_constraint(array, cache_sharding(placement, array.shape))
+
+
 def _dimension(style: str | None, rank: int, bias: bool) -> int | None:
     if style in COLUMNS:
         return rank - 1 if rank == 1 or bias else rank - 2

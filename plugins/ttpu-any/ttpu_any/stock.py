@@ -27,6 +27,10 @@ CODE = {"attn_implementation": "eager", "experts_implementation": "grouped_mm"}
 """The implementations that can be traced: masks as tensors, and experts without a loop over values."""
 
 
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
+DEFAULT_CONTEXT = 2048
+
+
 def stock_class(config: ModelConfig) -> tuple[type[Any], Any]:
     """The transformers class of a causal language model, and its config.
 
@@ -77,6 +81,15 @@ def empty_model(config: ModelConfig, dtype: torch.dtype) -> Any:
     model._move_missing_keys_from_meta_to_device(set(), None, None, None)
     model._initialize_missing_keys(False)
     return model
+
+
+def context_of(config: Any) -> int:
+    """The most tokens that a sequence may have, as a transformers config says; 2048 if it says nothing."""
+    for key in CONTEXT_KEYS:
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return DEFAULT_CONTEXT
 
 
 def load_model(

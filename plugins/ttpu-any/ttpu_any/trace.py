@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import jax
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers.integrations import moe
 
 from ttpu_any.aten.batches import keep_batches
 from ttpu_any.aten.graph import constants_of, missing_operations, run
@@ -131,14 +133,16 @@ def _decompositions() -> dict[Any, Any]:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """While it is entered, torch says that it compiles, so that transformers branches on no value, and logs no failure:
-    what fails is refused with its reason, and another manner may work."""
+    """While it is entered, torch says that it compiles, so that transformers branches on no value; transformers takes
+    its own grouped product for every dtype, because the choice of torch's looks at memory that traced tensors do not
+    have; and torch logs no failure: what fails is refused with its reason, and another manner may work."""
     before, log = torch.compiler._is_compiling_flag, logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     torch.compiler._is_compiling_flag = True
     log.setLevel(logging.CRITICAL)
     try:
-        yield
+        with mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False, create=True):
+            yield
     finally:
         torch.compiler._is_compiling_flag = before
         log.setLevel(level)

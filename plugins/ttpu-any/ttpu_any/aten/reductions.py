@@ -215,7 +215,7 @@ def layer_norm(
     out = (wide - mean) * scale
     out = out if weight is None else out * weight.astype(wide.dtype)
     out = out if bias is None else out + bias.astype(wide.dtype)
-    return out.astype(x.dtype), mean, scale
+    return out.astype(x.dtype), mean.astype(result[1].dtype), scale.astype(result[2].dtype)
 
 
 @operation("_fused_rms_norm", "rms_norm")
@@ -241,4 +241,4 @@ def group_norm(
     aligned = (1, channels) + (1,) * (x.ndim - 2)
     out = out if weight is None else out * weight.reshape(aligned)
     out = out if bias is None else out + bias.reshape(aligned)
-    return out.astype(x.dtype), mean[..., 0], scale[..., 0]
+    return out.astype(x.dtype), mean[..., 0].astype(result[1].dtype), scale[..., 0].astype(result[2].dtype)

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 
 from ttpu_core.architecture import Architecture
+from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError
 from ttpu_core.quantization import QuantizationConfig, quantize_architecture
 from ttpu_core.quantization.report import stored_formats
@@ -28,9 +29,8 @@ from ttpu_jax.compiler_flags import TRAINING_OPTIONS
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
-from ttpu_jax.ops.matmul.pallas_blocks import bits_of
 from ttpu_jax.params.dtypes import model_dtype
-from ttpu_jax.params.placement import Placement
+from ttpu_jax.params.placement import Placement, device_bytes
 
 Layers = Literal["unrolled", "scan"]
 
@@ -53,6 +53,30 @@ class UnmodelledTotal:
     name: str
     count: int
     roofline_seconds: float | None
+
+
+@runtime_checkable
+class ReportsWithoutPlugin(Protocol):
+    """A fallback of this backend that compiles models which no plugin describes for slices that are not there."""
+
+    def program_report(
+        self,
+        config: ModelConfig,
+        topology_name: str,
+        *,
+        task: Task,
+        batch: int,
+        context: int,
+        dtype: Any,
+        mesh: Mapping[str, int] | None,
+    ) -> ProgramReport:
+        """As `compile_report`, for a decode step or a prefill.
+
+        Raises:
+            UnsupportedError: the model cannot be traced, there is no such slice or mesh, or it does not fit.
+            RequestError: a task, batch, context or dtype that it does not compile.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,29 +206,42 @@ def compile_report(
         donate_argnums=step.donated,
         compiler_options=TRAINING_OPTIONS if task == "train" else None,
     )
-    return ProgramReport(
+    return reported(
+        program,
+        topology,
+        placement,
         model_type=spec.model_type,
         num_parameters=spec.num_parameters,
         task=task,
-        topology=topology.name,
-        num_devices=len(topology.devices),
-        mesh=tuple(placement.mesh.shape.items()) if placement.mesh else (),
         layers=layers,
         dtype=kind.name,
         kernel_formats=tuple(stored_formats(spec).items()),
         batch=batch,
         context=context,
         tokens=tokens,
+        cache_bytes=device_bytes(step.held),
+        roofline_seconds=_roofline_seconds(step.spec, topology, step, batch, tokens, task),
+    )
+
+
+def reported(
+    program: CompiledProgram, topology: TpuTopology, placement: Placement, *, task: Task, **known: Any
+) -> ProgramReport:
+    """The report of a compiled program; `known` are the fields that it does not say itself."""
+    return ProgramReport(
+        **known,
+        task=task,
+        topology=topology.name,
+        num_devices=len(topology.devices),
+        mesh=tuple(placement.mesh.shape.items()) if placement.mesh else (),
         peak_bytes=program.peak_bytes,
         hbm_bytes=topology.chip.hbm_bytes,
         argument_bytes=program.argument_bytes,
         temp_bytes=program.temp_bytes,
-        cache_bytes=_device_bytes(step.held),
         aliased_bytes=program.alias_bytes,
         collectives=_collective_totals(program),
         predicted_seconds=program.estimate.seconds,
         seconds_with_kernels=program.estimate.seconds_with_kernels,
-        roofline_seconds=_roofline_seconds(step.spec, topology, step, batch, tokens, task),
         breakdown=program.estimate.breakdown,
         unmodelled=_unmodelled_totals(program),
         loops_without_trip_count=len(program.estimate.loops_without_trip_count),
@@ -226,10 +263,10 @@ def _roofline_seconds(
     for path, array in params.items():
         used, active = _expert_shares(spec, path, rows)
         if path.startswith(("layers.", "groups.")):
-            read += used * _device_bytes(array)
+            read += used * device_bytes(array)
             multiplied += product_flops(active * prod(array.shape), rows) * path.endswith("kernel")
-    read += _device_bytes(params["embed.embedding" if spec.head.tied else "head.kernel"])
-    read += _device_bytes(step.held) if task == "decode" else 0
+    read += device_bytes(params["embed.embedding" if spec.head.tied else "head.kernel"])
+    read += device_bytes(step.held) if task == "decode" else 0
     return max(
         read / topology.chip.hbm_bytes_per_second,
         (3 if task == "train" else 1) * multiplied / len(topology.devices) / topology.chip.bf16_flops,
@@ -243,12 +280,6 @@ def _expert_shares(spec: ArchitectureSpec, path: str, rows: int) -> tuple[float,
     kind, first, second, *_ = path.split(".")
     layer = spec.layers[int(first)] if kind == "layers" else spec.groups()[int(first)].unit[int(second)]
     return expert_shares(layer.mlp, rows)
-
-
-def _device_bytes(arrays: Any) -> int:
-    """Bytes of abstract arrays on one device, without the padding of tiles."""
-    leaves = jax.tree.leaves(arrays)
-    return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * bits_of(leaf.dtype) // 8 for leaf in leaves)
 
 
 def _collective_totals(program: CompiledProgram) -> tuple[CollectiveTotal, ...]:

@@ -3,6 +3,7 @@ a table or as JSON. It takes a checkpoint or only its config.json, and needs nei
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,15 @@ NOTE = (
     "Figures of the TPU compiler (libtpu) for a slice that was not there: nothing ran on a TPU. Memory is what the "
     "compiled program will take; times are a walk through the compiler's own schedule, good for comparing programs."
 )
+
+
+WITHOUT_PLUGIN = (
+    "No plugin describes this model type: what was compiled is transformers' own code. Which masks it wants is known "
+    "after its weights are read, and may change the programs."
+)
+
+USUAL: Mapping[str, Any] = {"layers": "unrolled", "attn_implementation": "auto", "quantization": None}
+"""Options that need an architecture, and what they are without being asked for."""
 
 
 class TaskChoice(StrEnum):
@@ -80,12 +90,11 @@ def compile_report(
       ttpu compile-report ./llama --topology v5e:2x4 --topology v6e:2x4 --task decode --batch 64
       ttpu compile-report ./llama --topology v5e:4x4 --mesh data=2,tensor=8 --json
     """
-    from ttpu_core.loading import planned_architecture
     from ttpu_core.sharding.parallelism import parse_mesh
-    from ttpu_jax.aot.report import compile_report as report
 
     axes = parse_mesh(mesh) if mesh else None
-    architecture = planned_architecture(checkpoint)
+    options = {"layers": layers.value, "attn_implementation": attn_implementation, "quantization": quantization}
+    report, described = _reporter(checkpoint, options)
     wanted: list[tuple[Any, int, int]] = []
     if task in (TaskChoice.decode, TaskChoice.both):
         wanted.append(("decode", batch, context))
@@ -98,23 +107,46 @@ def compile_report(
         for program, rows, slots in wanted:
             with stderr_console().status(f"compiling {program} of {checkpoint} for {name}"):
                 reports.append(
-                    report(
-                        architecture,
-                        name,
-                        task=program,
-                        batch=rows,
-                        context=slots,
-                        dtype=dtype,
-                        mesh=axes,
-                        layers=layers.value,
-                        attn_implementation=attn_implementation,
-                        quantization=quantization,
-                    )
+                    report(name, task=program, batch=rows, context=slots, dtype=dtype, mesh=axes)
                 )
     if as_json:
-        print_json({"checkpoint": checkpoint, "note": NOTE, "programs": [_as_json(one) for one in reports]})
+        rows = [_as_json(one) for one in reports]
+        print_json({"checkpoint": checkpoint, "described": described, "note": NOTE, "programs": rows})
     else:
-        _print(checkpoint, reports)
+        _print(checkpoint, reports, "" if described else f" {WITHOUT_PLUGIN}")
+
+
+def _reporter(checkpoint: str, options: Mapping[str, Any]) -> tuple[Callable[..., ProgramReport], bool]:
+    """What compiles programs of a checkpoint by the name of a slice, and whether a plugin describes it. Where none does
+    it is the fallback's.
+
+    Args:
+        checkpoint: its directory, config.json or Hub id.
+        options: that need an architecture.
+
+    Raises:
+        RequestError: an option that needs a plugin.
+    """
+    from functools import partial
+
+    from ttpu_core.errors import RequestError
+    from ttpu_core.loading import planned_architecture, undescribed_config
+    from ttpu_core.registry import default_registry
+    from ttpu_jax.aot.report import ReportsWithoutPlugin
+    from ttpu_jax.aot.report import compile_report as of_architecture
+
+    config = undescribed_config(checkpoint)
+    fallback = None if config is None else default_registry().fallback("jax")
+    if config is None or not isinstance(fallback, ReportsWithoutPlugin):
+        return partial(of_architecture, planned_architecture(checkpoint), **options), True
+    for name, value in options.items():
+        if value != USUAL[name]:
+            raise RequestError(
+                f"--{name.replace('_', '-')} {value} was asked for, but no plugin describes model type "
+                f"{config.model_type!r}, and transformers' own code is compiled as it is: leave it out, or begin a "
+                "plugin with `ttpu new-plugin --from CONFIG`."
+            )
+    return partial(fallback.program_report, config), False
 
 
 def _as_json(report: ProgramReport) -> dict[str, Any]:
@@ -128,7 +160,7 @@ def _as_json(report: ProgramReport) -> dict[str, Any]:
     }
 
 
-def _print(checkpoint: str, reports: list[ProgramReport]) -> None:
+def _print(checkpoint: str, reports: list[ProgramReport], remark: str = "") -> None:
     from rich import box
     from rich.table import Table
 
@@ -145,7 +177,7 @@ def _print(checkpoint: str, reports: list[ProgramReport]) -> None:
     held = "; ".join(f"{words} ({count} kernels)" for words, count in first.kernel_formats) or first.dtype
     console.print(
         f"{first.model_type}, {first.num_parameters:,} parameters in {held}, layers {first.layers}; jax "
-        f"{first.jax_version}, libtpu {first.libtpu_version}. Sizes are of one device. {NOTE}"
+        f"{first.jax_version}, libtpu {first.libtpu_version}. Sizes are of one device. {NOTE}{remark}"
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ttpu_core.errors import RequestError, UnsupportedError
@@ -13,6 +16,7 @@ from ttpu_core.sharding.parallelism import Parallelism, check_devices, resolve_p
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
 from ttpu_core.spec import Parameter
 from ttpu_core.spec import axes as logical
+from ttpu_core.spec.arithmetic import BITS
 from ttpu_jax.params.mesh import arrange
 
 
@@ -144,6 +148,12 @@ def local_placement(
     _refuse_part_of_several(mesh.devices.size, jax.device_count(), f"of {mesh.devices.size} devices")
     automatic = (AxisType.Auto,) * len(mesh.axis_names)
     return Placement(Mesh(mesh.devices, mesh.axis_names, axis_types=automatic), strategy)
+
+
+def device_bytes(arrays: Any) -> int:
+    """Bytes of a tree of arrays, which may be abstract, on one device, without the padding of tiles."""
+    leaves: Iterable[Any] = jax.tree.leaves(arrays)
+    return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * BITS[jnp.dtype(leaf.dtype).name] // 8 for leaf in leaves)
 
 
 def _refuse_part_of_several(needed: int, there: int, name: str) -> None:

@@ -26,13 +26,13 @@ from ttpu_jax.ops.matmul.devices import UsePallas
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.initialize import abstract_parameters
 from ttpu_jax.params.padding import pad_for
-from ttpu_jax.params.placement import Placement
+from ttpu_jax.params.placement import Placement, device_bytes
 from ttpu_jax.runner.build import filled, refuse_idle_devices, runner_for
 from ttpu_jax.runner.compilation import Program, name_of, without_folders
 from ttpu_jax.runner.executable_cache import ExecutableCache
 from ttpu_jax.runner.memory import MARGIN, pages_per_group
 from ttpu_jax.runner.programs import EnginePrograms
-from ttpu_jax.runner.reserve import device_bytes, reserved_bytes
+from ttpu_jax.runner.reserve import reserved_bytes
 
 if TYPE_CHECKING:
     from ttpu_serve.api.engine_config import EngineConfig

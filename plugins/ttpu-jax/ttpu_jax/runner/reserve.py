@@ -3,15 +3,11 @@ figures, and returns the bytes for the temporaries of steps, the outputs of step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ttpu_jax.model.paged import group_page_bytes, state_bytes
+from ttpu_jax.params.placement import device_bytes
 from ttpu_jax.runner.buckets import StepShape
 from ttpu_jax.runner.compilation import Program, ProgramPool
 from ttpu_jax.runner.memory import free_bytes, pages_per_group
@@ -42,12 +38,6 @@ def reserved_bytes(runner: EnginePrograms, temporaries: Callable[[Program], int]
         + device_bytes(runner._empty_state(abstract=True))
         + states
     )
-
-
-def device_bytes(arrays: Any) -> int:
-    """Bytes of abstract arrays on one device, without the padding of tiles."""
-    leaves: Iterable[Any] = jax.tree.leaves(arrays)
-    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
 def _output_bytes(runner: EnginePrograms, shape: StepShape) -> int:
