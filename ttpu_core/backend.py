@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -103,6 +104,43 @@ class Fallback(Protocol):
 
         Raises:
             UnsupportedError: it has no such model.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """Bytes that one device holds of a model that no plugin describes.
+
+    Attributes:
+        weights: its parameters and buffers.
+        read: what a step reads of them, after the gathering of those that are spread along "fsdp".
+        cache: of all rows.
+    """
+
+    weights: int
+    read: int
+    cache: int
+
+
+@runtime_checkable
+class PlansWithoutPlugin(Protocol):
+    """A fallback that says what a model will hold."""
+
+    def held_bytes(
+        self, config: ModelConfig, meshes: Sequence[Mapping[str, int]], *, batch: int, context: int, dtype: str
+    ) -> Sequence[HeldBytes]:
+        """What each device holds on each of some meshes.
+
+        Args:
+            config: of the model.
+            meshes: mesh axis → devices along it, of "fsdp" and "tensor".
+            batch: rows of the cache.
+            context: slots of each row.
+            dtype: of the weights and the cache.
+
+        Raises:
+            UnsupportedError: the model cannot be traced, or has fewer positions than `context`.
         """
         ...
 

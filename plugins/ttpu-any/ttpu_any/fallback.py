@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ttpu_any.check import checked_programs
+from ttpu_any.held_bytes import held_bytes
 from ttpu_any.model import StockArchitecture, StockCausalLM
 from ttpu_any.programs import StockPrograms, StockSpec
 from ttpu_any.report import program_report
 from ttpu_any.sharding import check_axes, plan_of, tensor_sharding
 from ttpu_any.steps import Manner, manners_of, position_offset
 from ttpu_any.stock import context_of, empty_model, load_model, stock_class
+from ttpu_core.backend import HeldBytes
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError
@@ -109,6 +111,12 @@ class StockFallback:
             "runs_in": RUNS_IN,
             "a_plugin_would_add": list(GAINS),
         }
+
+    def held_bytes(
+        self, config: ModelConfig, meshes: Sequence[Mapping[str, int]], *, batch: int, context: int, dtype: str
+    ) -> list[HeldBytes]:
+        """See `ttpu_any.held_bytes.held_bytes`."""
+        return held_bytes(config, meshes, batch=batch, context=context, dtype=dtype)
 
     def program_report(self, config: ModelConfig, topology_name: str, **asked: Any) -> ProgramReport:
         """See `ttpu_any.report.program_report`."""

@@ -160,9 +160,9 @@ def _program(
     vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
     programs = StockPrograms(model, {}, StockSpec(config.model_type, vocabulary, slots), placement, steps.manner)
     rows, features = steps.rows, SamplingFeatures()
-    cache = abstract_cache(steps, placement)
+    cache: Any = abstract_cache(steps, placement)
 
-    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+    def integers(*shape: int) -> Any:
         where = batch_sharding(placement, rows, len(shape)) if shape else placement.whole()
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
 

@@ -76,26 +76,30 @@ def batch_sharding(placement: Placement, batch: int, rank: int) -> jax.sharding.
     """Where an array [batch, ...] lies: rows along "data" and "fsdp" where these divide them."""
     if placement.mesh is None:
         return placement.whole()
-    sizes, axes, count = _sizes(placement), [], 1
-    for axis in ("data", "fsdp"):
-        if axis in sizes and batch % (count * sizes[axis]) == 0:
-            axes.append(axis)
-            count *= sizes[axis]
-    return NamedSharding(placement.mesh, PartitionSpec(tuple(axes) or None, *(None,) * (rank - 1)))
+    return NamedSharding(placement.mesh, PartitionSpec(_of_rows(_sizes(placement), batch), *(None,) * (rank - 1)))
 
 
 def cache_sharding(placement: Placement, shape: Sequence[int]) -> jax.sharding.Sharding:
-    """Where a tensor of the cache lies: rows as in `batch_sharding`, the heads of keys and values [batch, heads, slots,
-    features] along "tensor" where it divides them."""
-    rows = batch_sharding(placement, shape[0] if shape else 1, max(len(shape), 1))
-    if placement.mesh is None or not shape:
+    """Where a tensor of the cache lies."""
+    if placement.mesh is None:
         return placement.whole()
-    assert isinstance(rows, NamedSharding)
-    found = list(rows.spec)
-    tensor = _sizes(placement).get("tensor")
-    if len(shape) == 4 and tensor is not None and shape[1] % tensor == 0:
+    return NamedSharding(placement.mesh, cache_partition(_sizes(placement), shape))
+
+
+def cache_partition(mesh: Mapping[str, int], shape: Sequence[int]) -> PartitionSpec:
+    """The mesh axes along each dimension of a tensor of the cache: rows as in `batch_sharding`, and the heads of keys
+    and values [batch, heads, slots, features] along "tensor" where it divides them.
+
+    Args:
+        mesh: mesh axis → devices along it, more than one.
+        shape: of the tensor.
+    """
+    if not shape:
+        return PartitionSpec()
+    found: list[Any] = [_of_rows(mesh, shape[0]), *(None,) * (len(shape) - 1)]
+    if len(shape) == 4 and "tensor" in mesh and shape[1] % mesh["tensor"] == 0:
         found[1] = "tensor"
-    return NamedSharding(placement.mesh, PartitionSpec(*found))
+    return PartitionSpec(*found)
 
 
 def constrain_cache(placement: Placement, array: jax.Array) -> jax.Array:
@@ -103,6 +107,16 @@ def constrain_cache(placement: Placement, array: jax.Array) -> jax.Array:
     if placement.mesh is None:
         return array
     return jax.lax.with_sharding_constraint(array, cache_sharding(placement, array.shape))
+
+
+def _of_rows(mesh: Mapping[str, int], batch: int) -> tuple[str, ...] | None:
+    axes: list[str] = []
+    count = 1
+    for axis in ("data", "fsdp"):
+        if axis in mesh and batch % (count * mesh[axis]) == 0:
+            axes.append(axis)
+            count *= mesh[axis]
+    return tuple(axes) or None
 
 
 def _dimension(style: str | None, rank: int, bias: bool) -> int | None:

@@ -3,7 +3,7 @@ only its config.json, and writes a table, JSON, a plan file or a picture. It nee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -162,6 +162,12 @@ def plan(
             "whole batches, whose mesh decides the stage of ZeRO: compile the update of a run with `ttpu train "
             "run.yaml --dry-run --topology NAME`, or leave one of them out."
         )
+    without_plugin = {
+        "--verify": verify, "--save": save, "--picture": picture, "--quantization": quantization,
+        "--kv-cache-dtype": kept, "--patch-pack": patch_pack, "--task": task is PurposeChoice.training,
+    }  # fmt: skip
+    if _planned_without_plugin(checkpoint, topology, request, best, without_plugin, as_json):
+        return
     architecture = planned_architecture(checkpoint, patch_pack or None)
     quantize_architecture(architecture, quantization)  # says what is wrong before all else
     shown, nothing, without = _plans(architecture, topology, request, max(best, candidates) if verify else best)
@@ -186,6 +192,61 @@ def plan(
     if reason is not None:
         note(f"nothing fits: {reason}")
         raise typer.Exit(NOTHING_FITS)
+
+
+def _planned_without_plugin(
+    checkpoint: str, topology: str | None, request: Request, best: int, options: Mapping[str, Any], as_json: bool
+) -> bool:
+    """Whether no plugin describes the model, and the fallback plans it; if so, its plans are printed.
+
+    Args:
+        checkpoint: its directory, config.json or Hub id.
+        topology: the slices, or None.
+        request: what is planned.
+        best: how many plans are shown.
+        options: that need an architecture: name → what was given, if anything.
+        as_json: print one JSON object.
+
+    Raises:
+        RequestError: an option that needs a plugin was given.
+        UnsupportedError: the model cannot be traced, or has fewer positions than are planned for.
+    """
+    from ttpu_core.backend import PlansWithoutPlugin
+    from ttpu_core.errors import RequestError
+    from ttpu_core.loading import undescribed_config
+    from ttpu_core.registry import default_registry
+    from ttpu_plan import undescribed
+
+    config = undescribed_config(checkpoint)
+    fallback = None if config is None else default_registry().fallback("jax")
+    if config is None or not isinstance(fallback, PlansWithoutPlugin):
+        return False
+    for name, given in options.items():
+        if given:
+            asked = f"{name} training" if name == "--task" else name
+            raise RequestError(
+                f"{asked} was given, but no plugin describes model type {config.model_type!r}, and of transformers' "
+                "own code only weights, cache and the least time of a decode step are known: leave it out, or begin a "
+                "plugin with `ttpu new-plugin --from CONFIG`."
+            )
+    rows = request.rows(1)
+    with stderr_console().status(f"tracing {checkpoint}"):
+        plans = undescribed.undescribed_plans(
+            fallback, config, topology, batch=rows, context=request.context, dtype=request.dtype
+        )
+    fitting, shown = any(one.fits for one in plans), plans[:best]
+    if as_json:
+        values = {"checkpoint": checkpoint, "model_type": config.model_type, "described": False, "batch": rows}
+        values |= {"context": request.context, "note": undescribed.NOTE}
+        print_json({**values, "plans": undescribed.as_json(shown), "nothing_fits": not fitting})
+    else:
+        title = f"{checkpoint}: {counted(rows, 'row')}, {request.context:,} tokens of context"
+        stdout_console().print(undescribed.table_of(shown, title))
+        stdout_console().print(undescribed.NOTE)
+    if not fitting:
+        note("nothing fits: take more chips, fewer rows (--batch) or a shorter context (--context).")
+        raise typer.Exit(NOTHING_FITS)
+    return True
 
 
 def _plans(

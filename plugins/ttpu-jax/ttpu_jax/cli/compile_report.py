@@ -110,8 +110,8 @@ def compile_report(
                     report(name, task=program, batch=rows, context=slots, dtype=dtype, mesh=axes)
                 )
     if as_json:
-        rows = [_as_json(one) for one in reports]
-        print_json({"checkpoint": checkpoint, "described": described, "note": NOTE, "programs": rows})
+        programs = [_as_json(one) for one in reports]
+        print_json({"checkpoint": checkpoint, "described": described, "note": NOTE, "programs": programs})
     else:
         _print(checkpoint, reports, "" if described else f" {WITHOUT_PLUGIN}")
 
