@@ -485,5 +485,5 @@ def test_a_model_with_an_encoder_and_a_decoder_is_refused_by_name(model_type: st
 
 def test_a_model_that_only_a_fallback_runs_is_told_what_works_without_a_plugin() -> None:
     pytest.importorskip("ttpu_any")
-    with pytest.raises(PluginError, match=r"'xglm'.*`ttpu generate` and from_pretrained only.*new-plugin --from"):
+    with pytest.raises(PluginError, match=r"'xglm'.*own code generates, is served and is planned.*new-plugin --from"):
         Registry().architecture(ModelConfig.from_dict({"model_type": "xglm"}))

@@ -195,9 +195,8 @@ class Registry:
         fallbacks = [record for record in self._records.values() if record.group == FALLBACKS and record.usable]
         if group == ARCHITECTURES and fallbacks:
             without = (
-                ", and without one transformers' own code runs in `ttpu generate`, from_pretrained, `ttpu plan` and "
-                "`ttpu compile-report` only, not in serving, quantization and training (begin one with `ttpu "
-                "new-plugin --from CONFIG`)"
+                ", and without one transformers' own code generates, is served and is planned, but is not quantized or "
+                "trained (begin a plugin with `ttpu new-plugin --from CONFIG`)"
             )
         raise PluginError(
             f"{what} {name!r} was asked for, but no installed plugin serves it{without}; the ones that exist are: "

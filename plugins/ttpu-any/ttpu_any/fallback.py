@@ -40,9 +40,10 @@ RUNS_IN = "from_pretrained, `ttpu generate`, `ttpu chat`, `ttpu eval`"
 """Where a model without a plugin runs."""
 
 GAINS = (
-    "serving with paged attention, prefix caching and many sequences at once (`ttpu serve`)",
+    "serving with paged attention, prefix caching, drafts, adapters and embeddings: without one `ttpu serve` keeps a "
+    "cache of full length for each request",
     "one program for all layers, which compiles faster, and attention kernels for TPUs",
-    "`ttpu plan`, quantization and training",
+    "plans with the memory and the time of whole programs, quantization and training",
 )
 """What a plugin would add."""
 
@@ -137,12 +138,11 @@ def _refuse_options(options: JaxLoadOptions, model_type: str) -> None:
     refused = [name for name, given in asked.items() if given]
     if (options.attn_implementation or "auto") not in ("auto", "eager"):
         refused.append("attn_implementation")
-    if options.purpose != "generate":
-        verb = {"serve": "served by the engine", "train": "trained"}.get(options.purpose, options.purpose)
+    if options.purpose == "train":
         raise RequestError(
-            f"a model of type {model_type!r} was to be {verb}, but no plugin describes this type, and transformers' "
-            "own code, which runs without one, generates only (`ttpu generate`, from_pretrained): install a plugin, or "
-            "begin one with `ttpu new-plugin --from CONFIG`."
+            f"a model of type {model_type!r} was to be trained, but no plugin describes this type, and transformers' "
+            "own code, which runs without one, only generates and serves: install a plugin, or begin one with `ttpu "
+            "new-plugin --from CONFIG`."
         )
     if refused:
         raise RequestError(

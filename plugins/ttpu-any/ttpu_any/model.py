@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -13,6 +14,10 @@ from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError
 from ttpu_jax.causal_lm import JaxCausalLM
+
+if TYPE_CHECKING:
+    from ttpu_serve.api.engine_config import EngineConfig
+    from ttpu_serve.runner import AdapterWeights
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,18 @@ class StockCausalLM(JaxCausalLM):
             f"the Flax module of {self.name} was asked for, but no plugin describes this model, so that it is "
             "transformers' PyTorch code: call it, or its generate()."
         )
+
+    def engine_runner(self, config: EngineConfig, adapters: Mapping[str, AdapterWeights] | None = None) -> Any:
+        """What serves this model in an engine: see `ttpu_any.runner.StockRunner`.
+
+        Raises:
+            UnsupportedError: the model cannot be padded.
+            RequestError: settings that need pages, or that contradict the model or each other.
+        """
+        from ttpu_any.runner import StockRunner
+
+        assert isinstance(self.programs, StockPrograms)
+        return StockRunner(self.programs, self.params, config)
 
     def save_pretrained(self, directory: str | Path) -> Path:
         """Refused: the weights are those of the checkpoint.

@@ -102,6 +102,16 @@ def cache_partition(mesh: Mapping[str, int], shape: Sequence[int]) -> PartitionS
     return PartitionSpec(*found)
 
 
+def slot_sharding(placement: Placement, count: int, shape: Sequence[int]) -> jax.sharding.Sharding:
+    """Where the caches of `count` request slots lie, each of which has a tensor of this shape: slots along "data" and
+    "fsdp", and the rest as in `cache_partition`."""
+    if placement.mesh is None:
+        return placement.whole()
+    sizes = _sizes(placement)
+    own = [None, *cache_partition(sizes, shape)[1:]] if shape else []
+    return NamedSharding(placement.mesh, PartitionSpec(_of_rows(sizes, count), *own))
+
+
 def constrain_cache(placement: Placement, array: jax.Array) -> jax.Array:
     """A tensor of the cache, sharded by `cache_sharding`. For use inside jit."""
     if placement.mesh is None:

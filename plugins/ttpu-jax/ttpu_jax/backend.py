@@ -196,14 +196,13 @@ class JaxBackend:
             UnsupportedError: a model, or a mesh, that the engine cannot serve.
             RequestError: settings that contradict the model or each other.
         """
-        from ttpu_jax.runner.build import model_runner
         from ttpu_jax.train.rollouts import RolloutModel
 
         if isinstance(model, RolloutModel):
             from ttpu_jax.runner.rollouts import rollout_runner
 
             return rollout_runner(model.source.programs.spec, model.runtime, model.weights, model.dtype, config)
-        return model_runner(model, config, adapters)
+        return model.engine_runner(config, adapters)
 
     def open_reward_model(self, source: str | Path, options: JaxLoadOptions) -> JaxRewardModel:
         """Open a checkpoint as a reward model; see `ttpu_jax.reward_model`.

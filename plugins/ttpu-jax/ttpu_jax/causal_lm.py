@@ -27,7 +27,9 @@ from ttpu_jax.ops.kernels import AdaptedKernel
 from ttpu_jax.params.export import save_checkpoint
 
 if TYPE_CHECKING:
+    from ttpu_serve.api.engine_config import EngineConfig
     from ttpu_serve.execution.engine_core import EngineCore
+    from ttpu_serve.runner import AdapterWeights
 
 
 class JaxCausalLM:
@@ -76,6 +78,18 @@ class JaxCausalLM:
     def spec(self) -> ArchitectureSpec:
         """The architecture as data."""
         return self.architecture.spec
+
+    def engine_runner(self, config: EngineConfig, adapters: Mapping[str, AdapterWeights] | None = None) -> Any:
+        """What serves this model in an engine, a `ttpu_serve.runner.ModelRunner`; see `ttpu_jax.runner.build`.
+
+        Raises:
+            UnsupportedError: a model, or a mesh, that the engine cannot serve.
+            RequestError: settings that contradict the model or each other.
+            MappingError: an adapter of another model.
+        """
+        from ttpu_jax.runner.build import model_runner
+
+        return model_runner(self, config, adapters)
 
     @property
     def name(self) -> str:

@@ -188,6 +188,8 @@ class Limits:
     penalties: bool = False
     prompt_logprobs: bool = True
     max_logprobs: int = LOGPROBS
+    whole_prompts: bool = False
+    hidden_states: bool = True
 
 
 @dataclass(frozen=True)

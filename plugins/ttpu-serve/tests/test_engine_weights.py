@@ -243,7 +243,7 @@ def test_sleep_gives_the_devices_memory_back(engine: EngineCore) -> None:
     before = answers(engine, PROMPTS)
     runner = engine.runner
     held = live_bytes()
-    engine_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((runner.params, runner.caches, runner.state)))
+    engine_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((runner.params, runner.caches, runner.sampler.state)))
     engine.sleep()
     assert engine_bytes > 0 and live_bytes() == held - engine_bytes
     assert engine.stats().asleep and engine.step() == []

@@ -199,6 +199,16 @@ class RunnerLimits(Protocol):
         ...
 
     @property
+    def whole_prompts(self) -> bool:
+        """Whether a step holds prompts as a whole, and never a part of one."""
+        ...
+
+    @property
+    def hidden_states(self) -> bool:
+        """Whether a step can keep its residual stream, for embeddings."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary."""
         ...

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ttpu_any.aten.table import Result, cast, operation
 
@@ -57,9 +59,36 @@ def grouped_product(
     """
     assert offs is not None
     sizes = jnp.diff(offs.astype(jnp.int32), prepend=0)
-    precision = jax.lax.Precision.HIGHEST if result.dtype == jnp.float32 else None
-    out = jax.lax.ragged_dot(x, weights, sizes, precision=precision, preferred_element_type=result.dtype)
+    out: jax.Array = _by_group(jnp.dtype(result.dtype))(x, weights, sizes)
     return cast(out, result.dtype)
+
+
+@lru_cache(maxsize=8)
+def _by_group(dtype: np.dtype[Any]) -> Any:
+    """(rows [rows, in] ordered by group, weights [groups, in, out], sizes [groups]) → [rows, out] in a dtype. Under
+    vmap, the rows of all members of the batch are ordered together, and multiplied at once."""
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+    @jax.custom_batching.custom_vmap
+    def multiply(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(x, weights, sizes, precision=precision, preferred_element_type=dtype)
+
+    @multiply.def_vmap
+    def together(count: int, batched: Any, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> Any:
+        of_x, of_weights, of_sizes = batched
+        if of_weights:  # no model that is served has weights of its own for each sequence
+            raise NotImplementedError("a product grouped by expert with a batch of weights")
+        x = x if of_x else jnp.broadcast_to(x, (count, *x.shape))
+        sizes = sizes if of_sizes else jnp.broadcast_to(sizes, (count, *sizes.shape))
+        # The group of each row; those behind the last one have the number of groups, and come last.
+        group = (jnp.arange(x.shape[1])[None, :, None] >= jnp.cumsum(sizes, 1)[:, None]).sum(-1).reshape(-1)
+        order = jnp.argsort(group, stable=True)
+        out = multiply(x.reshape(-1, x.shape[-1])[order], weights, sizes.sum(0))
+        return jnp.zeros_like(out).at[order].set(out).reshape(*x.shape[:2], -1), True
+
+    return multiply
+
+
 
 
 @operation("convolution")

@@ -29,13 +29,13 @@ def reserved_bytes(runner: EnginePrograms, temporaries: Callable[[Program], int]
     """
     shapes = runner.buckets.all()
     step = next(iter(runner.programs()))
-    sampler = runner._sampler_program(max(shape.rows for shape in shapes), runner.highest_level)
+    sampler = runner.sampler.program(max(shape.rows for shape in shapes), runner.sampler.highest_level)
     outputs = max(_output_bytes(runner, shape) for shape in shapes)
     states = state_bytes(runner.spec, runner.max_num_seqs, runner.runtime.placement, runner.state_dtype)
     return (
         max(temporaries(step), temporaries(sampler))
         + STEPS_IN_FLIGHT * outputs
-        + device_bytes(runner._empty_state(abstract=True))
+        + device_bytes(runner.sampler.empty_state(abstract=True))
         + states
     )
 
@@ -43,7 +43,7 @@ def reserved_bytes(runner: EnginePrograms, temporaries: Callable[[Program], int]
 def _output_bytes(runner: EnginePrograms, shape: StepShape) -> int:
     """Of a step's logits and residual stream, the latter whole on every device."""
     stream = runner._abstract((shape.tokens, runner.spec.hidden_size), runner.state_dtype)
-    return device_bytes((runner._logits(shape.rows), stream))
+    return device_bytes((runner.sampler.logits(shape.rows), stream))
 
 
 def fitting_pages(

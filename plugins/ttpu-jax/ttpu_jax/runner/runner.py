@@ -14,18 +14,17 @@ import jax
 import numpy as np
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.generation.sampling_params import MAX_LOGIT_BIAS
 from ttpu_jax.model.causal_model import DecoderModel
 from ttpu_jax.model.decoder import Caches
 from ttpu_jax.model.paged import GroupSpec, PagedLayout, group_page_bytes
 from ttpu_jax.ops.kernels import QuantizedKernel, base_of, with_base
-from ttpu_jax.ops.sampling import LogitRules, Sampled
+from ttpu_jax.ops.sampling import Sampled
 from ttpu_jax.runner.batch import put_whole
-from ttpu_jax.runner.buckets import Buckets, StepShape
+from ttpu_jax.runner.buckets import Buckets
 from ttpu_jax.runner.compilation import CompileStats, OnProgress, ProgramPool, ProgramStats, program_stats
 from ttpu_jax.runner.programs import EnginePrograms
 from ttpu_jax.runner.reserve import fitting_pages
-from ttpu_jax.runner.sampler import FIELDS, NEUTRAL, Level, column, empty_rules
+from ttpu_jax.runner.slot_sampler import SampledRows, read_rows
 from ttpu_jax.runner.stats import Devices, Limits, MemoryStats
 from ttpu_jax.runner.weights import ServedWeights, opened_update
 
@@ -33,17 +32,7 @@ if TYPE_CHECKING:
     from ttpu_jax.runner.adapter_slots import LoadedAdapters
     from ttpu_serve.api.engine_config import EngineConfig
     from ttpu_serve.runner import InFlight as AnyInFlight
-    from ttpu_serve.runner import ModelRunner, RowRules, RunnerStep, SlotStart
-
-
-@dataclass(frozen=True)
-class SampledRows:
-    """Tokens [rows], and log-probabilities where some row's level has them; names are `Sampled`'s."""
-
-    token: np.ndarray
-    logprob: np.ndarray | None
-    top_tokens: np.ndarray | None
-    top_logprobs: np.ndarray | None
+    from ttpu_serve.runner import ModelRunner, RunnerStep
 
 
 @dataclass(frozen=True)
@@ -65,13 +54,7 @@ class InFlight:
 
     def read(self) -> SampledRows:
         """Wait for the step, and return what its rows sampled."""
-
-        def host(value: jax.Array | None) -> np.ndarray | None:
-            return None if value is None else np.asarray(value)[: self.rows]
-
-        sampled = self.sampled
-        token = np.asarray(sampled.token)[: self.rows]
-        return SampledRows(token, host(sampled.logprob), host(sampled.top_tokens), host(sampled.top_logprobs))
+        return read_rows(self.sampled, slice(self.rows))
 
     def read_hidden(self) -> np.ndarray:
         """Wait for the step, and return its residual stream [tokens, hidden], padding at its end."""
@@ -117,15 +100,11 @@ class Runner(EnginePrograms):
             sampling_level=config.sampling_level,
             penalties=config.penalties,
             prompt_logprobs=config.prompt_logprobs,
-            max_logprobs=self.max_logprobs,
+            max_logprobs=self.sampler.max_logprobs,
         )
-        self._columns = np.repeat(NEUTRAL[:, None], self.max_num_seqs + 1, axis=1)
-        self._levels = np.zeros(self.max_num_seqs + 1, np.int8)
-        self._prompts = np.zeros(self.max_num_seqs + 1, np.int32)
         self._adapters = np.zeros(self.max_num_seqs + 1, np.int32)
         self._asleep: dict[str, Any] = {}
         self._shardings: dict[str, Any] = {}
-        self._no_rules: dict[int, LogitRules] = {}
 
     # -- what it is --
 
@@ -169,7 +148,7 @@ class Runner(EnginePrograms):
             num_pages = fitting_pages(self, self.pool, self.page_bytes(), draft)
         self.num_pages = tuple(num_pages)
         self.caches = self._empty_caches(abstract=False)
-        self.state = self._empty_state(abstract=False)
+        self.sampler.state = self.sampler.empty_state(abstract=False)
 
     def page_bytes(self) -> tuple[int, ...]:
         """The bytes on one device of one page of each group, summed over its layers."""
@@ -183,7 +162,7 @@ class Runner(EnginePrograms):
 
     def release(self) -> None:
         """Free the memory of the caches; their contents are lost."""
-        for leaf in jax.tree.leaves((self.caches, self.state)):
+        for leaf in jax.tree.leaves((self.caches, self.sampler.state)):
             leaf.delete()
         self.caches = ()
 
@@ -259,17 +238,18 @@ class Runner(EnginePrograms):
     def dispatch(self, step: RunnerStep) -> InFlight:
         """Send a step to the device; returns at once."""
         for start in step.begins:
-            self._begin(start)
+            self.sampler.begin(start, self.pool)
+            self._adapters[start.slot] = start.adapter
         slots = step.slots
         shape = self.buckets.step(step.num_tokens, len(slots), int(step.counts.max()))
         vector = self._batch_layout(shape).pack(
-            step.tokens, step.counts, step.starts, self._prompts[slots], slots, step.rows, step.tables,
+            step.tokens, step.counts, step.starts, self.sampler.prompts[slots], slots, step.rows, step.tables,
             self._adapters[slots],
         )  # fmt: skip
         program = self.pool.get(("step", shape), partial(self._step_program, shape))
-        last = self.state.last_tokens
+        last = self.sampler.state.last_tokens
         self.caches, logits, stream = program(self.params, self.caches, last, put_whole(vector, self._whole))
-        sampled = self._sample(step, shape, logits)
+        sampled = self.sampler.sample(step, shape.rows, logits, self.pool)
         for array in jax.tree.leaves(sampled):
             array.copy_to_host_async()
         return InFlight(sampled, len(step.owners), stream if step.hidden else None)
@@ -285,64 +265,3 @@ class Runner(EnginePrograms):
         result = program(self.params, step.hidden, put_whole(padded, self._whole))
         names = ("logprob", "top_tokens", "top_logprobs")
         return TokenLogprobs(*(np.asarray(getattr(result, name))[: len(targets)] for name in names))
-
-    def _begin(self, start: SlotStart) -> None:
-        """Note what a request asks for where its slot's rows are made from."""
-        slot = start.slot
-        self._columns[:, slot] = column(start.params, slot)
-        self._levels[slot] = start.level
-        self._prompts[slot] = start.prompt_length
-        self._adapters[slot] = start.adapter
-        if start.prompt is not None and start.output is not None:
-            length = self.limits.max_model_len
-            prompt, output = np.full(length, -1, np.int32), np.full(length, -1, np.int32)
-            prompt[: len(start.prompt)] = start.prompt
-            output[: len(start.output)] = start.output
-            program = self.pool.get("begin_slot", self._begin_program)
-            put = partial(put_whole, sharding=self._whole)
-            self.state = program(self.state, put(np.asarray(slot, np.int32)), put(prompt), put(output))
-
-    def _sample(self, step: RunnerStep, shape: StepShape, logits: jax.Array) -> Sampled:
-        no_slot, owners, count = self.max_num_seqs, step.owners, len(step.owners)
-        slots = step.slots[owners]
-        requests = np.repeat(NEUTRAL[:, None], shape.rows, axis=1)
-        requests[FIELDS["slot"]] = no_slot
-        requests[:, :count] = self._columns[:, slots]
-        begins = np.cumsum(step.counts) - step.counts
-        positions = step.starts[owners] + step.rows - begins[owners]
-        requests[FIELDS["step"], :count] = positions + 1 - self._prompts[slots]
-        samples = step.samples[owners]
-        lone = samples if count == len(step.slots) else samples & (np.bincount(owners)[owners] == 1)
-        # Of several rows of one request the host says which count, so none is left for the next step to find.
-        requests[FIELDS["slot"], :count] = np.where(lone, slots, no_slot)
-        levels = self._levels[slots][samples]
-        level = Level(int(levels.max())) if len(levels) else Level.GREEDY
-        program = self.pool.get(("sample", shape.rows, level), partial(self._sampler_program, shape.rows, level))
-        given = self._rules(shape.rows, step.rules) if level is Level.ALL else None
-        put = put_whole(requests, self._whole)
-        self.state, sampled = program(logits, self.state, put, given)
-        result: Sampled = sampled
-        return result
-
-    def _rules(self, rows: int, rules: Mapping[int, RowRules]) -> LogitRules:
-        if rows not in self._no_rules:
-            self._no_rules[rows] = LogitRules(
-                *(put_whole(each, self._whole) for each in empty_rules(rows, self.vocab, MAX_LOGIT_BIAS))
-            )
-        nothing = self._no_rules[rows]
-        if not rules:
-            return nothing
-        tokens, biases, allowed = empty_rules(rows, self.vocab, MAX_LOGIT_BIAS)
-        biased = masked = False
-        for row, rule in rules.items():
-            if rule.bias is not None:
-                size = len(rule.bias[0])
-                tokens[row, :size], biases[row, :size], biased = *rule.bias, True
-            if rule.allowed is not None:
-                allowed[row, : len(rule.allowed)], allowed[row, len(rule.allowed) :], masked = rule.allowed, 0, True
-        put = partial(put_whole, sharding=self._whole)
-        return LogitRules(
-            put(tokens) if biased else nothing.bias_tokens,
-            put(biases) if biased else nothing.bias,
-            put(allowed) if masked else nothing.allowed,
-        )

@@ -26,6 +26,8 @@ class Limits:
     penalties: bool
     prompt_logprobs: bool
     max_logprobs: int
+    whole_prompts: bool = False
+    hidden_states: bool = True
 
 
 @dataclass(frozen=True)

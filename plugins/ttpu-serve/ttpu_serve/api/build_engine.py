@@ -89,7 +89,7 @@ def scheduler_for(runner: ModelRunner, config: EngineConfig) -> Scheduler:
         max_model_len=limits.max_model_len,
         page_size=limits.page_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        enable_chunked_prefill=config.enable_chunked_prefill,
+        enable_chunked_prefill=config.enable_chunked_prefill and not limits.whole_prompts,
         max_waiting=config.max_waiting,
         max_prefills=limits.max_prefills,
         recurrent=limits.recurrent,

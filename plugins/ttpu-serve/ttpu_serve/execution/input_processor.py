@@ -177,6 +177,11 @@ class InputProcessor:
     def _check(self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None) -> None:
         if pooling not in (None, "last", "mean"):
             raise RequestError(f"pooling is {pooling!r}, but last and mean are known: use one of them.")
+        if pooling is not None and not self.limits.hidden_states:
+            raise RequestError(
+                "an embedding was asked for, but no plugin describes this model, whose own code gives logits alone: "
+                "use a model type with a plugin (`ttpu list-plugins`)."
+            )
         if params.n > MOST_SEQUENCES:
             raise RequestError(f"n is {params.n:,}, but one request may have {MOST_SEQUENCES:,} sequences: lower it.")
         room = self.max_model_len - len(prompt)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from typer.testing import CliRunner
 
-import transformers
 from ttpu_core.cli.main import app
 
 ROWS, CONTEXT, LAYERS, HEADS, FEATURES = 4, 32, 2, 4, 8
