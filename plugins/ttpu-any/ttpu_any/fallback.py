@@ -36,7 +36,9 @@ import jax  # isort: skip (after what sets it up)
 
 logger = logging.getLogger(__name__)
 
-RUNS_IN = "from_pretrained, `ttpu generate`, `ttpu chat`, `ttpu eval`"
+RUNS_IN = (
+    "from_pretrained, LLM, `ttpu generate`, `ttpu chat`, `ttpu eval`, `ttpu serve`, `ttpu plan`, `ttpu compile-report`"
+)
 """Where a model without a plugin runs."""
 
 GAINS = (
@@ -116,7 +118,18 @@ class StockFallback:
     def held_bytes(
         self, config: ModelConfig, meshes: Sequence[Mapping[str, int]], *, batch: int, context: int, dtype: str
     ) -> list[HeldBytes]:
-        """See `ttpu_any.held_bytes.held_bytes`."""
+        """What each device holds on each of some meshes; see `ttpu_any.held_bytes`.
+
+        Args:
+            config: of the model.
+            meshes: mesh axis → devices along it.
+            batch: rows of the cache.
+            context: slots of each row.
+            dtype: of the weights and the cache.
+
+        Raises:
+            UnsupportedError: the model cannot be traced, or has fewer positions than `context`.
+        """
         return held_bytes(config, meshes, batch=batch, context=context, dtype=dtype)
 
     def program_report(self, config: ModelConfig, topology_name: str, **asked: Any) -> ProgramReport:

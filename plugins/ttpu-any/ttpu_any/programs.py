@@ -294,7 +294,18 @@ class StockPrograms(Programs):
         slots: int,
         features: SamplingFeatures,
     ) -> tuple[StockState, Sampled]:
-        """Read prompts tokens [rows, width] by a traced prefill, and sample a token for each. For use inside jit."""
+        """Read prompts by a traced prefill, and sample a token for each. For use inside jit.
+
+        Args:
+            traced: the prefill.
+            params: name → array.
+            tokens: int32 [rows, width], padded on the left.
+            start: int32 [rows], the first slot of each row that is not padding.
+            inputs: the sampling parameters of each row.
+            counts: of the prompts' tokens, or None.
+            slots: of the cache.
+            features: the sampling features that any row uses.
+        """
         logits, state = self._read(traced, params, tokens, start, slots=slots)
         return self._sampled(logits, replace(state, counts=counts), inputs, features)
 
@@ -307,7 +318,15 @@ class StockPrograms(Programs):
         *,
         features: SamplingFeatures,
     ) -> tuple[StockState, Sampled]:
-        """Read the last token of each row by a traced decoding, and sample the next. For use inside jit."""
+        """Read the last token of each row by a traced decoding, and sample the next. For use inside jit.
+
+        Args:
+            traced: the decoding.
+            params: name → array.
+            state: after the tokens before.
+            inputs: the sampling parameters of each row.
+            features: the sampling features that any row uses.
+        """
         state, logits = self._advance(traced, params, state)
         return self._sampled(logits, state, inputs, features)
 

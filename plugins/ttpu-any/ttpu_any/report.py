@@ -62,6 +62,15 @@ def program_report(
 ) -> ProgramReport:
     """Compile a decode step or a prefill for a TPU slice; see `ttpu_jax.aot.report.compile_report`.
 
+    Args:
+        config: of the model.
+        topology_name: a name such as "v5e:2x4".
+        task: decode or prefill.
+        batch: number of rows.
+        context: cache slots per row, and for a prefill tokens per row.
+        dtype: of weights and cache.
+        mesh: mesh axis → devices along it; None takes all of them as "tensor".
+
     Raises:
         UnsupportedError: the model cannot be traced, there is no such slice or mesh, or it does not fit.
         RequestError: a task, batch, context or dtype that is not compiled.

@@ -71,7 +71,7 @@ class InFlight:
         return read_rows(self.sampled, self.places)
 
     def read_hidden(self) -> np.ndarray:
-        """Refused: the model's code returns logits.
+        """Refused, instead of [tokens, hidden]: the model's code returns logits.
 
         Raises:
             RequestError: always.
@@ -250,7 +250,7 @@ class StockRunner:
         return b""
 
     def prompt_logprobs(self, step: AnyInFlight, targets: np.ndarray) -> NoReturn:
-        """Refused: `limits` says so.
+        """Refused, for targets [tokens]: `limits` says so.
 
         Raises:
             RequestError: always.

@@ -113,7 +113,8 @@ def slot_sharding(placement: Placement, count: int, shape: Sequence[int]) -> jax
 
 
 def constrain_cache(placement: Placement, array: jax.Array) -> jax.Array:
-    """A tensor of the cache, sharded by `cache_sharding`. For use inside jit."""
+    """`array`, a tensor of the cache of any shape, sharded by `cache_sharding`; the result has the same shape. For use
+    inside jit."""
     if placement.mesh is None:
         return array
     return jax.lax.with_sharding_constraint(array, cache_sharding(placement, array.shape))

@@ -62,6 +62,14 @@ def undescribed_plans(
     """The plans on the meshes of a slice, those that fit first and of these the fastest; without a slice, the first on
     the smallest slice of each generation that one fits.
 
+    Args:
+        fallback: of the backend.
+        config: of the model.
+        topology: the slices' name, or None.
+        batch: rows of the cache.
+        context: slots of each row.
+        dtype: of weights and cache.
+
     Raises:
         UnsupportedError: there is no such slice, the model cannot be traced, or it has fewer positions than `context`.
     """

@@ -72,6 +72,15 @@ class ReportsWithoutPlugin(Protocol):
     ) -> ProgramReport:
         """As `compile_report`, for a decode step or a prefill.
 
+        Args:
+            config: of the model.
+            topology_name: a name such as "v5e:2x4".
+            task: decode or prefill.
+            batch: number of rows.
+            context: cache slots per row, and for a prefill tokens per row.
+            dtype: of weights and cache.
+            mesh: mesh axis → devices along it; None leaves it to the fallback.
+
         Raises:
             UnsupportedError: the model cannot be traced, there is no such slice or mesh, or it does not fit.
             RequestError: a task, batch, context or dtype that it does not compile.

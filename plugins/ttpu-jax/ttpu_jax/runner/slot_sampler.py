@@ -153,7 +153,8 @@ class SlotSampler:
             rows: of the logits, at least as many as the step has.
             logits: [rows, vocab].
             pool: of compiled programs.
-            places: the row of the logits of each of the step's rows; None takes the first ones in order.
+            places: int [step rows], the row of the logits of each of the step's rows; None takes the first ones in
+                order.
         """
         owners, count = step.owners, len(step.owners)
         places = np.arange(count) if places is None else places
