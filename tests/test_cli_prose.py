@@ -68,7 +68,7 @@ OTHERS: dict[type, dict[str, Any]] = {
         "skip_multipliers": (2.0, 1.0), "normed_residual": True, "layer_scalar": True, "beside": LINEAR,
         "custom": LINEAR,
     },
-    EmbeddingSpec: {"scale": 2.0, "norm": NormSpec(), "positions": None, "custom": LINEAR},
+    EmbeddingSpec: {"scale": 2.0, "norm": NormSpec(), "positions": None, "custom": LINEAR, "table_features": 64},
     MixerSpec: {
         "name": "mamba", "implementations": (), "options": (), "rope": ROPE,
     },

@@ -380,10 +380,23 @@ def test_each_layer_has_the_parameters_that_its_knobs_ask_for(name: str) -> None
     assert found == {**expected, "input_norm.scale": RESIDUAL}
 
 
-def test_post_norm_layers_have_no_norm_before() -> None:
-    table = spec_of(layer_of(placement="post")).parameters
+@pytest.mark.parametrize("placement", ["post", "post_residual"])
+def test_post_norm_layers_have_no_norm_before(placement: str) -> None:
+    table = spec_of(layer_of(placement=placement)).parameters
     norms = [path for path in table if "norm" in path]
     assert norms == ["layers.0.post_attention_norm.scale", "layers.0.post_mlp_norm.scale", "final_norm.scale"]
+
+
+def test_tables_of_fewer_features_than_the_stream_are_projected_on_either_side() -> None:
+    spec = spec_of(layer_of())
+    table = replace(spec, embedding=replace(spec.embedding, table_features=5)).parameters
+    assert {path: one.shape for path, one in table.items() if not path.startswith("layers.")} == {
+        "embed.embedding": (spec.vocab_size, 5),
+        "embed.projection.kernel": (HIDDEN, 5),
+        "final_norm.scale": (HIDDEN,),
+        "final_projection.kernel": (5, HIDDEN),
+        "head.kernel": (spec.vocab_size, 5),
+    }
 
 
 def test_a_block_of_a_plugins_own_adds_its_parameters_to_those_of_the_layers_parts() -> None:

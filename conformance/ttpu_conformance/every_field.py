@@ -17,7 +17,15 @@ from ttpu_core.mapping import FlaxMapping
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, CustomSpec, LayerSpec, NormSpec, Parameter
 from ttpu_core.spec.rope import RopeSpec, rope_from_config
 
-NOT_TRIED = ("norm_features", "table_rows", "vocab_size", "hidden_size", "num_experts", "kv_from_layer")
+NOT_TRIED = (
+    "norm_features",
+    "table_rows",
+    "table_features",
+    "vocab_size",
+    "hidden_size",
+    "num_experts",
+    "kv_from_layer",
+)
 """Fields that shapes prove already, or that other fields decide."""
 
 PLAIN_ROPE = ("theta", "rotary_dim", "layout", "sign", "fp32")

@@ -24,7 +24,7 @@ from ttpu_core.spec import (
 )
 from ttpu_core.spec.rope import NO_ROPE
 
-PLACEMENTS: tuple[Placement, ...] = ("pre", "post", "sandwich", "parallel", "parallel_two_norms")
+PLACEMENTS: tuple[Placement, ...] = ("pre", "post", "post_residual", "sandwich", "parallel", "parallel_two_norms")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 THETAS = (10_000.0, 500_000.0, 1_000_000.0)
 NORMS = ("input_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm")

@@ -99,7 +99,7 @@ def _in_other_layers(misfits: Misfits) -> bool:
 def hook_of_path(path: str) -> str:
     """The hook that describes a parameter, by its Flax path."""
     parts = path.split(".")
-    if parts[0] == "embed":
+    if parts[0] in ("embed", "final_projection"):
         return "ttpu_embedding"
     if parts[0] == "head":
         return "ttpu_head"

@@ -30,6 +30,7 @@ QK_NORM_SCOPES = {"head": "shared by the heads", "full": "over all heads at once
 PLACEMENTS = {
     "pre": "{norm} before each sub-layer",
     "post": "{norm} after each sub-layer",
+    "post_residual": "{norm} of the residual stream after each sub-layer",
     "sandwich": "{norm} before and after each sub-layer",
     "parallel": "attention and MLP side by side behind one {norm}",
     "parallel_two_norms": "attention and MLP side by side, each behind its own {norm}",
@@ -42,6 +43,8 @@ def architecture_lines(spec: ArchitectureSpec) -> list[str]:
     for group in spec.groups():
         lines += _group_lines(group, spec.num_layers)
     final = f"{norm_words(spec.final_norm)}, then " if spec.final_norm else ""
+    if spec.embedding.table_features is not None:
+        final += f"a projection to {spec.embedding.features:,} features, then "
     lines.append(f"{final}{head_words(spec)}")
     return lines
 
@@ -148,6 +151,8 @@ def head_words(spec: ArchitectureSpec) -> str:
 def _embedding(spec: ArchitectureSpec) -> str:
     embedding = spec.embedding
     words = f"embedding of {embedding.vocab_size:,} tokens × {embedding.hidden_size:,}"
+    if embedding.table_features is not None:
+        words += f", projected from {embedding.features:,} features"
     if embedding.scale is not None:
         words += f", scaled by {embedding.scale:g}"
     if embedding.norm is not None:

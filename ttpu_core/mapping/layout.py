@@ -34,8 +34,10 @@ class CheckpointNames:
     layer: str = "model.layers.{layer}."
     embedding: str = "model.embed_tokens.weight"
     positions: str = "model.embed_positions.weight"
+    embedding_projection: str = "model.project_in"
     embedding_norm: str = "model.embed_norm"
     final_norm: str = "model.norm"
+    final_projection: str = "model.project_out"
     head: str = "lm_head"
     query: str = "self_attn.q_proj"
     key: str = "self_attn.k_proj"
@@ -108,7 +110,11 @@ def standard_mapping(spec: ArchitectureSpec, names: CheckpointNames | None = Non
     them with `replace_rules`."""
     names = names or CheckpointNames()
     embedding, hidden, vocab = spec.embedding, spec.hidden_size, spec.vocab_size
-    rules: list[tuple[str, Expression]] = [("embed.embedding", Tensor(names.embedding, (vocab, hidden)))]
+    features = embedding.features
+    rules: list[tuple[str, Expression]] = [("embed.embedding", Tensor(names.embedding, (vocab, features)))]
+    if embedding.table_features is not None:
+        rules.append(("embed.projection.kernel", Tensor(f"{names.embedding_projection}.weight", (hidden, features))))
+        rules.append(("final_projection.kernel", Tensor(f"{names.final_projection}.weight", (features, hidden))))
     if embedding.positions is not None:
         rows = embedding.positions + embedding.position_offset
         rules.append(("embed.positions", Tensor(names.positions, (rows, hidden))))
@@ -118,7 +124,7 @@ def standard_mapping(spec: ArchitectureSpec, names: CheckpointNames | None = Non
         rules += [(f"layers.{index}.{path}", rule) for path, rule in layer_rules(layer, hidden, names, prefix)]
     rules += norm_rules("final_norm", spec.final_norm, names.final_norm, hidden)
     if not spec.head.tied:
-        rules.append(("head.kernel", Tensor(f"{names.head}.weight", (vocab, hidden))))
+        rules.append(("head.kernel", Tensor(f"{names.head}.weight", (vocab, features))))
     if spec.head.bias:
         rules.append(("head.bias", Tensor(f"{names.head}.bias", (vocab,))))
     tied = (f"{names.head}.weight",) if spec.head.tied else ()

@@ -58,6 +58,7 @@ def norm_names(layer: LayerSpec) -> tuple[str, ...]:
     names = {
         "pre": ("input_norm", "mlp_norm"),
         "post": ("post_attention_norm", "post_mlp_norm"),
+        "post_residual": ("post_attention_norm", "post_mlp_norm"),
         "sandwich": ("input_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"),
         "parallel": ("input_norm",),
         "parallel_two_norms": ("input_norm", "mlp_norm"),
@@ -70,7 +71,10 @@ def norm_names(layer: LayerSpec) -> tuple[str, ...]:
 
 def _model(spec: ArchitectureSpec) -> Named:
     embedding, hidden = spec.embedding, spec.hidden_size
-    yield "embed.embedding", Parameter((embedding.rows, hidden), (axes.VOCAB, axes.EMBED))
+    features = embedding.features
+    yield "embed.embedding", Parameter((embedding.rows, features), (axes.VOCAB, axes.EMBED))
+    if embedding.table_features is not None:
+        yield "embed.projection.kernel", Parameter((hidden, features), (axes.EMBED, None))
     if embedding.positions is not None:
         rows = embedding.positions + embedding.position_offset
         yield "embed.positions", Parameter((rows, hidden), (axes.POSITION, axes.EMBED))
@@ -82,8 +86,10 @@ def _model(spec: ArchitectureSpec) -> Named:
         yield from _prefixed(f"layers.{index}", _layer(layer, hidden))
     if spec.final_norm is not None:
         yield from _prefixed("final_norm", _norm(spec.final_norm, (hidden,), (axes.NORM,)))
+    if embedding.table_features is not None:
+        yield "final_projection.kernel", Parameter((features, hidden), (None, axes.EMBED))
     if not spec.head.tied:
-        yield "head.kernel", Parameter((embedding.rows, hidden), (axes.VOCAB, axes.EMBED))
+        yield "head.kernel", Parameter((embedding.rows, features), (axes.VOCAB, axes.EMBED))
     if spec.head.bias:
         yield "head.bias", Parameter((embedding.rows,), (axes.VOCAB,), "zeros")
 

@@ -15,7 +15,7 @@ from ttpu_core.spec.kernel_format import KernelFormat
 from ttpu_core.spec.norm import NormSpec
 from ttpu_core.spec.rope import RopeSpec
 
-Placement = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms", "none"]
+Placement = Literal["pre", "post", "post_residual", "sandwich", "parallel", "parallel_two_norms", "none"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,9 @@ NO_MIXER = MixerSpec("none")
 class BlockSpec:
     """How mixer and MLP connect to the residual stream.
 
+    `placement` "post" norms what a sub-layer adds to the stream; "post_residual" norms the sum (the original
+    transformer, arXiv 1706.03762).
+
     `residual_multiplier` scales the output of each sub-layer, and `mlp_residual_multiplier` that of the MLP where it
     has a factor of its own (no parallel placement has that). `skip_multipliers` scale the residual stream itself where
     the mixer's and the MLP's outputs are added to it. `normed_residual` adds them to the output of the norm before the
@@ -103,7 +106,9 @@ class EmbeddingSpec:
     `scale` multiplies the embedding in the weights' dtype. `positions` counts learned positions, which start at row
     `position_offset`. A `custom` embedding has parameters besides the table; it may give each layer an additional
     input, or split the residual stream into several. `table_rows` counts the rows of table and head if they are
-    padded (`ttpu_core.sharding.padding`): rows from `vocab_size` on belong to no token."""
+    padded (`ttpu_core.sharding.padding`): rows from `vocab_size` on belong to no token. `table_features` counts the
+    features of a row of table and head if they are not `hidden_size`: one projection leads from the looked-up rows into
+    the residual stream, and one from the final norm to the head."""
 
     vocab_size: int
     hidden_size: int
@@ -113,6 +118,12 @@ class EmbeddingSpec:
     position_offset: int = 0
     custom: CustomSpec | None = None
     table_rows: int | None = None
+    table_features: int | None = None
+
+    @property
+    def features(self) -> int:
+        """Features of a row of the token table and of the head."""
+        return self.hidden_size if self.table_features is None else self.table_features
 
     @property
     def rows(self) -> int:

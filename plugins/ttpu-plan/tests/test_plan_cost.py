@@ -25,6 +25,19 @@ def test_a_decode_step_takes_as_long_as_reading_weights_and_cache() -> None:
     assert (estimate.bound, estimate.ici, estimate.dcn) == ("hbm", 0.0, 0.0)
 
 
+def test_projections_between_stream_and_tables_are_multiplied_and_read() -> None:
+    spec, chip = published(LLAMA), parse_topology("v6e:1x1")
+    times = {}
+    for features in (None, spec.hidden_size):
+        embedding = replace(spec.embedding, table_features=features)
+        times[features] = estimate_time(replace(spec, embedding=embedding), {}, chip, PREFILL)
+    both = 2 * spec.hidden_size**2
+    more = times[spec.hidden_size].compute - times[None].compute
+    assert more == pytest.approx(2 * both * 2048 / chip.chip.bf16_flops / MXU_SHARE)
+    more = times[spec.hidden_size].hbm - times[None].hbm
+    assert more == pytest.approx(2 * both / chip.chip.hbm_bytes_per_second / HBM_SHARE)
+
+
 def test_a_prefill_takes_as_long_as_its_products() -> None:
     spec, topology = published(LLAMA), parse_topology("v6e:1x1")
     matrices = spec.num_parameters - 2 * spec.vocab_size * spec.hidden_size

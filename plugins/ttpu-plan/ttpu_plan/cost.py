@@ -40,6 +40,9 @@ MXU_SHARE = 0.8
 HBM_SHARE = 0.8
 """Of peak that reading weights and cache reaches there: Llama-3.1-8B decode on v5e:2x2 and v6e:1x1."""
 
+PROJECTIONS = ("embed.projection.kernel", "final_projection.kernel")
+"""Between the residual stream and tables of fewer features (`EmbeddingSpec.table_features`)."""
+
 
 def estimate_time(
     spec: ArchitectureSpec,
@@ -143,20 +146,24 @@ class _Program:
         return part
 
     def ends(self) -> _Part:
-        """Looking tokens up, and the logits: of a row's last token, or of all in training."""
+        """Looking tokens up, what projects between tables and stream, and the logits: of a row's last token, or of all
+        in training."""
         part = _Part()
         rows, tokens = local_tokens(self.model, self.workload)
         item, bits = self.workload.bytes_per_element, BITS[self.workload.dtype]
         head = self.model.head
         scored = self.workload.step.rows if self.workload.step else rows * (tokens if self.trains else 1)
         # Logits of some tokens at a time are computed again for the gradient (ttpu_jax.model.loss).
-        part.compute = (4 if self.trains else 1) * product_flops(prod(head.gathered), scored)
+        flops = product_flops(prod(head.gathered), scored)
+        between = [one for path in PROJECTIONS if (one := self.model.end(path)) is not None]
+        flops += sum(product_flops(prod(one.gathered), rows * tokens) for one in between)
+        part.compute = (4 if self.trains else 1) * flops
         part.compute /= self.topology.chip.bf16_flops * MXU_SHARE
-        traffic = weight_bytes([head], self.workload, gathered=True) + scored * head.gathered[0] * 4
+        traffic = weight_bytes([head, *between], self.workload, gathered=True) + scored * head.gathered[0] * 4
         part.hbm = (3 if self.trains else 1) * traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE)
         table = self.model.end("embed.embedding")
         assert table is not None
-        for one in {head.path: head, table.path: table}.values():
+        for one in {one.path: one for one in (head, table, *between)}.values():
             self._gather(part, one, bits)
         by = tuple(a for a in table.mesh_axes[0] if a not in self._token_axes())
         self._sum(part, rows * tokens * table.gathered[1] * item, by)

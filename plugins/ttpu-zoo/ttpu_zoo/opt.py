@@ -1,13 +1,22 @@
 """OPT (`model_type` "opt"; arXiv 2205.01068): learned positions from the third row of their table on, LayerNorm, a
-plain MLP, and biases everywhere. The layout of OPT-350M is refused."""
+plain MLP, and biases everywhere. OPT-350M norms the stream after each sub-layer, and has fewer features in its token
+table than in the stream."""
 
 from dataclasses import replace
 
 from ttpu_core import ModelConfig, defaults, hookimpl
-from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import FlaxMapping
 from ttpu_core.mapping.layout import CheckpointNames, standard_mapping
-from ttpu_core.spec import NO_ROPE, ArchitectureSpec, AttentionSpec, EmbeddingSpec, MLPSpec, NormSpec, RopeSpec
+from ttpu_core.spec import (
+    NO_ROPE,
+    ArchitectureSpec,
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    MLPSpec,
+    NormSpec,
+    RopeSpec,
+)
 
 CONFIG_DEFAULTS = {
     "vocab_size": 50_272,
@@ -24,10 +33,14 @@ NAMES = CheckpointNames(
     layer="model.decoder.layers.{layer}.",
     embedding="model.decoder.embed_tokens.weight",
     positions="model.decoder.embed_positions.weight",
+    embedding_projection="model.decoder.project_in",
     final_norm="model.decoder.final_layer_norm",
+    final_projection="model.decoder.project_out",
     input_norm="self_attn_layer_norm",
     mlp_norm="final_layer_norm",
     output="self_attn.out_proj",
+    post_attention_norm="self_attn_layer_norm",
+    post_mlp_norm="final_layer_norm",
     up="fc1",
     down="fc2",
 )
@@ -35,28 +48,22 @@ NAMES = CheckpointNames(
 
 @hookimpl
 def ttpu_config(config: ModelConfig) -> ModelConfig:
-    """The config with the defaults of `OPTConfig`. The sizes that define a model are required.
-
-    Raises:
-        ConfigError: norms follow attention and MLP, or tokens have fewer features than the stream (OPT-350M).
-    """
-    config = config.with_defaults(CONFIG_DEFAULTS)
-    features = config.positive_int("word_embed_proj_dim", default=config.positive_int("hidden_size"))
-    if not config.flag("do_layer_norm_before") or features != config.positive_int("hidden_size"):
-        raise ConfigError(
-            f"{config.source} has 'do_layer_norm_before' {config.flag('do_layer_norm_before')} and "
-            f"'word_embed_proj_dim' {features} for a hidden size of {config.positive_int('hidden_size')}, but only OPT "
-            "with norms before attention and MLP and without projections is described: set TTPU_DISABLE_PLUGINS=opt so "
-            "that ttpu-any runs transformers' own code, or take another size than 350M."
-        )
-    return config
+    """The config with the defaults of `OPTConfig`. The sizes that define a model are required."""
+    return config.with_defaults(CONFIG_DEFAULTS)
 
 
 @hookimpl
 def ttpu_embedding(config: ModelConfig) -> EmbeddingSpec:
-    """Tokens and learned positions, of which the first two rows are unused."""
-    positions = config.positive_int("max_position_embeddings")
-    return replace(defaults.ttpu_embedding(config), positions=positions, position_offset=2)
+    """Tokens and learned positions, of which the first two rows are unused. `word_embed_proj_dim` counts the features
+    of the token table."""
+    embedding = defaults.ttpu_embedding(config)
+    features = config.positive_int("word_embed_proj_dim", default=embedding.hidden_size)
+    return replace(
+        embedding,
+        positions=config.positive_int("max_position_embeddings"),
+        position_offset=2,
+        table_features=None if features == embedding.hidden_size else features,
+    )
 
 
 @hookimpl
@@ -68,8 +75,16 @@ def ttpu_norm(config: ModelConfig) -> NormSpec:
 
 @hookimpl
 def ttpu_final_norm(config: ModelConfig) -> NormSpec:
-    """The same before the head, which models fine-tuned with old versions of transformers do without."""
-    return NormSpec(kind="none") if config.flag("_remove_final_layer_norm") else ttpu_norm(config)
+    """The same before the head, unless norms follow the sub-layers. Models that were fine-tuned with old versions of
+    transformers do without."""
+    absent = config.flag("_remove_final_layer_norm") or not config.flag("do_layer_norm_before")
+    return NormSpec(kind="none") if absent else ttpu_norm(config)
+
+
+@hookimpl
+def ttpu_block(config: ModelConfig) -> BlockSpec:
+    """Norms before each sub-layer, or of the stream after it (OPT-350M)."""
+    return BlockSpec("pre" if config.flag("do_layer_norm_before") else "post_residual")
 
 
 @hookimpl

@@ -20,7 +20,7 @@ from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.custom import custom_block, custom_embedding
 from ttpu_jax.model.embedding import Embedding, Head
 from ttpu_jax.model.layers import DecoderLayer
-from ttpu_jax.model.modules import RESIDUAL, LayerInputs, Norm, Parameters, Runtime, Step, maybe
+from ttpu_jax.model.modules import RESIDUAL, LayerInputs, Linear, Norm, Parameters, Runtime, Step, maybe
 from ttpu_jax.model.moe import ExpertLoads
 from ttpu_jax.model.step_cache import ContiguousCache, Keys, NoCache, PagedCache, StepCache
 from ttpu_jax.ops.kernels import with_adapters
@@ -69,6 +69,8 @@ class Decoder(nnx.Module):
             for path, layer in _layer_paths(spec, stacked=stacked)
         )
         self.final_norm = Norm(spec.final_norm, values.at("final_norm")) if spec.final_norm else None
+        projected = spec.embedding.table_features is not None
+        self.final_projection = Linear(values.at("final_projection"), runtime) if projected else None
         self.head = Head(spec.head, values.at("head"), runtime)
 
     def __call__(
@@ -205,8 +207,10 @@ class Decoder(nnx.Module):
         return found
 
     def finished(self, x: jax.Array) -> jax.Array:
-        """The final norm of `x` [batch, seq, hidden], the stream behind the last layer; the same shape."""
-        return maybe(self.final_norm, self.embed.collapse(x))
+        """The final norm of `x` [batch, seq, hidden], the stream behind the last layer, and what leads from it to the
+        head: [batch, seq, `EmbeddingSpec.features`]."""
+        x = maybe(self.final_norm, self.embed.collapse(x))
+        return x if self.final_projection is None else self.final_projection(x)
 
     def _step(self, positions: jax.Array, segments: jax.Array | None, *, routing: bool) -> Step:
         angles = self._angles(positions, positions.max(axis=1) + 1)

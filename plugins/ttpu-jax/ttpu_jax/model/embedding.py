@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ttpu_core.spec import EmbeddingSpec, HeadSpec
-from ttpu_jax.model.modules import Norm, Parameters, Runtime, maybe, product_devices, value_of
+from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, maybe, product_devices, value_of
 from ttpu_jax.ops.kernels import QuantizedKernel, rows_of
 from ttpu_jax.ops.linear import linear
 
@@ -22,6 +22,7 @@ class Embedding(nnx.Module):
     def __init__(self, spec: EmbeddingSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.placement, self.dtype = spec, runtime.placement, runtime.dtype
         self.embedding = values["embedding"]
+        self.projection = None if spec.table_features is None else Linear(values.at("projection"), runtime)
         self.positions = values.get("positions")
         self.norm = Norm(spec.norm, values.at("norm")) if spec.norm else None
 
@@ -41,6 +42,8 @@ class Embedding(nnx.Module):
         x = self.placement.constrain_looked_up(rows_of(table, tokens, dtype))
         if self.spec.scale is not None:
             x = x * jnp.asarray(self.spec.scale, x.dtype)
+        if self.projection is not None:
+            x = self.projection(x)
         if self.positions is not None:
             rows = jnp.maximum(positions, 0) + self.spec.position_offset
             x = x + jnp.take(self.positions[...], rows, axis=0, mode="clip")
@@ -56,14 +59,15 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Projects the residual stream to float32 logits."""
+    """Projects the output of the final norm, or of the projection behind it, to float32 logits."""
 
     def __init__(self, spec: HeadSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
         self.kernel, self.bias = values.get("kernel"), values.get("bias")
 
     def __call__(self, x: jax.Array, table: nnx.Param) -> jax.Array:
-        """Return logits [..., vocab] for x [..., hidden]. With tied embeddings the weight is table [vocab, hidden]."""
+        """Return logits [..., vocab] for x [..., features], which are `EmbeddingSpec.features`. With tied embeddings
+        the weight is table [vocab, features]."""
         kernel = table if self.kernel is None else self.kernel
         devices = product_devices(x, kernel, self.runtime)
         logits = linear(x, value_of(kernel), value_of(self.bias), out_dtype=jnp.dtype(jnp.float32), devices=devices)

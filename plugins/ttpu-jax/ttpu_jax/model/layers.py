@@ -62,7 +62,8 @@ class DecoderLayer(nnx.Module):
             return self.leave(self._after_mlp(x[:, -1:] if step.last_only else x), inputs), cache, None
         entered = maybe(self.input_norm, x)
         mixed, cache, keys = self.mix(entered, step, cache, inputs)
-        mixed = maybe(self.post_attention_norm, mixed)
+        after = self.spec.block.placement == "post_residual"
+        mixed = mixed if after else maybe(self.post_attention_norm, mixed)
         if step.last_only:
             x, entered = x[:, -1:], entered[:, -1:]
         stream = entered if self.spec.block.normed_residual else x
@@ -70,7 +71,8 @@ class DecoderLayer(nnx.Module):
             inner = entered if self.spec.block.placement == "parallel" else maybe(self.mlp_norm, x)
             x = self._add(stream, mixed + self.mlp(inner) if self.mlp else mixed)
         else:
-            x = self._after_mlp(self._add(stream, mixed))
+            x = self._add(stream, mixed)
+            x = self._after_mlp(maybe(self.post_attention_norm, x) if after else x)
         return self.leave(x, inputs), cache, keys
 
     def mix(
@@ -107,6 +109,8 @@ class DecoderLayer(nnx.Module):
         """x [batch, seq, hidden] and what the MLP, if there is one, adds to it."""
         if self.mlp is None:
             return x
+        if self.spec.block.placement == "post_residual":
+            return maybe(self.post_mlp_norm, self._add(x, self.mlp(x), of_mlp=True))
         stream = maybe(self.mlp_norm, x) if self.spec.block.normed_residual else x
         return self._add(stream, self.feed_forward(x), of_mlp=True)
 

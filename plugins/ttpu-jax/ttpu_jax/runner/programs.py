@@ -93,7 +93,7 @@ class EnginePrograms:
             logits = partial(self.model.logits, params)
             return prompt_logprobs(lambda rows: logits(rows[None])[0], hidden, targets, self.sampler.max_logprobs)
 
-        hidden = self._abstract((tokens, self.spec.hidden_size), self.state_dtype)
+        hidden = self._abstract((tokens, self.spec.embedding.features), self.state_dtype)
         arguments = (self._abstract_params(), hidden, self._abstract((tokens,), jnp.int32))
         return Program(("prompt_logprobs", tokens), named(run, "prompt_logprobs"), arguments, (), self._whole)
 

@@ -41,8 +41,8 @@ def reserved_bytes(runner: EnginePrograms, temporaries: Callable[[Program], int]
 
 
 def _output_bytes(runner: EnginePrograms, shape: StepShape) -> int:
-    """Of a step's logits and residual stream, the latter whole on every device."""
-    stream = runner._abstract((shape.tokens, runner.spec.hidden_size), runner.state_dtype)
+    """Of a step's logits and the head's inputs, the latter whole on every device."""
+    stream = runner._abstract((shape.tokens, runner.spec.embedding.features), runner.state_dtype)
     return device_bytes((runner.sampler.logits(shape.rows), stream))
 
 

@@ -79,7 +79,7 @@ def export_checkpoint(
         }
         mapping = stack_layers(architecture.mapping, architecture.spec)
         if head is not None:
-            params[SCORE] = Deferred((1, architecture.spec.hidden_size), kind, partial(stored.read, SCORE))
+            params[SCORE] = Deferred((1, architecture.spec.embedding.features), kind, partial(stored.read, SCORE))
             mapping = with_score(mapping, architecture.spec)
         config["dtype"] = kind.name
         save_checkpoint(out, mapping, params, config, model)

@@ -49,4 +49,4 @@ def without_head(architecture: Architecture) -> Architecture:
 
 def with_score(mapping: FlaxMapping, spec: ArchitectureSpec) -> FlaxMapping:
     """The mapping of a decoder's parameters with the score head beside them."""
-    return replace(mapping, rules=(*mapping.rules, (SCORE, Tensor(TENSOR, (1, spec.hidden_size)))))
+    return replace(mapping, rules=(*mapping.rules, (SCORE, Tensor(TENSOR, (1, spec.embedding.features)))))

@@ -37,7 +37,7 @@ class RewardDecoder(DecoderModel):
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
         """The decoder's parameters by Flax path, and the score head."""
-        score = Parameter((1, self.spec.hidden_size), (None, axes.EMBED))
+        score = Parameter((1, self.spec.embedding.features), (None, axes.EMBED))
         logical = self.runtime.placement.divisible(score.axes, score.shape)
         return {**self.body.parameters, SCORE: Parameter(score.shape, logical)}
 
