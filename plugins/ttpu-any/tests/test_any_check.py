@@ -13,7 +13,7 @@ from ttpu_any.steps import MANNERS, Manner
 from ttpu_core.errors import UnsupportedError
 
 
-def refused(reason: Any) -> str:
+def refused(reason: Any, dtype: str = "float32") -> str:
     """The refusal of a model whose programs fail in each manner with `reason(manner)`."""
 
     def make(manner: Manner) -> Any:
@@ -25,7 +25,7 @@ def refused(reason: Any) -> str:
         return SimpleNamespace(manner=manner, spec=SimpleNamespace(vocab_size=8), steps=steps, checked_prefill=fail)
 
     with pytest.raises(UnsupportedError) as caught:
-        checked_programs(make, MANNERS, "float32", "a checkpoint (Some)")
+        checked_programs(make, MANNERS, dtype, "a checkpoint (Some)")
     return str(caught.value)
 
 
@@ -39,3 +39,8 @@ def test_of_many_reasons_the_first_are_given() -> None:
     message = refused(lambda manner: ValueError(f"manner {MANNERS.index(manner)}\n  broke"))
     assert "(1) ValueError: manner 0 broke; (2) ValueError: manner 1 broke; (3) ValueError: manner 2 broke; " in message
     assert f"; and {len(MANNERS) - 3} more. This model" in message
+
+
+def test_where_rounding_may_be_the_reason_a_wider_dtype_is_advised() -> None:
+    message = refused(lambda _: ValueError("far apart"), "bfloat16")
+    assert message.endswith("needs a plugin; if bfloat16 rounds too much for it, pass dtype='float32'.")

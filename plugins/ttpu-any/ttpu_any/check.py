@@ -79,7 +79,8 @@ def checked_programs(
         )
     raise UnsupportedError(
         f"{name} was to be run without a plugin, but in no manner does it agree with itself, so that what it generates "
-        f"would be wrong: {_listed(reasons)}. This model needs a plugin."
+        f"would be wrong: {_listed(reasons)}. This model needs a plugin"
+        + ("." if dtype == "float32" else f"; if {dtype} rounds too much for it, pass dtype='float32'.")
     )
 
 
