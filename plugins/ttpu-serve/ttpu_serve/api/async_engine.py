@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.api.output_queue import EngineClosingError, EngineDeadError, RequestFailedError, Stream
 from ttpu_serve.api.outputs import EmbeddingOutput, OutputDelta
+from ttpu_serve.scheduling.request import AskedPooling
 
 if TYPE_CHECKING:
     from ttpu_serve.execution.engine_core import EngineCore
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Prompt = str | list[int]
-Pooling = Literal["last", "mean"]
 
 
 @dataclass
@@ -132,7 +132,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         adapter: str | None = None,
-        pooling: Pooling | None = None,
+        pooling: AskedPooling | None = None,
         cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> Stream:
@@ -173,7 +173,7 @@ class AsyncEngine:
         request_ids: Sequence[str] | None = None,
         priority: int = 0,
         adapter: str | None = None,
-        pooling: Pooling | None = None,
+        pooling: AskedPooling | None = None,
         cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> list[Stream]:
@@ -271,7 +271,7 @@ class AsyncEngine:
     async def embed(
         self,
         prompt: Prompt,
-        pooling: Pooling = "last",
+        pooling: AskedPooling = "auto",
         *,
         priority: int = 0,
         adapter: str | None = None,
@@ -281,7 +281,8 @@ class AsyncEngine:
 
         Args:
             prompt: a text or token ids.
-            pooling: which hidden states are pooled: of the last token, or the mean of all.
+            pooling: which hidden states are pooled: of the last token, the mean of all, or of the first (cls). "auto"
+                is what the checkpoint's files declare, else the last token's.
             priority: requests with lower values run first.
             adapter: name of a loaded LoRA adapter; None uses the base model.
             timeout: seconds after which the request is aborted; None never aborts it.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ttpu_serve.api.collector import Collector
 from ttpu_serve.api.outputs import EmbeddingOutput, RequestOutput
 from ttpu_serve.execution.engine_core import EngineCore
 from ttpu_serve.execution.input_processor import PromptInput
+from ttpu_serve.scheduling.request import AskedPooling
 
 
 class LLM:
@@ -143,18 +144,22 @@ class LLM:
         self,
         prompts: PromptInput | Sequence[PromptInput],
         *,
-        pooling: Literal["last", "mean"] = "last",
+        pooling: AskedPooling = "auto",
         adapter: str | None = None,
         use_tqdm: bool = False,
     ) -> list[EmbeddingOutput]:
-        """Return embeddings of unit length: the final hidden state of each prompt's last token, or its mean over all
-        tokens.
+        """Return embeddings of unit length.
+
+        Args:
+            prompts: texts or token ids.
+            pooling: which final hidden states: of each prompt's last token, the mean of all, or of the first (cls).
+                "auto" is what the checkpoint's files declare (`modules.json` of sentence-transformers), else "last".
+            adapter: name of a loaded LoRA adapter; None uses the base model.
+            use_tqdm: show a bar.
 
         Raises:
-            RequestError: `pooling` is unknown, or a prompt cannot be served.
+            RequestError: `pooling` is unknown, the checkpoint declares another, or a prompt cannot be served.
         """
-        if pooling not in ("last", "mean"):
-            raise RequestError(f"pooling is {pooling!r}, but last and mean are known: use one of them.")
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         requests = [(prompt, params, {"pooling": pooling, "adapter": adapter}) for prompt in _prompts(prompts)]
         outputs = [collector.embedding for collector in self._run(requests, show=use_tqdm)]

@@ -17,6 +17,7 @@ from ttpu_core.generation.events import StreamEvent, Timings
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.adapters.files import read_adapter
 from ttpu_serve.api.outputs import OutputDelta
+from ttpu_serve.execution.declared_pooling import LAST, DeclaredPooling
 from ttpu_serve.execution.inbox import Inbox
 from ttpu_serve.execution.input_processor import InputProcessor, PromptInput
 from ttpu_serve.execution.prompt_outputs import read_prompts
@@ -28,7 +29,7 @@ from ttpu_serve.execution.step_builder import StepBuilder
 from ttpu_serve.execution.streaming import stream_events
 from ttpu_serve.execution.utilization import StepCosts
 from ttpu_serve.runner import AdapterSlots, InFlight, ModelRunner, RowRules, RunnerStep, ServedModel
-from ttpu_serve.scheduling.request import Pooling, Request, Status
+from ttpu_serve.scheduling.request import AskedPooling, Request, Status
 from ttpu_serve.scheduling.scheduler import Scheduler
 from ttpu_serve.scheduling.scheduler_output import ScheduledStep
 
@@ -60,6 +61,7 @@ class EngineCore:
         model: ServedModel | None = None,
         speculation: Speculation | None = None,
         overlap: bool = True,
+        pooling: DeclaredPooling = LAST,
     ) -> None:
         """Args:
             runner: the runner, with allocated pages and compiled programs.
@@ -71,9 +73,10 @@ class EngineCore:
             model: the loaded model that shares the runner's weights.
             speculation: makes and counts drafts; None turns speculation off.
             overlap: schedule a step before the tokens of the previous one are known.
+            pooling: what the checkpoint says of its embeddings.
         """
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
-        self.input_processor = InputProcessor(runner, tokenizer, stop_ids)
+        self.input_processor = InputProcessor(runner, tokenizer, stop_ids, pooling)
         self.model_name, self.stop_ids, self.model = model_name, stop_ids, model
         self.speculation = speculation or Speculation()
         self.overlap, self.costs = overlap, costs
@@ -102,7 +105,7 @@ class EngineCore:
         *,
         priority: int = 0,
         adapter: str | None = None,
-        pooling: Pooling | None = None,
+        pooling: AskedPooling | None = None,
         cache_salt: str | None = None,
     ) -> None:
         """Add a request. `step` returns its deltas under its id, with an index per sequence.

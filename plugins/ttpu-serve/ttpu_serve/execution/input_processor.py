@@ -14,12 +14,13 @@ import numpy as np
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.prompt import Prompt
 from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_serve.execution.declared_pooling import LAST, DeclaredPooling
 from ttpu_serve.execution.logit_rules import Rules
 from ttpu_serve.execution.sampling_level import level_of
 from ttpu_serve.execution.sequence_output import SequenceOutput
 from ttpu_serve.guided.guides import GuideFactory, GuideState
 from ttpu_serve.runner import SAMPLING_LEVELS, ModelRunner
-from ttpu_serve.scheduling.request import Pooling, Request
+from ttpu_serve.scheduling.request import AskedPooling, Pooling, Request
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}, which may hold a "cache_salt" too."""
@@ -30,8 +31,10 @@ MOST_PRIORITY = 2**31
 class InputProcessor:
     """Checks and converts the requests of one engine."""
 
-    def __init__(self, runner: ModelRunner, tokenizer: Any, stop_ids: frozenset[int]) -> None:
-        self.runner, self.tokenizer, self.stop_ids = runner, tokenizer, stop_ids
+    def __init__(
+        self, runner: ModelRunner, tokenizer: Any, stop_ids: frozenset[int], declared: DeclaredPooling = LAST
+    ) -> None:
+        self.runner, self.tokenizer, self.stop_ids, self.declared = runner, tokenizer, stop_ids, declared
         self.limits, self.adapters = runner.limits, runner.adapters
         self.max_model_len = self.limits.max_model_len
         self.vocab_size = self.limits.vocab_size
@@ -77,7 +80,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         adapter: str | None = None,
-        pooling: Pooling | None = None,
+        pooling: AskedPooling | None = None,
         cache_salt: str | None = None,
     ) -> list[SequenceOutput]:
         """Check a request and return one output per sequence (`params.n`; one for pooling).
@@ -101,14 +104,15 @@ class InputProcessor:
             raise RequestError(
                 f"priority is {str(priority)[:40]}, but a whole number below 2**31 is needed: correct it."
             )
-        self._check(read, params, pooling)
+        pooled = self._pooling_of(pooling)
+        self._check(read, params, pooled)
         if adapter is not None and (self.adapters is None or adapter not in self.adapters.names):
             known = ", ".join(self.adapters.names if self.adapters else ()) or "none"
             raise RequestError(f"the adapter {adapter!r} was asked for, but those loaded are: {known}.")
         if params.seed is None:
             params = replace(params, seed=secrets.randbelow(2**32))
         salt = self._salt(read, adapter, cache_salt)
-        count = params.n if pooling is None else 1
+        count = params.n if pooled is None else 1
         made = []
         for index in range(count):
             own = params.of_sequence(index) if count > 1 else params
@@ -116,7 +120,7 @@ class InputProcessor:
                 own = replace(own, prompt_logprobs=None)  # those of the first sequence are those of all
             # A character that no caller's id has a reason to hold keeps the names of several sequences apart.
             name = request_id if count == 1 else f"{request_id}\0{index}"
-            made.append(self._output(name, request_id, index, read, own, priority, adapter, pooling, salt))
+            made.append(self._output(name, request_id, index, read, own, priority, adapter, pooled, salt))
         return made
 
     def _output(
@@ -143,7 +147,7 @@ class InputProcessor:
             stop_ids=frozenset() if params.ignore_eos else self.stop_ids,
             max_output=1 if pooling else min(params.max_tokens or room, room),
         )
-        if params.prompt_logprobs is not None or pooling == "mean":
+        if params.prompt_logprobs is not None or pooling in ("mean", "cls"):
             request.findable = False  # every token of it has to pass
         output = SequenceOutput(request, request_id, index, self.tokenizer, self._text_of)
         rules = Rules.for_request(request, self.vocab_size, self.limits.logit_columns)
@@ -174,9 +178,16 @@ class InputProcessor:
             self._texts[token] = str(self.tokenizer.decode([token]))
         return self._texts[token]
 
+    def _pooling_of(self, asked: AskedPooling | None) -> Pooling | None:
+        if asked is None or asked in ("last", "mean", "cls"):
+            return asked
+        if asked != "auto":
+            raise RequestError(f"pooling is {asked!r}, but auto, last, mean and cls are known: use one of them.")
+        if self.declared.mode is None:
+            raise RequestError(self.declared.reason)
+        return self.declared.mode
+
     def _check(self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None) -> None:
-        if pooling not in (None, "last", "mean"):
-            raise RequestError(f"pooling is {pooling!r}, but last and mean are known: use one of them.")
         if pooling is not None and not self.limits.hidden_states:
             raise RequestError(
                 "an embedding was asked for, but no plugin describes this model, whose own code gives logits alone: "

@@ -64,9 +64,11 @@ def finish_pooling(output: SequenceOutput) -> None:
 
 
 def _pool(output: SequenceOutput, stream: np.ndarray, start: int) -> None:
-    """Add the part of a prompt that begins at `start`: its last token's state, or the sum over its tokens."""
+    """Add the part of a prompt that begins at `start`: its last token's state, its first one's, or the sum of all."""
     if output.request.pooling == "last":
         output.pooled = stream[-1]
+    elif output.request.pooling == "cls":
+        output.pooled = stream[0] if start == 0 or output.pooled is None else output.pooled
     else:
         before = 0 if start == 0 or output.pooled is None else output.pooled
         output.pooled = stream.sum(0) + before

@@ -9,8 +9,11 @@ from typing import Literal
 
 from ttpu_core.generation.sampling_params import SamplingParams
 
-Pooling = Literal["last", "mean"]
-"""Which hidden states make a prompt's embedding: that of its last token, or the mean of all."""
+Pooling = Literal["last", "mean", "cls"]
+"""Which hidden states make a prompt's embedding: that of its last token, the mean of all, or that of its first one."""
+
+AskedPooling = Pooling | Literal["auto"]
+"""What a request may ask for; auto: what the checkpoint declares."""
 
 
 class Status(enum.Enum):

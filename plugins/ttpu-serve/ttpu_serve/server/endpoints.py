@@ -76,7 +76,8 @@ def embeddings(service: Service) -> APIRouter:
 
     @routes.post("/v1/embeddings")
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
-        """Return embeddings of unit length: the hidden state of each input's last token, or the mean of all tokens."""
+        """Return embeddings of unit length, pooled as the checkpoint declares: the hidden state of each input's last
+        token, the mean of all tokens, or the first one's."""
         return JSONResponse(await until_gone(request, _embed(service, body)))
 
     return routes
@@ -93,7 +94,7 @@ async def _embed(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
         )
     special = body.add_special_tokens is not False
     prompts = [await service.ids_of(one, special=special, param="input") for one in body.input]
-    streams = await service.embed(prompts, body.pooling or "last", adapter=adapter)
+    streams = await service.embed(prompts, body.pooling or "auto", adapter=adapter)
     found: dict[int, np.ndarray] = {}
     async with aclosing(streams.deltas()) as deltas:
         async for number, delta in deltas:

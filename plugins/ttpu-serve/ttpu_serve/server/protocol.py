@@ -285,7 +285,7 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
     user: str | None = None
-    pooling: Literal["last", "mean"] | None = None
+    pooling: Literal["auto", "last", "mean", "cls"] | None = None
     add_special_tokens: bool | None = None
 
 

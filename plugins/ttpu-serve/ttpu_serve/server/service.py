@@ -11,10 +11,11 @@ from typing import Any
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import SamplingParams
-from ttpu_serve.api.async_engine import AsyncEngine, Pooling
+from ttpu_serve.api.async_engine import AsyncEngine
 from ttpu_serve.api.output_queue import RequestTimeoutError
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.reasoning_parsers.installed import parser_for as reasoning_parser_for
+from ttpu_serve.scheduling.request import AskedPooling
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.events import ARRIVAL
 from ttpu_serve.server.metrics import Metrics, RequestWatch
@@ -160,7 +161,7 @@ class Service:
         priority = self.priority_of(request.priority)
         return await self._submit(prompts, params, adapter=adapter, priority=priority, cache_salt=request.cache_salt)
 
-    async def embed(self, prompts: Sequence[list[int]], pooling: Pooling, *, adapter: str | None) -> OutputStreams:
+    async def embed(self, prompts: Sequence[list[int]], pooling: AskedPooling, *, adapter: str | None) -> OutputStreams:
         """Submit prompts for embedding."""
         return await self._submit(prompts, SamplingParams(max_tokens=1), adapter=adapter, pooling=pooling)
 
@@ -172,7 +173,7 @@ class Service:
         adapter: str | None,
         priority: int = 0,
         cache_salt: str | None = None,
-        pooling: Pooling | None = None,
+        pooling: AskedPooling | None = None,
     ) -> OutputStreams:
         arrival = ARRIVAL.get(time.monotonic())
         streams = OutputStreams([], params.n, self.settings.request_timeout)
