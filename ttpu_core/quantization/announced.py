@@ -34,10 +34,7 @@ def announced(source: str, config: Mapping[str, Any], dtype: str) -> Announced:
     if method == "mxfp4":
         return _stacked_experts
     if method not in ("gptq", "awq", "fp8"):
-        raise UnsupportedError(
-            f"{source} announces {method} weights, but which of them are quantized only the files say: pass the "
-            "checkpoint's directory with its safetensors files."
-        )
+        raise unannounced(source, method)
     size = config.get("group_size", config.get("q_group_size"))
     size = None if size in (None, -1) else int(size)
     skipped = tuple(config.get("modules_to_not_convert") or ())
@@ -58,6 +55,14 @@ def announced(source: str, config: Mapping[str, Any], dtype: str) -> Announced:
         return KernelFormat("int8" if bits == 8 else "int4", fitted, config.get("sym") is True, input_order=ordered)
 
     return of_module
+
+
+def unannounced(source: str, method: str) -> UnsupportedError:
+    """The error for a config that does not say which weights are quantized."""
+    return UnsupportedError(
+        f"{source} announces {method} weights, but which of them are quantized only the files say: pass the "
+        "checkpoint's directory with its safetensors files."
+    )
 
 
 def _stacked_experts(module: str, shape: tuple[int, ...]) -> KernelFormat | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ttpu_core.quantization.announced import announced
+from ttpu_core.quantization.announced import announced, unannounced
 from ttpu_core.quantization.config import QuantizationConfig
 from ttpu_core.quantization.mapping import common_format, formats_of
 from ttpu_core.quantization.quantize import HEAD, is_matrix, why_dense
@@ -61,4 +61,6 @@ def _announced(architecture: Architecture, config: ModelConfig) -> tuple[tuple[s
         form = common_format([of_module(name, shape) for name, shape in shapes.items()])
         if form is not None:
             found.append((path, form))
+    if not found and written["quant_method"] == "mxfp4":
+        raise unannounced(config.source, "mxfp4")
     return tuple(found)

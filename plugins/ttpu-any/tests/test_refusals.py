@@ -147,6 +147,7 @@ def test_commands_that_need_a_plugin_end_with_one_error(
         "parameters": [], "quantize": ["--scheme", "w8a16", "--out", str(tmp_path / "new")],
         "compile": ["--topology", "v5e:1x1"],
     }  # fmt: skip
+    monkeypatch.setenv("TTPU_COMPILE_CACHE", str(tmp_path / "programs"))
     assert run(monkeypatch, command, str(folder), *more[command]) == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert "model type 'biogpt' was asked for, but no installed plugin serves it" in printed

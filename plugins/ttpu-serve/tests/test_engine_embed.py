@@ -127,7 +127,7 @@ def test_llm_embeds_prompts_in_their_order(llm: LLM, hidden: list[np.ndarray]) -
     for output, prompt, states in zip(outputs, PROMPTS, hidden, strict=True):
         assert output.prompt_token_ids == prompt
         np.testing.assert_allclose(output.embedding, pooled(states, "mean"), atol=1e-5)
-    with pytest.raises(RequestError, match="last and mean"):
+    with pytest.raises(RequestError, match="last, mean and cls"):
         llm.embed(PROMPTS, pooling="first")  # type: ignore[arg-type]
 
 

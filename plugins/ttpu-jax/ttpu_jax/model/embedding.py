@@ -22,7 +22,7 @@ class Embedding(nnx.Module):
     def __init__(self, spec: EmbeddingSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.placement, self.dtype = spec, runtime.placement, runtime.dtype
         self.embedding = values["embedding"]
-        self.projection = None if spec.table_features is None else Linear(values.at("projection"), runtime)
+        self.table_projection = None if spec.table_features is None else Linear(values.at("projection"), runtime)
         self.positions = values.get("positions")
         self.norm = Norm(spec.norm, values.at("norm")) if spec.norm else None
 
@@ -42,8 +42,8 @@ class Embedding(nnx.Module):
         x = self.placement.constrain_looked_up(rows_of(table, tokens, dtype))
         if self.spec.scale is not None:
             x = x * jnp.asarray(self.spec.scale, x.dtype)
-        if self.projection is not None:
-            x = self.projection(x)
+        if self.table_projection is not None:
+            x = self.table_projection(x)
         if self.positions is not None:
             rows = jnp.maximum(positions, 0) + self.spec.position_offset
             x = x + jnp.take(self.positions[...], rows, axis=0, mode="clip")
