@@ -68,13 +68,13 @@ def test_an_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("model_type", "keys", "manner"),
-    [("bert", {}, Manner("none", decode_mask=False)), ("camembert", DECODER, Manner())],
+    [("bert-generation", {}, Manner("none", decode_mask=False)), ("camembert", DECODER, Manner())],
     ids=["ahead", "positions"],
 )
 def test_a_model_that_would_be_wrong_is_refused(
     model_type: str, keys: dict[str, Any], manner: Manner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BERT looks ahead, and CamemBERT is given positions that are not its own."""
+    """An encoder looks ahead, and CamemBERT is given positions that are not its own."""
     write(tmp_path, model_type, **keys)
     monkeypatch.setattr("ttpu_any.steps.position_offset", lambda model: 0)
     monkeypatch.setattr("ttpu_any.steps.MANNERS", (manner,))  # the others fail too, and take time

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from ttpu_any.check import checked_programs
+from ttpu_any.encoder import StockEncoder, open_encoder
 from ttpu_any.held_bytes import held_bytes
 from ttpu_any.model import StockArchitecture, StockCausalLM
 from ttpu_any.programs import StockPrograms, StockSpec
 from ttpu_any.report import program_report
 from ttpu_any.sharding import check_axes, plan_of, tensor_sharding
 from ttpu_any.steps import Manner, manners_of, position_offset
-from ttpu_any.stock import context_of, empty_model, load_model, stock_class
+from ttpu_any.stock import context_of, empty_model, is_encoder, load_model, stock_class
 from ttpu_core.backend import HeldBytes
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.config import ModelConfig
@@ -41,6 +42,12 @@ RUNS_IN = (
 )
 """Where a model without a plugin runs."""
 
+ENCODERS_RUN_IN = "from_pretrained, LLM(...).embed, `ttpu serve` (/v1/embeddings)"
+"""Where a text encoder runs."""
+
+ENCODERS_GAIN = "nothing yet: plugins describe decoders, and this is a text encoder, which gives embeddings"
+"""What a plugin would add to a text encoder."""
+
 GAINS = (
     "serving with paged attention, prefix caching, drafts, adapters and embeddings: without one `ttpu serve` keeps a "
     "cache of full length for each request",
@@ -53,7 +60,7 @@ GAINS = (
 class StockFallback:
     """Runs transformers' own code on JAX."""
 
-    def open(self, checkpoint: Checkpoint, options: JaxLoadOptions) -> StockCausalLM:
+    def open(self, checkpoint: Checkpoint, options: JaxLoadOptions) -> StockCausalLM | StockEncoder:
         """Load a model: read its weights onto the devices, and check it against itself.
 
         Raises:
@@ -76,6 +83,8 @@ class StockFallback:
 
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))
         model, params = load_model(checkpoint, getattr(torch, held.name), put, on_load)
+        if is_encoder(stock):
+            return open_encoder(checkpoint, model, params, placement, held, load_tokenizer(checkpoint), began)
         text = stock.get_text_config(decoder=True)
         spec = StockSpec(config.model_type, int(text.vocab_size), context_of(text) - position_offset(model))
         on_compile = None if progress is None else (lambda _, seconds: progress("compile", float(seconds > 0), 1.0))
@@ -104,15 +113,16 @@ class StockFallback:
         """
         kind, stock = stock_class(config)
         model = empty_model(config, torch.bfloat16)
-        text = stock.get_text_config(decoder=True)
+        encoder = is_encoder(stock)
+        text = stock.get_text_config(decoder=not encoder)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return {
             "code": f"{kind.__module__}.{kind.__name__}",
             "parameters": parameters,
             "context": context_of(text) - position_offset(model),
             "sharded_by": "transformers' tensor-parallel plan" if plan_of(model) else "fsdp",
-            "runs_in": RUNS_IN,
-            "a_plugin_would_add": list(GAINS),
+            "runs_in": ENCODERS_RUN_IN if encoder else RUNS_IN,
+            "a_plugin_would_add": [ENCODERS_GAIN] if encoder else list(GAINS),
         }
 
     def held_bytes(

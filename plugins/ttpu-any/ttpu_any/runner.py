@@ -4,19 +4,18 @@ token for all slots."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ttpu_any.aten.table import NEEDS_PLUGIN, jax_dtype
+from ttpu_any.base_runner import SMALLEST_WIDTH, BaseRunner, default_sequences, refuse, widths_of
 from ttpu_any.programs import StockPrograms
 from ttpu_any.sharding import slot_sharding
 from ttpu_any.steps import Prefill
@@ -25,38 +24,19 @@ from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_jax.ops.sampling import Sampled
 from ttpu_jax.params.placement import device_bytes
 from ttpu_jax.runner.batch import put_whole
-from ttpu_jax.runner.compilation import CompileStats, OnProgress, Program, ProgramPool, ProgramStats, program_stats
-from ttpu_jax.runner.compilation_cache import keep_compiled
+from ttpu_jax.runner.compilation import Program
 from ttpu_jax.runner.memory import GIB, free_bytes
 from ttpu_jax.runner.slot_sampler import SampledRows, SlotSampler, named, read_rows
-from ttpu_jax.runner.stats import Devices, Limits, MemoryStats, first_device
+from ttpu_jax.runner.stats import Limits, MemoryStats, first_device
 
 if TYPE_CHECKING:
     from ttpu_serve.api.engine_config import EngineConfig
-    from ttpu_serve.runner import InFlight as AnyInFlight
     from ttpu_serve.runner import ModelRunner, RunnerStep
 
 IN_FLIGHT = -1
 """See `ttpu_serve.runner.IN_FLIGHT`."""
-SMALLEST_WIDTH = 16
-"""Tokens of the shortest prefill."""
-SEQUENCES = {"cpu": 8}
-OTHER_SEQUENCES = 32
-"""Requests that run at once where nothing is said and memory suffices, by platform."""
 FREE_SHARE = 0.8
 """Of the free memory, what caches may take; the programs' temporaries need the rest."""
-PAGES_PER_SLOT = 2
-"""The engine counts pages, and keeps one free for each running request. Here a page holds a whole sequence, and they
-are only counted."""
-
-
-@dataclass(frozen=True)
-class OneGroup:
-    """The page group of all layers: each keeps everything."""
-
-    name: str = "slots"
-    window: None = None
-    chunk: None = None
 
 
 @dataclass(frozen=True)
@@ -76,20 +56,11 @@ class InFlight:
         Raises:
             RequestError: always.
         """
-        _refuse("hidden states were asked for")
+        refuse("hidden states were asked for")
 
 
-class StockRunner:
-    """The device side of an engine for a stock model.
-
-    Attributes:
-        limits: see `ttpu_serve.runner.RunnerLimits`.
-        num_pages: that the engine counts.
-    """
-
-    spec = None
-    adapters = None
-    num_pages: tuple[int, ...] = ()
+class StockRunner(BaseRunner):
+    """The device side of an engine for a stock decoder."""
 
     def __init__(self, programs: StockPrograms, params: dict[str, jax.Array], config: EngineConfig) -> None:
         """
@@ -112,17 +83,19 @@ class StockRunner:
                 f"{type(programs.steps.model).__name__} was to be served, but its cache cannot be kept, so that each "
                 f"token would read the whole text again{NEEDS_PLUGIN}"
             )
-        _refuse_pages(config)
-        self.programs, self.params, self.placement = programs, params, programs.placement
+        if config.max_num_batched_tokens is not None:
+            refuse(f"max_num_batched_tokens={config.max_num_batched_tokens!r} was given")
+        super().__init__(params, programs.placement, config)
+        self.programs = programs
         self.rows = programs.manner.rows
         platform = self.placement.platform
         context, asked = programs.spec.context, config.max_num_seqs
         length = config.max_model_len or context
-        sequences = asked or SEQUENCES.get(platform, OTHER_SEQUENCES)
+        sequences = asked or default_sequences(platform)
         self.config = config.filled(
             context, max_num_seqs=sequences, max_num_batched_tokens=length + sequences, page_size=length
         )
-        self.widths = _widths(length, config.token_buckets)
+        self.widths = widths_of(length, config.token_buckets)
         fits = self._fitting(length)
         if fits < (asked or 1):
             raise RequestError(
@@ -153,24 +126,11 @@ class StockRunner:
             hidden_states=False,
         )
         self.sampler = SlotSampler(self.placement, self.config, vocabulary, vocabulary)
-        self.pool = ProgramPool(strict=config.strict_compile, platform=platform)
         self._starts = np.zeros(sequences, np.int32)
         self._caches: tuple[jax.Array, ...] = ()
         self._logits: jax.Array | None = None
-        self._asleep: dict[str, np.ndarray] = {}
-        self._shardings: dict[str, Any] = {}
 
     # -- what it is --
-
-    @property
-    def page_groups(self) -> Sequence[OneGroup]:
-        """One group."""
-        return (OneGroup(),)
-
-    @property
-    def devices(self) -> Devices:
-        """The devices that the model runs on."""
-        return Devices.of(self.placement)
 
     @property
     def slots(self) -> int:
@@ -186,34 +146,18 @@ class StockRunner:
     def memory_stats(self) -> MemoryStats:
         """The bytes of the weights, and of one number of a cached key or value."""
         kept = max(self._first.cache, key=lambda each: prod(each.shape))
-        return MemoryStats(sum(array.nbytes for array in self.params.values()), jax_dtype(kept.dtype).dtype.itemsize)
-
-    def compile_stats(self) -> CompileStats:
-        """The statistics of all compilations so far."""
-        return self.pool.stats()
-
-    def program_stats(self) -> Sequence[ProgramStats]:
-        """Every compiled program, those that need the most memory first."""
-        found = program_stats(self.pool, self.pool.keys)
-        return sorted(found, key=lambda each: -(each.peak_bytes or 0))
+        return MemoryStats(self.weight_bytes, jax_dtype(kept.dtype).dtype.itemsize)
 
     # -- its life --
 
     def allocate(self, num_pages: Sequence[int] | None = None, *, draft: ModelRunner | None = None) -> None:
         """Make the caches of all slots. `num_pages`: not used; a draft is never given."""
-        assert draft is None
-        self.num_pages = (PAGES_PER_SLOT * self.limits.max_num_seqs + 1,)
+        super().allocate(num_pages, draft=draft)
         self._caches, self._logits = (
             jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype, device=each.sharding), abstract)
             for abstract in (self._abstract_caches(self.limits.max_num_seqs), self._abstract_logits())
         )
         self.sampler.state = self.sampler.empty_state(abstract=False)
-
-    def compile(self, progress: OnProgress | None = None) -> None:
-        """Trace and compile every program that serving needs. Later compilations count as compiled while serving."""
-        keep_compiled()
-        self.pool.compile(self._programs(), progress)
-        self.pool.serving = True
 
     def release(self) -> None:
         """Free the memory of the caches; their contents are lost."""
@@ -221,41 +165,7 @@ class StockRunner:
             leaf.delete()
         self._caches, self._logits = (), None
 
-    def sleep(self) -> None:
-        """Move the weights to the host and drop the caches."""
-        self._asleep = {name: np.asarray(array) for name, array in self.params.items()}
-        self._shardings = {name: array.sharding for name, array in self.params.items()}
-        for array in self.params.values():
-            array.delete()
-        self.release()
-
-    def wake_up(self) -> None:
-        """Undo `sleep`, with empty caches."""
-        self.params.update({name: jax.device_put(each, self._shardings[name]) for name, each in self._asleep.items()})
-        self._asleep = {}
-        self.allocate()
-
-    def weight_update(self, weights: str | Path | Mapping[str, Any]) -> AbstractContextManager[Callable[[], None]]:
-        """Refused: the engine would need the names of a family's mapping.
-
-        Raises:
-            RequestError: always.
-        """
-        _refuse("new weights were given while serving")
-
     # -- steps --
-
-    def length_salt(self, prompt_length: int) -> bytes:
-        """Nothing: prefixes are not cached."""
-        return b""
-
-    def prompt_logprobs(self, step: AnyInFlight, targets: np.ndarray) -> NoReturn:
-        """Refused, for targets [tokens]: `limits` says so.
-
-        Raises:
-            RequestError: always.
-        """
-        _refuse("log-probabilities of a prompt were asked for")
 
     def dispatch(self, step: RunnerStep) -> InFlight:
         """Send a step to the device; returns at once."""
@@ -302,7 +212,8 @@ class StockRunner:
 
     # -- programs --
 
-    def _programs(self) -> Iterable[Program]:
+    def programs_ahead(self) -> Iterable[Program]:
+        """A prefill for each width, the decode step, and the sampler's."""
         yield from (self._prefill_program(width) for width in reversed(self.widths))
         yield self._decode_program()
         yield from self.sampler.programs([self.limits.max_num_seqs])
@@ -350,15 +261,11 @@ class StockRunner:
     def _program(self, key: Any, function: Callable[..., Any], shape: tuple[int, ...]) -> Program:
         """The program of (parameters, caches, logits, last tokens, a vector of integers) → caches and logits."""
         held = self._abstract_caches(self.limits.max_num_seqs), self._abstract_logits()
-        params = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-            for name, array in self.params.items()
-        }
         vector = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.placement.whole())
         last = self.sampler.empty_state(abstract=True).last_tokens
         shardings = jax.tree.map(lambda each: each.sharding, held)
         name = key if isinstance(key, str) else key[0]
-        return Program(key, named(function, name), (params, *held, last, vector), (1, 2), shardings)
+        return Program(key, named(function, name), (self.abstract_params(), *held, last, vector), (1, 2), shardings)
 
     def _row(self, logits: jax.Array) -> jax.Array:
         return logits[-1, : self.limits.vocab_size].astype(jnp.float32)
@@ -405,36 +312,3 @@ class StockRunner:
         if free is None:
             free = int(FREE_SHARE * free_bytes(first_device(self.placement), 0))
         return free // max(self.slot_bytes, 1)
-
-
-def _widths(length: int, asked: Sequence[int] | None) -> tuple[int, ...]:
-    """The lengths that prompts are padded to: powers of two, or those that were asked for, and the longest."""
-    if asked is not None:
-        return tuple(sorted({*(size for size in asked if size < length), length}))
-    sizes = [SMALLEST_WIDTH]
-    while sizes[-1] * 2 < length:
-        sizes.append(sizes[-1] * 2)
-    return tuple(sorted({*(size for size in sizes if size < length), length}))
-
-
-def _refuse_pages(config: EngineConfig) -> None:
-    given = {
-        "speculative": config.speculative,
-        "adapters": config.adapters or config.max_adapters,
-        "page_size": config.page_size,
-        "num_pages": config.num_pages,
-        "kv_cache_dtype": None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        "sequence_buckets": config.sequence_buckets,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-    }
-    for name, value in given.items():
-        if value is not None:
-            _refuse(f"{name}={value!r} was given")
-
-
-def _refuse(asked: str) -> NoReturn:
-    raise RequestError(
-        f"{asked}, but no plugin describes this model: transformers' own code serves it, with a cache of the model's "
-        "dtype for each request, without pages, drafts and adapters. Leave it out, or begin a plugin with `ttpu "
-        "new-plugin --from CONFIG`."
-    )

@@ -3,6 +3,7 @@ each parameter as it does for itself; each is put onto the devices and taken fro
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,10 +33,10 @@ DEFAULT_CONTEXT = 2048
 
 
 def stock_class(config: ModelConfig) -> tuple[type[Any], Any]:
-    """The transformers class of a causal language model, and its config.
+    """The transformers class that runs a model, and its config: a causal language model, or an encoder without a head.
 
     Raises:
-        UnsupportedError: transformers has none, or the model has an encoder.
+        UnsupportedError: transformers has neither, or the model has an encoder and a decoder.
         CheckpointError: transformers refuses the config.
     """
     model_type = config.model_type
@@ -55,16 +56,23 @@ def stock_class(config: ModelConfig) -> tuple[type[Any], Any]:
         ) from error
     if getattr(stock, "is_encoder_decoder", False):
         raise UnsupportedError(
-            f"{config.source} of model_type {model_type!r} has an encoder and a decoder, but TTPU runs language models "
-            "that are decoders: use transformers for it."
+            f"{config.source} of model_type {model_type!r} has an encoder and a decoder, but TTPU runs decoders and "
+            "encoders alone: use transformers for it."
         )
-    mapping: Any = transformers.AutoModelForCausalLM._model_mapping
+    encoder = is_encoder(stock)
+    mapping: Any = (transformers.AutoModel if encoder else transformers.AutoModelForCausalLM)._model_mapping
     if type(stock) not in mapping:
         raise UnsupportedError(
             f"{config.source} has model_type {model_type!r}, for which transformers {transformers.__version__} has no "
-            "causal language model: take another model, or update transformers."
+            "causal language model and no text encoder: take another model, or update transformers."
         )
     return mapping[type(stock)], stock
+
+
+def is_encoder(stock: Any) -> bool:
+    """Whether a transformers config is that of a text encoder: it has a head that fills in masked tokens, and nothing
+    says that it is used as a decoder."""
+    return type(stock) in transformers.AutoModelForMaskedLM._model_mapping and not getattr(stock, "is_decoder", False)
 
 
 def empty_model(config: ModelConfig, dtype: torch.dtype) -> Any:
@@ -175,9 +183,15 @@ def _by_first_name(model: Any, arrays: Mapping[str, jax.Array]) -> dict[str, jax
     return {names.get(name, name): array for name, array in arrays.items()}
 
 
-def _code(kind: type[Any]) -> Mapping[str, str]:
-    has_experts = kind._can_set_experts_implementation()
-    return CODE if has_experts else {"attn_implementation": "eager"}
+def _code(kind: type[Any]) -> dict[str, Any]:
+    """Arguments that choose the code of a model: what can be traced, and an encoder without its pooling layer, whose
+    weights many checkpoints lack."""
+    chosen: dict[str, Any] = dict(CODE)
+    if not kind._can_set_experts_implementation():
+        del chosen["experts_implementation"]
+    if "add_pooling_layer" in inspect.signature(kind).parameters:
+        chosen["add_pooling_layer"] = False
+    return chosen
 
 
 def _refuse_incomplete(checkpoint: Checkpoint, info: Any) -> None:

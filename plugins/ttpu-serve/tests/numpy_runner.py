@@ -190,6 +190,7 @@ class Limits:
     max_logprobs: int = LOGPROBS
     whole_prompts: bool = False
     hidden_states: bool = True
+    generates: bool = True
 
 
 @dataclass(frozen=True)

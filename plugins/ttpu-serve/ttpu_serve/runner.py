@@ -209,6 +209,11 @@ class RunnerLimits(Protocol):
         ...
 
     @property
+    def generates(self) -> bool:
+        """Whether the model generates tokens; a text encoder gives embeddings alone."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary."""
         ...

@@ -28,6 +28,7 @@ class Limits:
     max_logprobs: int
     whole_prompts: bool = False
     hidden_states: bool = True
+    generates: bool = True
 
 
 @dataclass(frozen=True)

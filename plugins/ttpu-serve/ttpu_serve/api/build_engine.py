@@ -10,7 +10,7 @@ from ttpu_core.errors import UnsupportedError
 from ttpu_core.registry import default_registry
 from ttpu_serve.adapters.files import read_adapter
 from ttpu_serve.api.engine_config import EngineConfig
-from ttpu_serve.execution.declared_pooling import declared_pooling
+from ttpu_serve.execution.declared_pooling import LAST, MEAN, declared_pooling
 from ttpu_serve.execution.engine_core import EngineCore
 from ttpu_serve.execution.speculation import Speculation
 from ttpu_serve.execution.utilization import StepCosts
@@ -78,7 +78,7 @@ def build_engine(
         model=model,
         speculation=Speculation(proposer, runner.limits.draft_tokens),
         overlap=config.overlap,
-        pooling=declared_pooling(getattr(model, "files", None)),
+        pooling=declared_pooling(getattr(model, "files", None), LAST if runner.limits.generates else MEAN),
     )
 
 

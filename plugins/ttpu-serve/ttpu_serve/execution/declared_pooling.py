@@ -47,20 +47,23 @@ class DeclaredPooling:
 
 
 LAST = DeclaredPooling()
-"""What holds where nothing is declared."""
+"""What holds for decoders where nothing is declared."""
+MEAN = DeclaredPooling("mean")
+"""What holds for encoders where nothing is declared, as in sentence-transformers."""
 
 
-def declared_pooling(folder: Path | None) -> DeclaredPooling:
-    """The pooling that the files of a checkpoint declare; the last token's state where there are none.
+def declared_pooling(folder: Path | None, default: DeclaredPooling = LAST) -> DeclaredPooling:
+    """The pooling that the files of a checkpoint declare.
 
     Args:
         folder: of the checkpoint, or None.
+        default: what holds where there are no files.
 
     Raises:
         CheckpointError: a file is malformed, or its pooling module has none.
     """
     if folder is None or not (folder / "modules.json").is_file():
-        return DeclaredPooling()
+        return default
     modules = _read(folder / "modules.json")
     if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
         raise _malformed(folder / "modules.json", "a list of modules")
@@ -69,7 +72,7 @@ def declared_pooling(folder: Path | None) -> DeclaredPooling:
     if beyond:
         return _not_computed(folder, f"a module {beyond[0]!r}")
     if "Pooling" not in kinds:
-        return DeclaredPooling()
+        return default
     module = modules[kinds.index("Pooling")]
     file = (folder / str(module.get("path", "")) / "config.json").resolve()
     if not file.is_relative_to(folder.resolve()):

@@ -193,6 +193,11 @@ class InputProcessor:
                 "an embedding was asked for, but no plugin describes this model, whose own code gives logits alone: "
                 "use a model type with a plugin (`ttpu list-plugins`)."
             )
+        if pooling is None and not self.limits.generates:
+            raise RequestError(
+                "text was asked for, but this model is a text encoder, which gives embeddings alone: use "
+                "/v1/embeddings, or LLM(...).embed."
+            )
         if params.n > MOST_SEQUENCES:
             raise RequestError(f"n is {params.n:,}, but one request may have {MOST_SEQUENCES:,} sequences: lower it.")
         room = self.max_model_len - len(prompt)

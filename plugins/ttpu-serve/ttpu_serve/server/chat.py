@@ -113,7 +113,7 @@ class Chat:
         params = sampling.of_chat(request, service.settings.default_sampling, self._guide())
         self._guided = params.guided is not None
         params = self._with_markers(params)
-        ids = await service.chat.encode(request, tools=self._choice != "none", most=service.most_prompt_tokens)
+        ids = await service.chat.encode(request, tools=self._choice != "none", most=service.most_prompt_tokens())
         service.check_length(ids, "messages")
         return await service.submit([ids], params, request, adapter=adapter)
 

@@ -93,7 +93,7 @@ async def _embed(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
             code="unsupported_field",
         )
     special = body.add_special_tokens is not False
-    prompts = [await service.ids_of(one, special=special, param="input") for one in body.input]
+    prompts = [await service.ids_of(one, special=special, param="input", room=0) for one in body.input]
     streams = await service.embed(prompts, body.pooling or "auto", adapter=adapter)
     found: dict[int, np.ndarray] = {}
     async with aclosing(streams.deltas()) as deltas:

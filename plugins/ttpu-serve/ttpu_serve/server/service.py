@@ -57,10 +57,9 @@ class Service:
         """Maximum tokens of a prompt and its output."""
         return self.engine.core.max_model_len
 
-    @property
-    def most_prompt_tokens(self) -> int:
-        """Maximum tokens of a prompt, which leaves room for one output token."""
-        most = self.max_model_len - 1
+    def most_prompt_tokens(self, room: int = 1) -> int:
+        """Maximum tokens of a prompt that leaves `room` tokens of the context for an answer."""
+        most = self.max_model_len - room
         return most if self.settings.max_prompt_tokens is None else min(most, self.settings.max_prompt_tokens)
 
     @property
@@ -86,25 +85,26 @@ class Service:
             code="model_not_found",
         )
 
-    async def ids_of(self, prompt: Prompt, *, special: bool, param: str) -> list[int]:
-        """Return a prompt's token ids, checked for their number."""
+    async def ids_of(self, prompt: Prompt, *, special: bool, param: str, room: int = 1) -> list[int]:
+        """Return a prompt's token ids, checked for their number: `room` tokens of the context are left for an
+        answer."""
         if isinstance(prompt, str):
-            self.tokens.check_size(prompt, self.most_prompt_tokens, param)
+            self.tokens.check_size(prompt, self.most_prompt_tokens(room), param)
             ids = await self.tokens.encode(prompt, special=special)
         else:
             ids = prompt
-        self.check_length(ids, param)
+        self.check_length(ids, param, room)
         return ids
 
-    def check_length(self, ids: Sequence[int], param: str) -> None:
-        """Check a prompt's length.
+    def check_length(self, ids: Sequence[int], param: str, room: int = 1) -> None:
+        """Check a prompt's length: `room` tokens of the context are left for an answer.
 
         Raises:
             ApiError: the prompt is empty or too long.
         """
         if not ids:
             raise ApiError(f"{param} has no tokens, but generation needs at least one: pass some text.", param=param)
-        most = self.most_prompt_tokens
+        most = self.most_prompt_tokens(room)
         if len(ids) > most:
             raise ApiError(
                 f"{param} has {len(ids):,} tokens, but this server reads at most {most:,} of its context of "
