@@ -100,7 +100,7 @@ class Fallback(Protocol):
 
     def describe(self, config: ModelConfig) -> Mapping[str, Any]:
         """What is known of a model without a plugin, for `ttpu info`: plain values only, among them
-        `a_plugin_would_add`, a list of sentences.
+        `a_plugin_would_add`, a list of sentences, which is empty for a kind of model that no plugin can describe.
 
         Raises:
             UnsupportedError: it has no such model.

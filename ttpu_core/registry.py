@@ -287,6 +287,6 @@ def refuse_encoder(config: ModelConfig) -> None:
     """
     if config.flag("is_encoder_decoder", default=False):
         raise UnsupportedError(
-            f"{config.source} of model_type {config.model_type!r} has an encoder and a decoder, but TTPU runs language "
-            "models that are decoders: use transformers for it."
+            f"{config.source} of model_type {config.model_type!r} has an encoder and a decoder, but TTPU runs decoders "
+            "and encoders alone: use transformers for it."
         )

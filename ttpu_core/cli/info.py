@@ -84,7 +84,8 @@ def _print_fallback(checkpoint: str, model_type: str, backend: str, found: dict[
     """What the fallback says of a model that no plugin describes."""
     begin = f"ttpu new-plugin --from {shlex.quote(checkpoint)}"
     facts = {"checkpoint": checkpoint, "model_type": model_type, "plugin": None, "backend": backend, **found}
-    facts["begin_a_plugin"] = begin
+    if found.get("a_plugin_would_add"):
+        facts["begin_a_plugin"] = begin
     if as_json:
         print_json(facts)
         return
@@ -96,8 +97,7 @@ def _print_fallback(checkpoint: str, model_type: str, backend: str, found: dict[
             ("model", [f"{model_type} ({checkpoint})"]),
             ("plugin", [f"none: the fallback of backend {backend!r} runs transformers' own code"]),
             ("fallback", known),
-            ("a plugin adds", list(gains)),
-            ("begin one", [begin]),
+            *([("a plugin adds", list(gains)), ("begin one", [begin])] if gains else []),
         ]
     )
 

@@ -53,6 +53,26 @@ def test_a_decode_step_and_a_prefill_are_compiled_on_a_mesh(config: Path) -> Non
         assert matrices < held < 2 * matrices, "half of the matrices in bfloat16, and tables of positions"
 
 
+@pytest.mark.tpu_compile
+def test_what_reads_texts_of_an_encoder_is_compiled(tmp_path: Path) -> None:
+    transformers.BertConfig(
+        vocab_size=96, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=HEADS,
+        max_position_embeddings=64,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    config = tmp_path / "config.json"
+    said = run(config, "--topology", "v5e:1x1", "--task", "prefill", "--prefill", 64, "--json")
+    assert said.exit_code == 0, said.output
+    (program,) = json.loads(said.stdout)["programs"]
+    assert program["tokens"] == 64 and program["cache_bytes"] == 0 < program["roofline_seconds"]
+    for options, refused in (
+        (["--task", "decode"], "a decode step of a model of type 'bert' was to be compiled, but it is a text encoder"),
+        (["--task", "prefill", "--prefill", "65"], "a context of 65 tokens was asked for, but BertModel has 64"),
+    ):
+        found = run(config, "--topology", "v5e:1x1", *options)
+        assert found.exit_code != 0
+        assert refused in " ".join(str(found.exception).split()) + " ".join(found.output.split())
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -1,5 +1,5 @@
-"""A loaded text encoder on JAX, such as BERT: call it for hidden states, or serve it for embeddings. Texts are padded on
-the right, and a mask says which tokens are real."""
+"""A loaded text encoder on JAX, such as BERT: call it for hidden states, or serve it for embeddings. Texts are padded
+on the right, and a mask says which tokens are real."""
 
 from __future__ import annotations
 
@@ -180,6 +180,17 @@ class StockEncoder:
     def files(self) -> Path:
         """The folder of the checkpoint that the model was loaded from."""
         return self._checkpoint.path
+
+    @property
+    def spec(self) -> Any:
+        """Refused: what reads it needs a decoder.
+
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError(
+            f"{self.name} was to give logits, but it is a text encoder, which gives embeddings alone: use a decoder."
+        )
 
     def __call__(self, inputs: Any = None, attention_mask: Any = None, *, input_ids: Any = None) -> EncoderOutput:
         """Compute hidden states [batch, tokens, hidden].

@@ -1,5 +1,5 @@
-"""Serves a text encoder for embeddings: the `ttpu_serve.runner.ModelRunner` of models that generate nothing. The prompts
-of a step are padded to a few widths, and those of one width run together."""
+"""Serves a text encoder for embeddings: the `ttpu_serve.runner.ModelRunner` of models that generate nothing. The
+prompts of a step are padded to a few widths, and those of one width run together."""
 
 from __future__ import annotations
 

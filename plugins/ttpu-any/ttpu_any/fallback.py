@@ -45,9 +45,6 @@ RUNS_IN = (
 ENCODERS_RUN_IN = "from_pretrained, LLM(...).embed, `ttpu serve` (/v1/embeddings)"
 """Where a text encoder runs."""
 
-ENCODERS_GAIN = "nothing yet: plugins describe decoders, and this is a text encoder, which gives embeddings"
-"""What a plugin would add to a text encoder."""
-
 GAINS = (
     "serving with paged attention, prefix caching, drafts, adapters and embeddings: without one `ttpu serve` keeps a "
     "cache of full length for each request",
@@ -122,7 +119,7 @@ class StockFallback:
             "context": context_of(text) - position_offset(model),
             "sharded_by": "transformers' tensor-parallel plan" if plan_of(model) else "fsdp",
             "runs_in": ENCODERS_RUN_IN if encoder else RUNS_IN,
-            "a_plugin_would_add": [ENCODERS_GAIN] if encoder else list(GAINS),
+            "a_plugin_would_add": [] if encoder else list(GAINS),
         }
 
     def held_bytes(

@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec
 from ttpu_any.aten.table import jax_dtype
 from ttpu_any.report import traced_steps
 from ttpu_any.sharding import cache_partition, partition, plan_of
-from ttpu_any.stock import empty_model
+from ttpu_any.stock import empty_model, is_encoder, stock_class
 from ttpu_any.trace import tensors_of
 from ttpu_core.backend import HeldBytes
 from ttpu_core.config import ModelConfig
+from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec.arithmetic import BITS
 from ttpu_jax.params.dtypes import model_dtype
 
@@ -27,8 +28,13 @@ def held_bytes(
     traced.
 
     Raises:
-        UnsupportedError: the model cannot be traced, or has fewer positions than `context`.
+        UnsupportedError: the model cannot be traced, is an encoder, or has fewer positions than `context`.
     """
+    if is_encoder(stock_class(config)[1]):
+        raise UnsupportedError(
+            f"a plan for a model of type {config.model_type!r} was asked for, but it is a text encoder, which keeps no "
+            "cache, and plans are of decoders: `ttpu compile-report --task prefill` says what it takes."
+        )
     model = empty_model(config, getattr(torch, model_dtype(dtype).name))
     plan, tensors = plan_of(model), tensors_of(model)
     cache = traced_steps(model, batch, context, decode=True).prefill.cache

@@ -1,5 +1,6 @@
-"""Compiles the prefill and the decode step of a stock model for a TPU slice that is not there. It takes a config and
-returns the compiler's report, as `ttpu_jax.aot.report` does for a model that a plugin describes."""
+"""Compiles the prefill and the decode step of a stock model, or what reads texts of an encoder, for a TPU slice that is
+not there. It takes a config and returns the compiler's report, as `ttpu_jax.aot.report` does for a model that a plugin
+describes."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ import jax.numpy as jnp
 import torch
 
 from ttpu_any.aten.table import jax_dtype
+from ttpu_any.encoder import EncoderPrograms
 from ttpu_any.programs import StockPrograms, StockSpec, StockState
 from ttpu_any.sharding import batch_sharding, cache_sharding, check_axes, tensor_sharding
 from ttpu_any.steps import Manner, Prefill, Steps, manners_of, position_offset
-from ttpu_any.stock import context_of, empty_model
+from ttpu_any.stock import context_of, empty_model, is_encoder, stock_class
 from ttpu_any.trace import Traced, tensors_of
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError, UnsupportedError
@@ -91,10 +93,19 @@ def program_report(
     topology = tpu_topology(topology_name)
     placement = Placement(make_mesh(topology, mesh or {"tensor": len(topology.devices)}))
     check_axes(placement)
+    encoder = is_encoder(stock_class(config)[1])
+    if encoder and task == "decode":
+        raise RequestError(
+            f"a decode step of a model of type {config.model_type!r} was to be compiled, but it is a text encoder, "
+            "which generates nothing: compile what reads a batch of texts, with --task prefill."
+        )
     model = empty_model(config, getattr(torch, kind.name))
-    steps = traced_steps(model, batch, context, decode=task == "decode")
     params = abstract_tensors(model, placement)
-    function, *arguments, held = _program(model, config, placement, steps, task, context)
+    if encoder:
+        function, *arguments, held = _encoding(model, placement, batch, context)
+    else:
+        steps = traced_steps(model, batch, context, decode=task == "decode")
+        function, *arguments, held = _program(model, config, placement, steps, task, context)
     function.__name__ = f"{task} of {config.model_type}"
     program = compile_for(
         topology, function, params, *arguments, donate_argnums=(1,) if task == "decode" else ()
@@ -124,12 +135,7 @@ def traced_steps(model: Any, batch: int, slots: int, *, decode: bool) -> TracedS
     Raises:
         UnsupportedError: there is none, or the model has fewer positions than `slots`.
     """
-    most = context_of(model.config.get_text_config(decoder=True)) - position_offset(model)
-    if slots > most:
-        raise UnsupportedError(
-            f"a context of {slots:,} tokens was asked for, but {type(model).__name__} has {most:,} positions: make it "
-            "shorter."
-        )
+    _check_context(model, slots)
     first: UnsupportedError | None = None
     for manner in manners_of(model):
         rows, steps = max(batch, manner.rows), Steps(model, manner)
@@ -192,13 +198,35 @@ def _program(
     return following, state, cache
 
 
+def _encoding(model: Any, placement: Placement, rows: int, width: int) -> tuple[Callable[..., Any], Any, Any, Any]:
+    """The function that reads texts of `width` tokens with an encoder, its tokens and mask, and a cache of nothing."""
+    _check_context(model, width)
+    traced = EncoderPrograms(model, {}, placement).traced(rows, width)
+    given = jax.ShapeDtypeStruct((rows, width), jnp.int32, sharding=batch_sharding(placement, rows, 2))
+
+    def encode(params: Any, tokens: jax.Array, mask: jax.Array) -> Any:
+        return traced(params, tokens, mask)[0]
+
+    return encode, given, given, ()
+
+
+def _check_context(model: Any, slots: int) -> None:
+    most = context_of(model.config.get_text_config()) - position_offset(model)
+    if slots > most:
+        raise UnsupportedError(
+            f"a context of {slots:,} tokens was asked for, but {type(model).__name__} has {most:,} positions: make it "
+            "shorter."
+        )
+
+
 def _roofline_seconds(
     model: Any, params: Mapping[str, Any], cache: Any, topology: TpuTopology, task: Task, batch: int, context: int
 ) -> float:
     """Lower bound from the chip's peak rates, as of `ttpu_jax.aot.report`: the matrices are read once and multiplied
     by every token. Tensors of several experts are left out, because the config alone does not say how many are used."""
     table, output = model.get_input_embeddings().weight, model.get_output_embeddings()
-    head = table if output is None else output.weight
+    tied = table if model.can_generate() else None
+    head = tied if output is None else output.weight
     rows = batch * (1 if task == "decode" else context)
     read, multiplied = device_bytes(cache) if task == "decode" else 0, 0.0
     for name, tensor in tensors_of(model).items():

@@ -18,6 +18,7 @@ pytest.importorskip("ttpu_any")
 from serving import Running, running  # noqa: E402
 
 from ttpu import LLM, AutoModelForTPU, SamplingParams  # noqa: E402
+from ttpu_core.cli.main import main  # noqa: E402
 from ttpu_core.errors import RequestError, UnsupportedError  # noqa: E402
 from ttpu_serve.api.open_engine import open_engine, read_options  # noqa: E402
 
@@ -112,6 +113,8 @@ def test_a_called_encoder_gives_hidden_states_and_ignores_padding(bert: Path) ->
         model.generate(ids)
     with pytest.raises(RequestError, match="a text has 65 tokens, but this model reads at most 64"):
         model([[3] * 65])
+    with pytest.raises(RequestError, match="bert was to give logits, but it is a text encoder"):
+        _ = model.spec
 
 
 def test_what_needs_a_decoder_is_refused(bert: Path, llm: Any) -> None:
@@ -130,7 +133,7 @@ def test_weights_sleep(bert: Path, llm: Any) -> None:
 def test_an_encoder_that_padding_changes_is_refused(tmp_path: Path) -> None:
     """Its convolutions read the tokens behind the text."""
     make(tmp_path, "convbert", embedding_size=32)
-    with pytest.raises(UnsupportedError, match="states of a text that is padded are .* its embeddings would be wrong"):
+    with pytest.raises(UnsupportedError, match=r"states of a text that is padded are .* its embeddings would be wrong"):
         LLM(str(tmp_path), **OPTIONS)
 
 
@@ -167,3 +170,32 @@ def test_what_sentence_transformers_declared_is_pooled(bert: Path, tmp_path: Pat
     engine = LLM(str(folder), max_model_len=64, max_num_seqs=1, token_buckets=[64], **OPTIONS)
     found = np.stack([each.embedding for each in engine.embed(texts()[:2])])
     np.testing.assert_allclose(found, expected(folder, "cls")[:2], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["generate", "-p", "tide"], "bert was to generate text, but it is an encoder"),
+        (["plan"], "a plan for a model of type 'bert' was asked for, but it is a text encoder, which keeps no cache"),
+    ],
+    ids=["generate", "plan"],
+)
+def test_commands_for_decoders_end_with_one_error(
+    command: list[str], said: str, bert: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ttpu", command[0], str(bert), *command[1:]])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_info_says_where_an_encoder_runs(
+    bert: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ttpu", "info", str(bert), "--backend", "jax", "--json"])
+    with pytest.raises(SystemExit):
+        main()
+    found = json.loads(capsys.readouterr().out)
+    assert found["code"].endswith("BertModel") and "/v1/embeddings" in found["runs_in"]
+    assert "begin_a_plugin" not in found

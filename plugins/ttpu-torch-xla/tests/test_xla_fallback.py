@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("torch_xla")
 
 from ttpu import LLM, Trainer
 from ttpu_core.auto import AutoModelForTPU
 from ttpu_core.cli.main import main
-from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.errors import MappingError, RequestError, UnsupportedError
 from ttpu_torch_xla import fallback
 from ttpu_torch_xla.generation import stock
 from ttpu_torch_xla.runtime import current
@@ -167,3 +168,46 @@ def test_what_the_static_cache_cannot_hold_is_left_to_transformers(
         logits = opened(input_ids=prompt.to(opened.device)).logits.cpu()
         torch.testing.assert_close(logits, host(prompt).logits, atol=2e-5, rtol=0)
     opened.ttpu.close()
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a head that fills in masked tokens, as published checkpoints have it."""
+    folder = tmp_path_factory.mktemp("encoder") / "bert"
+    torch.manual_seed(0)
+    transformers.BertForMaskedLM(transformers.BertConfig(**TINY)).save_pretrained(folder)
+    return folder
+
+
+def test_an_encoder_gives_the_hidden_states_of_each_text(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForTPU.from_pretrained(bert, backend="torch_xla")
+    mask = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
+    device, host = current().device(), transformers.BertModel.from_pretrained(bert).eval()
+    with torch.no_grad():
+        found = model(input_ids=IDS.to(device), attention_mask=mask.to(device)).last_hidden_state.cpu()
+        for row, length in enumerate((9, 5)):
+            expected = host(IDS[row : row + 1, :length]).last_hidden_state[0]
+            torch.testing.assert_close(found[row, :length], expected, atol=1e-5, rtol=0)
+    with pytest.raises(RequestError, match="bert was to generate text, but it is an encoder"):
+        model.generate(IDS)
+    model.ttpu.close()
+    monkeypatch.setattr(fallback, "TOLERANCE", {"float32": -1.0})
+    with pytest.raises(UnsupportedError, match="BertModel was to be run without a plugin, but the hidden states"):
+        AutoModelForTPU.from_pretrained(bert, backend="torch_xla")
+
+
+def test_missing_tensors_are_not_left_random(biogpt: tuple[Path, Any], tmp_path: Path) -> None:
+    biogpt[1].biogpt.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((biogpt[0] / "config.json").read_text())
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("fc1.weight"))
+    save_file({key: value for key, value in weights.items() if key != name}, tmp_path / "model.safetensors")
+    with pytest.raises(MappingError, match=r"has no tensor for '.*fc1\.weight' \(1 missing\)"):
+        AutoModelForTPU.from_pretrained(tmp_path, backend="torch_xla")
+
+
+def test_an_encoder_is_described_and_inspected_as_one(bert: Path, ttpu: Command) -> None:
+    found = ttpu("info", str(bert), "--backend", "torch_xla")
+    assert found["code"].endswith("BertModel") and "begin_a_plugin" not in found
+    inspected = ttpu("inspect", str(bert))
+    assert {one["during"] for one in inspected["found"]} == {"forward"} and not inspected["left"]

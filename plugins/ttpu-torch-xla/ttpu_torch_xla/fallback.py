@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from ttpu_core.config import ModelConfig
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, resolve_parallelism
 from ttpu_core.sharding.request import the_one_given
+from ttpu_torch_xla.encoders import check_encoder, encoder_class, is_encoder, refuse_generation, without_pooling
 from ttpu_torch_xla.generation.stock import unknown_layers
 from ttpu_torch_xla.handle import Handle, run_on_all_devices
 from ttpu_torch_xla.load import stock_model, tokenizer_of
@@ -29,6 +31,9 @@ from ttpu_torch_xla.runtime import TorchRuntime, current
 
 RUNS_IN = "from_pretrained, `ttpu generate`, `ttpu chat`, `ttpu inspect`"
 """Where a model without a plugin runs."""
+
+ENCODERS_RUN_IN = "from_pretrained, `ttpu inspect`"
+"""Where a text encoder runs."""
 
 GAINS = (
     "attention kernels for TPUs",
@@ -78,11 +83,12 @@ class StockFallback:
     """Runs transformers' own code on torch_xla."""
 
     def open(self, checkpoint: Checkpoint, options: TorchXlaLoadOptions) -> Any:
-        """Load a stock model onto the XLA device, and check that the compiled loop generates what the model computes.
+        """Load a stock model onto the XLA device, and check that the compiled loop generates what the model computes,
+        or that an encoder ignores padding.
 
         Raises:
             CheckpointError: files that are missing, or that transformers refuses.
-            UnsupportedError: transformers has no such model, or it has an encoder.
+            UnsupportedError: transformers has no such model, or it has an encoder and a decoder.
             RequestError: an option that needs a plugin.
         """
         from ttpu_torch_xla import generation
@@ -114,8 +120,12 @@ class StockFallback:
                 handle.mesh = shard_by_size(model, parallelism, runtime)
             runtime.sync(wait=True)
             handle.attach(model, steps)
-            generation.install(model)
-            _check_loop(model, runtime, held)
+            if is_encoder(config):
+                check_encoder(model, runtime, TOLERANCE[held])
+                model.generate = partial(refuse_generation, str(checkpoint.source))
+            else:
+                generation.install(model)
+                _check_loop(model, runtime, held)
             handle.load_seconds = time.perf_counter() - began
             tell("load", size, size)
         except BaseException:
@@ -132,8 +142,9 @@ class StockFallback:
         """
         kind, stock = stock_class(config)
         with torch.device("meta"):
-            model = kind._from_config(stock)
-        text = stock.get_text_config(decoder=True)
+            model = kind._from_config(stock, **without_pooling(kind))
+        encoder = is_encoder(config)
+        text = stock.get_text_config(decoder=not encoder)
         patches = patches_for(stock_architecture(config, text), "eager")
         return {
             "code": f"{kind.__module__}.{kind.__name__}",
@@ -141,13 +152,13 @@ class StockFallback:
             "context": context_of(text),
             "sharded_by": "size, along data and fsdp",
             "patches": ", ".join(patch.name for patch in patches),
-            "runs_in": RUNS_IN,
-            "a_plugin_would_add": list(GAINS),
+            "runs_in": ENCODERS_RUN_IN if encoder else RUNS_IN,
+            "a_plugin_would_add": [] if encoder else list(GAINS),
         }
 
 
 def stock_class(config: ModelConfig) -> tuple[Any, Any]:
-    """The transformers class of a causal language model, and its config.
+    """The transformers class of a causal language model, or of an encoder without a head, and its config.
 
     Raises:
         CheckpointError: transformers refuses the config.
@@ -172,6 +183,8 @@ def stock_class(config: ModelConfig) -> tuple[Any, Any]:
             f"({type(error).__name__}: {' '.join(str(error).split())[:300]}): correct it."
         ) from error
     _refuse_encoder(stock, config)
+    if is_encoder(config):
+        return encoder_class(stock), stock
     mapping: Any = transformers.AutoModelForCausalLM._model_mapping
     if type(stock) not in mapping:
         raise none
@@ -187,8 +200,8 @@ def context_of(config: Any) -> int:
 def _refuse_encoder(stock: Any, config: ModelConfig) -> None:
     if getattr(stock, "is_encoder_decoder", False):
         raise UnsupportedError(
-            f"{config.source} of model_type {config.model_type!r} has an encoder and a decoder, but TTPU runs language "
-            "models that are decoders: use transformers for it."
+            f"{config.source} of model_type {config.model_type!r} has an encoder and a decoder, but TTPU runs decoders "
+            "and encoders alone: use transformers for it."
         )
 
 

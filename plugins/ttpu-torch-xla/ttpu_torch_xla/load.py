@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ttpu_core.checkpoint import DTYPES, Checkpoint
-from ttpu_core.errors import CheckpointError, UnsupportedError
+from ttpu_core.errors import CheckpointError, MappingError, UnsupportedError
+from ttpu_torch_xla.encoders import encoder_class, is_encoder, without_pooling
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES}
 
@@ -33,6 +34,7 @@ def stock_model(
     Raises:
         UnsupportedError: transformers has no causal language model of this type, or cannot build it here.
         CheckpointError: it refuses the files.
+        MappingError: they lack tensors of the model.
     """
     transformers = _transformers()
     kind = model_class(transformers, checkpoint)
@@ -42,8 +44,13 @@ def stock_model(
         bars.disable_progress_bar()
     try:
         settings = {} if swap is None else _swapping(kind, checkpoint, swap)
-        return kind.from_pretrained(
-            str(checkpoint.path), dtype=TORCH_DTYPES[dtype], attn_implementation=attention, **settings
+        model, info = kind.from_pretrained(
+            str(checkpoint.path),
+            dtype=TORCH_DTYPES[dtype],
+            attn_implementation=attention,
+            output_loading_info=True,
+            **settings,
+            **without_pooling(kind),
         )
     except ImportError as error:
         raise UnsupportedError(
@@ -60,6 +67,13 @@ def stock_model(
     finally:
         if hide:
             bars.enable_progress_bar()
+    if swap is None and (missing := sorted(info["missing_keys"])):
+        raise MappingError(
+            f"{checkpoint.source} was to be loaded as {kind.__name__}, but it has no tensor for {missing[0]!r} "
+            f"({len(missing)} missing), which would be left random: take a complete checkpoint whose config.json "
+            "belongs to it."
+        )
+    return model
 
 
 def _swapping(kind: Any, checkpoint: Checkpoint, swap: Callable[[Any], None]) -> dict[str, Any]:
@@ -72,13 +86,14 @@ def _swapping(kind: Any, checkpoint: Checkpoint, swap: Callable[[Any], None]) ->
 
 def model_class(transformers: Any, checkpoint: Checkpoint) -> Any:
     """Return the transformers class that generates text from this checkpoint: the one that config.json names, else that
-    of `AutoModelForCausalLM`.
+    of `AutoModelForCausalLM`. That of a text encoder is the one without a head.
 
     Raises:
         UnsupportedError: there is none.
         CheckpointError: transformers refuses the config.
     """
-    for name in checkpoint.config.get("architectures") or ():
+    encoder = is_encoder(checkpoint.config)
+    for name in () if encoder else checkpoint.config.get("architectures") or ():
         named = getattr(transformers, str(name), None)
         if isinstance(named, type) and hasattr(named, "generate"):
             return named
@@ -96,6 +111,8 @@ def model_class(transformers: Any, checkpoint: Checkpoint) -> Any:
             f"({type(error).__name__}: {' '.join(str(error).split())[:300]}): correct config.json, or use "
             "backend='jax'."
         ) from error
+    if encoder:
+        return encoder_class(config)
     mapping = transformers.AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise none

@@ -99,6 +99,8 @@ class StreamingModel:
                 with the first event, for what transformers refuses.
             UnsupportedError: an argument that this backend does not know.
         """
+        if not self.model.can_generate():
+            self.model.generate()  # refused, with its reason
         given = {name: value for name, value in arguments.items() if value is not None}
         for name, neutral in NOT_DONE.items():
             if name in given and given.pop(name) not in neutral:

@@ -259,7 +259,9 @@ def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool) -> 
             f"{stats.programs} programs compiled in {stats.compile_seconds:.1f} s; "
             f"sequences of up to {core.max_model_len:,} tokens"
         )
-        if app.state.service.chat.text is None:
+        if not core.runner.limits.generates:
+            note("this model is a text encoder, so that only /v1/embeddings is served.")
+        elif app.state.service.chat.text is None:
             note("warning: the checkpoint has no chat template, so that only /v1/completions is served.")
     return app
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from ttpu_core.architecture import Architecture
+from ttpu_core.config import ModelConfig
 from ttpu_core.errors import UnsupportedError
+from ttpu_torch_xla.encoders import encoder_class, is_encoder, without_pooling
 from ttpu_torch_xla.inspector.observe import Finding, observe
 from ttpu_torch_xla.patches.choice import patches_for
 from ttpu_torch_xla.patches.patch import applied
@@ -65,10 +67,14 @@ def build(config: Any, *, shrunk: bool) -> Any:
     import transformers
 
     asked = f"a model of type {config.model_type!r} was to be inspected, but transformers {transformers.__version__}"
-    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+    encoder = is_encoder(ModelConfig.from_dict(config.to_dict()))
+    if not encoder and type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise UnsupportedError(f"{asked} has no causal language model of this type: use backend='jax' for it.")
     torch.manual_seed(0)
     try:
+        if encoder:
+            kind = encoder_class(config)
+            return kind._from_config(config, **without_pooling(kind)).eval()
         return transformers.AutoModelForCausalLM.from_config(config).eval()
     except ImportError as error:
         raise UnsupportedError(
@@ -85,7 +91,7 @@ def inspect_model(
 ) -> tuple[Observed, ...]:
     """Run a model stock, then with one patch more at a time, and compare. What one stage hides, such as all that comes
     after an error, is found at the next. Where both ends of a stretch of stages find the same, those between are taken
-    to find it too, and are not run.
+    to find it too, and are not run. A text encoder has no pass that generates.
 
     Args:
         model: from `build`; it is moved to the device, and is left with this backend's `generate`.
@@ -117,8 +123,9 @@ def inspect_model(
     if patches:
         settle(last - 1)
         settle_between(0, last - 1)
-    generation.install(model, runtime)  # for good, so that it comes last
-    settle(last)
+    if model.can_generate():
+        generation.install(model, runtime)  # for good, so that it comes last
+        settle(last)
     return _compared([(names[stage], settled[stage]) for stage in sorted(settled)])
 
 
@@ -142,8 +149,11 @@ def _findings(model: Any, runtime: TorchRuntime) -> Found:
     mask = torch.ones_like(ids)
     mask[0, :3] = 0  # left padding
 
+    generates = model.can_generate()
+    uncached = {"use_cache": False} if generates else {}
+
     def forward(_: int) -> None:
-        model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
+        model(input_ids=ids.to(device), attention_mask=mask.to(device), **uncached)
 
     def generate(step: int) -> None:
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
@@ -152,7 +162,7 @@ def _findings(model: Any, runtime: TorchRuntime) -> Found:
 
     return {
         (name, finding.key): (finding, times)
-        for name, run in zip(PASSES, (forward, generate), strict=True)
+        for name, run in zip(PASSES, (forward, generate) if generates else (forward,), strict=False)
         for finding, times in observe(runtime, run, AGAIN[name]).items()
     }
 
