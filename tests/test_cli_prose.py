@@ -14,6 +14,7 @@ from ttpu_core.spec import (
     ArchitectureSpec,
     AttentionSpec,
     BlockSpec,
+    DifferentialSpec,
     EmbeddingSpec,
     HeadSpec,
     LayerSpec,
@@ -48,7 +49,9 @@ OTHERS: dict[type, dict[str, Any]] = {
         "q_norm": None,
         "k_norm": NormSpec(), "v_norm": NormSpec(), "qk_norm_scope": "full", "qk_norm_after_rope": True,
         "query_temperature": QueryTemperature(0.1, 8192.0), "output_gate": OutputGate(), "output_norm": NormSpec(),
-        "value_scale": 2.0, "value_is_key": True, "kv_from_layer": 3, "num_heads": 16, "num_kv_heads": 8,
+        "value_scale": 2.0, "value_is_key": True, "kv_from_layer": 3,
+        "differential": DifferentialSpec(0.2, NormSpec(scale=False)),
+        "num_heads": 16, "num_kv_heads": 8,
     },
     ActivationSpec: {"name": "gelu", "alpha": 1.7, "limit": 7.0},
     MLPSpec: {

@@ -20,6 +20,7 @@ from ttpu_core.spec import (
     AttentionSpec,
     BlockSpec,
     CustomSpec,
+    DifferentialSpec,
     EmbeddingSpec,
     HeadSpec,
     LayerSpec,
@@ -301,6 +302,14 @@ LAYERS: dict[str, tuple[LayerSpec, Table]] = {
             **PROJECTIONS,
             "attention.sinks": ((KV, GROUP), ("kv_heads", "q_per_kv")),
             "attention.output_norm.scale": ((KV, GROUP, DIM), EACH_HEAD),
+        },
+    ),
+    "two softmax maps a head": (
+        attention(differential=DifferentialSpec(0.2, NormSpec(scale=False))),
+        {
+            **PROJECTIONS,
+            "attention.lambda.query": ((2, DIM // 2), (None, "head_dim")),
+            "attention.lambda.key": ((2, DIM // 2), (None, "head_dim")),
         },
     ),
     "plain mlp with xielu, an inner norm and a learned scalar": (

@@ -205,6 +205,8 @@ def _attention(spec: AttentionSpec) -> Iterator[str]:
         yield f"qkv clipped at ±{spec.clip_qkv:g}"
     if spec.sinks:
         yield "attention sinks"
+    if spec.differential is not None:
+        yield f"differential: two softmax maps a head, lambda from {spec.differential.initial:.3g}"
     if spec.query_temperature is not None:
         yield _temperature(spec.query_temperature)
     if spec.value_scale != 1.0:

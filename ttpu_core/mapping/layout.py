@@ -49,6 +49,7 @@ class CheckpointNames:
     output_norm: str = "self_attn.attn_sub_norm"
     output_gate: str = "self_attn.gate_proj"
     sinks: str = "self_attn.sinks"
+    lambdas: str = "self_attn.lambda_"
     query_down: str = "self_attn.q_a_proj"
     query_down_norm: str = "self_attn.q_a_layernorm"
     query_up: str = "self_attn.q_b_proj"
@@ -174,11 +175,22 @@ def attention_rules(spec: AttentionSpec, hidden: int, names: CheckpointNames, pr
         for name, count in zip((names.query, names.key, names.value), fused_slots(spec), strict=True)
         if count
     ]
-    kernels = [Tensor(f"{n}.weight", (kv * c * dim, hidden)).reshape(kv, c, dim, hidden) for n, c in slots]
-    yield "attention.qkv.kernel", Concat(tuple(kernels), axis=1)
+
+    def by_head(name: str, count: int, *rest: int) -> Expression:
+        """A projection's tensor as [kv, count, dim, *rest]."""
+        whole = Tensor(name, (kv * count * dim, *rest))
+        if spec.differential is None:
+            return whole.reshape(kv, count, dim, *rest)
+        halves = whole.reshape(2, kv, count, dim // 2, *rest)
+        return Concat((halves[0], halves[1]), axis=2)
+
+    yield "attention.qkv.kernel", Concat(tuple(by_head(f"{n}.weight", c, hidden) for n, c in slots), axis=1)
     if spec.qkv_bias:
-        biases = [Tensor(f"{n}.bias", (kv * c * dim,)).reshape(kv, c, dim) for n, c in slots]
-        yield "attention.qkv.bias", Concat(tuple(biases), axis=1)
+        yield "attention.qkv.bias", Concat(tuple(by_head(f"{n}.bias", c) for n, c in slots), axis=1)
+    if spec.differential is not None:
+        for part, letter in (("query", "q"), ("key", "k")):
+            vectors = tuple(Tensor(f"{prefix}{names.lambdas}{letter}{half}", (spec.map_dim,)) for half in (1, 2))
+            yield f"attention.lambda.{part}", Stack(vectors)
     own_keys = spec.kv_from_layer is None
     if own_keys and not spec.value_is_key and value_dim != dim:
         kernel = Tensor(f"{prefix}{names.value}.weight", (kv * value_dim, hidden))

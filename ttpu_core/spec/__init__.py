@@ -2,7 +2,7 @@
 embeddings."""
 
 from ttpu_core.spec.architecture_spec import ArchitectureSpec, LayerGroup
-from ttpu_core.spec.attention import AlibiSpec, AttentionSpec, OutputGate, QueryTemperature
+from ttpu_core.spec.attention import AlibiSpec, AttentionSpec, DifferentialSpec, OutputGate, QueryTemperature
 from ttpu_core.spec.feed_forward import NO_MLP, ActivationSpec, MLPSpec, MoESpec, RouterSpec
 from ttpu_core.spec.norm import NormSpec
 from ttpu_core.spec.parts import (
@@ -31,6 +31,7 @@ __all__ = [
     "AttentionSpec",
     "BlockSpec",
     "CustomSpec",
+    "DifferentialSpec",
     "EmbeddingSpec",
     "HeadSpec",
     "KernelChoice",

@@ -46,7 +46,7 @@ def attention_flops(heads: int, mixer: AttentionSpec, pairs: float) -> float:
         mixer: the attention layer.
         pairs: number of (query token, key token) pairs.
     """
-    return 2.0 * heads * (mixer.head_dim + mixer.value_dim) * pairs
+    return 2.0 * heads * mixer.maps * (mixer.map_dim + mixer.value_dim) * pairs
 
 
 def kv_elements(mixer: AttentionSpec) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ttpu_core.errors import ConfigError
@@ -51,6 +51,23 @@ class AlibiSpec:
 
 
 @dataclass(frozen=True)
+class DifferentialSpec:
+    """Differential attention (arXiv 2410.05258). The two halves of a head's queries and keys have a softmax map each,
+    over the head's values. The head's output is what the first map gives minus lambda times what the second one gives;
+    it is normed over the head's features and multiplied by 1 - `initial`.
+
+    lambda = exp(q1 · k1) - exp(q2 · k2) + `initial`, of four learned vectors with as many features as a half.
+
+    Args:
+        initial: the part of lambda that is not learned.
+        norm: of each head's output; it has no scale.
+    """
+
+    initial: float
+    norm: NormSpec
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Softmax attention of one layer. Every layer has its own head counts.
 
@@ -69,12 +86,15 @@ class AttentionSpec:
             "per_head" normalises each head with its own scale.
         output_norm: norm over the features of all heads together.
         value_is_key: the unrotated key projection serves as value.
+        differential: each head has two softmax maps, on the halves of its features; `rope` rotates each half, and
+            `scale` None means (head_dim / 2) ** -0.5. Checkpoints hold the first halves of all heads, then the second.
         kv_from_layer: index of the earlier layer whose keys and values this layer reads.
         norm_features: numbers of query features and of key features that a norm over all heads counts if some heads
             are padding (`ttpu_core.sharding.padding`).
 
     Raises:
-        ConfigError: the number of query heads is not a positive multiple of the number of KV heads.
+        ConfigError: the number of query heads is not a positive multiple of the number of KV heads, or heads with two
+            halves have an odd number of features.
     """
 
     num_heads: int
@@ -104,6 +124,7 @@ class AttentionSpec:
     value_is_key: bool = False
     kv_from_layer: int | None = None
     norm_features: tuple[int, int] | None = None
+    differential: DifferentialSpec | None = None
 
     def __post_init__(self) -> None:
         """Check that the KV heads share the query heads evenly."""
@@ -111,6 +132,11 @@ class AttentionSpec:
             raise ConfigError(
                 f"attention was described with {self.num_heads} query heads for {self.num_kv_heads} key/value heads, "
                 "but the first must be a positive multiple of the second: correct the config or `ttpu_attention`."
+            )
+        if self.differential is not None and self.head_dim % 2:
+            raise ConfigError(
+                f"differential attention was described with heads of {self.head_dim} features, but each head has two "
+                "halves: correct the config or `ttpu_attention`."
             )
 
     @property
@@ -126,7 +152,24 @@ class AttentionSpec:
     @property
     def softmax_scale(self) -> float:
         """Factor that scales query-key products."""
-        return self.head_dim**-0.5 if self.scale is None else self.scale
+        return self.map_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def maps(self) -> int:
+        """Softmax maps of each query head."""
+        return 1 if self.differential is None else 2
+
+    @property
+    def map_dim(self) -> int:
+        """Features of queries and keys that each softmax map reads."""
+        return self.head_dim // self.maps
+
+    @property
+    def one_map_each(self) -> AttentionSpec:
+        """The same attention with a query head for each softmax map."""
+        if self.differential is None:
+            return self
+        return replace(self, num_heads=self.maps * self.num_heads, scale=self.softmax_scale, differential=None)
 
     @property
     def kind(self) -> str:

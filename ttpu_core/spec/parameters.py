@@ -159,6 +159,9 @@ def _attention(spec: AttentionSpec, hidden: int) -> Named:
         yield from _prefixed("k_norm", _norm(spec.k_norm, (dim,) if shared else (kv, dim), head if shared else each_k))
     if spec.v_norm is not None and own_keys:
         yield from _prefixed("v_norm", _norm(spec.v_norm, (value_dim,), head))
+    if spec.differential is not None:
+        for part in ("query", "key"):
+            yield f"lambda.{part}", Parameter((2, spec.map_dim), (None, axes.HEAD_DIM))
     if spec.sinks:
         yield "sinks", Parameter((kv, group), (axes.KV_HEADS, axes.Q_PER_KV), "zeros")
     if spec.output_norm is not None:

@@ -90,7 +90,7 @@ def check_bfloat16_keys(case: Case) -> Measured:
     single = np.random.default_rng(0).integers(case.architecture.spec.vocab_size, size=(SEQUENCES, 1))
     theirs = case.reference.loaded(case.reference.path, "bfloat16")
     ours = _in_bfloat16(case, case.architecture)
-    wanted = _their_keys(theirs, single)
+    wanted = _their_keys(theirs, single, mixer.maps)
     normed = _differing(ours.keys(single, 0), wanted)
     if normed > ROUNDED_OTHERWISE and mixer.k_norm is not None:
         changed = replace(mixer.k_norm, scale_in_fp32=not mixer.k_norm.scale_in_fp32)
@@ -107,7 +107,7 @@ def check_bfloat16_keys(case: Case) -> Measured:
         return Measured(note="keys differ before they are turned, by no cast that a description names")
     turned = 0.0
     if mixer.rope is not None and mixer.rope.type != "none":
-        wanted = _their_keys(theirs, case.reference.token_ids)
+        wanted = _their_keys(theirs, case.reference.token_ids, mixer.maps)
         found = ours.keys(case.reference.token_ids, 0)[:, :, -wanted.shape[2] :]  # a window keeps the last ones
         turned = _differing(found[..., : mixer.rope.rotary_dim], wanted[..., : mixer.rope.rotary_dim])
         if (turned <= ROUNDED_OTHERWISE) != mixer.rope.fp32:
@@ -129,7 +129,8 @@ def _in_bfloat16(case: Case, architecture: Architecture) -> ShowsKeys:
     return able(model, ShowsKeys, "shows the keys that it keeps")
 
 
-def _their_keys(model: Any, ids: np.ndarray) -> np.ndarray:
+def _their_keys(model: Any, ids: np.ndarray, maps: int) -> np.ndarray:
+    """Keys [batch, heads, tokens, features]; where a head has several softmax maps, those of all maps together."""
     import torch
 
     with torch.no_grad():
@@ -139,7 +140,11 @@ def _their_keys(model: Any, ids: np.ndarray) -> np.ndarray:
     if keys is None or keys.ndim != len(("batch", "heads", "tokens", "features")):
         raise NotApplicable("transformers does not show the keys that this model keeps")
     found: np.ndarray = keys.float().numpy()
-    return found
+    if maps == 1:
+        return found
+    batch, heads, tokens, features = found.shape
+    parts = found.reshape(batch, maps, heads // maps, tokens, features).transpose(0, 2, 3, 1, 4)
+    return parts.reshape(batch, heads // maps, tokens, maps * features)
 
 
 def _with_mixer(architecture: Architecture, mixer: AttentionSpec) -> Architecture:

@@ -151,7 +151,7 @@ def _mlp_at(layer: LayerSpec, path: str) -> MLPSpec | None:
 
 def _values_are_linear(mixer: AttentionSpec) -> bool:
     """Whether a scale of value features comes out of the attention unchanged."""
-    plain = mixer.v_norm is None and mixer.output_norm is None and mixer.clip_qkv is None
+    plain = mixer.v_norm is None and mixer.output_norm is None and mixer.clip_qkv is None and mixer.differential is None
     return plain and not mixer.value_is_key and mixer.kv_from_layer is None
 
 

@@ -32,6 +32,9 @@ class Attention(nnx.Module):
         self.k_norm = Norm(spec.k_norm, values.at("k_norm"), over_k, of_k) if spec.k_norm and own_keys else None
         self.v_norm = Norm(spec.v_norm, values.at("v_norm")) if spec.v_norm and own_keys else None
         self.sinks = values.get("sinks")
+        lambdas = values.at("lambda")
+        self.lambda_query, self.lambda_key = lambdas.get("query"), lambdas.get("key")
+        self.map_norm = Norm(spec.differential.norm, values.at("map_norm")) if spec.differential else None
         self.output_norm = Norm(spec.output_norm, values.at("output_norm"), 3) if spec.output_norm else None
         self.output = Linear(values.at("output"), runtime)
 
@@ -58,8 +61,9 @@ class Attention(nnx.Module):
                 "a layer without keys of its own was run without those of another: give it, as `inputs.keys`, what "
                 "the layer returned that its spec names in kv_from_layer."
             )
-        mixed = keys.attend(query, positions, self.spec, self.runtime, value_of(self.sinks))
-        return self._finish(mixed, x), cache, keys
+        query = self._one_map_each(query)
+        mixed = keys.attend(query, positions, self.spec.one_map_each, self.runtime, value_of(self.sinks))
+        return self._finish(self._difference(mixed), x), cache, keys
 
     def _project(self, x: jax.Array, step: Step) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """query [batch, seq, kv_heads, q_per_kv, dim]; key and value [batch, kv_heads, seq, dim], if this layer has
@@ -90,8 +94,28 @@ class Attention(nnx.Module):
         x = self._clip(x if after else maybe(norm, x))
         if rope is not None and rope.type != "none":
             cos, sin = step.angles[self.runtime.ropes.index(rope)]
-            x = rotate(x, cos, sin, rope)
+            parts = x.reshape(*x.shape[:-1], self.spec.maps, self.spec.map_dim)
+            x = rotate(parts, cos, sin, rope).reshape(x.shape)
         return maybe(norm, x) if after else x
+
+    def _one_map_each(self, query: jax.Array) -> jax.Array:
+        """Queries [batch, seq, kv_heads, q_per_kv, dim] with a head for each softmax map: first those that read the
+        first halves of the keys, then those that read the second."""
+        if self.spec.maps == 1:
+            return query
+        first = jnp.arange(query.shape[-1]) < self.spec.map_dim
+        return jnp.concatenate([jnp.where(first, query, 0), jnp.where(first, 0, query)], axis=-2)
+
+    def _difference(self, mixed: jax.Array) -> jax.Array:
+        """What the first maps give minus lambda times what the second give, normed, of mixed [batch, seq, kv_heads,
+        maps * q_per_kv, value_dim]; the result has one head for both."""
+        spec, query, key = self.spec.differential, value_of(self.lambda_query), value_of(self.lambda_key)
+        if spec is None or query is None or key is None:
+            return mixed
+        first, second = jnp.exp((query * key).astype(jnp.float32).sum(-1)).astype(mixed.dtype)
+        one, other = jnp.split(mixed, 2, axis=-2)
+        difference = one - (first - second + spec.initial).astype(mixed.dtype) * other
+        return ((1 - spec.initial) * maybe(self.map_norm, difference)).astype(mixed.dtype)
 
     def _finish(self, mixed: jax.Array, x: jax.Array) -> jax.Array:
         """Gate, inner norm and output projection of mixed [batch, seq, kv_heads, q_per_kv, value_dim]."""
