@@ -16,9 +16,8 @@ from serving import Running, running
 
 from ttpu_core.errors import RequestError
 from ttpu_serve.server import ServerSettings
-from ttpu_serve.server.chat_protocol import ChatRequest, Tool
-from ttpu_serve.server.errors import ApiError, as_api_error
-from ttpu_serve.server.forced_calls import forced_calls
+from ttpu_serve.server.chat_protocol import ChatRequest
+from ttpu_serve.server.errors import as_api_error
 from ttpu_serve.server.protocol import Body, CompletionRequest
 
 openai = pytest.importorskip("openai")
@@ -278,19 +277,6 @@ def nested(depth: int) -> Any:
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
     return schema
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        {"name": "f", "parameters": {"type": "object", "$defs": 3}},
-        {"name": "f", "parameters": {"type": "object", "definitions": [1]}},
-    ],
-)
-def test_tools_whose_parameters_are_no_schema(function: Any) -> None:
-    with pytest.raises(ApiError) as refusal:
-        forced_calls([Tool(type="function", function=function)], most=1)
-    assert refusal.value.body["error"]["param"] == "tools[0].function.parameters"
 
 
 def test_a_schema_that_is_nested_too_deep(http: httpx.Client) -> None:

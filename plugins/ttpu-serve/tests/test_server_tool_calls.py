@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ttpu_core.errors import RequestError
 from ttpu_serve.entry_points import loaded
+from ttpu_serve.guided.matchers import InlineMatchers, Vocabulary
 from ttpu_serve.server.chat_protocol import Tool
 from ttpu_serve.server.forced_calls import forced_calls
 from ttpu_serve.tool_parsers.installed import GROUP, parser_for
@@ -120,13 +121,34 @@ def test_the_chat_template_shows_the_format(template: str | None, expected: str 
         parser_for("wizard", template)
 
 
-def test_forced_calls_keep_each_tools_own_definitions() -> None:
-    def tool(name: str, kind: str) -> Tool:
-        parameters = {"properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": kind}}}
-        return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+TREE = {
+    "type": "object", "properties": {"a": {"type": "integer"}, "kids": {"type": "array", "items": {"$ref": "#"}}},
+    "required": ["a"], "additionalProperties": False,
+}  # fmt: skip
 
-    schema: Any = forced_calls([tool("a", "string"), tool("b", "integer")], most=2).json
-    assert schema["$defs"] == {"0.X": {"type": "string"}, "1.X": {"type": "integer"}} and schema["maxItems"] == 2
-    second = schema["items"]["anyOf"][1]["properties"]
-    assert second["name"] == {"const": "b"}
-    assert second["parameters"]["properties"]["x"] == {"$ref": "#/$defs/1.X"} and "$defs" not in second["parameters"]
+
+@pytest.mark.parametrize(
+    ("parameters", "valid", "invalid"),
+    [
+        ({"properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": "integer"}}}, {"x": 1}, {"x": "1"}),
+        (TREE, {"a": 1, "kids": [{"a": 2}]}, {"a": 1, "kids": [{"name": "f", "parameters": {"a": 1}}]}),
+        ({"properties": {"a": {"type": "integer"}, "b": {"$ref": "#/properties/a"}}}, {"b": 1}, {"b": "1"}),
+        ({"properties": {"a": {"const": {"$ref": "#/$defs/X"}}}}, {"a": {"$ref": "#/$defs/X"}}, {"a": {"$ref": "X"}}),
+    ],
+    ids=["definitions", "itself", "a property", "a constant"],
+)
+def test_forced_calls_keep_what_a_tools_references_mean(parameters: Any, valid: Any, invalid: Any) -> None:
+    """Beside another tool with a definition of the same name."""
+    pytest.importorskip("llguidance")
+    other = {"properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": "string"}}}
+    tools = [
+        Tool.model_validate({"type": "function", "function": {"name": name, "parameters": each}})
+        for name, each in (("other", other), ("f", parameters))
+    ]
+    start = InlineMatchers(Vocabulary([bytes([value]) for value in range(256)] + [b""] * 32, [], [256])).start(
+        forced_calls(tools, most=2)
+    )
+    for arguments, matches in ((valid, True), (invalid, False)):
+        matcher = start.deep_copy()
+        text = json.dumps([{"name": "f", "parameters": arguments}]).encode()
+        assert (matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()) == matches

@@ -17,9 +17,10 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
 from ttpu_serve.api.output_queue import EngineClosingError, EngineDeadError, RequestFailedError, Stream
 from ttpu_serve.api.outputs import EmbeddingOutput, OutputDelta
+from ttpu_serve.guided.isolated import TRIALS
 from ttpu_serve.scheduling.request import AskedPooling
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class AsyncEngine:
         self._closing = False
         self._stopped = False
         self._stats: EngineStats | None = None
+        self._compiler = concurrent.futures.ThreadPoolExecutor(TRIALS, thread_name_prefix="ttpu-guides")
         self._thread = threading.Thread(target=self._run, name="ttpu-engine", daemon=True)
 
     @classmethod
@@ -199,8 +201,7 @@ class AsyncEngine:
         names = request_ids or [uuid.uuid4().hex for _ in prompts]
         streams = [Stream(name, 1 if pooling else params.n, self._abort, self._forget) for name in names]
         if params.guided is not None:
-            # A large schema takes a second, which steps do not wait for.
-            await asyncio.to_thread(self.core.guides.compile, params.guided)
+            await self._compile(params.guided)
 
         def add() -> None:
             taken: list[str] = []
@@ -233,6 +234,20 @@ class AsyncEngine:
             if timeout is not None and not stream.finished:
                 stream.expire_after(timeout)
         return streams
+
+    async def _compile(self, guided: GuidedDecoding) -> None:
+        """Compile a guide, which may take seconds, for which neither steps nor other requests wait. Where the caller
+        leaves, the compilation is ended."""
+        guides = self.core.guides
+        if guides.is_compiled(guided):
+            return
+        compilation = self._compiler.submit(guides.compile, guided)
+        try:
+            await asyncio.wrap_future(compilation)
+        except asyncio.CancelledError:
+            if compilation.running():
+                await asyncio.to_thread(guides.interrupt, guided)
+            raise
 
     async def generate(
         self,
@@ -394,6 +409,7 @@ class AsyncEngine:
             self._stopped = True
             self._refuse_calls()
             self._end_streams()
+            self._compiler.shutdown(wait=False, cancel_futures=True)
             with suppress(Exception):
                 self.core.close()
 

@@ -78,6 +78,7 @@ def build_engine(
         model=model,
         speculation=Speculation(proposer, runner.limits.draft_tokens),
         overlap=config.overlap,
+        guides=config.guides,
         pooling=declared_pooling(getattr(model, "files", None), LAST if runner.limits.generates else MEAN),
     )
 

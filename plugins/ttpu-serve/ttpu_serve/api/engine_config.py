@@ -9,6 +9,7 @@ from typing import Any
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import MAX_LOGPROBS
+from ttpu_serve.guided.guides import PLACES, GuidePlace
 from ttpu_serve.runner import SAMPLING_LEVELS
 from ttpu_serve.speculative.config import SpeculativeConfig, speculative_config
 
@@ -41,6 +42,8 @@ class EngineConfig:
     (also token rules, penalties and log-probabilities). Requests that need a higher level are refused.
     penalties: support presence, frequency and repetition penalties, at five bytes per request slot and vocabulary
     token. prompt_logprobs: support log-probabilities of prompts.
+    guides: where grammars of guided decoding are compiled and masks computed: "inline", in this process; "isolated", in
+    processes of their own, which survive the grammars of strangers; "off" refuses them.
 
     Raises:
         RequestError: a value is out of range or unknown.
@@ -68,6 +71,7 @@ class EngineConfig:
     penalties: bool = True
     prompt_logprobs: bool = True
     overlap: bool = True
+    guides: GuidePlace = "inline"
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages",
@@ -81,6 +85,8 @@ class EngineConfig:
                 if not value or not all(isinstance(size, int) and size >= 1 for size in value):
                     raise RequestError(f"{name} is {value!r}, but sizes of 1 or more are needed: correct it.")
                 object.__setattr__(self, name, tuple(sorted(value)))
+        if self.guides not in PLACES:
+            raise RequestError(f"guides is {self.guides!r}, but {', '.join(PLACES)} are known: use one of them.")
         if self.sampling_level not in SAMPLING_LEVELS:
             raise RequestError(
                 f"sampling_level is {self.sampling_level!r}, but {', '.join(SAMPLING_LEVELS)} are known: use one of "

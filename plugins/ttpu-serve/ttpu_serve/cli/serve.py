@@ -30,6 +30,14 @@ class GenerationConfigChoice(StrEnum):
     none = "none"
 
 
+class GuidesChoice(StrEnum):
+    """Where guided decoding is computed; see `ttpu_serve.guided.guides.PLACES`."""
+
+    isolated = "isolated"
+    inline = "inline"
+    off = "off"
+
+
 class LogLevel(StrEnum):
     """The server's log level."""
 
@@ -120,6 +128,13 @@ def serve(
         bool,
         typer.Option("--strict-compile", help="A program that is missing is an error.", rich_help_panel=ENGINE),
     ] = False,
+    guides: Annotated[
+        GuidesChoice,
+        typer.Option(
+            help="Guided decoding: isolated in processes that survive any grammar, inline in this one, or off.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = GuidesChoice.isolated,
     max_concurrent: Annotated[
         int, typer.Option(min=1, metavar="N", help="HTTP requests at once; more get 429.", rich_help_panel=LIMITS)
     ] = 1024,
@@ -200,7 +215,7 @@ def serve(
     )
     place = Place(host, port, *(None if file is None else str(file) for file in (ssl_certfile, ssl_keyfile)))
     arguments = engine.arguments() | loading.arguments()
-    arguments |= {"max_waiting": max_waiting, "strict_compile": strict_compile}
+    arguments |= {"max_waiting": max_waiting, "strict_compile": strict_compile, "guides": guides.value}
     bound = place.bind()
     app = _app(name, settings, arguments, quiet)
 

@@ -28,6 +28,7 @@ from ttpu_serve.execution.stats import EngineStats
 from ttpu_serve.execution.step_builder import StepBuilder
 from ttpu_serve.execution.streaming import stream_events
 from ttpu_serve.execution.utilization import StepCosts
+from ttpu_serve.guided.guides import GuidePlace
 from ttpu_serve.runner import AdapterSlots, InFlight, ModelRunner, RowRules, RunnerStep, ServedModel
 from ttpu_serve.scheduling.request import AskedPooling, Request, Status
 from ttpu_serve.scheduling.scheduler import Scheduler
@@ -62,6 +63,7 @@ class EngineCore:
         speculation: Speculation | None = None,
         overlap: bool = True,
         pooling: DeclaredPooling = LAST,
+        guides: GuidePlace = "inline",
     ) -> None:
         """Args:
             runner: the runner, with allocated pages and compiled programs.
@@ -74,9 +76,10 @@ class EngineCore:
             speculation: makes and counts drafts; None turns speculation off.
             overlap: schedule a step before the tokens of the previous one are known.
             pooling: what the checkpoint says of its embeddings.
+            guides: where grammars are compiled and masks computed: one of `ttpu_serve.guided.guides.PLACES`.
         """
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
-        self.input_processor = InputProcessor(runner, tokenizer, stop_ids, pooling)
+        self.input_processor = InputProcessor(runner, tokenizer, stop_ids, pooling, guides)
         self.model_name, self.stop_ids, self.model = model_name, stop_ids, model
         self.speculation = speculation or Speculation()
         self.overlap, self.costs = overlap, costs
@@ -430,6 +433,7 @@ class EngineCore:
             self.runner.release()
             if self.speculation.proposer is not None:
                 self.speculation.proposer.close()
+        self.guides.close()
         self.closed = True
 
     # -- bookkeeping --

@@ -18,7 +18,7 @@ from ttpu_serve.execution.declared_pooling import LAST, DeclaredPooling
 from ttpu_serve.execution.logit_rules import Rules
 from ttpu_serve.execution.sampling_level import level_of
 from ttpu_serve.execution.sequence_output import SequenceOutput
-from ttpu_serve.guided.guides import GuideFactory, GuideState
+from ttpu_serve.guided.guides import GuideFactory, GuidePlace, GuideState
 from ttpu_serve.runner import SAMPLING_LEVELS, ModelRunner
 from ttpu_serve.scheduling.request import AskedPooling, Pooling, Request
 
@@ -32,13 +32,18 @@ class InputProcessor:
     """Checks and converts the requests of one engine."""
 
     def __init__(
-        self, runner: ModelRunner, tokenizer: Any, stop_ids: frozenset[int], declared: DeclaredPooling = LAST
+        self,
+        runner: ModelRunner,
+        tokenizer: Any,
+        stop_ids: frozenset[int],
+        declared: DeclaredPooling = LAST,
+        guides: GuidePlace = "inline",
     ) -> None:
         self.runner, self.tokenizer, self.stop_ids, self.declared = runner, tokenizer, stop_ids, declared
         self.limits, self.adapters = runner.limits, runner.adapters
         self.max_model_len = self.limits.max_model_len
         self.vocab_size = self.limits.vocab_size
-        self.guides = GuideFactory(tokenizer, self.vocab_size, self.limits.logit_columns, stop_ids)
+        self.guides = GuideFactory(tokenizer, self.vocab_size, self.limits.logit_columns, stop_ids, guides)
         self._texts: dict[int, str] = {}
 
     def read(self, prompt: PromptInput) -> Prompt:

@@ -3,6 +3,7 @@ problem."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from typing import Any
@@ -13,8 +14,11 @@ from ttpu_core.generation.sampling_params import GuidedDecoding
 # llguidance would otherwise allow, where the text is forced, only the tokens that the tokenizer itself would choose.
 # Every token that keeps to the grammar is allowed here, so that a mask depends on the text so far and nothing else.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-# A model that likes none of the words that may follow can go on with blanks for ever; a schema's own x-guidance wins.
-_BLANKS = {"whitespace_pattern": r"[ \t\r\n]{1,128}"}
+# A model that likes none of the words that may follow spends its tokens on blanks where there may be many; a schema's
+# own x-guidance wins.
+_BLANKS = {"whitespace_pattern": " "}
+MOST_BYTES = 256 * 1024
+"""Of a schema or another grammar."""
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # as llama.cpp and xgrammar write grammars
 _ATTRIBUTE = re.compile(r"^\s*[\w-]+\s*\[[^\]\n]*\b(temperature|stop)\s*=", re.MULTILINE)
 
@@ -37,6 +41,18 @@ def content_of(guided: GuidedDecoding) -> str:
         raise refusal(guided, f"it is not JSON: {error}") from error
     except RecursionError as error:
         raise refusal(guided, "it is nested too deeply") from error
+
+
+def key_of(guided: GuidedDecoding) -> bytes:
+    """Return a short key of `content_of`.
+
+    Raises:
+        RequestError: the schema is not JSON, is nested too deeply or is too long.
+    """
+    content = content_of(guided).encode("utf-8", "surrogatepass")
+    if len(content) > MOST_BYTES:
+        raise refusal(guided, f"it has {len(content):,} bytes, and {MOST_BYTES:,} are allowed")
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def grammar_of(guided: GuidedDecoding) -> str:

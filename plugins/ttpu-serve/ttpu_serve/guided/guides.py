@@ -8,20 +8,25 @@ only these if nothing can follow.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from typing import Any, cast
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ttpu_core.errors import MissingDependencyError, RequestError
+from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import GuidedDecoding
 from ttpu_serve.api.outputs import ErrorKind
 from ttpu_serve.execution.logit_rules import mask_of, mask_words
-from ttpu_serve.guided.grammar import content_of, grammar_of, refusal, summary
+from ttpu_serve.guided.grammar import key_of, summary
+from ttpu_serve.guided.isolated import IsolatedMatchers
+from ttpu_serve.guided.matchers import InlineMatchers, Matcher, Matchers, Vocabulary
 from ttpu_serve.guided.token_bytes import token_bytes
+
+GuidePlace = Literal["inline", "isolated", "off"]
+PLACES: tuple[GuidePlace, ...] = get_args(GuidePlace)
+"""Where grammars are compiled and masks computed: in this process, in others that survive any grammar, or nowhere."""
 
 CACHED_GRAMMARS = 256
 """Compiled grammars that are kept, the least recently used dropped first; a large schema's takes a few MB."""
@@ -31,18 +36,25 @@ class GuideFactory:
     """Compiles guides for one tokenizer and model. All its methods are thread-safe.
 
     vocab_size: number of tokens of the model. rows: number of logits, `vocab_size` or more; the rest is padding and
-    never allowed. stop_ids: the model's end-of-sequence tokens.
+    never allowed. stop_ids: the model's end-of-sequence tokens. place: one of `PLACES`.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, rows: int, stop_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        rows: int,
+        stop_ids: Collection[int] = (),
+        place: GuidePlace = "inline",
+    ) -> None:
         self.vocab_size = vocab_size
         self.words = mask_words(rows)
         self.stop_ids = frozenset(token for token in stop_ids if 0 <= token < vocab_size)
         # Without an end of sequence there is nothing to force: what is sampled behind a finished output is dropped.
         self.stop_mask = mask_of(self.stop_ids or range(vocab_size), rows)
-        self._tokenizer = tokenizer
-        self._vocabulary: Any = None
-        self._vocabulary_lock = threading.Lock()
+        self._tokenizer, self._place = tokenizer, place
+        self._matchers: Matchers | None = None
+        self._matchers_lock = threading.Lock()
         self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
         self._compiled_lock = threading.Lock()
 
@@ -52,10 +64,12 @@ class GuideFactory:
 
         Raises:
             RequestError: a schema, regular expression or grammar is malformed, unsupported, too large or unmatchable,
-                or the bytes of the tokenizer's tokens are unknown.
+                the bytes of the tokenizer's tokens are unknown, or guides are off.
             MissingDependencyError: llguidance is not installed.
         """
-        key = hashlib.blake2b(content_of(guided).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if self._place == "off":
+            raise RequestError("guided decoding was asked for, but this engine has it turned off: leave it out.")
+        key = key_of(guided)
         with self._compiled_lock:
             compiled = self._compiled.setdefault(key, _Compiled())
             self._compiled.move_to_end(key)
@@ -69,46 +83,45 @@ class GuideFactory:
                     compiled.error = str(error)
             if compiled.error is not None:
                 raise RequestError(compiled.error)
+            assert compiled.matcher is not None
             return Guide(self, compiled.matcher)
 
-    def _matcher(self, guided: GuidedDecoding) -> Any:
-        vocabulary = self._llguidance()
-        from llguidance import LLMatcher
+    def is_compiled(self, guided: GuidedDecoding) -> bool:
+        """Whether `compile` would return, or refuse, at once.
 
-        try:
-            matcher = LLMatcher(vocabulary, grammar_of(guided), log_level=0)
-        except UnicodeEncodeError as error:
-            raise refusal(guided, f"it holds half a character, {error.object[error.start]!r}") from error
-        if matcher.is_error():
-            raise refusal(guided, matcher.get_error())
-        trial = matcher.deep_copy()
-        trial.compute_bitmask()
-        if trial.is_error():
-            raise refusal(guided, f"no text that this tokenizer can write matches it, {summary(trial.get_error())}")
-        return matcher
+        Raises:
+            RequestError: the schema is not JSON, is nested too deeply or is too long.
+        """
+        with self._compiled_lock:
+            compiled = self._compiled.get(key_of(guided))
+        return compiled is not None and (compiled.matcher is not None or compiled.error is not None)
 
-    def _llguidance(self) -> Any:
-        with self._vocabulary_lock:
-            if self._vocabulary is None:
-                try:
-                    from llguidance import LLTokenizer
-                except ImportError as error:
-                    raise MissingDependencyError(
-                        "guided decoding was asked for, but llguidance is not installed: pip install llguidance."
-                    ) from error
-                self._vocabulary = LLTokenizer(cast("Any", _Vocabulary(self)), eos_token=self._ends())
-            return self._vocabulary
+    def interrupt(self, guided: GuidedDecoding) -> None:
+        """End the compilation of a guide that nobody waits for any more."""
+        if self._matchers is not None:
+            self._matchers.interrupt(guided)
+
+    def close(self) -> None:
+        """End processes that compute guides."""
+        if self._matchers is not None:
+            self._matchers.close()
+
+    def _matcher(self, guided: GuidedDecoding) -> Matcher:
+        with self._matchers_lock:
+            if self._matchers is None:
+                isolated = self._place == "isolated"
+                self._matchers = IsolatedMatchers(self._vocabulary) if isolated else InlineMatchers(self._vocabulary())
+        return self._matchers.start(guided)
+
+    def _vocabulary(self) -> Vocabulary:
+        written = token_bytes(self._tokenizer, self.vocab_size)
+        size = 32 * (self.words if self.stop_ids else self.words + 1)
+        return Vocabulary(written.tokens + [b""] * (size - self.vocab_size), written.special, self._ends())
 
     def _ends(self) -> list[int]:
         """Return the end-of-sequence ids. llguidance needs at least one: a model without any gets an id beyond the
         mask."""
         return sorted(self.stop_ids) or [32 * self.words]
-
-    def _tokens(self) -> tuple[list[bytes], tuple[int, ...]]:
-        written = token_bytes(self._tokenizer, self.vocab_size)
-        size = 32 * (self.words if self.stop_ids else self.words + 1)
-        tokens = written.tokens + [b""] * (size - self.vocab_size)
-        return tokens, written.special
 
 
 class _Compiled:
@@ -116,23 +129,8 @@ class _Compiled:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.matcher: Any = None
+        self.matcher: Matcher | None = None
         self.error: str | None = None
-
-
-class _Vocabulary:
-    """The tokenizer interface that llguidance requires."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, factory: GuideFactory) -> None:
-        self.tokens, self.special_token_ids = factory._tokens()
-        self.eos_token_id = factory._ends()[0]
-
-    def __call__(self, text: str) -> list[int]:
-        """Only called for forced tokens, which the grammars turn off."""
-        raise NotImplementedError
 
 
 class Guide:
@@ -142,7 +140,7 @@ class Guide:
     write. Then only the end of sequence is allowed, and the output is not a match.
     """
 
-    def __init__(self, factory: GuideFactory, start: Any) -> None:
+    def __init__(self, factory: GuideFactory, start: Matcher) -> None:
         self.factory = factory
         self._start = start
         self._matcher = start.deep_copy()
@@ -161,9 +159,11 @@ class Guide:
         if self.finished:
             mask[:] = self.factory.stop_mask
             return
-        self._matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
-        if self._matcher.is_error():  # llguidance has allowed the end of the sequence
+        self._matcher.mask_into(self._buffer)
+        if self._matcher.is_error():
             self.error = self._reason()
+            mask[:] = self.factory.stop_mask
+            return
         mask[:] = self._buffer[: self.factory.words]
 
     def accept(self, token: int) -> bool:
@@ -209,7 +209,8 @@ class Guide:
         """Whether the grammar itself contains this end-of-sequence token here, as in `start: "a" <|eot_id|>`."""
         if self._matcher.is_stopped():
             return False
-        word = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[token // 32]
+        self._matcher.mask_into(self._buffer)
+        word = self._buffer[token // 32]
         return bool(word >> np.uint32(token % 32) & 1) and not self._matcher.is_error()
 
     def _reason(self) -> str:
