@@ -39,6 +39,14 @@ class InputProcessor:
         declared: DeclaredPooling = LAST,
         guides: GuidePlace = "inline",
     ) -> None:
+        """
+        Args:
+            runner: that serves the requests.
+            tokenizer: the model's transformers tokenizer, or None.
+            stop_ids: tokens that end a sequence.
+            declared: what the checkpoint says of its embeddings.
+            guides: where grammars are compiled and masks computed.
+        """
         self.runner, self.tokenizer, self.stop_ids, self.declared = runner, tokenizer, stop_ids, declared
         self.limits, self.adapters = runner.limits, runner.adapters
         self.max_model_len = self.limits.max_model_len

@@ -33,11 +33,7 @@ CACHED_GRAMMARS = 256
 
 
 class GuideFactory:
-    """Compiles guides for one tokenizer and model. All its methods are thread-safe.
-
-    vocab_size: number of tokens of the model. rows: number of logits, `vocab_size` or more; the rest is padding and
-    never allowed. stop_ids: the model's end-of-sequence tokens. place: one of `PLACES`.
-    """
+    """Compiles guides for one tokenizer and model. All its methods are thread-safe."""
 
     def __init__(
         self,
@@ -47,6 +43,14 @@ class GuideFactory:
         stop_ids: Collection[int] = (),
         place: GuidePlace = "inline",
     ) -> None:
+        """
+        Args:
+            tokenizer: the model's transformers tokenizer, or None.
+            vocab_size: number of tokens of the model.
+            rows: number of logits, `vocab_size` or more; the rest is padding and never allowed.
+            stop_ids: the model's end-of-sequence tokens.
+            place: one of `PLACES`.
+        """
         self.vocab_size = vocab_size
         self.words = mask_words(rows)
         self.stop_ids = frozenset(token for token in stop_ids if 0 <= token < vocab_size)
