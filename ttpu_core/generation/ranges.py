@@ -45,7 +45,7 @@ RANGES: Mapping[str, Range] = {
     "top_k": Range("a whole number, 0 or more (0: all tokens)", 0, whole=True),
     "top_p": Range("a number above 0 and up to 1 (1: all tokens)", 0, 1, above=True),
     "min_p": Range("a number from 0 to 1 (0: all tokens)", 0, 1),
-    "repetition_penalty": Range("a finite number above 0 (1: no penalty)", 0, above=True),
+    "repetition_penalty": Range("a number from 0.001 to 1000 (1: no penalty)", 0.001, 1000),
     "presence_penalty": Range("a number from -2 to 2 (0: no penalty)", -2, 2),
     "frequency_penalty": Range("a number from -2 to 2 (0: no penalty)", -2, 2),
     "seed": Range("a whole number from 0 to 2**32 - 1", 0, SEEDS - 1, whole=True),

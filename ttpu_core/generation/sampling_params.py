@@ -85,6 +85,8 @@ class SamplingParams(TokenChoice):
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
+        if self.top_k == -1:
+            put("top_k", 0)  # vLLM's word for all tokens
         put("stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
         put("stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):

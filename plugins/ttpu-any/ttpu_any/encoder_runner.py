@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttpu_any.base_runner import BaseRunner, default_sequences, widths_of
-from ttpu_any.encoder import EncoderPrograms
+from ttpu_any.encoder_programs import EncoderPrograms
 from ttpu_any.sharding import batch_sharding
 from ttpu_jax.runner.compilation import Program
 from ttpu_jax.runner.slot_sampler import SampledRows, named

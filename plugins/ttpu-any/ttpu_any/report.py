@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import torch
 
 from ttpu_any.aten.table import jax_dtype
-from ttpu_any.encoder import EncoderPrograms
+from ttpu_any.encoder_programs import EncoderPrograms
 from ttpu_any.programs import StockPrograms, StockSpec, StockState
 from ttpu_any.sharding import batch_sharding, cache_sharding, check_axes, tensor_sharding
 from ttpu_any.steps import Manner, Prefill, Steps, manners_of, position_offset

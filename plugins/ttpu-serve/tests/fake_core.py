@@ -54,6 +54,10 @@ class FakeGuides:
     def compile(self, guided: GuidedDecoding) -> None:
         """Compile nothing."""
 
+    def is_compiled(self, guided: GuidedDecoding) -> bool:
+        """Always."""
+        return True
+
 
 @dataclass
 class FakeCore:
@@ -128,7 +132,7 @@ class FakeCore:
     def step(self) -> list[OutputDelta]:
         time.sleep(self.seconds)
         self.counts = replace(self.counts, steps=self.counts.steps + 1)
-        if self.counts.steps == self.fail_at:
+        if self.fail_at is not None and self.counts.steps >= self.fail_at:
             raise RuntimeError("the device is on fire")
         deltas = [self._pool(*self.pooled.pop(0))] if self.pooled else []
         for output in list(self.outputs):
@@ -137,6 +141,9 @@ class FakeCore:
                 self.outputs.remove(output)
         self.counts = replace(self.counts, output_tokens=self.counts.output_tokens + len(deltas))
         return deltas
+
+    def end_failed(self, error: Exception) -> None:
+        """Nothing: every step fails."""
 
     def stats(self) -> EngineStats:
         return replace(self.counts, running=len(self.outputs))

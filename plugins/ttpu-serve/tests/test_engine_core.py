@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,9 @@ import tiny
 
 from ttpu import LLM, AutoModelForTPU, SamplingParams
 from ttpu_core.errors import RequestError
+from ttpu_core.generation.sampling_params import GuidedDecoding
+from ttpu_serve.api.async_engine import AsyncEngine
+from ttpu_serve.api.output_queue import RequestFailedError
 
 PROMPT, OTHER = [5, 6, 7], [50, 60, 70, 80]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -204,3 +208,58 @@ def test_embeddings_compile_nothing_while_serving(llm: LLM) -> None:
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert not compiled
+
+
+def run_to_end(llm: LLM, names: list[str]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    while llm.engine.has_work:
+        for delta in llm.engine.step():
+            found[delta.request_id].append(delta)
+    return found
+
+
+def test_an_error_of_one_requests_guide_ends_that_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens_of(llm)
+    llm.engine.add("good", PROMPT, GREEDY)
+    llm.engine.add("bad", OTHER, SamplingParams(max_tokens=8, guided=GuidedDecoding(regex="[0-9]{9}")))
+
+    def masks(*_: Any) -> None:
+        raise ValueError("a mistake")
+
+    monkeypatch.setattr("ttpu_serve.guided.guides.GuideState.masks", masks)
+    found = run_to_end(llm, ["good", "bad"])
+    assert [token for delta in found["good"] for token in delta.token_ids] == expected
+    assert found["bad"][-1].error is not None and "ValueError: a mistake" in found["bad"][-1].error
+    assert nothing_left(llm)
+
+
+def test_steps_that_fail_end_their_own_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One failure is tried again; the requests of a step that fails twice end, and later ones are served."""
+    expected, dispatch, failures = tokens_of(llm), llm.engine.runner.dispatch, [1, 3, 4]
+
+    def failing(step: Any) -> Any:
+        calls.append(step)
+        if len(calls) in failures:
+            raise RuntimeError("the device stumbled")
+        return dispatch(step)
+
+    async def ask(engine: AsyncEngine, prompt: list[int]) -> list[int]:
+        return [token async for delta in engine.generate(prompt, GREEDY) for token in delta.token_ids]
+
+    async def scenario() -> None:
+        engine = AsyncEngine(llm.engine).start()
+        try:
+            with pytest.raises(RequestFailedError, match="the engine failed at this request or at one beside it"):
+                await ask(engine, PROMPT)
+            assert await ask(engine, PROMPT) == expected
+            assert engine.alive
+        finally:
+            engine._calls.put(None)  # without closing the core
+            llm.engine.close, close = (lambda: None), llm.engine.close
+            engine._thread.join()
+            llm.engine.close = close
+
+    calls: list[Any] = []
+    monkeypatch.setattr(llm.engine.runner, "dispatch", failing)
+    asyncio.run(scenario())
+    assert len(calls) > 4 and nothing_left(llm)

@@ -239,7 +239,7 @@ def test_embeddings_and_tokens_refuse_in_the_same_form(http: httpx.Client) -> No
     assert refused(http.post("/tokenize", json={}), 400)["param"] == "prompt"
     assert refused(post(http, "/tokenize", {"prompt": "\ud800"}), 400)["param"] == "prompt"
     assert refused(http.post("/detokenize", json={"tokens": [-1]}), 400)["param"] == "tokens[0]"
-    assert http.post("/detokenize", json={"tokens": [2**31 - 1]}).status_code in (200, 400)
+    assert http.post("/detokenize", json={"tokens": [2**31 - 1]}).status_code == 400
 
 
 def many(item: Any) -> list[Any]:

@@ -22,10 +22,11 @@ from typer.testing import CliRunner
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.api.async_engine import AsyncEngine
+from ttpu_serve.api.output_queue import EngineDeadError
 from ttpu_serve.cli.serve import serve
 from ttpu_serve.server import ServerSettings, create_app
 from ttpu_serve.server.events import EventStream
-from ttpu_serve.server.run import Place
+from ttpu_serve.server.run import Place, run
 
 openai = pytest.importorskip("openai")
 
@@ -158,7 +159,8 @@ def stalled_reader(server: Running, asked: Any) -> socket.socket:
     reader.connect((host, int(port)))
     content = json.dumps(asked).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}"
     )
     reader.sendall(head.encode() + b"\r\n\r\n" + content)
     return reader
@@ -354,3 +356,63 @@ def test_one_of_several_processes_serves_only_if_the_backends_runner_spans_them(
     assert "the runner of the jax backend spans one only" in str(refused.exception) and not served
     monkeypatch.setattr("ttpu_jax.backend.JaxBackend.spans_processes", True)
     assert CliRunner().invoke(command, [llama, "--port", "0"]).exit_code == 0 and served == [llama]
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.example", 421), ("evil.example:8000", 421), ("", 200), ("127.0.0.1.evil.example", 421),
+        ("127.0.0.1", 200), ("[::1]:80", 200), ("localhost:1", 200), ("app.localhost", 200), ("model.internal", 200),
+    ],
+)  # fmt: skip
+def test_a_server_without_a_key_answers_under_its_own_names_alone(
+    host: str, status: int, bytes_tokenizer: Any
+) -> None:
+    """Another site's page can lead its own name to this machine."""
+    settings = ServerSettings(allowed_hosts=("model.internal",), enable_admin=True)
+    with running(FakeCore(bytes_tokenizer), settings) as server:
+        for path in ("/stats", "/is_sleeping"):
+            answer = server.http().get(path, headers={"Host": host})
+            assert answer.status_code == status
+            assert status == 200 or answer.json()["error"]["code"] == "unknown_host"
+
+
+def test_a_server_with_a_key_answers_under_any_name(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer), ServerSettings(api_keys=("secret",))) as server:
+        assert server.http().get("/stats", headers={"Host": "model.example"}).status_code == 200
+    with running(FakeCore(bytes_tokenizer), ServerSettings(allowed_hosts=("*",))) as server:
+        assert server.http().get("/stats", headers={"Host": "model.example"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/sleep?level=2", 400), ("/sleep?depth=1", 400), ("/sleep?level=1", 200), ("/wake_up?tags=weights", 400),
+     ("/wake_up", 200)],
+)  # fmt: skip
+def test_what_administration_does_not_do_is_refused(path: str, status: int, bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer), ServerSettings(enable_admin=True)) as server:
+        assert server.http().post(path).status_code == status
+
+
+def test_a_dead_engine_ends_the_server(bytes_tokenizer: Any, tmp_path: Path) -> None:
+    """With an error, so that a supervisor starts another process."""
+    place = Place(port=0)
+    bound = place.bind()
+    app = create_app(AsyncEngine(FakeCore(bytes_tokenizer, fail_at=2)), ServerSettings())
+    failures: list[Exception] = []
+    ready: list[str] = []
+
+    def serve() -> None:
+        try:
+            run(app, ServerSettings(), place, bound, ready=ready.append, log_level="error")
+        except EngineDeadError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    until(lambda: ready)
+    asked = {"model": "fake", "prompt": "say: on", "max_tokens": 9}
+    answer = httpx.post(f"{ready[0]}/v1/completions", json=asked, timeout=30)
+    assert answer.status_code == 503
+    thread.join(20)
+    assert not thread.is_alive() and "on fire" in str(failures[0])

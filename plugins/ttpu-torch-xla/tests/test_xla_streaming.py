@@ -194,7 +194,8 @@ def test_a_bug_in_the_middle_of_an_answer_is_not_called_a_bad_argument(
             streamer.put(torch.tensor(value))
         raise ValueError("a bug")
 
-    monkeypatch.setattr(streaming, "model", SimpleNamespace(**{**vars(streaming.model), "generate": broken}))
+    model = {**vars(streaming.model), "generate": broken, "can_generate": lambda: True}
+    monkeypatch.setattr(streaming, "model", SimpleNamespace(**model))
     with pytest.raises(ValueError, match=r"^a bug$"):
         tokens(streaming, max_new_tokens=4)
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ttpu_serve.execution.stats import EngineStats
 
 LOG = logging.getLogger(__name__)
+MOST_FAILURES = 3
+"""Steps that may fail one after another. The first is tried again; then the requests of each end."""
 T = TypeVar("T")
 Prompt = str | list[int]
 
@@ -50,6 +52,7 @@ class AsyncEngine:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.error: str | None = None  # why it is dead
+        self.on_death: Callable[[], None] | None = None  # called in its thread
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
         # Whose requests the core's ids are; of the engine's thread alone.
@@ -399,9 +402,20 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
+            failures = 0
             while self._do_calls():
-                if self.core.has_work:
+                if not self.core.has_work:
+                    continue
+                try:
                     self._deliver(self.core.step())
+                    failures = 0
+                except Exception as error:
+                    failures += 1
+                    if failures > MOST_FAILURES:
+                        raise
+                    LOG.exception("a step failed")
+                    if failures > 1:  # not by chance
+                        self.core.end_failed(error)
         except BaseException as error:  # whatever it is, nobody is there to catch it, and everybody waits
             LOG.exception("the engine failed")
             self.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -409,6 +423,8 @@ class AsyncEngine:
             self._stopped = True
             self._refuse_calls()
             self._end_streams()
+            if self.error is not None and self.on_death is not None:
+                self.on_death()
             self._compiler.shutdown(wait=False, cancel_futures=True)
             with suppress(Exception):
                 self.core.close()

@@ -111,6 +111,16 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            "--allowed-hosts",
+            metavar="NAME",
+            help="A name of this server, where it has no key; * for any; repeat for more.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     no_page: Annotated[bool, typer.Option("--no-page", help="No page at /.", rich_help_panel=SERVER)] = False,
     ssl_certfile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Serve https.", rich_help_panel=SERVER)
@@ -139,9 +149,9 @@ def serve(
         int, typer.Option(min=1, metavar="N", help="HTTP requests at once; more get 429.", rich_help_panel=LIMITS)
     ] = 1024,
     max_waiting: Annotated[
-        int | None,
+        int,
         typer.Option(min=1, metavar="N", help="Sequences that wait for a place; more get 429.", rich_help_panel=LIMITS),
-    ] = None,
+    ] = 4096,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Of a prompt; longer get 400.", rich_help_panel=LIMITS)
     ] = None,
@@ -211,6 +221,7 @@ def serve(
         drain_timeout=drain_timeout or 0.001,
         enable_admin=enable_admin,
         allowed_origins=tuple(allowed_origin or ()),
+        allowed_hosts=tuple(allowed_host or ()),
         page=not no_page,
     )
     place = Place(host, port, *(None if file is None else str(file) for file in (ssl_certfile, ssl_keyfile)))

@@ -95,6 +95,7 @@ class EngineCore:
         self._special: set[str] = set()  # outputs whose rows need more than tokens and parameters
         self._children: dict[str, list[str]] = {}
         self._held: list[OutputDelta] = []
+        self._failed: Sequence[Request] = ()  # of the last step that raised
         self._steps = self._requests = self._prompt_tokens = self._output_tokens = 0
         self._device_seconds, self._busy_since = 0.0, 0.0
 
@@ -219,6 +220,20 @@ class EngineCore:
         if self._in_flight and (synchronous or scheduled is None or len(self._in_flight) > 1):
             self._collect(deltas)
 
+    def end_failed(self, error: Exception) -> None:
+        """End the requests of the step that raised last; the next `step` returns their deltas."""
+        reason = f"the engine failed at this request or at one beside it ({type(error).__name__}): try again."
+        for request in self._failed:
+            output = self._live(request)
+            if output is None:
+                continue
+            output.fail(reason)
+            self.scheduler.finish(request, "error")
+            if (delta := output.delta()) is not None:
+                self._held.append(delta)
+            self._close(output)
+        self._failed = ()
+
     def _waits_for_tokens(self) -> bool:
         """Whether the next step depends on the previous step's tokens, as guides and drafts do."""
         guided = (output.request.status is Status.RUNNING for output in self._guided.values())
@@ -232,9 +247,13 @@ class EngineCore:
                 output = self._outputs[request.id]
                 hidden |= output.wants_prompt and int(scheduled.starts[index]) < len(request.prompt)
                 if scheduled.samples[index] and (output.rules is not None or output.guide is not None):
-                    _add_rules(rules, output, scheduled, index)
+                    try:
+                        _add_rules(rules, output, scheduled, index)
+                    except Exception as error:  # of a guide, for example: it ends no other request
+                        output.break_by(error)
             dispatched = self._steps_for.dispatch(scheduled, self.scheduler.tables, rules, hidden=hidden)
         except BaseException:
+            self._failed = scheduled.requests
             self.scheduler.update(scheduled, [[] for _ in scheduled.requests])
             raise
         if not self._in_flight:
@@ -251,6 +270,7 @@ class EngineCore:
         try:
             values = done.in_flight.read()
         except BaseException:
+            self._failed = scheduled.requests
             self.scheduler.update(scheduled, [[] for _ in scheduled.requests])
             raise
         now = time.perf_counter()

@@ -37,7 +37,10 @@ def read_prompts(
             continue
         if stream is None:
             stream = done.read_hidden()
-        _pool(output, stream[begin : begin + count].astype(np.float32), start)
+        try:
+            _pool(output, stream[begin : begin + count].astype(np.float32), start)
+        except Exception as error:
+            output.break_by(error)
     if not scored:
         return
     wanted = np.zeros(step.num_tokens, np.int32)
@@ -46,9 +49,12 @@ def read_prompts(
     values = runner.prompt_logprobs(done, wanted)
     for output, start, begin, targets in scored:
         own = slice(begin, begin + len(targets))
-        output.add_prompt_logprobs(
-            start + 1, targets, values.logprob[own], values.top_tokens[own], values.top_logprobs[own]
-        )
+        try:
+            output.add_prompt_logprobs(
+                start + 1, targets, values.logprob[own], values.top_tokens[own], values.top_logprobs[own]
+            )
+        except Exception as error:
+            output.break_by(error)
 
 
 def finish_pooling(output: SequenceOutput) -> None:

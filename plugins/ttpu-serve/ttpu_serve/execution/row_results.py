@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from ttpu_serve.execution.prompt_outputs import NOT_A_NUMBER, finish_pooling
 from ttpu_serve.execution.sequence_output import SequenceOutput
 from ttpu_serve.runner import SampledRows
-
-log = logging.getLogger("ttpu.engine")
 
 
 def accepted(sampled: list[int], draft: list[int]) -> list[int]:
@@ -32,13 +28,16 @@ def take_row(output: SequenceOutput, sampled: list[int], row: int, values: Sampl
     try:
         return _take(output, sampled, row, values)
     except Exception as error:
-        log.exception("request %s failed", output.request_id)
-        output.fail(f"this request met an error of the engine ({type(error).__name__}: {error}): report it.")
+        output.break_by(error)
+        output.fail(output.broken)
         return []
 
 
 def _take(output: SequenceOutput, sampled: list[int], row: int, values: SampledRows) -> list[int]:
     request = output.request
+    if output.broken:
+        output.fail(output.broken)
+        return []
     if request.pooling is not None:
         finish_pooling(output)
         return sampled[:1]

@@ -3,6 +3,7 @@ that are new for the caller."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from ttpu_serve.api.outputs import ErrorKind, Logprob, OutputDelta
 from ttpu_serve.execution.logit_rules import Rules
 from ttpu_serve.guided.guides import GuideState
 from ttpu_serve.scheduling.request import Request
+
+log = logging.getLogger("ttpu.engine")
 
 TokenLogprobs = dict[int, Logprob]
 
@@ -45,6 +48,7 @@ class SequenceOutput:
         self.rules: Rules | None = None
         self.guide: GuideState | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.broken = ""  # why the engine cannot go on with it
         self.embedding: np.ndarray | None = None
         self.pooled: np.ndarray | None = None  # the sum of the prompt's tokens so far
         self._began = False
@@ -82,6 +86,11 @@ class SequenceOutput:
                 self._end("length")
                 return number + 1
         return len(tokens)
+
+    def break_by(self, error: Exception) -> None:
+        """Note that the engine met an error that concerns this sequence alone, which then ends."""
+        log.exception("request %s failed", self.request_id)
+        self.broken = f"this request met an error of the engine ({type(error).__name__}: {error}): report it."
 
     def fail(self, sentence: str, kind: ErrorKind = "engine") -> None:
         """End the sequence with an error; `kind` tells whether the engine or the request caused it."""

@@ -186,6 +186,19 @@ def watching(service: Service) -> APIRouter:
     return routes
 
 
+def _check_query(request: Request, name: str, allowed: str, meaning: str) -> None:
+    """Refuse what the URL asks for beside what is done anyway.
+
+    Raises:
+        ApiError: there is such.
+    """
+    for given, value in request.query_params.multi_items():
+        if given != name or value != allowed:
+            raise ApiError(
+                f"the URL has {given}={value[:40]}, but {meaning}: leave it out.", param=given, code="unsupported_field"
+            )
+
+
 def admin(service: Service) -> APIRouter:
     """Routes of `--enable-admin`: sleep, wake up, prefix cache, adapters."""
     routes = APIRouter(tags=["Administration"], route_class=UniqueKeys)
@@ -196,13 +209,15 @@ def admin(service: Service) -> APIRouter:
         return JSONResponse({"status": "ok"})
 
     @routes.post("/sleep")
-    async def sleep() -> Response:
+    async def sleep(request: Request) -> Response:
         """Move the weights off the devices and drop the KV cache. Requests are kept and continue after /wake_up."""
+        _check_query(request, "level", "1", "weights go to the host, which is level 1 of vLLM")
         return await done(engine.core.sleep)
 
     @routes.post("/wake_up")
-    async def wake_up() -> Response:
+    async def wake_up(request: Request) -> Response:
         """Move the weights back to the devices."""
+        _check_query(request, "tags", "", "weights and KV cache come back together")
         return await done(engine.core.wake_up)
 
     @routes.get("/is_sleeping")

@@ -164,9 +164,11 @@ def _of_validation(problems: Sequence[Any]) -> ApiError:
 
 
 def _path(parts: Sequence[Any]) -> str:
-    """Return a path such as `messages[0].content`."""
+    """Return a path such as `messages[0].content`. pydantic's names of a union's types are left out."""
     text = ""
     for part in parts:
+        if isinstance(part, str) and not _FIELD.fullmatch(part):
+            continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
 
@@ -185,4 +187,5 @@ def _param_of(message: str) -> str | None:
     return found[1] if found and ("_" in found[1] or found[1] in _PLAIN_NAMES) else None
 
 
+_FIELD = re.compile(r"(?!(?:str|int|float|bool|list|dict|none|tuple)$)[a-z_][A-Za-z0-9_$]*|\$\w+")
 _PLAIN_NAMES = {"temperature", "n", "stop", "seed", "logprobs", "prompt", "messages", "input"}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import re
+import socket
 import time
 import uuid
 from typing import Any
@@ -46,6 +48,7 @@ class RequestMiddleware:
         self._app, self._settings, self._metrics = app, settings, metrics
         self._keys = [key.encode() for key in settings.api_keys]
         self._running = 0
+        self._hosts = {"localhost", socket.gethostname().lower(), *(name.lower() for name in settings.allowed_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -83,6 +86,7 @@ class RequestMiddleware:
             await send(message)
 
         try:
+            self._check_host(headers)
             if limited:
                 self._check_key(scope, headers)
                 self._check_site(scope, headers)
@@ -117,6 +121,24 @@ class RequestMiddleware:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+    def _check_host(self, headers: Headers) -> None:
+        """Refuse names that are not this server's: another site's page may lead its own name to this machine, and the
+        browser then takes this server for that site."""
+        if self._keys or "*" in self._hosts:
+            return
+        given = headers.get("host", "")
+        name = (given.partition("]")[0].lstrip("[") if given.startswith("[") else given.partition(":")[0]).lower()
+        # Browsers always name the host; what names none is a prober.
+        if not name or name in self._hosts or name.endswith(".localhost") or _is_address(name):
+            return
+        raise ApiError(
+            f"the request is for the host {name[:100]!r}, but this server has no API key, and answers under "
+            "addresses, localhost and its own names: start it with a key, or name the host by --allowed-host.",
+            status=421,
+            kind="permission_error",
+            code="unknown_host",
+        )
 
     def _check_site(self, scope: Scope, headers: Headers) -> None:
         if self._keys or scope["path"] not in ADMIN_PATHS:
@@ -181,6 +203,14 @@ class RequestMiddleware:
                 code="request_too_large",
             )
         return b"".join(parts)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

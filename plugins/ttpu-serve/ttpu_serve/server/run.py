@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 
 from ttpu_core.errors import RequestError
+from ttpu_serve.api.output_queue import EngineDeadError
 from ttpu_serve.server.settings import ServerSettings
 
 KEEP_ALIVE_SECONDS = 60
@@ -148,6 +149,9 @@ def run(
         ready: called with the URL when the server accepts requests.
         log_level: uvicorn's log level.
         access_log: log every request.
+
+    Raises:
+        EngineDeadError: the engine failed, so that a supervisor should start another process.
     """
     config = uvicorn.Config(
         app,
@@ -158,8 +162,17 @@ def run(
         ssl_certfile=place.certificate,
         ssl_keyfile=place.private_key,
         server_header=False,
+        ws="none",  # an upgrade is answered as any request
     )
     with bound:
         engine = app.state.service.engine
         drain = partial(engine.drain, settings.drain_timeout)
-        Server(config, lambda: ready(place.url(bound)), drain).run(sockets=[bound])
+        server = Server(config, lambda: ready(place.url(bound)), drain)
+
+        def leave() -> None:
+            server.should_exit = True  # what is told of the failure is still sent
+
+        engine.on_death = leave
+        server.run(sockets=[bound])
+        if engine.error is not None:
+            raise EngineDeadError(f"the engine failed ({engine.error}): start the server again.")

@@ -28,7 +28,9 @@ class ServerSettings:
     request_timeout, write_timeout, drain_timeout: time limits in seconds of a request, of a client's reading one event,
     and of draining at shutdown. None is unlimited.
     enable_admin: allow sleep, wake up, prefix cache reset and adapter loading over HTTP.
-    allowed_origins: other sites whose pages may call this server from a browser. page: serve the page at `/`.
+    allowed_origins: other sites whose pages may call this server from a browser. allowed_hosts: names under which a
+    server without a key answers, beside addresses, localhost and this machine's own name; "*" is any. page: serve the
+    page at `/`.
 
     Raises:
         RequestError: a value is out of range, or an API key is empty or not ASCII.
@@ -50,6 +52,7 @@ class ServerSettings:
     drain_timeout: float | None = 30.0
     enable_admin: bool = False
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     page: bool = True
 
     def __post_init__(self) -> None:

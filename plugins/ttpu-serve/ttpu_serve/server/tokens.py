@@ -78,6 +78,12 @@ class Tokens:
             RequestError: the tokenizer does not know an id.
             MissingDependencyError: there is no tokenizer.
         """
+        known = len(self._needed())
+        unknown = next((token for token in ids if not 0 <= token < known), None)
+        if unknown is not None:
+            raise RequestError(
+                f"tokens holds the id {unknown}, but the tokenizer's are 0 to {known - 1}: correct it.", param="tokens"
+            )
         try:
             text: str = self._needed().decode(
                 list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
