@@ -39,6 +39,13 @@ def http(server: Running) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def strict_http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    core = FakeCore(tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    with running(core, ServerSettings(strict_fields=True)) as server, server.http() as client:
+        yield client
+
+
 def refused(response: httpx.Response, status: int) -> Any:
     """The error of a response that must have this status and OpenAI's form."""
     assert response.status_code == status, response.text
@@ -130,23 +137,97 @@ def test_a_completion_that_cannot_be_served_names_its_field(http: httpx.Client, 
     assert refused(post(http, COMPLETION, completion(**fields)), 400)["param"] == param
 
 
-@pytest.mark.parametrize("name", ["reasoning_effort", "audio", "functions", "web_search_options", "store", "made_up"])
-def test_what_is_not_understood_is_refused_by_name(http: httpx.Client, name: str) -> None:
-    error = refused(http.post(CHAT, json=chat(**{name: True})), 400)
-    assert error["param"] == name and repr(name) in error["message"]
-    assert error["code"] == ("unknown_field" if name == "made_up" else "unsupported_field")
+CHANGING: dict[str, Any] = {
+    "audio": True,
+    "functions": True,
+    "web_search_options": True,
+    "logits_processors": ["a"],
+    "structural_tag": "x",
+    "max_new_tokens": 3,
+    "temprature": 0.1,
+    "topP": 0.5,
+    "max_token": 3,
+}
 
 
-def test_what_means_nothing_is_accepted(http: httpx.Client) -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_would_change_the_answer_is_refused_by_name(
+    http: httpx.Client, strict_http: httpx.Client, strict: bool
+) -> None:
+    for name, value in CHANGING.items():
+        error = refused((strict_http if strict else http).post(CHAT, json=chat(**{name: value})), 400)
+        assert error["param"] == name and repr(name) in error["message"]
+        similar = name in ("temprature", "topP", "max_token")
+        assert error["code"] == ("unknown_field" if similar else "unsupported_field")
+        if similar and not strict:
+            known = {"temprature": "temperature", "topP": "top_p", "max_token": "max_tokens"}[name]
+            assert repr(known) in error["message"]
+
+
+UNKNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"store": True}, "store"),
+    ({"made_up": {"a": 1}}, "made_up"),
+    ({"request_id": "a"}, "request_id"),
+    ({"a\r\nb: c": 1}, "a\\r\\nb: c"),
+    ({"ö": 1}, "\\u00f6"),
+    ({"stream": True, "stream_options": {"made_up": 1}}, "stream_options.made_up"),
+    ({"messages": [{"role": "user", "content": "say: hello", "cache_control": {}}] * 2}, "messages.cache_control"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "say: hello", "made_up": 1}]}]},
+        "messages.content.made_up",
+    ),
+    ({"response_format": {"type": "text", "made_up": 1}}, "response_format.made_up"),
+    ({"store": True, "made_up": 1}, "store, made_up"),
+]
+
+
+@pytest.mark.parametrize(("fields", "told"), UNKNOWN, ids=[told for _, told in UNKNOWN])
+def test_what_changes_no_answer_is_ignored_and_named_in_a_header(
+    http: httpx.Client, strict_http: httpx.Client, fields: Any, told: str
+) -> None:
+    response = http.post(CHAT, json=chat(**fields))
+    assert response.status_code == 200 and "hello" in "".join(filter(None, spoken(response)))
+    assert response.headers["x-ttpu-warning"] == f"fields without effect on this server were ignored: {told}"
+    refused(strict_http.post(CHAT, json=chat(**fields)), 400)
+
+
+def spoken(response: httpx.Response) -> list[Any]:
+    """The content of a chat's response, whole or streamed."""
+    if response.headers["content-type"] == "application/json":
+        return [response.json()["choices"][0]["message"]["content"]]
+    events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+    return [choice["delta"].get("content") for event in events for choice in json.loads(event)["choices"]]
+
+
+def test_a_request_has_few_unknown_fields(http: httpx.Client) -> None:
+    names = {f"unknown number {number}": 1 for number in range(65)}
+    assert http.post(CHAT, json=chat(**dict(list(names.items())[:64]))).headers["x-ttpu-warning"].endswith("56 more")
+    assert refused(http.post(CHAT, json=chat(**names)), 400)["code"] == "unknown_field"
+
+
+def test_fields_that_are_known_give_no_warning(http: httpx.Client) -> None:
+    assert "x-ttpu-warning" not in http.post(CHAT, json=chat(user="me", made_up=None)).headers
+
+
+def test_a_strict_server_documents_that_it_takes_no_other_fields(
+    http: httpx.Client, strict_http: httpx.Client
+) -> None:
+    for client, strict in ((http, False), (strict_http, True)):
+        schema = client.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]
+        assert (schema.get("additionalProperties") is False) == strict
+
+
+def test_what_means_nothing_is_accepted(http: httpx.Client, strict_http: httpx.Client) -> None:
     neutral = {"store": False, "service_tier": "auto", "modalities": ["text"], "functions": None, "user": "me"}
     neutral |= {"metadata": {"a": "b"}, "n": None, "stop": None, "temperature": None, "logit_bias": None, "tools": []}
-    assert http.post(CHAT, json=chat(**neutral)).status_code == 200
+    neutral |= {"use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True}
+    for client in (http, strict_http):
+        assert client.post(CHAT, json=chat(**neutral)).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]}, "messages[0].content"),
         ({"messages": [{"role": "assistant", "content": "a", "refusal": "no"}]}, "messages[0].refusal"),
         ({"response_format": {"type": "text", "json_schema": {"name": "a"}}}, "response_format.json_schema"),
         ({"logit_bias": {"01": 1}}, "logit_bias"),

@@ -90,6 +90,19 @@ def test_a_stream_counts_tokens_if_asked(client: Any) -> None:
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 4
 
 
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_a_stream_counts_tokens_in_every_chunk_if_asked(client: Any, kind: str) -> None:
+    counts = {"include_usage": True, "continuous_usage_stats": True}
+    asked: Any = {"model": "main", "stream": True, "stream_options": counts, "max_tokens": 5}
+    if kind == "chat":
+        chunks = list(client.chat.completions.create(messages=user("say: abc"), **asked))
+    else:
+        chunks = list(client.completions.create(prompt="say: abc", **asked))
+    told = [chunk.usage.completion_tokens for chunk in chunks]
+    assert told == sorted(told) and told[0] < told[-1] == 4
+    assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
+
+
 def test_several_answers_come_each_with_its_index(client: Any) -> None:
     answer = client.chat.completions.create(model="main", messages=user("say: abc"), n=3)
     assert [(choice.index, choice.message.content) for choice in answer.choices] == [(0, "abc"), (1, "abc"), (2, "abc")]

@@ -97,6 +97,14 @@ def serve(
         GenerationConfigChoice,
         typer.Option(help="Sampling's defaults: auto takes the checkpoint's.", rich_help_panel=SERVER),
     ] = GenerationConfigChoice.auto,
+    strict_fields: Annotated[
+        bool,
+        typer.Option(
+            "--strict-fields",
+            help="400 for every unknown field; else those without effect on an answer are named in X-TTPU-Warning.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False,
     enable_admin: Annotated[
         bool,
         typer.Option(
@@ -219,6 +227,7 @@ def serve(
         allow_priority=allow_priority,
         request_timeout=request_timeout or None,
         drain_timeout=drain_timeout or 0.001,
+        strict_fields=strict_fields,
         enable_admin=enable_admin,
         allowed_origins=tuple(allowed_origin or ()),
         allowed_hosts=tuple(allowed_host or ()),

@@ -86,12 +86,13 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    app.openapi = lambda: _openapi(app, bool(settings.api_keys))  # type: ignore[method-assign]
+    app.openapi = lambda: _openapi(app, settings)  # type: ignore[method-assign]
     return app
 
 
-def _openapi(app: FastAPI, with_key: bool) -> dict[str, Any]:
-    """Return FastAPI's OpenAPI document without status 422, which no endpoint uses, and with the API key."""
+def _openapi(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:
+    """Return FastAPI's OpenAPI document without status 422, which no endpoint uses, with the API key, and open for the
+    unknown fields that are ignored."""
     if app.openapi_schema is None:
         schema = FastAPI.openapi(app)
         for path in schema["paths"].values():
@@ -99,7 +100,10 @@ def _openapi(app: FastAPI, with_key: bool) -> dict[str, Any]:
                 operation["responses"].pop("422", None)
         for name in ("HTTPValidationError", "ValidationError"):
             schema["components"]["schemas"].pop(name, None)
-        if with_key:
+        if not settings.strict_fields:
+            for described in schema["components"]["schemas"].values():
+                described.pop("additionalProperties", None)
+        if settings.api_keys:
             schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"key": []}]
         app.openapi_schema = schema

@@ -140,13 +140,15 @@ class Chat:
     async def chunks(self, streams: OutputStreams) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the response's chunks as they come."""
         turns = [self._turn() for _ in range(self._request.num_sequences)]
-        counted = {"usage": None} if self._request.includes_usage else {}
+        counted: dict[str, Any] = {"usage": None} if self._request.includes_usage else {}
         of_prompt: dict[str, Any] = {}
         told = False
         async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
                 if not told and delta.prompt_logprobs is not None:
                     told, of_prompt = True, {"prompt_logprobs": prompt_logprobs(delta, self._service.tokens)}
+                if self._request.continuous_usage:
+                    counted = {"usage": streams.usage.as_json()}
                 spoken = said(delta, self._service.tokens)
                 for choice in self._pieces(number, turns[number], spoken):
                     yield {**self._envelope("chat.completion.chunk"), "choices": [choice], **counted, **of_prompt}

@@ -9,7 +9,8 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from ttpu_core.generation.sampling_params import MAX_LOGPROBS
 from ttpu_serve.server.errors import ApiError
-from ttpu_serve.server.protocol import Body, FreeJson, Generation, at_most
+from ttpu_serve.server.given_fields import given_fields
+from ttpu_serve.server.protocol import Body, FreeJson, Generation, Unsupported, at_most
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192
@@ -51,8 +52,9 @@ def read_content(value: Any) -> str | None:
             raise ValueError(f"it has a part of type {kind!r}, but this model reads text alone")
         if not isinstance(part.get(kind), str):
             raise ValueError(f"it has a part without {kind!r}")
-        if others := sorted(set(part) - {"type", kind}):
-            raise ValueError(f"it has a part with {others[0]!r}, which this server does not know: leave it out")
+        for other in sorted(set(part) - {"type", kind}):
+            if reason := given_fields().refusal_of(str(other), "messages.content", ("type", "text", "refusal")):
+                raise ValueError(f"it has a part with {other!r}, but {reason}")
         texts.append(part[kind])
     return "".join(texts)
 
@@ -64,12 +66,16 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 class CalledFunction(Body):
     """The called function; `arguments` is JSON text as the model wrote it."""
 
+    place: ClassVar[str] = "messages.tool_calls.function"
+
     name: str
     arguments: str
 
 
 class CalledTool(Body):
     """A tool call of an earlier message."""
+
+    place: ClassVar[str] = "messages.tool_calls"
 
     id: str
     type: Literal["function"] = "function"
@@ -79,12 +85,13 @@ class CalledTool(Body):
 class Message(Body):
     """One message. Messages of role tool name the call whose result they are."""
 
-    neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    neutral: ClassVar[Unsupported] = {
         "function_call": ((), "it is OpenAI's old form of tool_calls: use those"),
         "audio": ((), "this server hears and speaks no audio: leave it out"),
         "refusal": ((), "refusals are not told apart from content here: pass it as content"),
         "annotations": (([],), "replies have none here: leave it out"),
     }
+    place: ClassVar[str] = "messages"
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
@@ -106,6 +113,8 @@ class Message(Body):
 class Function(Body):
     """A function that the model may call; `parameters` is the JSON schema of an object."""
 
+    place: ClassVar[str] = "tools.function"
+
     name: FunctionName
     description: str | None = None
     parameters: FreeJson | None = None
@@ -115,6 +124,8 @@ class Function(Body):
 class Tool(Body):
     """A tool; only functions are supported."""
 
+    place: ClassVar[str] = "tools"
+
     type: Literal["function"]
     function: Function
 
@@ -122,11 +133,15 @@ class Tool(Body):
 class ChosenFunction(Body):
     """The name of a tool."""
 
+    place: ClassVar[str] = "tool_choice.function"
+
     name: FunctionName
 
 
 class ToolChoice(Body):
     """The tool that must be called."""
+
+    place: ClassVar[str] = "tool_choice"
 
     type: Literal["function"]
     function: ChosenFunction
@@ -150,16 +165,28 @@ class Conversation(Body):
 class ChatRequest(Generation, Conversation):
     """The body of /v1/chat/completions."""
 
-    neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    neutral: ClassVar[Unsupported] = {
         **Generation.neutral,
         "functions": (([],), "it is OpenAI's old form of tools: use those"),
         "function_call": (("none", "auto"), "it is OpenAI's old form of tool_choice: use that"),
         "modalities": ((["text"],), "this server speaks text alone: leave it out"),
         "audio": ((), "this server speaks no audio: leave it out"),
-        "prediction": ((), "predicted outputs are not used here: leave it out"),
         "reasoning_effort": (("none",), "models are not told how long to think here: use chat_template_kwargs"),
         "verbosity": (("medium",), "models are not told how much to say here: say it in a message"),
         "web_search_options": ((), "this server searches nothing: leave it out"),
+        # vLLM's
+        "chat_template": ((), "templates of clients are not run: start the server with --chat-template"),
+        "documents": (([],), "templates get no documents here: write them into a message"),
+        "echo": ((False,), "replies do not repeat the conversation here: leave it out"),
+        "include_reasoning": ((True,), "reasoning is told where it is parsed: leave it out"),
+        "enable_thinking": ((), "it belongs to the chat template: use chat_template_kwargs"),
+        "thinking": ((), "it belongs to the chat template: use chat_template_kwargs"),
+    }
+    harmless: ClassVar[Unsupported] = {
+        **Generation.harmless,
+        "prediction": ((), "predicted outputs are not used here: leave it out"),
+        "mm_processor_kwargs": (({},), "this model reads text alone: leave it out"),
+        "media_io_kwargs": (({},), "this model reads text alone: leave it out"),
     }
 
     max_completion_tokens: int | None = Field(None, ge=1)

@@ -83,12 +83,14 @@ class Completion:
 
     async def chunks(self, streams: OutputStreams) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the response's chunks as they come."""
-        counted = {"usage": None} if self._request.includes_usage else {}
+        counted: dict[str, Any] = {"usage": None} if self._request.includes_usage else {}
         async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
                 piece = self._piece(number, delta)
                 # text may be held back, but ids and the prompt's values come once
                 if any(piece.get(name) for name in _NEWS):
+                    if self._request.continuous_usage:
+                        counted = {"usage": self._usage(streams)}
                     yield {**self._envelope(), "choices": [piece], **counted}
         if self._request.includes_usage:
             yield {**self._envelope(), "choices": [], "usage": self._usage(streams)}

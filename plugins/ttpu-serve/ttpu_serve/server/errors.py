@@ -147,17 +147,14 @@ def _of_validation(problems: Sequence[Any]) -> ApiError:
         reason = first.get("ctx", {}).get("error", "")
         return ApiError(f"the body is not JSON ({reason} at character {where[-1]}): correct it.", code="invalid_json")
     param = _path(where[1:]) or None
-    if first["type"] == "unsupported_field":
+    if first["type"] in ("unsupported_field", "unknown_field"):
         given = first["ctx"]
-        param = _path((*where[1:], given["name"]))
+        param = _path((*where[1:], given["name"])) or given["name"][:80]
         message = f"the field {param!r} was given, but {given['reason']}."
-        return ApiError(message, param=param, code="unsupported_field")
+        return ApiError(message, param=param, code=first["type"])
     if first["type"] == "missing":
         subject = f"the field {param!r} is missing" if param else "the body is missing"
         return ApiError(f"{subject}, but this path needs it: pass it.", param=param, code="missing_field")
-    if first["type"] == "extra_forbidden":
-        message = f"the field {param!r} was given, but this server does not know it: leave it out, or correct its name."
-        return ApiError(message, param=param, code="unknown_field")
     reason = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"])
     subject = f"{param} is {_short(first.get('input'))}" if param else "the body cannot be used"
     return ApiError(f"{subject}: {reason[:1].lower()}{reason[1:]}.", param=param)

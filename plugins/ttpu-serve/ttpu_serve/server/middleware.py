@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ttpu_serve.server.errors import ApiError, respond
 from ttpu_serve.server.events import ARRIVAL, ClientGoneError
+from ttpu_serve.server.given_fields import GIVEN_FIELDS, WARNING_HEADER, GivenFields
 from ttpu_serve.server.metrics import Metrics
 from ttpu_serve.server.settings import ServerSettings
 
@@ -59,12 +60,17 @@ class RequestMiddleware:
         given = headers.get("x-request-id", "")
         name = given if _PLAIN.fullmatch(given) else uuid.uuid4().hex
         started, status = time.monotonic(), 499  # nginx's status for a client that left
+        fields = GivenFields(self._settings.strict_fields)
+        GIVEN_FIELDS.set(fields)
 
         async def named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = name
+                added = MutableHeaders(scope=message)
+                added["x-request-id"] = name
+                if warning := fields.warning:
+                    added[WARNING_HEADER] = warning
             await send(message)
 
         try:

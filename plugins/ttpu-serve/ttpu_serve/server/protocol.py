@@ -1,5 +1,6 @@
-"""The bodies of completion requests as pydantic models: OpenAI's fields, and vLLM's extensions. Unknown fields are
-refused by name."""
+"""The bodies of completion requests as pydantic models: OpenAI's fields, and vLLM's extensions. Fields that would
+change an answer in a way that this server does not have are refused by name; others that it does not know are ignored
+with a warning, or refused as well (`--strict-fields`)."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from ttpu_core.generation.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from ttpu_serve.server.errors import ApiError
+from ttpu_serve.server.given_fields import given_fields
 
 MAX_STOPS = 16
 _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -136,25 +138,44 @@ FreeJson = Annotated[dict[str, Any], BeforeValidator(_flat)]
 JsonOrText = Annotated[dict[str, Any] | str, BeforeValidator(_flat)]
 
 
+Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Field name → the values that have no effect, and why others are not served."""
+
+
 class Body(BaseModel):
-    """A request's body. `neutral` lists unsupported fields with the values that have no effect and are accepted, and
-    the reason why others are refused."""
+    """A request's body. Fields that are not served: `neutral` are those that would change the answer, which are refused
+    with the reason unless they have a value without effect; `harmless` are those that would not, which are ignored with
+    a warning. `place`: the path of this object in the request's body."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-    neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
+    neutral: ClassVar[Unsupported] = {}
+    harmless: ClassVar[Unsupported] = {}
+    place: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_neutral(cls, data: Any) -> Any:
+    def _drop_unserved(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = {name: value for name, value in data.items() if name in cls._names()}
-        if unknown := next((name for name in data if name not in kept and name not in cls.neutral), None):
-            kept[unknown] = None  # pydantic refuses it; thousands of them would make as many errors
-        for name, (values, reason) in cls.neutral.items():
-            given = data.get(name)
-            if given is not None and not any(given is value or given == value for value in values):
+        names, given = cls._names(), given_fields()
+        kept = {name: value for name, value in data.items() if name in names}
+        unserved = {name: value for name, value in data.items() if name not in names and value is not None}
+        refused = {**cls.neutral, **cls.harmless} if given.strict else cls.neutral
+        for name, value in unserved.items():
+            values, reason = refused.get(name, ((value,), ""))
+            if not any(value is one or value == one for one in values):
                 raise PydanticCustomError("unsupported_field", "{reason}", {"name": name, "reason": reason})
+        known = (*names, *cls.neutral, *cls.harmless)
+        for name, value in data.items():
+            if name in names or name in refused or (value is None and not given.strict):
+                continue
+            if name in cls.harmless:
+                values, _ = cls.harmless[name]
+                reason = None if value in values else given.refusal_of(name, cls.place, ())
+            else:
+                reason = given.refusal_of(name, cls.place, known)
+            if reason is not None:  # the first one alone: thousands of them would make as many errors
+                raise PydanticCustomError("unknown_field", "{reason}", {"name": name, "reason": reason})
         return kept
 
     @classmethod
@@ -171,12 +192,19 @@ def _names_of(kind: type[Body]) -> frozenset[str]:
 class StreamOptions(Body):
     """What a stream contains besides the output."""
 
+    harmless: ClassVar[Unsupported] = {
+        "include_obfuscation": ((False,), "streams are not padded here: leave it out"),
+    }
+    place: ClassVar[str] = "stream_options"
+
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(Body):
     """A JSON schema that the output must match."""
+
+    place: ClassVar[str] = "response_format.json_schema"
 
     name: str = Field(max_length=64)
     description: str | None = None
@@ -187,12 +215,27 @@ class JsonSchemaFormat(Body):
 class ResponseFormat(Body):
     """The form of the output."""
 
+    place: ClassVar[str] = "response_format"
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
+_BLANKS = "JSON has at most one blank between tokens here: leave it out"
+_TAGS = "structural tags are not followed here: use a grammar"
+
+
 class StructuredOutputs(Body):
     """vLLM's guided decoding: exactly one of these fields."""
+
+    neutral: ClassVar[Unsupported] = {
+        "whitespace_pattern": ((), _BLANKS),
+        "disable_any_whitespace": ((False,), _BLANKS),
+        "disable_additional_properties": ((False,), "schemas mean what they say here: say it in the schema"),
+        "structural_tag": ((), _TAGS),
+    }
+    harmless: ClassVar[Unsupported] = {"disable_fallback": ((), "there is one guide here: leave it out")}
+    place: ClassVar[str] = "structured_outputs"
 
     json_: JsonOrText | None = Field(None, alias="json")
     regex: str | None = None
@@ -204,11 +247,42 @@ class StructuredOutputs(Body):
 class Generation(Body):
     """The fields that chat and text completions share."""
 
-    neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
-        "store": ((False,), "this server stores no responses: leave it out"),
-        "service_tier": (("auto", "default"), "this server has one tier: leave it out"),
+    neutral: ClassVar[Unsupported] = {
         "best_of": ((1,), "sequences are not ranked here: ask for n of them and choose"),
         "suffix": (("",), "text is not inserted here: leave it out"),
+        # vLLM's
+        "use_beam_search": ((False,), "beams are not searched here: leave it out"),
+        "length_penalty": ((1,), "beams are not searched here: leave it out"),
+        "early_stopping": ((False,), "beams are not searched here: leave it out"),
+        "bad_words": (([],), "words are not forbidden here: use logit_bias"),
+        "logits_processors": (([],), "this server runs no code of clients: leave it out"),
+        "truncate_prompt_tokens": ((), "prompts are not cut here: shorten the prompt"),
+        "spaces_between_special_tokens": ((True,), "text is always made with them: leave it out"),
+        "return_tokens_as_token_ids": ((False,), "tokens are told as text: use return_token_ids"),
+        "detokenize": ((True,), "output is always text: use return_token_ids"),
+        "structural_tag": ((), _TAGS),
+        "guided_whitespace_pattern": ((), _BLANKS),
+        "guided_json_object": ((False,), "it is an old form: use response_format"),
+        "vllm_xargs": (({},), "this server has no plugins of vLLM: leave it out"),
+        # Of other servers and libraries, for what has another name here.
+        "max_new_tokens": ((), "it is called max_tokens here: use that"),
+        "max_output_tokens": ((), "it is called max_tokens here: use that"),
+        "stop_sequences": (([],), "it is called stop here: use that"),
+        "do_sample": ((), "it is decided by temperature here: use that, 0 for no sampling"),
+        "num_beams": ((1,), "beams are not searched here: leave it out"),
+        "no_repeat_ngram_size": ((0,), "n-grams are not forbidden here: use repetition_penalty"),
+        "typical_p": ((1,), "it is not sampled so here: use min_p or top_p"),
+        "regex": ((), "it is called structured_outputs.regex here: use that"),
+        "ebnf": ((), "it is called structured_outputs.grammar here: use that"),
+        "grammar": ((), "it is called structured_outputs.grammar here: use that"),
+        "json_schema": ((), "it is called structured_outputs.json here: use that"),
+    }
+    harmless: ClassVar[Unsupported] = {
+        "store": ((False,), "this server stores no responses: leave it out"),
+        "service_tier": (("auto", "default"), "this server has one tier: leave it out"),
+        "guided_decoding_backend": (("auto",), "there is one guide here: leave it out"),
+        "request_id": ((), "requests are named by the header x-request-id: use that"),
+        "kv_transfer_params": ((), "caches are not sent between servers here: leave it out"),
     }
 
     model: str = Field(description="A name that /v1/models lists.")
@@ -267,9 +341,19 @@ class Generation(Body):
         """Whether a stream ends with token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event of a stream has the token counts so far, as vLLM's clients ask."""
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 class CompletionRequest(Generation):
     """The body of /v1/completions."""
+
+    neutral: ClassVar[Unsupported] = {
+        **Generation.neutral,
+        "prompt_embeds": ((), "prompts are text or token ids here: pass those"),
+    }
 
     prompt: Prompts
     echo: bool | None = None
@@ -279,6 +363,15 @@ class CompletionRequest(Generation):
 
 class EmbeddingRequest(Body):
     """The body of /v1/embeddings."""
+
+    neutral: ClassVar[Unsupported] = {
+        "truncate_prompt_tokens": ((), "prompts are not cut here: shorten the input"),
+        "normalize": ((True,), "embeddings have unit length here: leave it out"),
+        "input_type": ((), "texts are embedded as they are: write what the model was trained with into the input"),
+    }
+    harmless: ClassVar[Unsupported] = {
+        "priority": ((0,), "embeddings are computed in order: leave it out"),
+    }
 
     model: str
     input: Prompts

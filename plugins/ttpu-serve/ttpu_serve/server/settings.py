@@ -27,6 +27,7 @@ class ServerSettings:
     more are refused with status 429. allow_priority: clients may set priorities.
     request_timeout, write_timeout, drain_timeout: time limits in seconds of a request, of a client's reading one event,
     and of draining at shutdown. None is unlimited.
+    strict_fields: refuse every field that is not known, also one without effect on an answer.
     enable_admin: allow sleep, wake up, prefix cache reset and adapter loading over HTTP.
     allowed_origins: other sites whose pages may call this server from a browser. allowed_hosts: names under which a
     server without a key answers, beside addresses, localhost and this machine's own name; "*" is any. page: serve the
@@ -50,6 +51,7 @@ class ServerSettings:
     request_timeout: float | None = 600.0
     write_timeout: float | None = 60.0
     drain_timeout: float | None = 30.0
+    strict_fields: bool = False
     enable_admin: bool = False
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
