@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ import uvicorn
 
 from ttpu_serve.api.async_engine import AsyncEngine
 from ttpu_serve.server import ServerSettings, create_app
-from ttpu_serve.server.run import LAST_WORDS_SECONDS, Server
+from ttpu_serve.server.run import Place, Server, config_of
 
 
 @dataclass
@@ -49,17 +49,26 @@ def running(core: Any, settings: ServerSettings | None = None) -> Iterator[Runni
     settings = settings or ServerSettings()
     engine = AsyncEngine(core)
     app = create_app(engine, settings)
-    config = uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=LAST_WORDS_SECONDS)
+    place = Place(port=0)
+    bound = place.bind()
+    config = config_of(app, settings, place, log_level="error")
     server = Server(config, lambda: None, lambda: engine.drain(settings.drain_timeout))
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     deadline = time.monotonic() + 20
     while not server.started and thread.is_alive() and time.monotonic() < deadline:
         time.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Running(f"http://127.0.0.1:{port}", core, engine, server, thread)
+        yield Running(place.url(bound), core, engine, server, thread)
     finally:
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive(), "the server did not leave"
+
+
+def until(true: Callable[[], Any], seconds: float = 10) -> None:
+    """Wait for something to become true."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.005)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_core import FakeCore, tokenizer
+from fake_core import FakeCore
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import SamplingParams
@@ -28,11 +28,6 @@ from ttpu_serve.api.output_queue import (
 from ttpu_serve.api.outputs import Logprob, OutputDelta
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @asynccontextmanager

@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import httpx
 import pytest
 import tiny
 from devices import xla_flags
+from serving import until
 from torchless import torchless
 from typer.testing import CliRunner
 
@@ -82,13 +82,6 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         finally:
             process.kill()
             process.communicate()
-
-
-def until(true: Callable[[], Any], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
 
 
 def test_an_answer_is_the_same_streamed_and_whole_alone_and_in_company(server: Process) -> None:

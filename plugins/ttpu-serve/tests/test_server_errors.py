@@ -19,6 +19,7 @@ from ttpu_serve.server import ServerSettings
 from ttpu_serve.server.chat_protocol import ChatRequest
 from ttpu_serve.server.errors import as_api_error
 from ttpu_serve.server.protocol import Body, CompletionRequest
+from ttpu_serve.server.tokens import PREFIX, SLACK
 
 openai = pytest.importorskip("openai")
 
@@ -381,16 +382,20 @@ def test_what_a_request_brings_on_itself_is_no_fault_of_the_server(tmp_path: Any
         assert response.headers["x-should-retry"] == "false", "it would fail again"
 
 
-def test_a_text_that_cannot_fit_is_not_tokenized(tmp_path: Any) -> None:
+def test_of_a_text_that_cannot_fit_only_the_beginning_is_tokenized(tmp_path: Any) -> None:
     core = FakeCore(tokenizer(tmp_path))
+    lengths: list[int] = []
     with running(core) as server:
-        service = server.server.config.app.state.service
-        service.tokens.encode_now = None
+        tokens = server.server.config.app.state.service.tokens
+        encoded = tokens._encoded
+        tokens._encoded = lambda text, special: lengths.append(len(text)) or encoded(text, special)
         for path, body in (
             (COMPLETION, completion(prompt="x" * 100_000)),
             (CHAT, chat(messages=[{"role": "user", "content": "x" * 100_000}])),
+            ("/tokenize", {"prompt": "x" * 100_000}),
         ):
             assert refused(server.http().post(path, json=body), 400)["code"] == "context_length_exceeded"
+    assert len(lengths) == 3 and max(lengths) <= PREFIX * (core.max_model_len + SLACK)
 
 
 def test_embeddings_have_a_limit_of_their_own(http: httpx.Client) -> None:

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import httpx
 import pytest
 import tiny
 import typer
-from fake_core import FakeCore, tokenizer
-from serving import Running, running
+from fake_core import FakeCore
+from serving import Running, running, until
 from typer.testing import CliRunner
 
 from ttpu_core.errors import RequestError
@@ -34,18 +34,6 @@ command = typer.Typer()
 command.command()(serve)
 HELLO: Any = {"model": "fake", "messages": [{"role": "user", "content": "say: hello"}]}
 ENDLESS: Any = {"model": "fake", "prompt": "say: on and on", "max_tokens": 4000, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-def until(true: Callable[[], Any], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.005)
 
 
 def test_a_key_is_needed_where_one_is_set(bytes_tokenizer: Any) -> None:

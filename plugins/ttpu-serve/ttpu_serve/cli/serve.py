@@ -167,8 +167,25 @@ def serve(
         int, typer.Option(min=1, metavar="N", help="Sequences of one request.", rich_help_panel=LIMITS)
     ] = 128,
     max_body_mib: Annotated[
-        float, typer.Option(metavar="MIB", help="Of a request's body; larger get 413.", rich_help_panel=LIMITS)
-    ] = 8.0,
+        float | None,
+        typer.Option(
+            metavar="MIB",
+            help="Of a request's body; larger get 413. 2, and 1 for each 32,768 tokens of the context, if left out.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
+    max_connections: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Of one address; 0: any.", rich_help_panel=LIMITS)
+    ] = 4096,
+    max_incomplete: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Requests of one address that arrive slowly; the oldest end.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 64,
     allow_priority: Annotated[
         bool,
         typer.Option("--allow-priority", help="Let clients say which request comes first.", rich_help_panel=LIMITS),
@@ -220,7 +237,9 @@ def serve(
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         default_sampling=_sampling_of(name) if generation_config is GenerationConfigChoice.auto else {},
-        max_body_bytes=int(max_body_mib * MIB),
+        max_body_bytes=None if max_body_mib is None else int(max_body_mib * MIB),
+        max_connections=max_connections or None,
+        max_incomplete=max_incomplete,
         max_prompt_tokens=max_prompt_tokens,
         max_choices=max_choices,
         max_concurrent=max_concurrent,

@@ -78,7 +78,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
         app.include_router(endpoints.admin(service))
     if settings.page:
         app.include_router(page.router())
-    app.add_middleware(RequestMiddleware, settings=settings, metrics=service.metrics)
+    app.add_middleware(RequestMiddleware, service=service)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

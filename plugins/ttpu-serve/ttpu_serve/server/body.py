@@ -1,21 +1,33 @@
-"""Reads JSON request bodies and refuses objects with duplicate keys, because one of the two values would be dropped
-silently."""
+"""Reads JSON request bodies. It refuses objects with duplicate keys, because one of the two values would be dropped
+silently, and bodies of very many or very nested values, which would keep all other clients waiting."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from ttpu_serve.server.errors import ApiError
 
+MOST_DEPTH = 256
+"""Objects and arrays in one another."""
+MOST_CONTAINERS = 50_000
+"""Objects and arrays of a body."""
+LONG = 2**16
+"""Bytes from which a body is parsed in a thread of its own."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # one without an end goes to the end: linear time
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
 
 class UniqueKeys(APIRoute):
-    """A route that refuses bodies with duplicate keys."""
+    """A route that refuses bodies with duplicate keys, or with too many values."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the framework's handler, preceded by the check."""
@@ -23,12 +35,58 @@ class UniqueKeys(APIRoute):
 
         async def checked(request: Request) -> Response:
             if body := await request.body():
+                most: int = request.app.state.service.most_values
                 # What is no JSON, the framework reads again, and says what is wrong.
-                with suppress(ValueError, RecursionError):
-                    request._json = json.loads(body, object_pairs_hook=_unique)
+                with suppress(ValueError):
+                    if len(body) < LONG:
+                        request._json = parsed(body, most)
+                    else:
+                        request._json = await asyncio.to_thread(parsed, body, most)
             return await handle(request)
 
         return checked
+
+
+def parsed(body: bytes, most_values: int) -> Any:
+    """Return the value of a body.
+
+    Args:
+        body: JSON.
+        most_values: the most values that it may have.
+
+    Raises:
+        ApiError: a key is there twice, or there are too many values, or they are too deep in one another.
+        ValueError: it is no JSON.
+    """
+    check_shape(body, most_values)
+    return json.loads(body, object_pairs_hook=_unique)
+
+
+def check_shape(body: bytes, most_values: int) -> None:
+    """Check how many values a body has, and how deep they are in one another, without parsing it.
+
+    Raises:
+        ApiError: there are too many, or they are too deep.
+    """
+    containers = body.count(b"[") + body.count(b"{")
+    if containers <= MOST_DEPTH and containers + body.count(b",") <= most_values:
+        return
+    rest = _STRING.sub(b"", body)  # texts hold commas and brackets as well
+    brackets = np.frombuffer(rest.translate(None, _NO_BRACKETS), np.uint8)
+    opens = (brackets == ord("[")) | (brackets == ord("{"))
+    containers = int(opens.sum())
+    values = containers + rest.count(b",")
+    depth = int(np.where(opens, 1, -1).cumsum().max(initial=0))
+    for found, most, what in (
+        (depth, MOST_DEPTH, "levels of objects and arrays in one another"),
+        (containers, MOST_CONTAINERS, "objects and arrays"),
+        (values, most_values, "values"),
+    ):
+        if found > most:
+            raise ApiError(
+                f"the body has {found:,} {what}, but this server reads at most {most:,}: send less.",
+                code="request_too_large",
+            )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

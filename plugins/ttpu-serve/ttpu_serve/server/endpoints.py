@@ -116,22 +116,34 @@ def tokens(service: Service) -> APIRouter:
     routes = APIRouter(tags=["Tokens"], route_class=UniqueKeys)
 
     @routes.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
-        """Return the ids of a prompt, or of a conversation rendered with the chat template."""
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        """Return the ids of a prompt, or of a conversation rendered with the chat template. Both may be as long as the
+        context."""
         service.adapter_of(body.model)
+        return await until_gone(request, _tokenize(body))
+
+    async def _tokenize(body: TokenizeRequest) -> Response:
+        most = service.most_prompt_tokens(0)
         if body.prompt is not None:
-            ids = await service.tokens.encode(body.prompt, special=body.add_special_tokens is not False)
+            ids = await service.tokens.encode(body.prompt, special=body.add_special_tokens is not False, most=most)
         else:
-            ids = await service.chat.encode(body)
+            ids = await service.chat.encode(body, most=most)
         pieces = await service.tokens.pieces(ids) if body.return_token_strs else None
         told = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": pieces}
         return JSONResponse(told)
 
     @routes.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        """Return the text of token ids."""
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        """Return the text of token ids, of which there may be as many as the context has."""
         service.adapter_of(body.model)
-        return JSONResponse({"prompt": await service.tokens.decode(body.tokens)})
+        if len(body.tokens) > service.max_model_len:
+            raise ApiError(
+                f"tokens has {len(body.tokens):,} ids, but this server reads at most {service.max_model_len:,}: send "
+                "fewer.",
+                param="tokens",
+                code="context_length_exceeded",
+            )
+        return JSONResponse({"prompt": await until_gone(request, service.tokens.decode(body.tokens))})
 
     return routes
 

@@ -18,6 +18,8 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 ARRIVAL: ContextVar[float] = ContextVar("ARRIVAL")
 """When the running request was there as a whole, by `time.monotonic`: its deadline counts from then."""
+CLIENT: ContextVar[tuple[str, int]] = ContextVar("CLIENT", default=("", 0))
+"""Who sent the running request, its key or its address, and how many bytes its body has."""
 
 
 class ClientGoneError(Exception):

@@ -1,4 +1,5 @@
-"""ASGI middleware before every request: it checks API keys, body sizes and the number of concurrent requests."""
+"""ASGI middleware before every request: it checks hosts, API keys, body sizes and the number of concurrent
+requests."""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ttpu_serve.server.errors import ApiError, respond
-from ttpu_serve.server.events import ARRIVAL, ClientGoneError
+from ttpu_serve.server.events import ARRIVAL, CLIENT, ClientGoneError
 from ttpu_serve.server.given_fields import GIVEN_FIELDS, WARNING_HEADER, GivenFields
-from ttpu_serve.server.metrics import Metrics
-from ttpu_serve.server.settings import ServerSettings
+from ttpu_serve.server.service import Service
 
 OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health", "/version", "/metrics", "/stats", "/openapi.json"})
 """Need no key, and are served however much there is to do."""
-READ_SECONDS = 60.0
-"""In which a client must have sent its body."""
+READ_SECONDS, PART_SECONDS = 60.0, 10.0
+"""In which a client must have sent its body, and the next part of it."""
+MOST_ARRIVING = 2**28
+"""Bytes of all bodies that have not arrived as a whole."""
 DRAINED = 4
 """Bodies that are too large are read up to so many times the limit, for a client that still sends reads no response."""
 ADMIN_PATHS = frozenset(
@@ -45,10 +47,12 @@ class RequestMiddleware:
     """Checks the API key (401), the body's size (413) and the number of requests (429), reads the body, and assigns an
     id to and counts every request."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
-        self._app, self._settings, self._metrics = app, settings, metrics
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        settings = service.settings
+        self._app, self._settings, self._metrics = app, settings, service.metrics
+        self._most_bytes = service.most_body_bytes
         self._keys = [key.encode() for key in settings.api_keys]
-        self._running = 0
+        self._running = self._arriving = 0  # requests, and bytes of bodies
         self._hosts = {"localhost", socket.gethostname().lower(), *(name.lower() for name in settings.allowed_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,18 +97,21 @@ class RequestMiddleware:
 
         try:
             self._check_host(headers)
-            if limited:
-                self._check_key(scope, headers)
-                self._check_site(scope, headers)
-                self._check_number()
-            self._running += limited
+            if not limited:  # reads no bodies, and holds none
+                await self._app(scope, receive, noting)
+                return
+            self._check_key(scope, headers)
+            self._check_site(scope, headers)
+            self._check_number()
+            body = await self._body(headers, receive)
+            self._check_number()
+            ARRIVAL.set(time.monotonic())
+            CLIENT.set((headers.get("authorization") or str((scope.get("client") or ("",))[0]), len(body)))
+            self._running += 1
             try:
-                # What is open to everybody reads no bodies, and holds none.
-                whole = _replayed(await self._body(headers, receive), receive) if limited else receive
-                ARRIVAL.set(time.monotonic())
-                await self._app(scope, whole, noting)
+                await self._app(scope, _replayed(body, receive), noting)
             finally:
-                self._running -= limited
+                self._running -= 1
         except ClientGoneError:
             raise
         except Exception as error:  # bugs as well: the response has a name, is counted, and ends its connection well
@@ -167,25 +174,20 @@ class RequestMiddleware:
     def _check_number(self) -> None:
         most = self._settings.max_concurrent
         if self._running >= most:
-            raise ApiError(
-                f"{most} requests are worked on, which is as many as may be: try again in a second.",
-                status=429,
-                kind="rate_limit_error",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": "1"},
-            )
+            raise _too_much(f"{most} requests are worked on, which is as many as may be: try again in a second.")
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         """The whole body; one that is too large is read on for a while, and dropped."""
-        most = self._settings.max_body_bytes
+        most = self._most_bytes
         parts: list[bytes] = []
-        size, more = 0, True
+        size, held, more = 0, 0, True
         announced = headers.get("content-length", "0")
         dropped = announced.isdigit() and int(announced) > DRAINED * most  # so much is not read at all
         try:
             async with asyncio.timeout(READ_SECONDS):
                 while more and not dropped:
-                    message: Any = await receive()
+                    async with asyncio.timeout(PART_SECONDS):
+                        message: Any = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
                     part = message.get("body", b"")
@@ -195,13 +197,20 @@ class RequestMiddleware:
                         parts.append(part)
                     else:
                         parts.clear()
+                    self._arriving += len(part)
+                    held += len(part)
+                    if more and self._arriving > MOST_ARRIVING:
+                        raise _too_much("too many large bodies arrive at once: try again in a second.")
         except TimeoutError:
             raise ApiError(
-                f"the body did not arrive within {READ_SECONDS:g} s: send it faster.",
+                f"the body did not arrive within {READ_SECONDS:g} s, or no part of it within {PART_SECONDS:g}: send it "
+                "faster.",
                 status=408,
                 kind="timeout_error",
                 code="request_timeout",
             ) from None
+        finally:
+            self._arriving -= held
         if dropped or size > most:
             raise ApiError(
                 f"the body has more than {most:,} bytes, which is the most that this server reads: send less.",
@@ -209,6 +218,17 @@ class RequestMiddleware:
                 code="request_too_large",
             )
         return b"".join(parts)
+
+
+def _too_much(message: str) -> ApiError:
+    """A refusal for now."""
+    return ApiError(
+        message,
+        status=429,
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": "1"},
+    )
 
 
 def _is_address(name: str) -> bool:

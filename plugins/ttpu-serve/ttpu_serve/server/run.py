@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import socket
 import ssl
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -16,9 +18,13 @@ import uvicorn
 
 from ttpu_core.errors import RequestError
 from ttpu_serve.api.output_queue import EngineDeadError
+from ttpu_serve.server.connections import ConnectionGuard
 from ttpu_serve.server.settings import ServerSettings
 
 KEEP_ALIVE_SECONDS = 60
+OPEN_FILES = 65_536
+SEND_BYTES = 2**17
+"""That the system holds for a client that does not read; it doubles them."""
 LAST_WORDS_SECONDS = 5
 """In which clients must have read what is left when the engine has drained."""
 
@@ -48,6 +54,7 @@ class Place:
             raise self._refusal(error) from error
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
             bound.bind(address)
         except OSError as error:
             bound.close()
@@ -129,6 +136,30 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
 
+def config_of(app: Any, settings: ServerSettings, place: Place, **options: Any) -> uvicorn.Config:
+    """How uvicorn runs the server; `options` are more of its own."""
+    return uvicorn.Config(
+        app,
+        http=ConnectionGuard(settings.max_connections, settings.max_incomplete).protocol(),
+        timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        ssl_certfile=place.certificate,
+        ssl_keyfile=place.private_key,
+        server_header=False,
+        ws="none",  # an upgrade is answered as any request
+        **options,
+    )
+
+
+def _allow_many_files() -> None:
+    """Raise the number of files that this process may have open, of which each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run(
     app: Any,
     settings: ServerSettings,
@@ -153,17 +184,8 @@ def run(
     Raises:
         EngineDeadError: the engine failed, so that a supervisor should start another process.
     """
-    config = uvicorn.Config(
-        app,
-        log_level=log_level,
-        access_log=access_log,
-        timeout_graceful_shutdown=LAST_WORDS_SECONDS,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        ssl_certfile=place.certificate,
-        ssl_keyfile=place.private_key,
-        server_header=False,
-        ws="none",  # an upgrade is answered as any request
-    )
+    config = config_of(app, settings, place, log_level=log_level, access_log=access_log)
+    _allow_many_files()
     with bound:
         engine = app.state.service.engine
         drain = partial(engine.drain, settings.drain_timeout)

@@ -21,13 +21,16 @@ from ttpu_serve.server.events import ARRIVAL
 from ttpu_serve.server.metrics import Metrics, RequestWatch
 from ttpu_serve.server.protocol import Generation, Prompt
 from ttpu_serve.server.responses import Usage
-from ttpu_serve.server.settings import ServerSettings
+from ttpu_serve.server.settings import MIB, ServerSettings
 from ttpu_serve.server.template import ChatTemplate
 from ttpu_serve.server.tokens import Tokens
 from ttpu_serve.tool_parsers.installed import parser_for as tool_parser_for
 
 MAX_INPUTS = 2048
 """Texts that one request may have embedded: OpenAI's limit."""
+BODY_BYTES, BODY_BYTES_PER_TOKEN = 2 * MIB, 32
+BODY_VALUES, BODY_VALUES_PER_TOKEN = 400_000, 4
+"""A batch of inputs for embeddings may have 300,000 tokens with OpenAI."""
 
 
 class Service:
@@ -63,6 +66,17 @@ class Service:
         return most if self.settings.max_prompt_tokens is None else min(most, self.settings.max_prompt_tokens)
 
     @property
+    def most_body_bytes(self) -> int:
+        """Maximum bytes of a request's body: unless it is set, what a prompt that fills the context can take, and some
+        for tools, schemas and batches of inputs."""
+        return self.settings.max_body_bytes or BODY_BYTES + BODY_BYTES_PER_TOKEN * self.max_model_len
+
+    @property
+    def most_values(self) -> int:
+        """Maximum values, such as token ids, of a request's body."""
+        return BODY_VALUES + BODY_VALUES_PER_TOKEN * self.max_model_len
+
+    @property
     def adapters(self) -> dict[str, int]:
         """Names of the loaded LoRA adapters, each with its number."""
         return self.engine.core.adapters
@@ -89,8 +103,7 @@ class Service:
         """Return a prompt's token ids, checked for their number: `room` tokens of the context are left for an
         answer."""
         if isinstance(prompt, str):
-            self.tokens.check_size(prompt, self.most_prompt_tokens(room), param)
-            ids = await self.tokens.encode(prompt, special=special)
+            ids = await self.tokens.encode(prompt, special=special, most=self.most_prompt_tokens(room), param=param)
         else:
             ids = prompt
         self.check_length(ids, param, room)
@@ -196,7 +209,7 @@ class Service:
         return None if most is None else max(most - (time.monotonic() - arrival), 0.001)
 
     def close(self) -> None:
-        """Stop the tokenizer's thread."""
+        """Stop the tokenizer's threads."""
         self.tokens.close()
 
 

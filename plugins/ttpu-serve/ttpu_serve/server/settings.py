@@ -10,6 +10,10 @@ from typing import Any
 from ttpu_core.errors import RequestError
 
 MIB = 2**20
+_COUNTS = (
+    *("max_body_bytes", "max_prompt_tokens", "max_choices"),
+    *("max_concurrent", "max_connections", "max_incomplete"),
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,10 @@ class ServerSettings:
     selects the one that knows the chat template. reasoning_parser: name of an installed parser that separates reasoning
     from content; None separates nothing.
     default_sampling: defaults for temperature, top_p, top_k, min_p and repetition_penalty.
+    max_body_bytes: maximum size of a request's body; None is what fits the context: see `Service.most_body_bytes`.
     max_prompt_tokens: maximum prompt length, below the engine's own limit.
+    max_connections: maximum connections of one address; None is unlimited. max_incomplete: maximum connections of one
+    address that began a request more than a second ago and have not sent all of it; the oldest end.
     max_choices: maximum sequences of one request over all its prompts. max_concurrent: maximum concurrent requests;
     more are refused with status 429. allow_priority: clients may set priorities.
     request_timeout, write_timeout, drain_timeout: time limits in seconds of a request, of a client's reading one event,
@@ -43,10 +50,12 @@ class ServerSettings:
     tool_call_parser: str = "auto"
     reasoning_parser: str | None = None
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
-    max_body_bytes: int = 8 * MIB
+    max_body_bytes: int | None = None
     max_prompt_tokens: int | None = None
     max_choices: int = 128
     max_concurrent: int = 1024
+    max_connections: int | None = 4096
+    max_incomplete: int = 64
     allow_priority: bool = False
     request_timeout: float | None = 600.0
     write_timeout: float | None = 60.0
@@ -58,7 +67,7 @@ class ServerSettings:
     page: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_choices", "max_concurrent", "max_prompt_tokens"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RequestError(f"{name} is {value}, but 1 or more is needed: raise it.")

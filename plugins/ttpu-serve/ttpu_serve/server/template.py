@@ -34,7 +34,7 @@ class ChatTemplate:
     async def encode(
         self, request: Conversation | TokenizeRequest, *, tools: bool = True, most: int | None = None
     ) -> list[int]:
-        """Return the prompt's ids. A text that must exceed `most` tokens is refused before it is tokenized.
+        """Return the prompt's ids. A text that has many more than `most` tokens is refused without reading all of it.
 
         Raises:
             ApiError: there is no template, or it refuses the messages.
@@ -45,9 +45,7 @@ class ChatTemplate:
 
     def _encode(self, request: Conversation | TokenizeRequest, tools: bool, most: int | None) -> list[int]:
         text = self._render(request, tools)
-        if most is not None:
-            self._tokens.check_size(text, most, "messages")
-        return self._tokens.encode_now(text, bool(request.add_special_tokens))
+        return self._tokens.encode_now(text, bool(request.add_special_tokens), most, "messages")
 
     def _render(self, request: Conversation | TokenizeRequest, tools: bool) -> str:
         if self.text is None:

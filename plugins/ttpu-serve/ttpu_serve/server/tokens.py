@@ -3,32 +3,72 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_serve.guided.token_bytes import token_bytes
+from ttpu_serve.server.events import CLIENT
+from ttpu_serve.server.fair_executor import FairExecutor
+
+LONG_BODY = 2**16
+"""Bytes of a request's body from which its texts are tokenized beside those of shorter requests."""
+PREFIX = 4
+"""Characters per allowed token of the beginning of a long text that is tokenized first, to see whether it fits."""
+SLACK = 64
+"""Tokens that a text may be shorter than its beginning, for another token may end at the cut."""
 
 
 class Tokens:
-    """Encodes and decodes outside the event loop, in one thread, because tokenizers are not thread-safe."""
+    """Encodes and decodes outside the event loop, in two threads, each with a tokenizer of its own, because tokenizers
+    are not thread-safe: one for short requests, and one for long requests. In each, clients take turns."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ttpu-tokenizer")
+        self._short, self._long = FairExecutor("ttpu-tokenizer"), FairExecutor("ttpu-tokenizer-long")
+        self._of_thread = threading.local()
         self._special: frozenset[int] = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self._bytes: list[bytes] | None = None
-        self._longest: int | None = None  # characters of a token
 
     async def run(self, work: Any, *arguments: Any) -> Any:
-        """Run `work(*arguments)` in the tokenizer's thread and return its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        """Run `work(*arguments)` in a tokenizer's thread and return its result. When the caller is cancelled, what
+        waits is dropped, and `encode_now` ends early.
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the ids of a text; `special` adds the special tokens that the checkpoint puts around texts, such as
-        <s>."""
-        ids: list[int] = await self.run(self.encode_now, text, special)
+        Raises:
+            Exception: of the work.
+        """
+        client, size = CLIENT.get()
+        left = threading.Event()
+
+        def called() -> Any:
+            self._of_thread.left = left
+            if size >= LONG_BODY and not hasattr(self._of_thread, "tokenizer"):
+                self._of_thread.tokenizer = copy.deepcopy(self.tokenizer)
+            return work(*arguments)
+
+        executor = self._long if size >= LONG_BODY else self._short
+        try:
+            return await asyncio.wrap_future(executor.submit(client, called))
+        finally:
+            left.set()
+
+    async def encode(
+        self, text: str, *, special: bool = True, most: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            text: the text.
+            special: add the special tokens that the checkpoint puts around texts, such as <s>.
+            most: the most tokens that it may have; None is any number. It may return a few more than that.
+            param: the field that holds the text.
+
+        Raises:
+            RequestError: the tokenizer refuses the text, or it has many more than `most` tokens.
+        """
+        ids: list[int] = await self.run(self.encode_now, text, special, most, param)
         return ids
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
@@ -41,29 +81,31 @@ class Tokens:
         found: list[str] = await self.run(lambda: [self.piece(token) for token in ids])
         return found
 
-    def check_size(self, text: str, most: int, param: str) -> None:
-        """Check that a text can have at most `most` tokens, before it is tokenized.
+    def encode_now(self, text: str, special: bool, most: int | None = None, param: str = "prompt") -> list[int]:
+        """Encode in the calling thread: see `encode`. A text that does not fit is recognized by its beginning, so
+        that refusing it takes no longer than reading one that fits.
 
         Raises:
-            RequestError: the text has more than `most` tokens even if all are the longest token.
-        """
-        if self._longest is None:
-            self._longest = max(map(len, self._needed().get_vocab()), default=1)
-        if len(text) > most * self._longest:
-            raise RequestError(
-                f"{param} has {len(text):,} characters, which is more than the {most:,} tokens that this server reads "
-                "can hold: shorten it.",
-                param=param,
-                code="context_length_exceeded",
-            )
-
-    def encode_now(self, text: str, special: bool) -> list[int]:
-        """Encode in the calling thread.
-
-        Raises:
-            RequestError: the tokenizer refuses the text.
+            RequestError: the tokenizer refuses the text, or it has many more than `most` tokens.
             MissingDependencyError: there is no tokenizer.
+            asyncio.CancelledError: the caller of `run` was cancelled.
         """
+        length = len(text) if most is None else PREFIX * (most + SLACK)
+        while length < len(text) and most is not None:
+            if len(self._encoded(text[:length], special)) > most + SLACK:
+                raise RequestError(
+                    f"{param} has {len(text):,} characters, which are more than the {most:,} tokens that this server "
+                    "reads: shorten it.",
+                    param=param,
+                    code="context_length_exceeded",
+                )
+            length *= 2
+        return self._encoded(text, special)
+
+    def _encoded(self, text: str, special: bool) -> list[int]:
+        left: threading.Event | None = getattr(self._of_thread, "left", None)
+        if left is not None and left.is_set():
+            raise asyncio.CancelledError
         try:
             return [
                 int(token) for token in self._needed()(text, add_special_tokens=special, verbose=False)["input_ids"]
@@ -106,8 +148,9 @@ class Tokens:
         return token in self._special
 
     def close(self) -> None:
-        """Stop the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Stop the threads."""
+        self._short.close()
+        self._long.close()
 
     def text_of(self, token: int) -> str:
         """Return a token's text; incomplete characters are U+FFFD."""
@@ -128,9 +171,10 @@ class Tokens:
             return []
 
     def _needed(self) -> Any:
-        if self.tokenizer is None:
+        tokenizer = getattr(self._of_thread, "tokenizer", self.tokenizer)
+        if tokenizer is None:
             raise MissingDependencyError(
                 "the request has or wants text, but the checkpoint has no tokenizer: copy tokenizer.json into it, or "
                 "send token ids."
             )
-        return self.tokenizer
+        return tokenizer

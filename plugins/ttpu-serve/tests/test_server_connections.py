@@ -1,0 +1,155 @@
+"""What clients on real sockets can do to a server's connections: send slowly, send halves, and not read."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from fake_core import FakeCore
+from serving import Running, running, until
+
+from ttpu_serve.server import ServerSettings, connections, middleware
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+HELLO: Any = {"model": "fake", "prompt": "say: hello", "max_tokens": 5}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same limits in less time."""
+    for name, value in (("SWEEP", 0.05), ("HEAD", 0.4), ("GRACE", 0.15), ("LINGER", 0.3)):
+        monkeypatch.setattr(connections, f"{name}_SECONDS", value)
+
+
+@contextmanager
+def connected(server: Running, sent: bytes, *, receives: int | None = None) -> Iterator[socket.socket]:
+    """A connection that has sent some bytes."""
+    with socket.socket() as client:
+        if receives is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receives)
+        client.settimeout(10)
+        client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        client.sendall(sent)
+        yield client
+
+
+def everything(client: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    parts = []
+    while part := client.recv(2**16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def refusal(answer: bytes) -> tuple[int, Any]:
+    """Status and error of an answer."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"application/json" in head
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+def number(server: Running) -> int:
+    """Connections of a server."""
+    protocol: Any = server.server.config.http_protocol_class
+    return len(protocol.guard._connections)
+
+
+@pytest.mark.parametrize("sent", [HEAD, b"G", HEAD + b"x: " + b"y" * 1000])
+def test_the_head_of_a_request_has_a_time_limit(bytes_tokenizer: Any, sent: bytes) -> None:
+    with running(FakeCore(bytes_tokenizer)) as server, connected(server, sent) as client:
+        status, error = refusal(everything(client))
+        assert status == 408 and "head" in error["message"]
+        until(lambda: number(server) == 0)
+
+
+def test_a_head_that_comes_byte_by_byte_has_the_same_limit(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer)) as server, connected(server, b"") as client:
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            for each in HEAD * 100:
+                client.sendall(bytes([each]))
+                time.sleep(0.01)
+        assert time.monotonic() - began < 5
+
+
+def test_a_silent_connection_is_closed_and_one_between_requests_is_not(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer)) as server:
+        with connected(server, b"") as client:
+            assert everything(client) == b""
+        with connected(server, b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n") as client:
+            assert b"200 OK" in client.recv(2**16)
+            time.sleep(0.8)
+            client.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert b"200 OK" in client.recv(2**16)
+            client.sendall(b"GET /vers")
+            assert refusal(everything(client))[0] == 408, "the second head has the limit as well"
+
+
+def test_a_request_that_runs_for_long_is_no_head_that_takes_long(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer, seconds=0.3), ServerSettings(max_incomplete=1)) as server:
+        assert server.http().post("/v1/completions", json=HELLO).status_code == 200
+
+
+def test_an_address_may_have_so_many_incomplete_requests(bytes_tokenizer: Any) -> None:
+    half = HEAD + b'content-length: 100\r\n\r\n{"model": '
+    with running(FakeCore(bytes_tokenizer), ServerSettings(max_incomplete=2)) as server:
+        with connected(server, half) as oldest, connected(server, half) as second, connected(server, half):
+            status, error = refusal(everything(oldest))
+            assert status == 429 and "3 requests" in error["message"]
+            assert server.http().post("/v1/completions", json=HELLO).status_code == 200
+            second.sendall(b'"fake", "prompt": "say: hello", "max_tokens": 5}'.ljust(90))
+            assert b"200 OK" in second.recv(2**16), "the others go on"
+        until(lambda: number(server) <= 1)
+
+
+def test_half_sent_bodies_hold_no_slot_and_end(bytes_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = HEAD + b'content-length: 100\r\n\r\n{"model": '
+    with running(FakeCore(bytes_tokenizer), ServerSettings(max_concurrent=1)) as server:
+        with connected(server, half):
+            assert server.http().post("/v1/completions", json=HELLO).status_code == 200
+        monkeypatch.setattr(middleware, "PART_SECONDS", 0.2)
+        with connected(server, half) as client:
+            assert b"408" in client.recv(2**16).partition(b"\r\n")[0]
+
+
+def test_bodies_that_arrive_take_so_much_memory(bytes_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "MOST_ARRIVING", 30_000)
+    half = HEAD + b"content-length: 50000\r\n\r\n" + b" " * 20_000
+    with running(FakeCore(bytes_tokenizer)) as server, connected(server, half):
+        time.sleep(0.05)
+        with connected(server, half) as client:
+            assert b"429" in client.recv(2**16).partition(b"\r\n")[0]
+        assert server.http().post("/v1/completions", json=HELLO).status_code == 200
+
+
+def test_an_address_may_have_so_many_connections(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer), ServerSettings(max_connections=2)) as server:
+        with connected(server, HEAD), connected(server, HEAD), connected(server, b"") as third:
+            status, error = refusal(everything(third))
+            assert status == 429 and "2 connections" in error["message"]
+        until(lambda: number(server) == 0)
+        assert server.http().post("/v1/completions", json=HELLO).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_does_not_read_is_let_go(bytes_tokenizer: Any, stream: bool) -> None:
+    """Also what was sent and not read is let go, and not only the request."""
+    path, body = b"/tokenize", {"model": "fake", "prompt": "x" * 300_000}
+    if stream:
+        body = HELLO | {"max_tokens": 300_000, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        path = b"/v1/completions"
+    sent = json.dumps(body).encode()
+    asked = HEAD.replace(b"/v1/completions", path) + b"content-length: %d\r\n\r\n%b" % (len(sent), sent)
+    core = FakeCore(bytes_tokenizer, max_model_len=400_000)
+    with running(core, ServerSettings(write_timeout=0.3)) as server:
+        server.server.config.timeout_keep_alive = 1
+        with connected(server, asked, receives=2048) as client:
+            until(lambda: number(server) == 1)
+            until(lambda: number(server) == 0, 20)
+            with pytest.raises(ConnectionResetError):
+                everything(client)
