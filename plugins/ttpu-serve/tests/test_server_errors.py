@@ -169,8 +169,10 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ({"store": True}, "store"),
     ({"made_up": {"a": 1}}, "made_up"),
     ({"request_id": "a"}, "request_id"),
-    ({"a\r\nb: c": 1}, "a\\r\\nb: c"),
-    ({"ö": 1}, "\\u00f6"),
+    ({"a\r\nb: c": 1}, "a%0D%0Ab%3A%20c"),
+    ({"ö": 1}, "%C3%B6"),
+    ({"made_up": 1, "": 1}, "made_up, ''"),
+    ({"a\x7f ": 1}, "a%7F%20"),
     ({"stream": True, "stream_options": {"made_up": 1}}, "stream_options.made_up"),
     ({"messages": [{"role": "user", "content": "say: hello", "cache_control": {}}] * 2}, "messages.cache_control"),
     (

@@ -3,11 +3,11 @@ the header `X-TTPU-Warning` of the response."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from urllib.parse import quote
 
 WARNING_HEADER = "X-TTPU-Warning"
 MAX_UNKNOWN = 64
@@ -47,13 +47,18 @@ class GivenFields:
 
     @property
     def warning(self) -> str | None:
-        """The sentence of the header, in printable ASCII; None if nothing was ignored."""
+        """The sentence of the header, in visible ASCII; None if nothing was ignored."""
         if not self.ignored:
             return None
-        names = [json.dumps(path[:80])[1:-1] for path in list(self.ignored)[:SHOWN]]
+        names = [_printable(path) for path in list(self.ignored)[:SHOWN]]
         more = len(self.ignored) - len(names)
         rest = f" and {more} more" if more else ""
         return f"fields without effect on this server were ignored: {', '.join(names)}{rest}"
+
+
+def _printable(path: str) -> str:
+    """Return a path as headers may have it: other letters as URLs write them, and quotes where nothing is left."""
+    return quote(path[:80], safe="._-[]", errors="replace") or "''"
 
 
 def _letters(name: str) -> str:

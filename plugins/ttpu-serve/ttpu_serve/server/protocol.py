@@ -162,9 +162,9 @@ class Body(BaseModel):
         unserved = {name: value for name, value in data.items() if name not in names and value is not None}
         refused = {**cls.neutral, **cls.harmless} if given.strict else cls.neutral
         for name, value in unserved.items():
-            values, reason = refused.get(name, ((value,), ""))
+            values, why = refused.get(name, ((value,), ""))
             if not any(value is one or value == one for one in values):
-                raise PydanticCustomError("unsupported_field", "{reason}", {"name": name, "reason": reason})
+                raise PydanticCustomError("unsupported_field", "{reason}", {"name": name, "reason": why})
         known = (*names, *cls.neutral, *cls.harmless)
         for name, value in data.items():
             if name in names or name in refused or (value is None and not given.strict):
