@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from serving import Running, running, until
 from ttpu_serve.server import ServerSettings, connections, middleware
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+REAL = {name: getattr(connections, name) for name in ("HEAD_SECONDS", "LINGER_SECONDS")}
 HELLO: Any = {"model": "fake", "prompt": "say: hello", "max_tokens": 5}
 
 
@@ -115,6 +117,31 @@ def test_half_sent_bodies_hold_no_slot_and_end(bytes_tokenizer: Any, monkeypatch
         monkeypatch.setattr(middleware, "PART_SECONDS", 0.2)
         with connected(server, half) as client:
             assert b"408" in client.recv(2**16).partition(b"\r\n")[0]
+
+
+def test_a_body_that_comes_byte_by_byte_has_a_limit(bytes_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "READ_SECONDS", 0.4)
+    with (
+        running(FakeCore(bytes_tokenizer)) as server,
+        connected(server, HEAD + b"content-length: 9999\r\n\r\n") as client,
+    ):
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() < began + 8:
+                client.sendall(b" ")
+                time.sleep(0.02)
+        assert b"408" in client.recv(2**16)
+
+
+def test_the_limits_are_those_of_the_documentation() -> None:
+    text = " ".join((Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8").split())
+    seconds = REAL["HEAD_SECONDS"], middleware.READ_SECONDS, middleware.PART_SECONDS
+    assert seconds[1] == 60 and f"within {seconds[0]:g} s, its body within a minute and each part" in text
+    assert f"of it within {seconds[2]:g} s" in text and ServerSettings().write_timeout == 60
+    assert f"{ServerSettings().max_connections:,} connections" in text
+    assert f"{ServerSettings().max_incomplete} requests that arrive" in text
+    assert f"at most {middleware.MOST_ARRIVING >> 20} MiB" in text
+    assert f"reset {REAL['LINGER_SECONDS']:g} s later" in text
 
 
 def test_bodies_that_arrive_take_so_much_memory(bytes_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

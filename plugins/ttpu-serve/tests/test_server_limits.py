@@ -285,8 +285,37 @@ def test_a_server_that_leaves_says_so_until_its_answers_have_ended(bytes_tokeniz
 def test_other_sites_pages_administrate_nothing(bytes_tokenizer: Any, headers: Any, status: int) -> None:
     settings = ServerSettings(enable_admin=True, allowed_origins=("https://mine.example",))
     with running(FakeCore(bytes_tokenizer), settings) as server:
-        assert server.http().post("/reset_prefix_cache", headers=headers).status_code == status
-        assert server.http().post("/v1/chat/completions", json=HELLO, headers=headers).status_code == 200
+        http = server.http()
+        paths = http.get("/openapi.json").json()["paths"]
+        routes = [
+            (path, method)
+            for path, operations in paths.items()
+            for method, operation in operations.items()
+            if operation.get("tags") == ["Administration"]
+        ]
+        assert len(routes) >= 6
+        for path, method in routes:
+            json = {"lora_name": "poet", "lora_path": "/nowhere"} if "adapter" in path else None
+            found = http.request(method, path, headers=headers, json=json).status_code
+            assert (found == 403) is (status == 403), path
+        assert http.post("/wake_up", headers=headers).status_code == status
+        assert http.post("/v1/chat/completions", json=HELLO, headers=headers).status_code == 200
+
+
+def test_by_default_other_sites_may_not_read_and_no_page_loads_scripts_from_elsewhere(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer)) as server:
+        http = server.http()
+        for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
+            assert http.get(path).status_code == 404
+        origin = {"origin": "https://evil.example"}
+        for response in (http.get("/v1/models", headers=origin), http.post("/v1/completions", json={}, headers=origin)):
+            assert not any(name.startswith("access-control") for name in response.headers)
+        page = http.get("/")
+        policy = dict(part.strip().partition(" ")[::2] for part in page.headers["content-security-policy"].split(";"))
+        assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+        assert policy["script-src"] == policy["connect-src"] == "'self'"
+        assert "https://" not in page.text and "<script>" not in page.text and " onclick" not in page.text
+        assert page.headers["x-content-type-options"] == "nosniff"
 
 
 def test_what_is_open_to_everybody_holds_no_bodies(bytes_tokenizer: Any) -> None:

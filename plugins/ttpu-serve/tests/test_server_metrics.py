@@ -93,14 +93,16 @@ def test_an_answers_times() -> None:
     assert found["ttpu:requests_finished_total,reason=stop"] == found["ttpu:requests_finished_total,reason=abort"] == 1
 
 
-def test_rates_are_of_the_last_seconds() -> None:
+@pytest.mark.parametrize("idle", [0, 30, 57])
+def test_rates_are_of_the_last_seconds(idle: int) -> None:
+    """Work begins after `idle` seconds of 60; what lies before the window does not count."""
     collector = EngineCollector({"model_name": "m"})
     stats = EngineStats(peak_flops=100.0, peak_bytes=1000.0)
-    for second in range(60):
-        work = 0.0 if second < 40 else 50.0 * (second - 40)
+    for second in range(61):
+        work = 50.0 * max(second - idle, 0)
         collector.update(replace(stats, model_flops=work, hbm_bytes=work), now=float(second))
-    assert collector.utilization == {"mfu": pytest.approx(0.5), "mbu": pytest.approx(0.05)}
-    assert 40 + WINDOW_SECONDS < 60
+    busy = min((60 - idle) / WINDOW_SECONDS, 1.0)
+    assert collector.utilization == {"mfu": pytest.approx(0.5 * busy), "mbu": pytest.approx(0.05 * busy)}
 
 
 def test_unknown_hardware_has_no_utilization() -> None:
