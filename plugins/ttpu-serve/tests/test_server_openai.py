@@ -204,9 +204,36 @@ def test_tool_calls_are_streamed_with_places_ids_and_arguments(client: Any) -> N
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert text.strip() == "Let me look."
-    assert [call.index for call in calls] == [0, 1] and calls[0].id != calls[1].id
-    assert all(json.loads(call.function.arguments) == {"city": "Łódź"} for call in calls)
+    begun = [call for call in calls if call.id is not None]
+    assert [call.index for call in begun] == [0, 1] and begun[0].id != begun[1].id
+    assert all((call.type, call.function.name) == ("function", "weather") for call in begun)
+    for place in (0, 1):
+        pieces = [call.function.arguments for call in calls if call.index == place]
+        assert json.loads("".join(pieces)) == {"city": "Łódź"} and len(pieces) > 10
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_forced_calls_are_streamed_as_they_come(client: Any, choice: Any) -> None:
+    asked: Any = {"model": "main", "messages": user("hi"), "tools": [WEATHER], "tool_choice": choice, "stream": True}
+    chunks = list(client.chat.completions.create(**asked))
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert calls[0].function.name == "weather" and {call.index for call in calls} == {0}
+    pieces = [call.function.arguments for call in calls]
+    assert json.loads("".join(pieces)) == {"city": "x"} and len(pieces) > 10
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+def test_a_call_that_is_cut_off_is_content(client: Any, tool_choice: Any) -> None:
+    """A stream has begun to tell it by then, as OpenAI's do."""
+    asked: Any = {"model": "main", "messages": user("the weather?"), "tools": [WEATHER], "tool_choice": tool_choice}
+    choice = client.chat.completions.create(max_tokens=42, **asked).choices[0]
+    told = choice.message.content
+    assert choice.finish_reason == "length" and choice.message.tool_calls is None
+    assert len(told) == 42 and told.startswith((CALL[:42], '[{"name": "weather"'))
+    chunks = list(client.chat.completions.create(max_tokens=42, stream=True, **asked))
+    assert chunks[-1].choices[0].finish_reason == "length"
 
 
 def test_parallel_calls_can_be_ruled_out(client: Any) -> None:
@@ -214,7 +241,9 @@ def test_parallel_calls_can_be_ruled_out(client: Any) -> None:
     choice = client.chat.completions.create(**asked).choices[0]
     assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "tool_calls"
     chunks = list(client.chat.completions.create(stream=True, **asked))
-    assert [call.index for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []] == [0]
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert {call.index for call in calls} == {0}
+    assert json.loads("".join(call.function.arguments for call in calls)) == {"city": "Łódź"}
 
 
 def test_the_clients_own_accumulator_understands_the_stream(client: Any) -> None:

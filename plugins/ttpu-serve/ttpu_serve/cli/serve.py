@@ -81,18 +81,19 @@ def serve(
         str,
         typer.Option(
             metavar="NAME",
-            help="How the model writes tool calls: hermes, llama3_json, mistral, …, or auto: by the template.",
+            help="How the model writes tool calls: hermes, llama3_json, qwen3_coder, …, or auto: by the template.",
             rich_help_panel=SERVER,
         ),
     ] = "auto",
     reasoning_parser: Annotated[
-        str | None,
+        str,
         typer.Option(
             metavar="NAME",
-            help="How the model writes reasoning, told apart as reasoning_content: think. Else it is content.",
+            help="How the model writes reasoning, told apart as reasoning_content: think, gpt_oss, …; auto: by the "
+            "template; none: it is content.",
             rich_help_panel=SERVER,
         ),
-    ] = None,
+    ] = "auto",
     generation_config: Annotated[
         GenerationConfigChoice,
         typer.Option(help="Sampling's defaults: auto takes the checkpoint's.", rich_help_panel=SERVER),

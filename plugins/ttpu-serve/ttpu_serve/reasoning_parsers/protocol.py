@@ -1,6 +1,6 @@
 """The protocol of reasoning parsers. Reasoning is text that a model writes for itself before its final content. A
 parser is an object named by an entry point of the group `ttpu.reasoning_parsers`; `--reasoning-parser` takes the entry
-point's name."""
+point's name. docs/write-a-parser.md shows how to write one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,21 @@ class ReasoningParser(Protocol):
     markers: texts that begin and end the reasoning. They reach the parser even if they are special tokens.
     """
 
-    markers: tuple[str, ...]
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts of the format that may be special tokens."""
+        ...
 
-    def stream(self, template: str | None) -> ReasoningStream:
-        """Return a new stream for the text that follows a prompt of this chat template."""
+    def knows(self, template: str) -> int:
+        """Return how surely a model with this chat template writes reasoning in this format: 0 not at all, 2 by a
+        marker of its own. The parser with the highest value is used; among equals, the last by name."""
+        ...
+
+    def stream(self, prompt: str, continued: str) -> ReasoningStream:
+        """Return a new stream.
+
+        Args:
+            prompt: the end of the prompt that the text follows, which may open or close reasoning.
+            continued: the beginning of the reply, where the request gives one to continue; else "".
+        """
         ...

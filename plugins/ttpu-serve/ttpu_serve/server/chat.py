@@ -6,23 +6,23 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
 from ttpu_serve.api.outputs import OutputDelta
-from ttpu_serve.reasoning_parsers.protocol import ReasoningStream
 from ttpu_serve.server import forced_calls, sampling
 from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.chat_protocol import ChatRequest, Tool, ToolChoice
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.respond import respond
-from ttpu_serve.server.responses import TokenLogprobs, chat_logprobs, prompt_logprobs, said
+from ttpu_serve.server.responses import chat_logprobs, prompt_logprobs, said
 from ttpu_serve.server.service import OutputStreams, Service
-from ttpu_serve.tool_parsers.json_calls import Forced
-from ttpu_serve.tool_parsers.protocol import Call, Parsed, ToolCallStream
+from ttpu_serve.server.turn import Turn
+from ttpu_serve.tool_parsers.json_calls import forced_stream
+from ttpu_serve.tool_parsers.protocol import Arguments, CallBegins, Content, Event, new_id
 
 
 def router(service: Service) -> APIRouter:
@@ -38,60 +38,6 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-@dataclass(frozen=True)
-class _New:
-    """The reasoning, content and calls that a delta added to a turn."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: tuple[Call, ...] = ()
-
-
-@dataclass
-class _Turn:
-    """One message while it grows. `named`: the tool whose arguments the whole text is. `most`: maximum number of
-    reported calls, if limited."""
-
-    parser: ToolCallStream | None
-    named: Call | None
-    most: int | None = None
-    reasoning_parser: ReasoningStream | None = None
-    began: bool = False
-    calls: int = 0
-    text: str = ""
-    reasoning: str = ""
-    made: list[Call] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
-    ids: list[int] = field(default_factory=list)
-    delta: OutputDelta | None = None
-
-    def read(self, delta: OutputDelta) -> _New:
-        """Return the new parts of a delta."""
-        self.delta = delta
-        self.ids += delta.token_ids
-        if delta.logprobs is not None:
-            self.logprobs = self.logprobs if self.logprobs is not None else []
-            self.logprobs += delta.logprobs
-        ended, reasoning, text = delta.finish_reason is not None, "", delta.text
-        if self.reasoning_parser is not None:
-            reasoning, text = self.reasoning_parser.push(text)
-            if ended:
-                last = self.reasoning_parser.finish()
-                reasoning, text = reasoning + last[0], text + last[1]
-        if self.parser is None:
-            return _New(reasoning, text)
-        new = self.parser.push(text)
-        if ended:
-            end = self.parser.finish()
-            new = Parsed(new.content + end.content, new.calls + end.calls)
-        calls = new.calls if self.most is None else new.calls[: max(0, self.most - self.calls)]
-        return _New(reasoning, new.content, calls)
-
-    def ended_by(self, reason: str) -> str:
-        """Return OpenAI's finish_reason. As in OpenAI's API, a call of a named tool ends with stop."""
-        return "tool_calls" if self.calls and self.named is None and reason == "stop" else reason
-
-
 class Chat:
     """One chat request."""
 
@@ -103,6 +49,7 @@ class Chat:
         self._choice = request.tool_choice or ("auto" if self._tools else "none")
         self._top = request.top_logprobs or 0
         self._guided = False  # where a grammar holds from the first token on, there is no reasoning before it
+        self._prompt = ""  # the end of its text
 
     async def submit(self) -> OutputStreams:
         """Check the request and submit it to the engine."""
@@ -113,9 +60,10 @@ class Chat:
         params = sampling.of_chat(request, service.settings.default_sampling, self._guide())
         self._guided = params.guided is not None
         params = self._with_markers(params)
-        ids = await service.chat.encode(request, tools=self._choice != "none", most=service.most_prompt_tokens())
-        service.check_length(ids, "messages")
-        return await service.submit([ids], params, request, adapter=adapter)
+        prompt = await service.chat.prompt(request, tools=self._choice != "none", most=service.most_prompt_tokens())
+        service.check_length(prompt.ids, "messages")
+        self._prompt = prompt.end
+        return await service.submit([prompt.ids], params, request, adapter=adapter)
 
     async def whole(self, streams: OutputStreams) -> dict[str, Any]:
         """Return the whole response."""
@@ -124,12 +72,7 @@ class Chat:
         async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
                 first = first or delta
-                turn = turns[number]
-                new = turn.read(said(delta, self._service.tokens))
-                turn.text += new.content
-                turn.reasoning += new.reasoning
-                turn.made += new.calls
-                turn.calls += len(new.calls)
+                turns[number].read(said(delta, self._service.tokens))
         told = self._envelope("chat.completion")
         told["choices"] = [self._message(number, turn) for number, turn in enumerate(turns)]
         told["usage"] = streams.usage.as_json()
@@ -157,32 +100,29 @@ class Chat:
             usage = streams.usage.as_json()
             yield {**self._envelope("chat.completion.chunk"), "choices": [], "usage": usage}
 
-    def _pieces(self, number: int, turn: _Turn, delta: OutputDelta) -> list[dict[str, Any]]:
-        """Return a delta as choices of chunks: first the role, then content, calls, and the finish reason."""
+    def _pieces(self, number: int, turn: Turn, delta: OutputDelta) -> list[dict[str, Any]]:
+        """Return a delta as choices of chunks: first the role, then reasoning, content and calls, and the finish
+        reason."""
         pieces: list[dict[str, Any]] = []
 
         def piece(delta_json: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> None:
             pieces.append({"index": number, "delta": delta_json, "logprobs": logprobs, "finish_reason": reason})
 
-        new = turn.read(delta)
-        if not turn.began:
-            turn.began = True
+        if turn.delta is None:
             piece({"role": "assistant", "content": "" if turn.named is None else None})
-            if turn.named is not None:
-                piece({"tool_calls": [self._call(turn.named, 0, "")]})
-                turn.calls = 1
+        place = turn.begun - 1  # of the call that began last
+        new = turn.read(delta)
         logprobs = chat_logprobs(delta.logprobs, self._top, self._service.tokens) if delta.logprobs else None
         if new.reasoning:
-            piece({"reasoning_content": new.reasoning}, logprobs=logprobs)
+            piece(_reasoning(new.reasoning), logprobs=logprobs)
             logprobs = None  # told with the first piece
-        if turn.named is not None:
-            if new.content or logprobs:
-                piece({"tool_calls": [{"index": 0, "function": {"arguments": new.content}}]}, logprobs=logprobs)
-        elif new.content or logprobs:
-            piece({"content": new.content}, logprobs=logprobs)
-        for call in new.calls:
-            piece({"tool_calls": [self._call(call, turn.calls)]})
-            turn.calls += 1
+        for event in new.events:
+            place += isinstance(event, CallBegins)
+            if (told := _told(event, place)) is not None:
+                piece(told, logprobs=logprobs)
+                logprobs = None
+        if logprobs is not None:
+            piece({"content": ""} if turn.named is None else {"tool_calls": [_arguments("", place)]}, logprobs=logprobs)
         if delta.finish_reason is not None:
             piece({}, turn.ended_by(delta.finish_reason))
             if delta.stop_reason is not None:
@@ -191,21 +131,16 @@ class Chat:
             pieces[0]["token_ids"], turn.ids = turn.ids, []
         return pieces
 
-    def _message(self, number: int, turn: _Turn) -> dict[str, Any]:
+    def _message(self, number: int, turn: Turn) -> dict[str, Any]:
         """Return a finished turn as a choice."""
         message: dict[str, Any] = {"role": "assistant", "content": turn.text, "refusal": None}
         if turn.reasoning_parser is not None:
-            message["reasoning_content"] = turn.reasoning or None
-        if turn.named is not None:
-            turn.calls = 1
-            calls = [Call(turn.named.name, turn.text, turn.named.id)]
-        else:
-            calls = turn.made
-        if calls:
-            message["content"] = turn.text if turn.named is None and turn.text else None
+            message |= _reasoning(turn.reasoning or None)
+        if turn.calls:
+            message["content"] = turn.text or None
             message["tool_calls"] = [
-                {key: value for key, value in self._call(call, place).items() if key != "index"}
-                for place, call in enumerate(calls)
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in turn.calls
             ]
         reason = turn.ended_by((turn.delta.finish_reason if turn.delta else None) or "stop")
         told = {
@@ -220,11 +155,6 @@ class Chat:
             told["token_ids"] = turn.ids
         return told
 
-    @staticmethod
-    def _call(call: Call, place: int, arguments: str | None = None) -> dict[str, Any]:
-        given = call.arguments if arguments is None else arguments
-        return {"index": place, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": given}}
-
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {
             "id": self._id,
@@ -234,19 +164,25 @@ class Chat:
             "system_fingerprint": None,
         }
 
-    def _turn(self) -> _Turn:
+    def _turn(self) -> Turn:
         parser, reasoning = self._service.tool_parser, self._service.reasoning_parser
-        new_id = (lambda: Call("", "").id) if parser is None else parser.new_id
+        make_id = new_id if parser is None else parser.new_id
         if isinstance(self._choice, ToolChoice):
-            return _Turn(None, Call(self._choice.function.name, "", new_id()))
+            return Turn(named=CallBegins(self._choice.function.name, make_id()))
+        tools = {tool.function.name: tool.function.parameters or {} for tool in self._tools}
         if self._choice == "required":
-            return _Turn(Forced(new_id), None)
-        turn = _Turn(None, None)
+            return Turn(forced_stream(tools, make_id))
+        turn = Turn()
         if reasoning is not None and not self._guided:
-            turn.reasoning_parser = reasoning.stream(self._service.chat.text)
+            turn.reasoning_parser = reasoning.stream(self._prompt, self._continued)
         if self._choice == "auto" and parser is not None:
-            turn.parser, turn.most = parser.stream(), 1 if self._request.parallel_tool_calls is False else None
+            turn.parser, turn.most = parser.stream(tools), 1 if self._request.parallel_tool_calls is False else None
         return turn
+
+    @property
+    def _continued(self) -> str:
+        """The beginning of the reply that the request gives."""
+        return (self._request.messages[-1].content or "") if self._request.continue_final_message else ""
 
     def _check_tools(self) -> None:
         """Check that the chat template presents tools to the model and that a parser reads its calls."""
@@ -281,7 +217,30 @@ class Chat:
         parser, reasoning = self._service.tool_parser, self._service.reasoning_parser
         markers = [] if reasoning is None else [*reasoning.markers]
         if self._choice == "auto" and parser is not None:
-            markers.append(parser.marker)
+            markers += parser.markers
         if self._request.skip_special_tokens is not None or not any(map(self._service.tokens.is_special, markers)):
             return params
         return replace(params, skip_special_tokens=False)
+
+
+def _reasoning(text: str | None) -> dict[str, Any]:
+    """Return reasoning under both names that clients know: the older one, and vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _told(event: Event, place: int) -> dict[str, Any] | None:
+    """Return an event as the delta of a chunk, if it has one. `place`: the number of the call that it belongs to."""
+    match event:
+        case Content(text):
+            return {"content": text}
+        case CallBegins(name, call_id):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": place, "id": call_id, "type": "function", "function": function}]}
+        case Arguments(text):
+            return {"tool_calls": [_arguments(text, place)]}
+        case _:
+            return None
+
+
+def _arguments(text: str, place: int) -> dict[str, Any]:
+    return {"index": place, "function": {"arguments": text}}

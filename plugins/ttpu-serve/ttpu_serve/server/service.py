@@ -53,7 +53,7 @@ class Service:
         self.chat = ChatTemplate(self.tokens, settings.chat_template)
         self.metrics = Metrics(self.names[0])
         self.tool_parser = tool_parser_for(settings.tool_call_parser, self.chat.text)
-        self.reasoning_parser = reasoning_parser_for(settings.reasoning_parser)
+        self.reasoning_parser = reasoning_parser_for(settings.reasoning_parser, self.chat.text)
 
     @property
     def max_model_len(self) -> int:

@@ -24,7 +24,7 @@ class ServerSettings:
     api_keys: keys of which every request needs one, except health, metrics and the page; if empty, none is needed.
     chat_template: a Jinja template that replaces the checkpoint's. tool_call_parser: name of an installed parser; auto
     selects the one that knows the chat template. reasoning_parser: name of an installed parser that separates reasoning
-    from content; None separates nothing.
+    from content; auto selects one by the chat template, none separates nothing.
     default_sampling: defaults for temperature, top_p, top_k, min_p and repetition_penalty.
     max_body_bytes: maximum size of a request's body; None is what fits the context: see `Service.most_body_bytes`.
     max_prompt_tokens: maximum prompt length, below the engine's own limit.
@@ -48,7 +48,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_call_parser: str = "auto"
-    reasoning_parser: str | None = None
+    reasoning_parser: str = "auto"
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     max_body_bytes: int | None = None
     max_prompt_tokens: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ _OURS = frozenset(
 )
 
 
+_END = 256  # characters, among which a template opens or closes reasoning
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A rendered conversation: its token ids, and the end of its text."""
+
+    ids: list[int]
+    end: str
+
+
 class ChatTemplate:
     """Renders conversations. `text` is the template; None if there is none, and then chats are refused."""
 
@@ -31,6 +43,11 @@ class ChatTemplate:
         """Whether the template presents tools to the model."""
         return self.text is not None and "tools" in self.text
 
+    async def prompt(self, request: Conversation, *, tools: bool = True, most: int | None = None) -> ChatPrompt:
+        """Return the prompt of a chat, as `encode` does its ids."""
+        prompt: ChatPrompt = await self._tokens.run(self._prompt, request, tools, most)
+        return prompt
+
     async def encode(
         self, request: Conversation | TokenizeRequest, *, tools: bool = True, most: int | None = None
     ) -> list[int]:
@@ -40,12 +57,13 @@ class ChatTemplate:
             ApiError: there is no template, or it refuses the messages.
             RequestError: the text is too long.
         """
-        ids: list[int] = await self._tokens.run(self._encode, request, tools, most)
-        return ids
+        prompt: ChatPrompt = await self._tokens.run(self._prompt, request, tools, most)
+        return prompt.ids
 
-    def _encode(self, request: Conversation | TokenizeRequest, tools: bool, most: int | None) -> list[int]:
+    def _prompt(self, request: Conversation | TokenizeRequest, tools: bool, most: int | None) -> ChatPrompt:
         text = self._render(request, tools)
-        return self._tokens.encode_now(text, bool(request.add_special_tokens), most, "messages")
+        ids = self._tokens.encode_now(text, bool(request.add_special_tokens), most, "messages")
+        return ChatPrompt(ids, text[-_END:])
 
     def _render(self, request: Conversation | TokenizeRequest, tools: bool) -> str:
         if self.text is None:

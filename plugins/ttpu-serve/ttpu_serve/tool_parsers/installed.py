@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
-from ttpu_core.errors import PluginError, RequestError
-from ttpu_serve.entry_points import loaded, names
+from ttpu_core.errors import RequestError
+from ttpu_serve.entry_points import loaded, names, surest
 from ttpu_serve.tool_parsers.protocol import ToolParser
-
-log = logging.getLogger("ttpu.server")
 
 GROUP = "ttpu.tool_parsers"
 
@@ -36,15 +32,5 @@ def parser_for(asked: str, template: str | None) -> ToolParser | None:
     if asked != "auto":
         parser: ToolParser = loaded(GROUP, asked)
         return parser
-    if template is None:
-        return None
-    surest, best = 0, None
-    for name in names(GROUP):
-        try:
-            candidate: ToolParser = loaded(GROUP, name)
-        except PluginError as error:  # a broken one must not take the others along
-            log.warning("a tool parser is left out: %s", error)
-            continue
-        if (sure := candidate.knows(template)) >= max(surest, 1):
-            surest, best = sure, candidate
+    best: ToolParser | None = surest(GROUP, template)
     return best

@@ -1,0 +1,155 @@
+"""Reasoning within text is told apart from content, for every parser, however the text comes in pieces."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import fake_core
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import running
+
+from ttpu_core.errors import RequestError
+from ttpu_serve.entry_points import loaded, names
+from ttpu_serve.reasoning_parsers.installed import GROUP, parser_for
+from ttpu_serve.server import ServerSettings
+from ttpu_serve.tool_parsers.installed import GROUP as TOOL_GROUP
+from ttpu_serve.tool_parsers.protocol import Arguments, CallBegins, CallEnds, Content
+
+OPEN, CLOSED = "<|assistant|><think>\n", "<|assistant|>\n<think>\n\n</think>\n\n"
+NEXT = "<|end|><|start|>assistant"
+CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+# parser, text, end of the prompt, beginning of the reply, reasoning, content
+CASES = [
+    ("think", "<think>Hm. 2 < 3</think>\n\nYes.", "", "", "Hm. 2 < 3", "Yes."),
+    ("think", " \n<think>Hm</think>Yes <think>", "", "", "Hm", "Yes <think>"),
+    ("think", "Yes.", "", "", "", "Yes."),
+    ("think", " <thin air", "", "", "", " <thin air"),
+    ("think", "<think>cut off </thi", "", "", "cut off </thi", ""),
+    ("think", "", "", "", "", ""),
+    ("think", "Hm</think>\nYes", OPEN, "", "Hm", "Yes"),
+    ("think", "Hm", OPEN, "", "Hm", ""),
+    ("think", "<think> is a tag", CLOSED, "", "", "<think> is a tag"),
+    ("think", "Yes.", "the user says <think>\n<|assistant|>", "", "", "Yes."),
+    ("think", "ght</think>Yes", "", "<think>I thou", "ght", "Yes"),
+    ("think", "es.", "", "<think>I thought</think>Y", "", "es."),
+    ("think", "es.", OPEN, "Y", "es.", ""),
+    ("deepseek_r1", "Hm</think>\n\nYes", "<|assistant|>", "", "Hm", "Yes"),
+    ("deepseek_r1", "<think>Hm</think>Yes", "", "", "Hm", "Yes"),
+    ("deepseek_r1", "  Hm", "", "", "  Hm", ""),
+    ("deepseek_r1", "Yes", CLOSED, "", "", "Yes"),
+    ("mistral", "[THINK]Hm[/THINK]Yes", "", "", "Hm", "Yes"),
+    ("seed_oss", "<seed:think>Hm</seed:think>Yes", "", "", "Hm", "Yes"),
+    ("kimi_k2", "◁think▷Hm◁/think▷Yes", "", "", "Hm", "Yes"),
+    ("hunyuan_a13b", "<think>\nHm\n</think>\n<answer>\nYes</answer>", "", "", "\nHm\n", "Yes"),
+    ("ernie45", "<think>Hm</think>\n\n<response>\nYes</response>\n", "", "", "Hm", "Yes\n"),
+    ("granite", "Here is my thought process: Hm. Here's my response: Yes", "", "", " Hm. ", " Yes"),
+    ("granite", "<think>Hm</think><response>Yes</response>", "", "", "Hm", "Yes"),
+    ("granite", "Here is my cat.", "", "", "", "Here is my cat."),
+    ("gpt_oss", f"<|channel|>analysis<|message|>Hm{NEXT}<|channel|>final<|message|>Yes", "", "", "Hm", "Yes"),
+    ("gpt_oss", "<|channel|>analysis<|message|>Hm", "", "", "Hm", ""),
+    ("gpt_oss", "<|channel|>ana", "", "", "", ""),
+    ("gpt_oss", "plain", "", "", "", "plain"),
+    ("gpt_oss", f"<|channel|>analysis<|message|>Hm{NEXT}{CALL}", "", "", "Hm", f"<|start|>assistant{CALL}"),
+]  # fmt: skip
+SAME = {
+    "deepseek_v3": "think", "glm45": "think", "minimax_m2": "deepseek_r1", "olmo3": "think", "qwen3": "think",
+    "openai_gptoss": "gpt_oss", "step3": "deepseek_r1",
+}  # fmt: skip
+
+
+def test_every_parser_is_tested() -> None:
+    assert {*names(GROUP)} == {case[0] for case in CASES} | {*SAME}
+    assert all(loaded(GROUP, alias) == loaded(GROUP, name) for alias, name in SAME.items() if name != "think")
+
+
+def parted(name: str, text: str, cuts: list[int], prompt: str, continued: str) -> tuple[str, str]:
+    ends = sorted(min(cut, len(text)) for cut in cuts)
+    stream = loaded(GROUP, name).stream(prompt, continued)
+    pieces = [stream.push(text[start:end]) for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+    pieces.append(stream.finish())
+    return "".join(piece[0] for piece in pieces), "".join(piece[1] for piece in pieces)
+
+
+@pytest.mark.parametrize(("name", "text", "prompt", "continued", "reasoning", "content"), CASES)
+def test_reasoning_is_told_from_content(
+    name: str, text: str, prompt: str, continued: str, reasoning: str, content: str
+) -> None:
+    assert parted(name, text, [], prompt, continued) == (reasoning, content)
+
+
+@given(case=st.sampled_from(CASES), cuts=st.lists(st.integers(0, 120), max_size=6))
+@settings(max_examples=150, deadline=None)
+def test_reasoning_does_not_depend_on_how_text_is_cut(case: Any, cuts: list[int]) -> None:
+    name, text, prompt, continued, reasoning, content = case
+    assert parted(name, text, cuts, prompt, continued) == (reasoning, content)
+
+
+def test_reasoning_is_told_as_it_comes() -> None:
+    stream = loaded(GROUP, "think").stream("", "")
+    assert stream.push("<think>a </th") == ("a ", "")
+    assert stream.push("ree") == ("</three", "")
+    assert stream.push("</think>b") == ("", "b")
+
+
+def test_calls_of_gpt_oss_pass_from_one_parser_to_the_other() -> None:
+    text = f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant{CALL}"
+    stream, calls = loaded(GROUP, "gpt_oss").stream("", ""), loaded(TOOL_GROUP, "openai").stream({})
+    events = [event for letter in text for event in calls.push(stream.push(letter)[1])]
+    events += [*calls.push(stream.finish()[1]), *calls.finish()]
+    assert [type(event) for event in events if not isinstance(event, Arguments)] == [CallBegins, CallEnds]
+    assert "".join(event.text for event in events if isinstance(event, Arguments | Content)) == '{"a": 1}'
+
+
+def test_a_parser_that_is_not_installed_is_refused() -> None:
+    with pytest.raises(RequestError, match="'wizard' was asked for, but there are auto, none, deepseek_r1"):
+        parser_for("wizard", None)
+    assert parser_for("none", "<think></think>") is None and parser_for("auto", None) is None
+
+
+REAL = {
+    "qwen3": "think", "qwen3_6": "think", "deepseek_r1_distill": "think", "gptoss": "gpt_oss", "glm4moe": "think",
+    "qwen2_5": None, "llama3_1": None, "gemma3": None, "qwen3_instruct_2507": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "parser"), REAL.items())
+def test_a_models_own_template_shows_the_format(model: str, parser: str | None) -> None:
+    """The templates are those of published models, which trl ships."""
+    trl = importlib.util.find_spec("trl")
+    if trl is None or trl.origin is None:
+        pytest.skip("trl, which ships the templates, is not installed")
+    template = (Path(trl.origin).parent / "chat_templates" / f"{model}.jinja").read_text()
+    assert parser_for("auto", template) is (None if parser is None else loaded(GROUP, parser))
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }}:"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message['content'] }}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}a:"
+    "{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)  # fmt: skip
+
+
+def user(text: str) -> Any:
+    return {"model": "fake", "messages": [{"role": "user", "content": text}]}
+
+
+def test_the_chat_endpoint_tells_reasoning_apart(tmp_path: Path) -> None:
+    tokenizer = fake_core.tokenizer(tmp_path / "bytes", TEMPLATE)
+    asked = user("say: <think>Hm.</think>\\nYes")
+    with running(fake_core.FakeCore(tokenizer)) as server:
+        message = server.http().post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "\\nYes")
+        assert message["reasoning"] == message["reasoning_content"]
+        chunks = list(server.client().chat.completions.create(stream=True, **asked))
+        deltas = [chunk.choices[0].delta.model_dump() for chunk in chunks if chunk.choices]
+        for name in ("reasoning_content", "reasoning"):
+            assert "".join(delta.get(name) or "" for delta in deltas) == "Hm."
+        assert "".join(delta.get("content") or "" for delta in deltas) == "\\nYes"
+    with running(fake_core.FakeCore(tokenizer), ServerSettings(reasoning_parser="none")) as server:
+        message = server.http().post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
+        assert message["content"] == "<think>Hm.</think>\\nYes" and "reasoning_content" not in message
