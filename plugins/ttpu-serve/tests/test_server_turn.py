@@ -1,0 +1,75 @@
+"""One reply of a chat, token by token: what each delta adds, and the reply as a whole."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ttpu_serve.api.outputs import OutputDelta
+from ttpu_serve.entry_points import loaded
+from ttpu_serve.reasoning_parsers.installed import GROUP as REASONING
+from ttpu_serve.server.turn import New, Turn
+from ttpu_serve.tool_parsers.installed import GROUP
+from ttpu_serve.tool_parsers.json_calls import forced_stream
+from ttpu_serve.tool_parsers.protocol import Arguments, CallBegins, new_id
+
+ARGUMENTS = '{"city": "Oslo"}'
+CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
+
+
+def hermes() -> Any:
+    return loaded(GROUP, "hermes").stream({})
+
+
+def read(turn: Turn, text: str, reason: str = "stop") -> list[New]:
+    """Read a text letter by letter."""
+    deltas = [OutputDelta("r", 0, letter, [0], None, None) for letter in text]
+    return [turn.read(delta) for delta in [*deltas, OutputDelta("r", 0, "", [0], None, reason)]]
+
+
+MODES = {
+    "auto": (lambda: Turn(hermes()), f"<tool_call>{CALL}</tool_call>", "tool_calls"),
+    "required": (lambda: Turn(forced_stream({}, new_id)), f"[{CALL}]", "tool_calls"),
+    "named": (lambda: Turn(named=CallBegins("weather", "call_1")), ARGUMENTS, "stop"),
+}
+
+
+@pytest.mark.parametrize("mode", sorted(MODES))
+def test_each_letter_of_the_arguments_is_told_when_it_comes(mode: str) -> None:
+    make, text, reason = MODES[mode]
+    turn = make()
+    news = read(turn, text)
+    begun = [event for new in news for event in new.events if isinstance(event, CallBegins)]
+    assert [event.name for event in begun] == ["weather"]
+    pieces = [event.text for new in news for event in new.events if isinstance(event, Arguments)]
+    assert pieces == [*ARGUMENTS]
+    assert [(call.name, call.id, call.arguments) for call in turn.calls] == [("weather", begun[0].id, ARGUMENTS)]
+    assert (turn.text, turn.ended_by("stop"), turn.ended_by("length")) == ("", reason, "length")
+
+
+def test_calls_beyond_the_maximum_are_left_out_and_content_is_not() -> None:
+    turn = Turn(hermes(), most=1)
+    read(turn, f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call> Done")
+    assert [json.loads(call.arguments) for call in turn.calls] == [{"city": "Oslo"}] and turn.text == " Done"
+
+
+def test_a_call_that_breaks_beyond_the_maximum_takes_no_other_away() -> None:
+    turn = Turn(hermes(), most=1)
+    read(turn, f'<tool_call>{CALL}</tool_call><tool_call>{{"name": "weather", "arguments": {{"ci', "length")
+    assert len(turn.calls) == 1 and turn.calls[0].arguments == ARGUMENTS
+
+
+def test_a_call_that_breaks_is_text_and_the_reply_ends_as_one_without_calls() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {"ci'
+    turn = Turn(hermes())
+    read(turn, text)
+    assert (turn.calls, turn.text, turn.ended_by("stop")) == ([], text, "stop")
+
+
+def test_calls_follow_reasoning_which_may_speak_of_calls() -> None:
+    turn = Turn(hermes(), reasoning_parser=loaded(REASONING, "think").stream("", ""))
+    read(turn, f"<think>Perhaps <tool_call>{CALL}</tool_call>?</think>\n\n<tool_call>{CALL}</tool_call>")
+    assert turn.reasoning == f"Perhaps <tool_call>{CALL}</tool_call>?"
+    assert len(turn.calls) == 1 and turn.text == ""
