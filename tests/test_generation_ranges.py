@@ -14,7 +14,7 @@ from ttpu_core.generation.ranges import RANGES
 from ttpu_core.generation.sampling_params import SamplingParams
 
 WRONG = [
-    ("temperature", -1.0), ("temperature", float("nan")), ("temperature", float("inf")), ("top_k", -1), ("top_p", 0.0),
+    ("temperature", -1.0), ("temperature", float("nan")), ("temperature", float("inf")), ("top_k", -2), ("top_p", 0.0),
     ("top_p", 1.5), ("min_p", -0.1), ("repetition_penalty", 0.0), ("presence_penalty", 2.5),
     ("frequency_penalty", -2.5), ("seed", -1), ("seed", 2**32),
 ]  # fmt: skip

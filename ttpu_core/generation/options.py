@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from ttpu_core.errors import RequestError
+from ttpu_core.generation.option_values import READERS, EarlyStopping
 from ttpu_core.generation.ranges import RANGES, short
 from ttpu_core.generation.token_choice import TokenChoice
 
@@ -25,6 +26,23 @@ class GenerationOptions:
         usual_new_tokens: the checkpoint's own `max_new_tokens`. Unlike the caller's, it is lowered to what the context
             has room for.
         logprobs: how many of the likeliest tokens to report beside each chosen one.
+        min_new_tokens: no token ends a sequence before so many; takes precedence over `min_length`.
+        min_length: the same, and counts the prompt too.
+        num_return_sequences: sequences for each prompt.
+        num_beams: of beam search; 1 is none.
+        length_penalty: exponent of the length by which a finished beam's log-probability is divided.
+        early_stopping: when beam search ends: with as many finished beams as asked for (True), where a better one is
+            unlikely (False), or where none is possible ("never").
+        no_repeat_ngram_size: no n-gram of this size occurs twice in a sequence; 0 allows them.
+        bad_words_ids: sequences of tokens that are never completed.
+        sequence_bias: (sequence of tokens, number added to the score of its last token where the others precede it).
+        suppress_tokens: never chosen; `begin_suppress_tokens`: never chosen first.
+        forced_eos_token_id: chosen, whatever the scores, where the limit of length leaves room for one token.
+        typical_p: mass of the locally typical tokens that are kept (arXiv:2202.00666).
+        renormalize_logits: scores are log-probabilities again after everything else.
+        max_time: seconds after which no further token is begun.
+        output_scores: report the scores of all tokens at every step, after everything that changes them.
+        output_logits: report the logits of all tokens at every step.
     """
 
     max_new_tokens: int | None = None
@@ -46,6 +64,37 @@ class GenerationOptions:
     ignore_eos: bool = False
     logprobs: int | None = None
     return_dict_in_generate: bool = False
+    min_new_tokens: int | None = None
+    min_length: int = 0
+    num_return_sequences: int = 1
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    no_repeat_ngram_size: int = 0
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    forced_eos_token_id: tuple[int, ...] = ()
+    typical_p: float = 1.0
+    renormalize_logits: bool = False
+    max_time: float | None = None
+    output_scores: bool = False
+    output_logits: bool = False
+
+    def fewest(self, prompt_length: int) -> int:
+        """Return how many tokens must follow a prompt of this length before one may end the sequence."""
+        return max(0, self.min_length - prompt_length) if self.min_new_tokens is None else self.min_new_tokens
+
+    def named_tokens(self) -> dict[str, tuple[int, ...]]:
+        """Return the tokens that rules name, by option."""
+        return {
+            "bad_words_ids": tuple(token for word in self.bad_words_ids for token in word),
+            "sequence_bias": tuple(token for word, _ in self.sequence_bias for token in word),
+            "suppress_tokens": self.suppress_tokens,
+            "begin_suppress_tokens": self.begin_suppress_tokens,
+            "forced_eos_token_id": self.forced_eos_token_id,
+        }
 
     def limit(self, prompt_length: int, context: int) -> int:
         """Return how many tokens may follow a prompt of this length in a context of `context` tokens.
@@ -85,39 +134,22 @@ _WITHOUT_EFFECT = {
     "cache_implementation", "disable_compile", "compile_config", "low_memory", "is_assistant", "use_mtp",
 }  # fmt: skip
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
     "num_beam_groups": (1,),
-    "num_return_sequences": (1,),
-    "length_penalty": (1.0,),
     "diversity_penalty": (0.0,),
-    "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1.0,),
-    "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
     "guidance_scale": (1.0,),
-    "bad_words_ids": ([], ()),
-    "suppress_tokens": ([], ()),
-    "begin_suppress_tokens": ([], ()),
     "force_words_ids": ([], ()),
     "constraints": ([], ()),
-    "sequence_bias": ({}, []),
-    "logits_processor": ([], ()),
-    "stopping_criteria": ([], ()),
-    "early_stopping": (False,),
     "output_attentions": (False,),
     "output_hidden_states": (False,),
-    "output_logits": (False,),
-    "output_scores": (False,),
     "remove_invalid_values": (False,),
-    "renormalize_logits": (False,),
     "synced_gpus": (False,),
     "token_healing": (False,),
 }
-_FILTERS_OFF = {"top_k": 0, "top_p": 1, "min_p": 0}
+_FILTERS_OFF = {"top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
 
 
 def output_length(prompt: int, context: int, *, asked: int | None, total: int | None, usual: int | None) -> int:
@@ -216,20 +248,36 @@ def options_from(
         asked = "temperature" in given or any(given.get(name, off) != off for name, off in _FILTERS_OFF.items())
         values["do_sample"] = (asked or values.get("do_sample", False)) and given.get("temperature") != 0
     values["stop_strings"] = stop_texts(values.get("stop_strings"))
-    for name in ("eos_token_id", "stop_token_ids"):
-        if name in values:
-            values[name] = _ids(name, values[name])
     for name in ("max_new_tokens", "max_length"):
         if name in values:
             values[name] = token_count(name, values[name])
-    for name in ("do_sample", "ignore_eos", "return_dict_in_generate"):
-        if not isinstance(values.get(name, False), bool):
-            raise RequestError(f"{name} is {short(values[name])}, but True or False is needed: correct it.")
+    values |= {name: READERS[name](name, value) for name, value in values.items() if name in READERS}
     if not isinstance(values.get("pad_token_id", 0), Integral):
         raise RequestError(f"pad_token_id is {short(values['pad_token_id'])}, but one token id is needed: correct it.")
     options = GenerationOptions(**values)
     options.sampling()  # refuse bad values now, before anything is loaded or compiled
+    _check_sequences(options)
     return options
+
+
+def _check_sequences(options: GenerationOptions) -> None:
+    """Refuse numbers of sequences that contradict each other."""
+    number, beams = options.num_return_sequences, options.num_beams
+    if beams > 1 and number > beams:
+        raise RequestError(
+            f"num_return_sequences={number} were asked for of num_beams={beams}, which give at most {beams}: raise "
+            "num_beams, or lower num_return_sequences."
+        )
+    if beams == 1 and number > 1 and not options.do_sample:
+        raise RequestError(
+            f"num_return_sequences={number} were asked for, but greedy decoding gives one sequence for each prompt: "
+            "pass do_sample=True or num_beams."
+        )
+    if beams > 1 and options.logprobs is not None:
+        raise RequestError(
+            f"logprobs={options.logprobs} was asked for with num_beams={beams}, which chooses no tokens one by one: "
+            "pass output_scores=True instead."
+        )
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:
@@ -244,12 +292,3 @@ def _as_dict(config: Any) -> dict[str, Any]:
     raise RequestError(
         f"generation_config is a {type(config).__name__}, but a transformers GenerationConfig or a dict is needed."
     )
-
-
-def _ids(name: str, value: Any) -> tuple[int, ...]:
-    value = value.tolist() if hasattr(value, "tolist") else value
-    ids = tuple(value) if isinstance(value, list | tuple | set) else (value,)
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, Integral) or int(token) < 0:
-            raise RequestError(f"{name} is {short(token)}, but an integer of at least 0 is needed: correct it.")
-    return tuple(map(int, ids))

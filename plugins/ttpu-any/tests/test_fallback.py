@@ -55,6 +55,16 @@ def test_logits_and_greedy_tokens_equal_transformers(model_type: str, keys: dict
 
 
 @pytest.mark.torch
+def test_the_rules_of_generate_hold_for_a_stock_model(tmp_path: Path) -> None:
+    expected = write(tmp_path, "biogpt")
+    model = AutoModelForTPU.from_pretrained(tmp_path, backend="jax")
+    ids = torch.tensor(np.random.default_rng(1).integers(3, 61, (2, 11)))
+    arguments = {"no_repeat_ngram_size": 1, "suppress_tokens": [7], "max_new_tokens": 6, "pad_token_id": 1}
+    tokens = expected.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=60, **arguments)
+    np.testing.assert_array_equal(model.generate(ids.numpy(), eos_token_id=60, **arguments), tokens.numpy())
+
+
+@pytest.mark.torch
 def test_an_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
     config = transformers.BartConfig(
         vocab_size=61, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32,

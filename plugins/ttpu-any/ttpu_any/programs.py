@@ -127,6 +127,11 @@ class StockPrograms(Programs):
         return self.steps.manner
 
     @property
+    def repeats_rows(self) -> bool:
+        """A cache serves as many rows as were prefilled."""
+        return False
+
+    @property
     def prefill_chunk(self) -> None:
         """A prompt is read at once."""
         return None
@@ -193,6 +198,48 @@ class StockPrograms(Programs):
         state, sampled = program(self._params, state, inputs)
         return state, _first_rows(sampled, rows)
 
+    def prefill_logits(self, state: Any, tokens: np.ndarray, *, fresh: bool) -> tuple[Any, jax.Array]:
+        """Run prompts through the model, and choose no tokens.
+
+        Args:
+            state: the batch, as `start` returned it.
+            tokens: int32 [batch, width].
+            fresh: always true, because prompts are read at once.
+
+        Returns:
+            The state, and the logits after each prompt, float32 [batch, vocab].
+        """
+        assert fresh and isinstance(state, Batch)
+        rows, width = tokens.shape
+        total = max(rows, self.manner.rows)
+        given = (self._placed(_rows(tokens.astype(np.int32), total)), self._placed(_rows(state.start, total)))
+        traced = self._traced_prefill(total, width, state.slots)
+        function = partial(self._read, traced, slots=state.slots)
+        program = self._get(("checked prefill", total, width, state.slots), function, *given)
+        logits, after = program(self._params, *given)
+        return after, logits[:rows, : self.spec.vocab_size]
+
+    def decode_logits(
+        self, state: Any, tokens: jax.Array, rows: jax.Array | None = None
+    ) -> tuple[Any, jax.Array]:
+        """Run one token of every row through the model, and choose none. `state` is consumed.
+
+        Args:
+            state: the state before these tokens.
+            tokens: int32 [batch].
+            rows: int32 [batch], the earlier row that each row continues; None where each continues itself.
+
+        Returns:
+            The state, and the logits, float32 [batch, vocab].
+        """
+        count, total = len(tokens), len(state.token)
+        if rows is not None:
+            taken = jnp.asarray(_rows(np.asarray(rows), total))
+            cache = jax.tree.map(lambda array: jax.device_put(array[taken], array.sharding), state.cache)
+            state = replace(state, cache=cache, start=jax.device_put(state.start[taken], state.start.sharding))
+        logits, state = self.checked_decode(_rows(np.asarray(tokens), total), state)
+        return state, logits[:count, : self.spec.vocab_size]
+
     def logits(self, tokens: np.ndarray, positions: np.ndarray) -> jax.Array:
         """Compute the logits [batch, seq, vocab] of whole sequences without a cache.
 
@@ -246,10 +293,11 @@ class StockPrograms(Programs):
         state, logits = program(self._params, state)
         return logits, state
 
-    def _jit(self, function: Any, first: Any) -> Any:
-        """Jit, with a state donated and handed back in the shardings in which it came."""
+    def _jit(self, function: Any, first: Any, out: Any = None) -> Any:
+        """Jit, with a state donated and handed back in the shardings in which it came; `out`: the shardings of what a
+        function without state returns."""
         if not isinstance(first, StockState):
-            return jax.jit(function)
+            return jax.jit(function, out_shardings=out)
         shardings = jax.tree.map(lambda array: array.sharding, first)
         return jax.jit(function, donate_argnums=1, out_shardings=(shardings, self.placement.whole()))
 

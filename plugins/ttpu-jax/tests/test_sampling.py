@@ -153,8 +153,8 @@ def test_the_chain_of_penalty_temperature_and_filters_equals_that_of_transformer
     for token in output:
         counts = sampling.update(counts, jnp.asarray([token]))
     inputs, features = sampling.sampling_inputs([request]), sampling.features_of([request])
-    penalised = sampling._penalised(jnp.asarray(logits), inputs, counts)
-    ours = sampling._filtered(penalised, inputs, jnp.asarray([False]), features)
+    penalised = sampling.penalised(jnp.asarray(logits), inputs, counts)
+    ours = sampling.filtered(penalised, inputs, jnp.asarray([False]), features)
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6)
 
 
@@ -164,7 +164,7 @@ def test_presence_and_frequency_count_output_tokens_only() -> None:
     counts = sampling.start_row(sampling.empty_counts(1, 4), 0, jnp.asarray([0, 1, -1, 9]))
     for token in (2, 2, 3, -1, 9):
         counts = sampling.update(counts, jnp.asarray([token]))
-    penalised = sampling._penalised(jnp.asarray(logits), sampling.sampling_inputs([request]), counts)
+    penalised = sampling.penalised(jnp.asarray(logits), sampling.sampling_inputs([request]), counts)
     np.testing.assert_array_equal(penalised, [[1.0, 2.0, 3.0 - 2 * 0.25 - 0.5, 4.0 - 0.25 - 0.5]])
     np.testing.assert_array_equal(counts.prompt_seen, [[True, True, False, False]])
 
@@ -250,7 +250,7 @@ def assert_frequencies(request_: TokenChoice, vary: str) -> None:
 
 def test_gumbel_noise_is_finite_and_reaches_the_rare_end() -> None:
     seeds = jnp.arange(8, dtype=jnp.uint32)
-    noise = np.asarray(sampling._gumbel(seeds, jnp.zeros((8,), jnp.int32), 1 << 17))
+    noise = np.asarray(sampling.gumbel(seeds, jnp.zeros((8,), jnp.int32), 1 << 17))
     assert np.isfinite(noise).all()
     assert abs(noise.mean() - 0.577216) < 5 * 1.2825 / math.sqrt(noise.size)  # Euler's constant, pi / sqrt(6)
 
@@ -289,7 +289,7 @@ def test_noise_and_filters_are_bitwise_equal_across_batch_sizes() -> None:
     scores = random_logits(5, 3001)
     seeds, steps = jnp.arange(5, dtype=jnp.uint32), jnp.arange(5)
     p = jnp.asarray([0.1, 0.5, 0.9, 0.99, 0.9999])
-    noise = jax.jit(sampling._gumbel, static_argnums=2)
+    noise = jax.jit(sampling.gumbel, static_argnums=2)
     top_p = jax.jit(keep_top_p)
     for row in range(5):
         one = slice(row, row + 1)

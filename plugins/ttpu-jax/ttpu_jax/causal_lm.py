@@ -19,6 +19,8 @@ from ttpu_core.quantization.report import QuantizationReport
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.generation import by_engine, loop
+from ttpu_jax.generation.call import Call, Reports
+from ttpu_jax.generation.host_calls import HostCalls
 from ttpu_jax.generation.programs import Programs
 from ttpu_jax.generation.prompts import Prompts, left_pad, read_prompts, rectangle
 from ttpu_jax.generation.results import CausalLMOutput, Completion, GenerateOutput
@@ -148,6 +150,8 @@ class JaxCausalLM:
         input_ids: Any = None,
         attention_mask: Any = None,
         streamer: Any = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
         **arguments: Any,
     ) -> Any:
         """Continue one or more prompts; argument names and meanings are transformers'.
@@ -157,16 +161,23 @@ class JaxCausalLM:
             generation_config: a transformers GenerationConfig, or a dict of its fields.
             input_ids: another name for `inputs`, so that `generate(**tokenizer(...))` works.
             attention_mask: [batch, seq], marks the real tokens of an array, padded on either side.
-            streamer: an object with `put(ids)` and `end()`, such as transformers' TextStreamer; one prompt only.
+            streamer: an object with `put(ids)` and `end()`, such as transformers' TextStreamer; one sequence only.
+            logits_processor: transformers' logits processors, or functions of ids [rows, length] and scores
+                [rows, vocab] that return scores. They run on the host at every token, which is slow.
+            stopping_criteria: transformers' stopping criteria, or functions of the same arguments that return
+                bool [rows]: which rows end.
             **arguments: `GenerationOptions`: max_new_tokens (128), max_length, do_sample, temperature, top_k, top_p,
-                min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop_strings, eos_token_id,
-                stop_token_ids, pad_token_id, ignore_eos, logprobs, return_dict_in_generate (returns a
+                min_p, typical_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop_strings,
+                eos_token_id, stop_token_ids, pad_token_id, ignore_eos, min_new_tokens, min_length,
+                num_return_sequences, num_beams, length_penalty, early_stopping, no_repeat_ngram_size, bad_words_ids,
+                sequence_bias, suppress_tokens, begin_suppress_tokens, forced_eos_token_id, renormalize_logits,
+                max_time, logprobs, output_scores, output_logits, return_dict_in_generate (returns a
                 `GenerateOutput`).
 
         Returns:
             For text the continuation as text, without the stop string that ended it; for ids an int array
-            [batch, prompt + new], padded as the prompt was given: what transformers returns. Sampling is on if
-            `do_sample` is, or if it is left out and a temperature above 0 or a filter is given.
+            [batch * num_return_sequences, prompt + new], padded as the prompt was given: what transformers returns.
+            Sampling is on if `do_sample` is, or if it is left out and a temperature above 0 or a filter is given.
 
         Raises:
             RequestError: an argument that is out of range or not supported, or a prompt longer than the context.
@@ -174,39 +185,59 @@ class JaxCausalLM:
         if inputs is not None and input_ids is not None:
             raise RequestError("generate() was given both inputs and input_ids, two names of one argument: pass one.")
         inputs = input_ids if inputs is None else inputs
+        calls = HostCalls.of(logits_processor, stopping_criteria)
         prompts, options = self._request(inputs, generation_config, attention_mask, arguments)
-        if streamer is not None and len(prompts.prompts) != 1:
+        call = self._call(prompts, options, calls)
+        if streamer is not None and len(call.sequences) != 1:
             raise RequestError(
-                f"a streamer follows one prompt, but {len(prompts.prompts)} were given: pass one, or no streamer."
+                f"a streamer follows one sequence, but {len(call.sequences)} were asked for: ask for one, or pass no "
+                "streamer."
             )
         if streamer is not None:
             streamer.put(np.asarray(prompts.ids))
         completions: dict[int, Completion] = {}
-        for event, completion in self._run(prompts, options):
+        reports = Reports()
+        for event, completion in self._run(call, reports):
             completions[event.index] = completion
             if streamer is not None:
                 streamer.put(np.asarray([event.token_id]))
         if streamer is not None:
             streamer.end()
-        done = [completions[index] for index in range(len(prompts.prompts))]
+        done = [completions[index] for index in range(len(call.sequences))]
         if options.return_dict_in_generate:
-            return GenerateOutput(self._sequences(prompts, done, options), done, self.timings)
+            scores, logits = tuple(reports.scores) or None, tuple(reports.logits) or None
+            return GenerateOutput(_sequences(call, done), done, self.timings, scores, logits)
         if prompts.form == "text":
             texts = [completion.text for completion in done]
-            return texts[0] if prompts.single else texts
-        return self._sequences(prompts, done, options)
+            return texts[0] if prompts.single and len(texts) == 1 else texts
+        return _sequences(call, done)
 
-    def stream(self, prompt: Any, generation_config: Any = None, **arguments: Any) -> Iterator[StreamEvent]:
+    def stream(
+        self,
+        prompt: Any,
+        generation_config: Any = None,
+        *,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        **arguments: Any,
+    ) -> Iterator[StreamEvent]:
         """Yield one `StreamEvent` per token of one prompt as it is generated. The arguments are those of `generate`.
 
         Raises:
-            RequestError: several prompts, an argument that is out of range or not supported, or a prompt longer than
-                the context.
+            RequestError: several prompts or sequences, an argument that is out of range or not supported, or a prompt
+                longer than the context.
         """
-        prompts, options = self._request(prompt, generation_config, None, arguments)
+        calls = HostCalls.of(logits_processor, stopping_criteria)
+        leave = ("num_beams", "num_return_sequences")  # the checkpoint's own, which are for `generate`
+        prompts, options = self._request(prompt, generation_config, None, arguments, leave)
         if len(prompts.prompts) != 1:
             raise RequestError(f"stream() follows one prompt, but {len(prompts.prompts)} were given: call generate().")
-        return (event for event, _ in self._run(prompts, options))
+        several = next((name for name in leave if getattr(options, name) > 1), None)
+        if several is not None:
+            raise RequestError(
+                f"stream() follows one sequence, but {several}={getattr(options, several)} was given: call generate()."
+            )
+        return (event for event, _ in self._run(self._call(prompts, options, calls), Reports()))
 
     def save_pretrained(self, directory: str | Path) -> Path:
         """Write a checkpoint that transformers loads with identical tensors; returns its directory.
@@ -270,34 +301,55 @@ class JaxCausalLM:
         return self._checkpoint.path if self._checkpoint else None
 
     def _request(
-        self, inputs: Any, config: Any, mask: Any, arguments: dict[str, Any]
+        self, inputs: Any, config: Any, mask: Any, arguments: dict[str, Any], leave: tuple[str, ...] = ()
     ) -> tuple[Prompts, GenerationOptions]:
+        """The prompts and options of a call; `leave`: options of the checkpoint that are left out."""
+        leave += ("num_beams",) if self.engine is None else by_engine.BEYOND
         defaults = self._checkpoint.generation_config if self._checkpoint else {}
-        options = options_from(arguments, config, defaults)
+        options = options_from(arguments, config, {name: v for name, v in defaults.items() if name not in leave})
         if options.logprobs is not None and options.logprobs > self.spec.vocab_size:
             raise RequestError(
                 f"logprobs of the {options.logprobs:,} likeliest tokens were asked for, but the vocabulary has "
                 f"{self.spec.vocab_size:,}: lower it."
             )
+        if options.num_beams > 1:
+            raise RequestError(f"num_beams={options.num_beams} is not done by this backend: leave it out.")
+        for name, tokens in options.named_tokens().items():
+            if tokens and max(tokens) >= self.spec.vocab_size:
+                raise RequestError(
+                    f"{name} has the token id {max(tokens)}, but ids of this model run from 0 to "
+                    f"{self.spec.vocab_size - 1}: correct it."
+                )
         return read_prompts(inputs, mask, self.tokenizer, self.spec.vocab_size), options
 
-    def _run(self, prompts: Prompts, options: GenerationOptions) -> Iterator[tuple[StreamEvent, Completion]]:
-        self.timings = Timings(load_seconds=self.timings.load_seconds)
-        if self.engine is not None:
-            return by_engine.run(
-                self.engine,
-                prompts.ids,
-                options,
-                stop_ids=self._stop_ids(options),
-                context=self.context,
-                timings=self.timings,
-            )
-        return loop.run(
-            self.programs,
+    def _call(self, prompts: Prompts, options: GenerationOptions, calls: HostCalls) -> Call:
+        stop_ids = self._stop_ids(options)
+        pad = self._pad(options, stop_ids)
+        if prompts.array is not None:
+            heads = prompts.array.astype(np.int64)
+        else:
+            heads = left_pad(prompts.ids, max(map(len, prompts.prompts)), pad)[0].astype(np.int64)
+        return Call(
             prompts.prompts,
             options,
-            stop_ids=self._stop_ids(options),
-            tokenizer=self.tokenizer,
+            stop_ids,
+            self.tokenizer,
+            self.context,
+            np.repeat(heads, options.num_return_sequences, axis=0),
+            pad,
+            calls.within(options.max_time),
+        )
+
+    def _run(self, call: Call, reports: Reports) -> Iterator[tuple[StreamEvent, Completion]]:
+        self.timings = Timings(load_seconds=self.timings.load_seconds)
+        if self.engine is None:
+            return loop.run(self.programs, call, self.timings, reports)
+        by_engine.refuse(call)
+        return by_engine.run(
+            self.engine,
+            [list(prompt.token_ids) for prompt in call.sequences],
+            call.options,
+            stop_ids=call.stop_ids,
             context=self.context,
             timings=self.timings,
         )
@@ -309,20 +361,18 @@ class JaxCausalLM:
         ends = () if ends is None or options.ignore_eos else ends if isinstance(ends, tuple) else (ends,)
         return frozenset((*ends, *options.stop_token_ids))
 
-    def _sequences(self, prompts: Prompts, done: list[Completion], options: GenerationOptions) -> np.ndarray:
-        """Prompt and new ids [batch, length]; a sequence that ended early ends with its stop id and then padding."""
-        ends = sorted(self._stop_ids(options))
+    def _pad(self, options: GenerationOptions, stop_ids: frozenset[int]) -> int:
         pad = options.pad_token_id
         if pad is None:
             pad = self.architecture.config.get("pad_token_id", getattr(self.tokenizer, "pad_token_id", None))
             pad = None if pad is not None and pad < 0 else pad  # -1 in old configs means none
-        pad = (ends[0] if ends else 0) if pad is None else pad
-        if prompts.array is not None:
-            head = prompts.array.astype(np.int64)
-        else:
-            head = left_pad(prompts.ids, max(map(len, prompts.prompts)), pad)[0].astype(np.int64)
-        tails = [completion.all_ids for completion in done]
-        tail = np.full((len(done), max(map(len, tails))), pad, np.int64)
-        for row, ids in enumerate(tails):
-            tail[row, : len(ids)] = ids
-        return np.concatenate([head, tail], axis=1)
+        return (min(stop_ids) if stop_ids else 0) if pad is None else pad
+
+
+def _sequences(call: Call, done: list[Completion]) -> np.ndarray:
+    """Prompt and new ids [batch, length]; a sequence that ended early ends with its stop id and then padding."""
+    tails = [completion.all_ids for completion in done]
+    tail = np.full((len(done), max(map(len, tails))), call.pad, np.int64)
+    for row, ids in enumerate(tails):
+        tail[row, : len(ids)] = ids
+    return np.concatenate([call.heads, tail], axis=1)

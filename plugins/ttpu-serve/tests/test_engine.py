@@ -213,6 +213,12 @@ def test_generate_of_a_model_uses_the_engine_where_paged_attention_is_enabled(
         assert [list(top) for top in one.top_logprobs] == [list(top) for top in other.top_logprobs]
     sampled = {"max_new_tokens": 8, "do_sample": True, "temperature": 0.8, "seed": 5}
     assert paged.generate("Hello", **sampled) == model.generate("Hello", **sampled)
+    several = {**sampled, "num_return_sequences": 2, "min_new_tokens": 6, "eos_token_id": ours.completions[0].token_ids}
+    assert np.array_equal(paged.generate([[1, 2, 3]], **several), model.generate([[1, 2, 3]], **several))
+    with pytest.raises(RequestError, match="no_repeat_ngram_size, which the serving engine"):
+        paged.generate("Hello", no_repeat_ngram_size=2)
+    with pytest.raises(RequestError, match="stopping_criteria, which the serving engine"):
+        paged.generate("Hello", stopping_criteria=lambda ids, scores: False)
     assert [e.token_id for e in paged.stream("Hi", max_new_tokens=6)] == [
         e.token_id for e in model.stream("Hi", max_new_tokens=6)
     ]

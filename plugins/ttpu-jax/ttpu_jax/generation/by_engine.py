@@ -7,13 +7,38 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ttpu_core.errors import RequestError
 from ttpu_core.generation.events import StreamEvent, Timings
 from ttpu_core.generation.options import GenerationOptions
 from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_jax.generation.call import Call
 from ttpu_jax.generation.results import Completion
+
+BEYOND = (
+    "num_beams", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens",
+    "forced_eos_token_id", "typical_p", "renormalize_logits", "max_time", "output_scores", "output_logits",
+)  # fmt: skip
+"""Options of `generate` that the engine does not have."""
 
 if TYPE_CHECKING:
     from ttpu_serve.execution.engine_core import EngineCore
+
+
+def refuse(call: Call) -> None:
+    """Refuse what the engine does not have.
+
+    Raises:
+        RequestError: the call asks for it.
+    """
+    usual = GenerationOptions()
+    asked = [name for name in BEYOND if getattr(call.options, name) != getattr(usual, name)]
+    asked += ["logits_processor"] if call.calls.processors else []
+    asked += ["stopping_criteria"] if call.calls.criteria and call.options.max_time is None else []
+    if asked:
+        raise RequestError(
+            f"generate() was given {asked[0]}, which the serving engine behind this model does not do: load the model "
+            "without enable_paged_attention."
+        )
 
 
 def run(
@@ -26,7 +51,7 @@ def run(
     timings: Timings,
 ) -> Iterator[tuple[StreamEvent, Completion]]:
     """Generate for a batch of prompts, as `ttpu_jax.generation.loop.run` does; events come in the order of their
-    tokens.
+    tokens. Where several sequences of a prompt are asked for, `prompts` has it as often.
 
     Args:
         engine: the model's serving engine.
@@ -82,6 +107,7 @@ def _params(
     params = SamplingParams(
         **values,
         max_tokens=limit,
+        min_tokens=min(options.fewest(len(prompt)), limit),
         stop=options.stop_strings,
         stop_token_ids=tuple(sorted(stop_ids)),
         ignore_eos=True,  # `stop_ids` are all that end it

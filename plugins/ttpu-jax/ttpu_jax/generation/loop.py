@@ -18,9 +18,11 @@ from ttpu_core.generation.options import GenerationOptions
 from ttpu_core.generation.prompt import Prompt
 from ttpu_core.generation.token_choice import TokenChoice
 from ttpu_jax.distributed import shared_seed
-from ttpu_jax.generation.programs import Programs, cache_bucket, prompts_seen
-from ttpu_jax.generation.prompts import left_pad
+from ttpu_jax.generation.call import Call, Reports
+from ttpu_jax.generation.programs import Programs
 from ttpu_jax.generation.results import Completion
+from ttpu_jax.generation.rules import token_rules
+from ttpu_jax.generation.steps import Padded, PlainSteps, RuledSteps, Steps
 from ttpu_jax.ops.sampling import Sampled, features_of, sampling_inputs
 
 
@@ -35,87 +37,85 @@ class _Row:
 
 
 def run(
-    programs: Programs,
-    prompts: Sequence[Prompt],
-    options: GenerationOptions,
-    *,
-    stop_ids: frozenset[int],
-    tokenizer: Any,
-    context: int,
-    timings: Timings,
+    programs: Programs, call: Call, timings: Timings, reports: Reports | None = None
 ) -> Iterator[tuple[StreamEvent, Completion]]:
     """Generate for a batch of prompts. Each event comes with the completion that it belongs to.
 
     Args:
         programs: the model's compiled programs.
-        prompts: tokens of each prompt.
-        options: of the call.
-        stop_ids: tokens that end a sequence and are not part of it.
-        tokenizer: decodes tokens to text; None for no text.
-        context: the most tokens that a sequence may have.
+        call: prompts and options.
         timings: receives the times of this call.
+        reports: receives the scores and logits that were asked for.
 
     Raises:
         RequestError: at the call, for a prompt that leaves no room in the context.
         TTPUError: during iteration, where the model returns logits that are not finite.
     """
-    rows = [_row(prompt, options, tokenizer, context) for prompt in prompts]
-    return _events(programs, prompts, rows, options, stop_ids, timings)
+    rows = [_row(prompt, call.options, call.tokenizer, call.context) for prompt in call.sequences]
+    return _events(programs, call, rows, timings, reports or Reports())
 
 
 def _events(
-    programs: Programs,
-    prompts: Sequence[Prompt],
-    rows: list[_Row],
-    options: GenerationOptions,
-    stop_ids: frozenset[int],
-    timings: Timings,
+    programs: Programs, call: Call, rows: list[_Row], timings: Timings, reports: Reports
 ) -> Iterator[tuple[StreamEvent, Completion]]:
     steps = max(row.limit for row in rows)
-    # Greedy calls draw nothing, so they have no seed to share with other processes.
-    greedy = options.sampling().is_greedy
-    seed = 0 if greedy else shared_seed(options.seed, programs.runtime.placement.mesh)
-    options = replace(options, seed=seed)
-    sampling = [_row_seed(options.sampling(), index) for index in range(len(rows))]
-    features, inputs = features_of(sampling), sampling_inputs(sampling)
-    ids = [prompt.token_ids for prompt in prompts]
-    seen = prompts_seen(ids, programs.spec.embedding.rows) if features.penalties else None
-
-    width = programs.prompt_width(max(map(len, prompts)))
-    tokens, starts = left_pad(ids, width)
-    slots = cache_bucket(width + steps)
+    ids, watched = call.heads, bool(call.calls.processors or call.calls.criteria)
     compiled_before = programs.compile_seconds
     began = time.perf_counter()
-    state = programs.start(starts, width, slots, seen)
-    chunk = min(width, programs.prefill_chunk or width)
-    for at in range(0, width, chunk):
-        part = tokens[:, at : at + chunk]
-        state, sampled = programs.prefill(state, part, inputs, features, fresh=at == 0)
-    jax.block_until_ready(sampled.token)
+    taken = _steps(programs, call, rows)
+    upcoming = taken.first(ids)
+    jax.block_until_ready(upcoming.sampled.token)
     compiled = programs.compile_seconds - compiled_before
     timings.prefill_seconds += time.perf_counter() - began - compiled
-    timings.prefill_tokens += sum(map(len, prompts))
+    timings.prefill_tokens += sum(map(len, call.prompts))
     timings.compile_seconds += compiled
 
     began, compiled_before = time.perf_counter(), programs.compile_seconds
     decoded = 0
     try:
         for step in range(steps):
-            current = sampled
-            if step + 1 < steps:  # dispatched before the host looks at the current token
-                state, sampled = programs.decode(state, inputs, features)
-            host = _to_host(current)
+            current = upcoming
+            if step + 1 < steps and taken.ahead:  # dispatched before the host looks at the current token
+                upcoming = taken.next(ids)
+            host = _to_host(current.sampled)
+            reports.take(current.scores, current.logits, programs.spec.vocab_size)
             active = [index for index, row in enumerate(rows) if not row.done]
             decoded += len(active) if step else 0
+            ended = np.zeros(len(rows), np.bool_)
+            if watched:
+                new = [call.pad if row.done else int(host["token"][index]) for index, row in enumerate(rows)]
+                ids = np.concatenate([ids, np.array(new, np.int64)[:, None]], axis=1)
+                ended = call.calls.ended(ids, reports.scores if call.options.output_scores else None)
             for index in active:
-                yield from _advance(rows[index], index, host, stop_ids)
+                yield from _advance(rows[index], index, host, call.stop_ids, ended=bool(ended[index]))
             if all(row.done for row in rows):
                 break
+            if step + 1 < steps and not taken.ahead:
+                upcoming = taken.next(ids)
     finally:
         compiled = programs.compile_seconds - compiled_before
         timings.decode_seconds += time.perf_counter() - began - compiled
         timings.compile_seconds += compiled
         timings.decode_tokens += decoded
+
+
+def _steps(programs: Programs, call: Call, rows: Sequence[_Row]) -> Steps:
+    options, times = call.options, call.options.num_return_sequences
+    # Greedy calls draw nothing, so they have no seed to share with other processes.
+    greedy = options.sampling().is_greedy
+    seed = 0 if greedy else shared_seed(options.seed, programs.runtime.placement.mesh)
+    choices = [_row_seed(replace(options, seed=seed).sampling(), index) for index in range(len(rows))]
+    features, inputs = features_of(choices), sampling_inputs(choices)
+    prompts = Padded.of(programs, [prompt.token_ids for prompt in call.prompts], max(row.limit for row in rows))
+    vocab, limits = programs.spec.embedding.rows, [row.limit for row in rows]
+    rules = token_rules(options, [len(prompt) for prompt in call.sequences], limits, call.stop_ids, vocab)
+    reports = options.output_scores or options.output_logits
+    if rules.choose_nothing and times == 1 and not reports and not call.calls.processors:
+        return PlainSteps(programs, prompts, inputs, features)
+    return RuledSteps(
+        programs, prompts, times, inputs, features, rules, call.calls,
+        scores=options.output_scores, logits=options.output_logits,
+    )  # fmt: skip
 
 
 def _row(prompt: Prompt, options: GenerationOptions, tokenizer: Any, context: int) -> _Row:
@@ -134,14 +134,14 @@ def _row_seed(params: TokenChoice, index: int) -> TokenChoice:
 
 
 def _advance(
-    row: _Row, index: int, host: dict[str, np.ndarray], stop_ids: frozenset[int]
+    row: _Row, index: int, host: dict[str, np.ndarray], stop_ids: frozenset[int], *, ended: bool
 ) -> Iterator[tuple[StreamEvent, Completion]]:
-    """Give one sequence its new token."""
+    """Give one sequence its new token; `ended`: the caller's code ends it with this one."""
     done, token = row.completion, int(host["token"][index])
     if token < 0:
         raise TTPUError(
-            "the model's output is not a number (NaN or infinity): the checkpoint is damaged, or it overflows in "
-            "this dtype; try dtype='float32'."
+            "the model's output is not a number (NaN or infinity): the checkpoint is damaged, it overflows in this "
+            "dtype (try dtype='float32'), or the call forbids every token."
         )
     logprob = float(host["logprob"][index]) if "logprob" in host else None
     top = None
@@ -162,6 +162,9 @@ def _advance(
     reason: FinishReason | None = None
     if row.text is not None and row.text.stopped:
         reason = "stop"
+    elif ended:
+        reason = "stop"
+        text += row.text.finish() if row.text else ""
     elif len(done.token_ids) >= row.limit:
         reason = "length"
         text += row.text.finish() if row.text else ""

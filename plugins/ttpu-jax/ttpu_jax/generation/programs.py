@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.spec import axes
@@ -85,6 +86,11 @@ class Programs:
         self._programs: dict[tuple[Any, ...], Compiled] = {}
 
     @property
+    def repeats_rows(self) -> bool:
+        """Whether `repeated` gives several rows to one prompt; otherwise the prompt is read for each of them."""
+        return True
+
+    @property
     def prefill_chunk(self) -> int | None:
         """The most tokens of a prompt that `prefill` is given at once; None for all of them."""
         return PREFILL_CHUNK
@@ -135,6 +141,69 @@ class Programs:
         program = self._get(key, partial(self._decode, features=features), state, inputs)
         return program(self._params, state, inputs)
 
+    def prefill_logits(self, state: DecodeState, tokens: np.ndarray, *, fresh: bool) -> tuple[DecodeState, jax.Array]:
+        """Run tokens through the model, and choose none. `state` is consumed.
+
+        Args:
+            state: the state before these tokens.
+            tokens: int32 [batch, chunk].
+            fresh: the cache is empty, so that attention need not read it.
+
+        Returns:
+            The state, and the logits of the last token, float32 [batch, vocab], whole on every device.
+        """
+        key = ("prefill logits", *tokens.shape, state.cache.slots, fresh)
+        program = self._get(key, partial(self._logits_of, fresh=fresh), state, tokens)
+        return program(self._params, state, tokens)
+
+    def decode_logits(
+        self, state: DecodeState, tokens: jax.Array, rows: jax.Array | None = None
+    ) -> tuple[DecodeState, jax.Array]:
+        """Run one token of every row through the model, and choose none. `state` is consumed.
+
+        Args:
+            state: the state before these tokens.
+            tokens: int32 [batch].
+            rows: int32 [batch], the earlier row that each row continues; None where each continues itself.
+
+        Returns:
+            The state, and the logits, float32 [batch, vocab], whole on every device.
+        """
+        key = ("decode logits", *tokens.shape, state.cache.slots, rows is not None)
+        program = self._get(key, self._next_logits, state, tokens, rows)
+        return program(self._params, state, tokens, rows)
+
+    def repeated(self, state: DecodeState, times: int) -> DecodeState:
+        """Return a state with each row `times` times in succession. `state` stays as it is."""
+        batch = state.token.shape[0] * times
+        empty = self.model.empty_cache(batch, state.cache.slots, self.cache_dtype, abstract=True)
+        shardings = jax.tree.map(lambda array: array.sharding, empty)
+        rows = np.repeat(np.arange(batch // times, dtype=np.int32), times)
+        key = ("repeat rows", batch, times, state.cache.slots)
+        program = self._get(key, lambda params, *given: self._rows_of(*given), state.cache, rows, out=shardings)
+        cache = program(self._params, state.cache, rows)
+        token, step = (jax.device_put(np.zeros(batch, np.int32), cache.start.sharding) for _ in range(2))
+        return DecodeState(cache, token, step, None)
+
+    def compiled(self, name: str, function: Callable[..., Any], key: tuple[Any, ...], *arguments: Any) -> Any:
+        """Call a function of arrays that are whole on every device, as are its results, compiled once per key and
+        shapes.
+
+        Args:
+            name: of the program, for `on_compile`.
+            function: takes `arguments`.
+            key: what else decides on the program.
+            arguments: trees of arrays.
+        """
+        leaves, tree = jax.tree.flatten(arguments)
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        placement = self.runtime.placement.whole()
+        whole = jax.device_put(arguments, placement)
+        program = self._get(
+            (name, key, tree, shapes), lambda params, *given: function(*given), *whole, out=placement
+        )
+        return program(self._params, *whole)
+
     def logits(self, tokens: np.ndarray, positions: np.ndarray) -> jax.Array:
         """Compute the logits [batch, seq, vocab] of whole sequences without a cache.
 
@@ -146,13 +215,15 @@ class Programs:
         program = self._get(key, self._logits, tokens, positions)
         return program(self._params, tokens, positions)
 
-    def _get(self, key: tuple[Any, ...], function: Callable[..., Any], *arguments: Any) -> Compiled:
+    def _get(
+        self, key: tuple[Any, ...], function: Callable[..., Any], *arguments: Any, out: Any = None
+    ) -> Compiled:
         program = self._programs.get(key)
         if program is None:
             if self.on_compile is not None:
                 self.on_compile(str(key[0]), 0.0)
             began = time.perf_counter()
-            program = self._jit(function, arguments[0]).lower(self._params, *arguments).compile()
+            program = self._jit(function, arguments[0], out).lower(self._params, *arguments).compile()
             seconds = time.perf_counter() - began
             self._programs[key] = program
             self.compiles += 1
@@ -161,13 +232,15 @@ class Programs:
                 self.on_compile(str(key[0]), seconds)
         return program
 
-    def _jit(self, function: Callable[..., Any], first: Any) -> Any:
+    def _jit(self, function: Callable[..., Any], first: Any, out: Any = None) -> Any:
         """Jit, with the state donated and handed back in the shardings in which it came, and what was sampled whole on
-        every device, so that every process can read it."""
+        every device, so that every process can read it. `out`: the shardings of what a function without state returns;
+        None leaves them to the compiler."""
         placement = self.runtime.placement
         if not isinstance(first, DecodeState):
             # Logits stay sharded as they are, unless a part of them would be out of this process's reach.
-            return jax.jit(function, out_shardings=placement.whole() if jax.process_count() > 1 else None)
+            whole = placement.whole() if jax.process_count() > 1 else None
+            return jax.jit(function, out_shardings=whole if out is None else out)
         shardings = jax.tree.map(lambda array: array.sharding, first)
         return jax.jit(function, donate_argnums=1, out_shardings=(shardings, placement.whole()))
 
@@ -198,6 +271,25 @@ class Programs:
         logits, cache = self.model.forward(params, state.token[:, None], cache=state.cache, last_only=True)
         assert cache is not None
         return self._sample(logits, replace(state, cache=cache), inputs, features)
+
+    def _logits_of(
+        self, params: dict[str, jax.Array], state: DecodeState, tokens: jax.Array, *, fresh: bool = False
+    ) -> tuple[DecodeState, jax.Array]:
+        logits, cache = self.model.forward(params, tokens, cache=state.cache, last_only=True, fresh=fresh)
+        assert cache is not None
+        return replace(state, cache=cache), logits[:, -1]
+
+    def _next_logits(
+        self, params: dict[str, jax.Array], state: DecodeState, tokens: jax.Array, rows: jax.Array | None
+    ) -> tuple[DecodeState, jax.Array]:
+        if rows is not None:
+            state = replace(state, cache=self._rows_of(state.cache, rows))
+        return self._logits_of(params, state, tokens[:, None])
+
+    def _rows_of(self, cache: KVCache, rows: jax.Array) -> KVCache:
+        """The cache of a new batch whose row i was row `rows`[i]."""
+        taken = partial(jnp.take, indices=rows, axis=1 if self.model.stacked else 0)
+        return replace(cache, layers=jax.tree.map(taken, cache.layers), start=cache.start[rows])
 
     def _sample(
         self, logits: jax.Array, state: DecodeState, inputs: SamplingInputs, features: SamplingFeatures

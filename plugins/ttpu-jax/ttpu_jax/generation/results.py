@@ -31,12 +31,25 @@ class Completion:
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """The result of `generate(..., return_dict_in_generate=True)`: `sequences` [batch, length], padded as transformers
-    pads them, one `Completion` per prompt, and the timings."""
+    """The result of `generate(..., return_dict_in_generate=True)`.
+
+    Attributes:
+        sequences: [sequences, length], padded as transformers pads them.
+        completions: one per sequence.
+        timings: of the call.
+        scores: of each step, float32 [rows, vocab], with output_scores; undefined after a row's end.
+        logits: of each step, float32 [rows, vocab], with output_logits.
+        sequences_scores: float32 [sequences], of beam search: the sum of log-probabilities by length.
+        beam_indices: int32 [sequences, new tokens], of beam search: the row of `scores` that chose each token, then -1.
+    """
 
     sequences: np.ndarray
     completions: list[Completion]
     timings: Timings
+    scores: tuple[np.ndarray, ...] | None = None
+    logits: tuple[np.ndarray, ...] | None = None
+    sequences_scores: np.ndarray | None = None
+    beam_indices: np.ndarray | None = None
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)

@@ -106,14 +106,14 @@ def start_row(counts: TokenCounts, row: jax.Array | int, prompt: jax.Array) -> T
 
     Tokens below 0 or beyond the vocabulary are ignored: prompts padded with -1 to one length compile once."""
     vocab = counts.prompt_seen.shape[-1]
-    seen = jnp.zeros((vocab,), jnp.bool_).at[_inside(prompt, vocab)].set(True, mode="drop")
+    seen = jnp.zeros((vocab,), jnp.bool_).at[inside(prompt, vocab)].set(True, mode="drop")
     return TokenCounts(counts.prompt_seen.at[row].set(seen), counts.output_counts.at[row].set(0))
 
 
 def update(counts: TokenCounts, tokens: jax.Array) -> TokenCounts:
     """`counts` after each row generated its token of `tokens`: int32 [batch]. Tokens below 0 are ignored."""
     batch, vocab = counts.output_counts.shape
-    added = counts.output_counts.at[jnp.arange(batch), _inside(tokens, vocab)].add(1, mode="drop")
+    added = counts.output_counts.at[jnp.arange(batch), inside(tokens, vocab)].add(1, mode="drop")
     return TokenCounts(counts.prompt_seen, added)
 
 
@@ -182,24 +182,33 @@ def sample(
     if features.penalties:
         if counts is None:
             raise ValueError("penalties are on, but counts is None: pass empty_counts(batch, vocab)")
-        scores = _penalised(scores, inputs, counts)
+        scores = penalised(scores, inputs, counts)
     if rules is not None:
         scores = jnp.where(_bits(rules.allowed, vocab), scores, -jnp.inf)
 
-    highest, token = _first_highest(scores)
+    highest, token = first_highest(scores)
     broken = ~jnp.isfinite(highest)  # NaN counts as the highest value
     if features.sample:
         scores = jnp.where(broken[:, None], jnp.float32(0), scores)  # no NaN in what follows
         greedy = inputs.temperature < MIN_TEMPERATURE
-        drawn = _filtered(scores, inputs, greedy, features) + _gumbel(inputs.seed, step, vocab)
-        token = jnp.where(greedy, token, _first_highest(drawn)[1])
-    token = jnp.where(broken, -1, token)
+        drawn = filtered(scores, inputs, greedy, features) + gumbel(inputs.seed, step, vocab)
+        token = jnp.where(greedy, token, first_highest(drawn)[1])
+    return reported(raw, jnp.where(broken, -1, token), features)
+
+
+def reported(raw: jax.Array, token: jax.Array, features: SamplingFeatures) -> Sampled:
+    """The chosen tokens with the log-probabilities that were requested.
+
+    Args:
+        raw: float32 [batch, vocab], the logits.
+        token: int32 [batch], -1 for a row that is not a valid distribution.
+        features: `logprobs` says how many.
+    """
     if features.logprobs < 0:
         return Sampled(token)
-
     logprobs = jax.nn.log_softmax(raw, axis=-1)
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(token, 0)[:, None], axis=-1)[:, 0]
-    chosen = jnp.where(broken, jnp.nan, chosen)
+    chosen = jnp.where(token < 0, jnp.nan, chosen)
     if features.logprobs == 0:
         return Sampled(token, chosen)
     top_logprobs, top_tokens = jax.lax.top_k(logprobs, features.logprobs)
@@ -209,7 +218,7 @@ def sample(
 def _biased(scores: jax.Array, rules: LogitRules) -> jax.Array:
     """Scores `[batch, vocab]` with each row's biases added."""
     rows = jnp.arange(scores.shape[0])[:, None]
-    return scores.at[rows, _inside(rules.bias_tokens, scores.shape[1])].add(rules.bias, mode="drop")
+    return scores.at[rows, inside(rules.bias_tokens, scores.shape[1])].add(rules.bias, mode="drop")
 
 
 def _bits(words: jax.Array, count: int) -> jax.Array:
@@ -218,8 +227,8 @@ def _bits(words: jax.Array, count: int) -> jax.Array:
     return bits.reshape(words.shape[0], -1)[:, :count] != 0
 
 
-def _penalised(scores: jax.Array, inputs: SamplingInputs, counts: TokenCounts) -> jax.Array:
-    """Scores `[batch, vocab]` after the three penalties.
+def penalised(scores: jax.Array, inputs: SamplingInputs, counts: TokenCounts) -> jax.Array:
+    """Scores [batch, vocab] after the three penalties.
 
     Repetition follows transformers' RepetitionPenaltyLogitsProcessor, over prompt and output. The others follow
     OpenAI's formula, over the output only: logit - count * frequency_penalty - (count > 0) * presence_penalty."""
@@ -231,13 +240,14 @@ def _penalised(scores: jax.Array, inputs: SamplingInputs, counts: TokenCounts) -
     return scores - frequency - jnp.where(generated, inputs.presence[:, None], jnp.float32(0))
 
 
-def _filtered(
+def filtered(
     scores: jax.Array,
     inputs: SamplingInputs,
     greedy: jax.Array,
     features: SamplingFeatures,
 ) -> jax.Array:
-    """Scores `[batch, vocab]` divided by the temperature, and -inf for tokens that a filter removes."""
+    """Scores [batch, vocab] divided by the temperature, and -inf for tokens that a filter removes. Rows where `greedy`,
+    bool [batch], is true have the temperature 1."""
     removed = jnp.float32(-jnp.inf)
     scores = scores / jnp.where(greedy, jnp.float32(1), inputs.temperature)[:, None]
     if features.top_k:
@@ -249,8 +259,8 @@ def _filtered(
     return scores
 
 
-def _gumbel(seed: jax.Array, step: jax.Array, vocab: int) -> jax.Array:
-    """Standard Gumbel noise `[batch, vocab]` that depends only on the row's seed and step.
+def gumbel(seed: jax.Array, step: jax.Array, vocab: int) -> jax.Array:
+    """Standard Gumbel noise [batch, vocab] that depends only on a row's seed, uint32 [batch], and step, int32 [batch].
 
     All 32 random bits count towards the rare end: with jax.random.gumbel's 23 bits, a token whose probability is
     much below 2**-23 could never win. The generator is named, since users may change jax's default."""
@@ -264,8 +274,9 @@ def _gumbel(seed: jax.Array, step: jax.Array, vocab: int) -> jax.Array:
     return -jnp.log(-jnp.log1p(-uniform))
 
 
-def _first_highest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each row's maximum `[batch]` and its lowest index `[batch]` int32. NaN counts as the maximum.
+def first_highest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Each row's maximum [batch] of scores [batch, vocab], and its lowest index, int32 [batch]. NaN counts as the
+    maximum.
 
     One reduction gives both: over a vocabulary that is sharded across devices, it exchanges one value and one index
     per row, where a maximum and a search for it take several all-reduces."""
@@ -281,6 +292,7 @@ def _first_highest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     return highest, token
 
 
-def _inside(tokens: jax.Array, vocab: int) -> jax.Array:
-    """Token ids with negative ones moved beyond the vocabulary, where a scatter drops them."""
+def inside(tokens: jax.Array, vocab: int) -> jax.Array:
+    """Token ids, of any shape, with negative ones moved beyond the vocabulary, where a scatter drops them. Returns the
+    same shape."""
     return jnp.where(tokens < 0, vocab, tokens)

@@ -1,0 +1,253 @@
+"""`generate` with transformers' other arguments: the tokens, scores and ends are those of transformers, in float32, for
+a batch of prompts of different lengths. One checkpoint serves all tests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny import llama_checkpoint
+
+from ttpu import AutoModelForTPU
+from ttpu_core.errors import RequestError, TTPUError
+from ttpu_core.generation.options import options_from
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+PROMPT = list(b"The quick brown fox")
+PAD = 258
+WIDTH, NEW = len(PROMPT), 12
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The model, transformers' own, a padded batch, and the greedy tokens of its rows."""
+    from transformers import LlamaForCausalLM
+
+    path = llama_checkpoint(tmp_path_factory.mktemp("like") / "llama", num_hidden_layers=1)
+    both = SimpleNamespace(ours=AutoModelForTPU.from_pretrained(path), theirs=LlamaForCausalLM.from_pretrained(path))
+    rows = [PROMPT, PROMPT[:7], PROMPT[2:]]
+    both.ids = np.array([[PAD] * (WIDTH - len(row)) + row for row in rows])
+    both.mask = (np.arange(WIDTH) >= np.array([[WIDTH - len(row)] for row in rows])).astype(int)
+    both.greedy = new_tokens(both, ignore_eos=True)
+    return both
+
+
+def ours(pair: SimpleNamespace, **arguments: Any) -> Any:
+    arguments = {"max_new_tokens": NEW, "pad_token_id": PAD, "return_dict_in_generate": True} | arguments
+    return pair.ours.generate(pair.ids, attention_mask=pair.mask, **arguments)
+
+
+def theirs(pair: SimpleNamespace, **arguments: Any) -> Any:
+    arguments = {"max_new_tokens": NEW, "pad_token_id": PAD, "return_dict_in_generate": True} | arguments
+    arguments = {"do_sample": False} | arguments
+    return pair.theirs.generate(torch.tensor(pair.ids), attention_mask=torch.tensor(pair.mask), **arguments)
+
+
+def new_tokens(pair: SimpleNamespace, **arguments: Any) -> list[list[int]]:
+    return ours(pair, **arguments).sequences[:, WIDTH:].tolist()
+
+
+def equal(pair: SimpleNamespace, **arguments: Any) -> Any:
+    """Our output, after a look at whether its sequences are transformers'."""
+    found = ours(pair, **arguments)
+    assert found.sequences.tolist() == theirs(pair, **arguments).sequences.tolist()
+    return found
+
+
+# Rules on the device
+
+
+def rules(greedy: list[list[int]]) -> dict[str, dict[str, Any]]:
+    """Arguments that change the tokens of a greedy batch."""
+    first, second = greedy[0], greedy[1]
+    return {
+        "min_new_tokens": {"eos_token_id": [first[1], second[2]], "min_new_tokens": 5},
+        "min_length": {"eos_token_id": first[1], "min_length": WIDTH + 4},
+        "suppress_tokens": {"suppress_tokens": [first[0], second[1]]},
+        "begin_suppress_tokens": {"begin_suppress_tokens": [first[0], second[0]]},
+        "bad_words_ids": {"bad_words_ids": [[first[2]], first[:2], second[1:5], [PROMPT[-1], second[0]]]},
+        "a bad word that is the end": {"bad_words_ids": [[first[1]]], "eos_token_id": first[1]},
+        "sequence_bias": {"sequence_bias": [[[first[0], first[1]], -9.0], [[first[3]], -2.0], [[7], 3.0]]},
+        "n-grams": {"no_repeat_ngram_size": 2},
+        "single tokens": {"no_repeat_ngram_size": 1},
+        "forced_eos_token_id": {"forced_eos_token_id": 65, "eos_token_id": 65},
+        "a forced end beats a suppressed one": {"forced_eos_token_id": [65], "eos_token_id": 65, "min_new_tokens": NEW},
+        "all at once": {
+            "repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "bad_words_ids": [[first[0]]], "min_new_tokens": 3,
+            "eos_token_id": first[1], "suppress_tokens": [7], "sequence_bias": [[[second[0]], -1.0]],
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", rules([list(range(NEW))] * 2))
+def test_a_rule_gives_transformers_tokens(pair: SimpleNamespace, name: str) -> None:
+    arguments = rules(pair.greedy)[name]
+    found = equal(pair, **arguments)
+    ends = {key: value for key, value in arguments.items() if key == "eos_token_id"}
+    if name != "a bad word that is the end":
+        assert found.sequences.tolist() != ours(pair, **ends).sequences.tolist()
+
+
+def test_scores_and_logits_are_transformers(pair: SimpleNamespace) -> None:
+    arguments = {"output_scores": True, "output_logits": True, "suppress_tokens": pair.greedy[0][:2]}
+    for renormalize in (False, True):
+        found = ours(pair, renormalize_logits=renormalize, **arguments)
+        expected = theirs(pair, renormalize_logits=renormalize, **arguments)
+        for name in ("scores", "logits"):
+            assert len(found[name]) == len(expected[name]) == NEW
+            for one, other in zip(found[name], expected[name], strict=True):
+                np.testing.assert_allclose(one, other.numpy(), atol=1e-4)
+    assert ours(pair).scores is None and ours(pair).logits is None
+
+
+@pytest.mark.parametrize("mass", [0.2, 0.9])
+def test_typical_p_keeps_what_transformers_keeps(pair: SimpleNamespace, mass: float) -> None:
+    arguments = {"do_sample": True, "typical_p": mass, "temperature": 0.7, "top_k": 100, "output_scores": True}
+    arguments["max_new_tokens"] = 1
+    one, other = ours(pair, **arguments).scores[0], theirs(pair, **arguments).scores[0].numpy()
+    assert (np.isfinite(one) == np.isfinite(other)).all() and 0 < np.isfinite(one).sum() < one.size
+    np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_rules_that_forbid_nothing_change_no_draw(pair: SimpleNamespace) -> None:
+    drawn = {"do_sample": True, "seed": 5, "temperature": 1.3, "top_p": 0.9, "ignore_eos": True}
+    assert new_tokens(pair, **drawn, sequence_bias={(7,): 0.0}) == new_tokens(pair, **drawn)
+
+
+# Several sequences of a prompt
+
+
+def test_several_sequences_of_a_prompt_are_drawn_apart_and_follow_each_other(pair: SimpleNamespace) -> None:
+    drawn = {"do_sample": True, "seed": 5, "ignore_eos": True}
+    found = ours(pair, num_return_sequences=3, **drawn)
+    assert found.sequences[:, :WIDTH].tolist() == np.repeat(pair.ids, 3, axis=0).tolist()
+    rows = found.sequences[:, WIDTH:].tolist()
+    assert len({tuple(row) for row in rows}) == len(rows) == 9
+    assert rows[0] == new_tokens(pair, **drawn)[0]
+    assert [done.token_ids for done in found.completions] == rows
+    texts = pair.ours.generate("The quick", num_return_sequences=2, do_sample=True, seed=1, max_new_tokens=4)
+    assert isinstance(texts, list) and len(texts) == 2 and texts[0] != texts[1]
+
+
+# The caller's code
+
+
+class ForbidLast:
+    """A processor that needs both its arguments: no token follows itself."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        scores = scores.clone()
+        scores[torch.arange(len(scores)), input_ids[:, -1]] = -float("inf")
+        return scores
+
+
+def test_logits_processors_see_and_change_what_transformers_shows_them(pair: SimpleNamespace) -> None:
+    seen: dict[str, list[Any]] = {"ours": [], "theirs": []}
+
+    def watching(kind: str) -> Any:
+        def watch(input_ids: Any, scores: Any) -> Any:
+            seen[kind].append((input_ids.tolist(), scores.numpy().copy()))
+            return scores
+
+        return watch
+
+    arguments = {"eos_token_id": pair.greedy[1][3], "bad_words_ids": [pair.greedy[0][:1]]}
+    found = ours(pair, logits_processor=[watching("ours"), ForbidLast()], **arguments)
+    from transformers import LogitsProcessorList
+
+    expected = theirs(pair, logits_processor=LogitsProcessorList([watching("theirs"), ForbidLast()]), **arguments)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert len(seen["ours"]) == len(seen["theirs"])
+    for (one, scores), (other, others) in zip(seen["ours"], seen["theirs"], strict=True):
+        assert one == other
+        going = [row for row in range(3) if PAD not in one[row][WIDTH:]]
+        np.testing.assert_allclose(scores[going], others[going], atol=1e-4)
+
+
+def test_stopping_criteria_end_rows_where_transformers_ends_them(pair: SimpleNamespace) -> None:
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    last = pair.greedy[0][3]
+    others = [token for token in pair.greedy[1] if token not in pair.greedy[0][:4]]
+
+    class Follows(StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+            assert scores is None
+            return input_ids[:, -1] == last
+
+    found = equal(pair, stopping_criteria=StoppingCriteriaList([Follows()]), eos_token_id=others[0])
+    assert found.completions[0].finish_reason == "stop" and found.completions[0].stop_id is None
+    assert {len(done.token_ids) for done in found.completions} != {NEW}
+    second = lambda ids, _: ids.shape[1] == WIDTH + 2  # noqa: E731
+    events = list(pair.ours.stream(PROMPT, max_new_tokens=NEW, stopping_criteria=second))
+    assert [event.finish_reason for event in events] == [None, "stop"]
+
+
+def test_a_criterion_of_all_rows_and_the_time_end_a_call(pair: SimpleNamespace) -> None:
+    assert len(new_tokens(pair, stopping_criteria=lambda ids, _: ids.shape[1] == WIDTH + 3)[0]) == 3
+    assert len(new_tokens(pair, max_time=1e-9)[0]) == 1
+
+
+def test_without_torch_the_callers_code_gets_numpy(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttpu_jax.generation import host_calls
+
+    monkeypatch.setattr(host_calls, "find_spec", lambda name: None)
+    kinds = set()
+
+    def only_seven(ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        kinds.update((type(ids), type(scores)))
+        return np.where(np.arange(scores.shape[1]) == 7, scores, -np.inf)
+
+    assert new_tokens(pair, logits_processor=only_seven, max_new_tokens=2) == [[7, 7]] * 3
+    assert kinds == {np.ndarray}
+
+
+def test_code_that_returns_the_wrong_shape_is_named(pair: SimpleNamespace) -> None:
+    with pytest.raises(RequestError, match=r"scores of shape \(3, 5\), but \(3, 259\)"):
+        ours(pair, logits_processor=lambda ids, scores: scores[:, :5])
+    with pytest.raises(RequestError, match=r"returned shape \(2,\) for 3 rows"):
+        ours(pair, stopping_criteria=lambda ids, scores: np.zeros(2))
+    with pytest.raises(TTPUError, match="forbids every token"):
+        ours(pair, logits_processor=lambda ids, scores: scores - np.inf)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_new_tokens": -1}, "min_new_tokens is -1"),
+        ({"no_repeat_ngram_size": 1.5}, "no_repeat_ngram_size is 1.5"),
+        ({"typical_p": 0.0}, "typical_p is 0.0"),
+        ({"bad_words_ids": [3]}, "list of non-empty lists of token ids"),
+        ({"bad_words_ids": [[]]}, "list of non-empty lists of token ids"),
+        ({"bad_words_ids": [[300]]}, "bad_words_ids has the token id 300"),
+        ({"suppress_tokens": [259]}, "suppress_tokens has the token id 259"),
+        ({"sequence_bias": [[[1], "much"]]}, "sequence_bias adds 'much'"),
+        ({"sequence_bias": 3}, "sequence_bias is 3"),
+        ({"early_stopping": "soon"}, "early_stopping is 'soon'"),
+        ({"output_scores": 1}, "output_scores is 1"),
+        ({"num_return_sequences": 2}, "greedy decoding gives one"),
+        ({"num_return_sequences": 3, "num_beams": 2}, "num_return_sequences=3 were asked for of num_beams=2"),
+        ({"logits_processor": [3]}, "a callable, or a list of them"),
+        ({"guidance_scale": 2.0}, "guidance_scale=2.0"),
+    ],
+    ids=str,
+)
+def test_what_means_nothing_is_refused(pair: SimpleNamespace, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        pair.ours.generate(PROMPT, **arguments)
+
+
+def test_a_generation_config_of_transformers_asks_for_the_same(pair: SimpleNamespace) -> None:
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(no_repeat_ngram_size=2, min_new_tokens=3, bad_words_ids=[[65]], length_penalty=2.0)
+    options = options_from({}, config)
+    assert (options.no_repeat_ngram_size, options.min_new_tokens, options.bad_words_ids) == (2, 3, ((65,),))
+    assert options.length_penalty == 2.0
