@@ -228,7 +228,7 @@ def _bits(words: jax.Array, count: int) -> jax.Array:
 
 
 def penalised(scores: jax.Array, inputs: SamplingInputs, counts: TokenCounts) -> jax.Array:
-    """Scores [batch, vocab] after the three penalties.
+    """`scores`, float32 [batch, vocab], after the three penalties; the result has the same shape.
 
     Repetition follows transformers' RepetitionPenaltyLogitsProcessor, over prompt and output. The others follow
     OpenAI's formula, over the output only: logit - count * frequency_penalty - (count > 0) * presence_penalty."""
@@ -246,8 +246,8 @@ def filtered(
     greedy: jax.Array,
     features: SamplingFeatures,
 ) -> jax.Array:
-    """Scores [batch, vocab] divided by the temperature, and -inf for tokens that a filter removes. Rows where `greedy`,
-    bool [batch], is true have the temperature 1."""
+    """`scores`, float32 [batch, vocab], divided by the temperature, and -inf for tokens that a filter removes, in the
+    same shape. Rows where `greedy`, bool [batch], is true have the temperature 1."""
     removed = jnp.float32(-jnp.inf)
     scores = scores / jnp.where(greedy, jnp.float32(1), inputs.temperature)[:, None]
     if features.top_k:
@@ -293,6 +293,6 @@ def first_highest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def inside(tokens: jax.Array, vocab: int) -> jax.Array:
-    """Token ids, of any shape, with negative ones moved beyond the vocabulary, where a scatter drops them. Returns the
-    same shape."""
+    """`tokens`, of any shape, with negative ones moved beyond the vocabulary, where a scatter drops them; the result has
+    the same shape."""
     return jnp.where(tokens < 0, vocab, tokens)

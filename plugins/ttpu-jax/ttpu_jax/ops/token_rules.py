@@ -84,13 +84,13 @@ class Memory:
     counts: TokenCounts | None
 
     def appended(self, tokens: jax.Array) -> Memory:
-        """The memory with one more token of each row: int32 [batch]."""
+        """The memory with one more token of each row; `tokens`: int32 [batch]."""
         history = jax.lax.dynamic_update_slice(self.history, tokens[:, None], (jnp.int32(0), self.length))
         counts = None if self.counts is None else update(self.counts, tokens)
         return Memory(history, self.length + 1, self.step + 1, counts)
 
     def of_rows(self, rows: jax.Array) -> Memory:
-        """The memory of a new batch whose row i was row `rows`[i]: int32 [new batch]."""
+        """The memory of a new batch whose row i was row `rows[i]`; `rows`: int32 [new batch]."""
         counts = jax.tree.map(lambda array: array[rows], self.counts)
         return Memory(self.history[rows], self.length, self.step, counts)
 
