@@ -293,6 +293,6 @@ def first_highest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def inside(tokens: jax.Array, vocab: int) -> jax.Array:
-    """`tokens`, of any shape, with negative ones moved beyond the vocabulary, where a scatter drops them; the result has
+    """`tokens`, of any shape, with negative ones beyond the vocabulary, where a scatter drops them; the result has
     the same shape."""
     return jnp.where(tokens < 0, vocab, tokens)
