@@ -310,5 +310,6 @@ class StockRunner(BaseRunner):
         """How many slots the free memory has room for."""
         free = self.config.kv_cache_memory
         if free is None:
-            free = int(FREE_SHARE * free_bytes(first_device(self.placement), 0))
+            share = self.config.memory_utilization
+            free = int(FREE_SHARE * free_bytes(first_device(self.placement), 0, share))
         return free // max(self.slot_bytes, 1)

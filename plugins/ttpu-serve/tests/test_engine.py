@@ -238,8 +238,13 @@ def test_engine_settings_are_refused_without_the_engine(checkpoint: Path) -> Non
         AutoModelForTPU.from_pretrained(checkpoint, task="train")
     with pytest.raises(RequestError, match=r"max_num_sequences .*did you mean max_num_seqs"):
         LLM(checkpoint, max_num_sequences=3, progress=None)
-    with pytest.raises(RequestError, match=r"gpu_memory_utilization.*kv_cache_memory"):
-        LLM(checkpoint, gpu_memory_utilization=0.9, progress=None)
+    with pytest.raises(RequestError, match=r"swap_space.*leave it out"):
+        LLM(checkpoint, swap_space=4, progress=None)
+    for share in (0, 1.1, True):
+        with pytest.raises(RequestError, match=r"memory_utilization is .* a share above 0, up to 1"):
+            LLM(checkpoint, gpu_memory_utilization=share, progress=None)
+    with pytest.raises(RequestError, match=r"memory_utilization was given with kv_cache_memory"):
+        LLM(checkpoint, gpu_memory_utilization=0.5, kv_cache_memory=2**20, progress=None)
     with pytest.raises(RequestError, match="an engine was given enable_paged_attention"):
         LLM(checkpoint, enable_paged_attention=True, progress=None)
 

@@ -29,8 +29,8 @@ from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.placement import Placement
 from ttpu_jax.runner.buckets import buckets_for
 from ttpu_jax.runner.build import filled, runner_for
-from ttpu_jax.runner.memory import pages_per_group
-from ttpu_jax.runner.reserve import STEPS_IN_FLIGHT, reserved_bytes
+from ttpu_jax.runner.memory import MARGIN, free_bytes, pages_per_group
+from ttpu_jax.runner.reserve import STEPS_IN_FLIGHT, fitting_pages, reserved_bytes
 from ttpu_jax.runner.sampler import BLOCK_ROWS, FIELDS, Level, SamplerState, column, empty_rules, sample_rows
 from ttpu_serve.api.engine_config import NAMES, EngineConfig
 from ttpu_serve.scheduling.block_table import PageGroup
@@ -267,3 +267,30 @@ def test_prompt_logprobs_are_the_models_own_for_any_number_of_tokens_per_step(
     assert first is None
     found = [(each or {})[token].logprob for each, token in zip(others, prompt[1:], strict=True)]
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_pages_take_the_share_of_the_free_memory_that_was_asked_for(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chip:
+        platform = "tpu"
+
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_limit": 3000 + MARGIN, "bytes_in_use": 900}
+
+    monkeypatch.setattr("ttpu_jax.runner.memory._host_free", lambda: 40_000)
+    chip: Any = Chip()
+    assert [free_bytes(chip, 100, share) for share in (None, 0.5)] == [2000, 1000]
+    assert [free_bytes(jax.devices()[0], 0, share) for share in (None, 0.5)] == [10_000, 20_000]
+
+    placement = Placement(None, DEFAULT_STRATEGY)
+    spec, _ = pad_for(default_registry().architecture(open_config(checkpoint)).spec, placement)
+    params = abstract_parameters(spec.parameters, placement, jnp.float32)
+    options = {name: value for name, value in OPTIONS.items() if name in NAMES and name != "num_pages"}
+    pool: Any = None  # compiles nothing on a CPU
+    counts = []
+    for share in (0.5, 0.75):
+        config = filled(EngineConfig(**options, memory_utilization=share), spec, "cpu")
+        runtime = Runtime(placement, ropes=different_ropes(spec.layers))
+        counts.append(fitting_pages(runner_for(spec, runtime, params, config, np.dtype(np.float32)), pool, [2000]))
+    assert counts == [(10,), (15,)]

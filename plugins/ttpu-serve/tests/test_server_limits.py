@@ -26,7 +26,7 @@ from ttpu_serve.api.output_queue import EngineDeadError
 from ttpu_serve.cli.serve import serve
 from ttpu_serve.server import ServerSettings, create_app
 from ttpu_serve.server.events import EventStream
-from ttpu_serve.server.run import Place, run
+from ttpu_serve.server.run import Place, Server, config_of, run
 
 openai = pytest.importorskip("openai")
 
@@ -433,3 +433,47 @@ def test_a_dead_engine_ends_the_server(bytes_tokenizer: Any, tmp_path: Path) -> 
     assert answer.status_code == 503
     thread.join(20)
     assert not thread.is_alive() and "on fire" in str(failures[0])
+
+
+def test_a_server_at_a_unix_domain_socket(bytes_tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(path))
+    left.close()  # as a server that was killed leaves it
+    place = Place(uds=str(path))
+    bound = place.bind()
+    bound.listen()
+    with pytest.raises(RequestError, match="--uds"):
+        Place(uds=str(path)).bind()
+    app = create_app(AsyncEngine(FakeCore(bytes_tokenizer)), ServerSettings())
+    config = config_of(app, ServerSettings(), place, log_level="error")
+    ready: list[str] = []
+    server = Server(config, lambda: ready.append(place.url(bound)), AsyncEngine(FakeCore(bytes_tokenizer)).drain)
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+    thread.start()
+    until(lambda: ready)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
+        asked = {"model": "fake", "prompt": "say: on", "max_tokens": 9}
+        assert client.post("/v1/completions", json=asked).json()["choices"][0]["text"] == "on"
+    assert ready == [f"unix:{path}"]
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_server_behind_a_path_of_a_proxy(bytes_tokenizer: Any) -> None:
+    """Whether the proxy strips the path or not; what is open or administration stays so."""
+    with pytest.raises(RequestError, match="root_path"):
+        ServerSettings(root_path="llama")
+    settings = ServerSettings(root_path="/llama", api_keys=("secret",))
+    with running(FakeCore(bytes_tokenizer), settings) as server:
+        for root in ("", "/llama"):
+            assert server.http().get(f"{root}/health").status_code == 200
+            assert server.http().get(f"{root}/v1/models").status_code == 401
+            key = {"Authorization": "Bearer secret"}
+            assert server.http().get(f"{root}/v1/models", headers=key).status_code == 200
+        assert server.http().get("/openapi.json").json()["servers"] == [{"url": "/llama"}]
+    with running(FakeCore(bytes_tokenizer), ServerSettings(root_path="/llama", enable_admin=True)) as server:
+        for root in ("", "/llama"):
+            foreign = {"Origin": "http://evil.example"}
+            assert server.http().post(f"{root}/reset_prefix_cache", headers=foreign).status_code == 403

@@ -338,4 +338,4 @@ def _num_pages(
             f"{-free / GIB:.2f} GiB more than each device's {topology.chip.hbm_bytes / GIB:.2f} GiB: use more devices, "
             "or lower max_num_seqs and max_num_batched_tokens."
         )
-    return pages_per_group(config, runner.layout, page_bytes, int(free * USABLE))
+    return pages_per_group(config, runner.layout, page_bytes, int(free * USABLE * (config.memory_utilization or 1)))

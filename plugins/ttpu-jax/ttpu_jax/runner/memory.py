@@ -25,12 +25,14 @@ WINDOW_SHARE = 0.5
 """Of the memory for pages, what windows may take where sequences that all are as long as they may be need less."""
 
 
-def free_bytes(device: jax.Device, reserved: int) -> int:
-    """Bytes for pages on this device; `reserved` as `reserved_bytes` has it."""
+def free_bytes(device: jax.Device, reserved: int, share: float | None = None) -> int:
+    """Bytes for pages on this device; `reserved` as `reserved_bytes` has it. `share` of what is free; None takes all of
+    an accelerator's, and `HOST_SHARE` of a host's."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"] - stats["bytes_in_use"]) - reserved - MARGIN
-    return int(_host_free() * HOST_SHARE)
+        free = int(stats["bytes_limit"] - stats["bytes_in_use"]) - reserved - MARGIN
+        return free if share is None else int(free * share)
+    return int(_host_free() * (HOST_SHARE if share is None else share))
 
 
 def pages_per_group(

@@ -59,7 +59,8 @@ def _file(runner: EnginePrograms, page_bytes: Sequence[int]) -> Path | None:
     weights = [(jax.tree_util.keystr(path), tuple(array.shape), str(array.dtype)) for path, array in leaves]
     steps = (config.max_model_len, config.page_size, config.penalties, runner.buckets, runner.has_adapters)
     pages = (tuple(page_bytes), str(runner.cache_dtype))
-    described = repr((placement.devices[0].device_kind, mesh, weights, pages, steps))
+    share = () if config.memory_utilization is None else (config.memory_utilization,)
+    described = repr((placement.devices[0].device_kind, mesh, weights, pages, steps, *share))
     return folder / f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
 
 

@@ -86,5 +86,5 @@ def fitting_pages(
         if draft is not None:  # the smaller of two models that take turns
             draft.num_pages = (2,) * len(draft.layout.groups)
             reserved += reserved_bytes(draft, lambda program: 0)
-    free = free_bytes(device, reserved)
+    free = free_bytes(device, reserved, config.memory_utilization)
     return steady_pages(pages_per_group(config, runner.layout, page_bytes, free), runner, page_bytes)

@@ -32,6 +32,7 @@ class EngineConfig:
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens per step.
     page_size: tokens per page of the KV cache. num_pages: pages of the largest group; None fills the free memory.
     kv_cache_memory: bytes per device for pages; None uses what remains after weights and programs.
+    memory_utilization: share of what remains of each device that pages may take, instead of the default share.
     kv_cache_dtype: auto (the model's dtype), float32, bfloat16, float16, fp8, int8.
     max_waiting: waiting requests beyond which new ones are refused.
     sequence_buckets, token_buckets: sizes of compiled steps, instead of the defaults.
@@ -55,6 +56,7 @@ class EngineConfig:
     page_size: int | None = None
     num_pages: int | None = None
     kv_cache_memory: int | None = None
+    memory_utilization: float | None = None
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -79,6 +81,14 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise RequestError(f"{name} is {value!r}, but a whole number, 1 or more, is needed: correct it.")
+        share = self.memory_utilization
+        if share is not None and (isinstance(share, bool) or not 0 < share <= 1):
+            raise RequestError(f"memory_utilization is {share!r}, but a share above 0, up to 1, is needed: correct it.")
+        if share is not None and (self.kv_cache_memory is not None or self.num_pages is not None):
+            raise RequestError(
+                "memory_utilization was given with kv_cache_memory or num_pages, two ways to say how much memory pages "
+                "take: pass one of them."
+            )
         for name in ("sequence_buckets", "token_buckets"):
             value = getattr(self, name)
             if value is not None:

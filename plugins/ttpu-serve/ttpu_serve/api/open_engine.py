@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ttpu_core.errors import RequestError
+from ttpu_core.checkpoint import open_checkpoint
+from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_core.loading import LoadOptions, open_model, refuse_unknown
 from ttpu_core.quantization import QuantizationConfig
 from ttpu_serve.api.build_engine import build_engine, serving_backend
@@ -17,7 +18,7 @@ from ttpu_serve.execution.engine_core import EngineCore
 
 ALIASES = {
     "speculative_config": "speculative",
-    "gpu_memory_utilization": None,
+    "gpu_memory_utilization": "memory_utilization",
     "swap_space": None,
     "enforce_eager": None,
 }
@@ -32,6 +33,7 @@ def open_engine(
     backend: str | None = None,
     progress: Any = True,
     served_name: str = "",
+    tokenizer: str | None = None,
 ) -> EngineCore:
     """Open an engine over a checkpoint's directory, a Hub id, or a loaded model.
 
@@ -42,6 +44,7 @@ def open_engine(
         backend: name of the backend that loads a checkpoint; None is the default one.
         progress: a function, True for bars on a terminal, or None.
         served_name: the model's name in responses; "" uses the name of the checkpoint's directory.
+        tokenizer: the directory or id of another checkpoint, whose tokenizer is used.
 
     Raises:
         TTPUError: the checkpoint or its plugin is invalid, or memory does not suffice.
@@ -53,11 +56,32 @@ def open_engine(
         if isinstance(model, str | Path):
             loader = serving_backend(backend)
             loader.keep_compiled()  # before the first program of loading
+            other = None if tokenizer is None else _tokenizer(loader, tokenizer)
             loaded: Any = open_model(model, replace(load, purpose="serve", progress=report), backend=loader.name)
+            if other is not None:
+                loaded.tokenizer = other
         else:
             _refuse_loading(load, backend)
             loaded = model
         return build_engine(loaded, config, report, name=served_name)
+
+
+def _tokenizer(backend: Any, name: str) -> Any:
+    """Return the tokenizer of a checkpoint.
+
+    Raises:
+        UnsupportedError: the backend reads no tokenizers by themselves.
+        CheckpointError: there is no such checkpoint, or it has no tokenizer.
+    """
+    if not hasattr(backend, "tokenizer"):
+        raise UnsupportedError(
+            f"the tokenizer of {name} was asked for, but the backend {backend.name!r} reads none by itself: put the "
+            "tokenizer's files into the checkpoint."
+        )
+    found = backend.tokenizer(open_checkpoint(name))
+    if found is None:
+        raise CheckpointError(f"the tokenizer of {name} was asked for, but it has none: name another checkpoint.")
+    return found
 
 
 def with_quantized_cache(config: EngineConfig | None, load: LoadOptions) -> EngineConfig | None:
@@ -92,8 +116,8 @@ def read_options(model: Any, given: Mapping[str, Any], backend: str | None = Non
             own = ALIASES[name]
             if own is None:
                 raise RequestError(
-                    f"{name} was given, but this engine measures the memory that is free and always compiles: leave it "
-                    "out, or set kv_cache_memory (bytes)."
+                    f"{name} was given, but this engine computes preempted requests again and always compiles: leave "
+                    "it out."
                 )
             if own in given:
                 raise RequestError(f"{name} and {own} were both given, two names of one setting: pass one of them.")

@@ -55,6 +55,7 @@ class EngineOptions(StepOptions):
     """Everything of an engine that decides which programs it compiles."""
 
     kv_cache_memory: Annotated[float | None, _engine("GIB", "Of each device, else what is free.")] = None
+    memory_utilization: Annotated[float | None, _engine("SHARE", "Of the free memory, for pages: 0.9.")] = None
     page_size: Annotated[int | None, _engine("N", "Tokens of a page.", min=1)] = None
     no_prefix_caching: Annotated[bool, _switch("--no-prefix-caching", "Compute every prompt anew.")] = False
     no_chunked_prefill: Annotated[bool, _switch("--no-chunked-prefill", "Compute each prompt in one step.")] = False
@@ -84,6 +85,7 @@ class EngineOptions(StepOptions):
             )
         given = {
             "kv_cache_memory": None if memory is None else max(1, int(memory * GIB)),
+            "memory_utilization": self.memory_utilization,
             "page_size": self.page_size,
             "enable_prefix_caching": not self.no_prefix_caching,
             "enable_chunked_prefill": not self.no_chunked_prefill,

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ttpu_core.cli import options
+from ttpu_core.cli.commands import CONTEXT_SETTINGS
 from ttpu_core.cli.console import LoadProgress, note
 from ttpu_core.cli.option_groups import with_option_groups
 from ttpu_core.errors import RequestError
@@ -56,6 +58,19 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="N", help="0: any that is free.", rich_help_panel=SERVER)
     ] = 8000,
+    uds: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Listen at a Unix domain socket instead.", rich_help_panel=SERVER),
+    ] = None,
+    root_path: Annotated[
+        str, typer.Option(metavar="PATH", help="Where a proxy serves this server: /llama.", rich_help_panel=SERVER)
+    ] = "",
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="A YAML file of options; those on the command line come first.", rich_help_panel=SERVER
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -198,11 +213,24 @@ def serve(
         float, typer.Option(metavar="S", help="Seconds that stopping waits for responses.", rich_help_panel=LIMITS)
     ] = 30.0,
     weights_dir: options.WeightsDir = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Another checkpoint, for its tokenizer.", rich_help_panel=options.MODEL),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A branch, tag or commit on the Hub.", rich_help_panel=options.MODEL),
+    ] = None,
+    max_logprobs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Log-probabilities of a token.", rich_help_panel=LIMITS),
+    ] = None,
     loading: options.Loading,
     quiet: options.Quiet = False,
 ) -> None:
     """Serve a checkpoint to clients of OpenAI's API, with a page to chat at /.
 
+    Takes vLLM's flags too, where they mean something: docs/from-vllm.md.
     Prints its URL when it is ready. Ctrl-C or SIGTERM lets running requests end
     first, a second Ctrl-C does not.
 
@@ -213,6 +241,7 @@ def serve(
       ttpu serve ./llama-instruct --host 0.0.0.0 --port 80 --max-model-len 8192
       ttpu serve ./llama --parallelism-strategy tensor=8 --kv-cache-dtype int8
       ttpu serve ./llama --speculative ngram:4 --enable-lora poet=./poet-lora
+      ttpu serve --config llama.yaml --port 8001
       TTPU_API_KEY=secret ttpu serve ./llama --served-model-name gpt-4
 
     \b
@@ -228,7 +257,8 @@ def serve(
     from ttpu_serve.server.settings import MIB, ServerSettings
     from ttpu_serve.server.template import read_template
 
-    _check_keys(api_key, host, enable_admin)
+    assert config is None, "its options stand on the command line"
+    _check_keys(api_key, "localhost" if uds else host, enable_admin)
     name = checkpoint_name(checkpoint, weights_dir)
     _check_processes()
     settings = ServerSettings(
@@ -237,7 +267,7 @@ def serve(
         chat_template=None if chat_template is None else read_template(chat_template),
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
-        default_sampling=_sampling_of(name) if generation_config is GenerationConfigChoice.auto else {},
+        default_sampling=_sampling_of(name, revision) if generation_config is GenerationConfigChoice.auto else {},
         max_body_bytes=None if max_body_mib is None else int(max_body_mib * MIB),
         max_connections=max_connections or None,
         max_incomplete=max_incomplete,
@@ -251,13 +281,16 @@ def serve(
         enable_admin=enable_admin,
         allowed_origins=tuple(allowed_origin or ()),
         allowed_hosts=tuple(allowed_host or ()),
+        root_path=root_path,
         page=not no_page,
     )
-    place = Place(host, port, *(None if file is None else str(file) for file in (ssl_certfile, ssl_keyfile)))
+    certificate, private_key = (None if file is None else str(file) for file in (ssl_certfile, ssl_keyfile))
+    place = Place(host, port, certificate, private_key, uds)
     arguments = engine.arguments() | loading.arguments()
     arguments |= {"max_waiting": max_waiting, "strict_compile": strict_compile, "guides": guides.value}
+    arguments |= {key: value for key, value in (("revision", revision), ("max_logprobs", max_logprobs)) if value}
     bound = place.bind()
-    app = _app(name, settings, arguments, quiet)
+    app = _app(name, settings, arguments, quiet, tokenizer)
 
     def ready(url: str) -> None:
         print(
@@ -293,7 +326,7 @@ def _check_keys(keys: list[str] | None, host: str, enable_admin: bool) -> None:
         note(f"warning: everybody who may ask may administer, for there is no API key: set {KEY_VARIABLE}.")
 
 
-def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool) -> Any:
+def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool, tokenizer: str | None) -> Any:
     """Load the model, compile its programs, and return the application."""
     from ttpu_serve.api.async_engine import AsyncEngine
     from ttpu_serve.api.open_engine import open_engine, read_options
@@ -306,7 +339,7 @@ def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool) -> 
     served = "" if Path(name).expanduser().exists() else name
     load, config = read_options(name, options_)
     with LoadProgress(quiet=quiet) as progress:
-        core = open_engine(name, load, config, progress=progress, served_name=served)
+        core = open_engine(name, load, config, progress=progress, served_name=served, tokenizer=tokenizer)
     app = create_app(AsyncEngine(core), settings)
     if not quiet:
         stats = core.stats()
@@ -321,11 +354,29 @@ def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool) -> 
     return app
 
 
-def _sampling_of(name: str) -> dict[str, Any]:
+def _sampling_of(name: str, revision: str | None) -> dict[str, Any]:
     """Return the sampling defaults of the checkpoint's generation config, if it samples at all."""
     from ttpu_core.checkpoint import open_checkpoint
 
-    config = open_checkpoint(name).generation_config
+    config = open_checkpoint(name, revision=revision).generation_config
     if config.get("do_sample") is False:
         return {}
     return {key: config[key] for key in SAMPLED if config.get(key) is not None}
+
+
+class ServeCommand(TyperCommand):
+    """The command, which takes vLLM's flags and the file of `--config` as well."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line."""
+        from ttpu_serve.cli.vllm_arguments import rewritten
+
+        switches = (one for one in self.params if getattr(one, "is_flag", False))
+        names = {name for one in switches for name in (*one.opts, *one.secondary_opts)}
+        names.update(self.get_help_option_names(ctx))
+        words = args if ctx.resilient_parsing else rewritten(args, frozenset(names), note)
+        return super().parse_args(ctx, words)
+
+
+app = typer.Typer(add_completion=False, context_settings=CONTEXT_SETTINGS, pretty_exceptions_enable=False)
+app.command("serve", cls=ServeCommand)(serve)

@@ -60,6 +60,8 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if root := self._settings.root_path.rstrip("/"):
+            scope["root_path"] = root
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         name = given if _PLAIN.fullmatch(given) else uuid.uuid4().hex
@@ -87,7 +89,7 @@ class RequestMiddleware:
             self._metrics.http(path, status, time.monotonic() - started)
 
     async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        limited = scope["path"] not in OPEN_PATHS
+        limited = _own_path(scope) not in OPEN_PATHS
         began = False
 
         async def noting(message: Message) -> None:
@@ -154,7 +156,7 @@ class RequestMiddleware:
         )
 
     def _check_site(self, scope: Scope, headers: Headers) -> None:
-        if self._keys or scope["path"] not in ADMIN_PATHS:
+        if self._keys or _own_path(scope) not in ADMIN_PATHS:
             return
         origin = headers.get("origin")
         if origin is None:
@@ -229,6 +231,12 @@ def _too_much(message: str) -> ApiError:
         code="rate_limit_exceeded",
         headers={"Retry-After": "1"},
     )
+
+
+def _own_path(scope: Scope) -> str:
+    """Return the path without the root path of a proxy that does not strip it, as the routes have it."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def _is_address(name: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,12 +32,14 @@ LAST_WORDS_SECONDS = 5
 
 @dataclass(frozen=True)
 class Place:
-    """The address at which a server listens; port 0 selects a free port. With a certificate the server uses https."""
+    """The address at which a server listens; port 0 selects a free port. With a certificate the server uses https. With
+    `uds` it listens at this path as a Unix domain socket, and not at host and port."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     certificate: str | None = None
     private_key: str | None = None
+    uds: str | None = None
 
     def bind(self) -> socket.socket:
         """Bind the socket before the model is loaded. It refuses connections until the server is ready.
@@ -45,6 +48,8 @@ class Place:
             RequestError: the address is in use or invalid, or the certificate cannot be used.
         """
         self._check_certificate()
+        if self.uds is not None:
+            return self._bind_path(self.uds)
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -61,8 +66,28 @@ class Place:
             raise self._refusal(error) from error
         return bound
 
+    @staticmethod
+    def _bind_path(path: str) -> socket.socket:
+        """Bind a Unix domain socket; one that nobody listens at any more is replaced."""
+        bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            if Path(path).is_socket():
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
+                    if asked.connect_ex(path):
+                        Path(path).unlink()
+            bound.bind(path)
+        except OSError as error:
+            bound.close()
+            raise RequestError(
+                f"the server was to listen at --uds {path}, but it cannot ({error.strerror or error}): choose another "
+                "path, or end what listens there."
+            ) from error
+        return bound
+
     def url(self, bound: socket.socket) -> str:
-        """Return the URL for a browser on this machine."""
+        """Return the URL for a browser on this machine; of a Unix domain socket, its path."""
+        if self.uds is not None:
+            return f"unix:{self.uds}"
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
             self.host, f"[{self.host}]" if ":" in self.host else self.host
         )

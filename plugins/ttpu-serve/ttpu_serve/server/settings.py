@@ -37,8 +37,8 @@ class ServerSettings:
     strict_fields: refuse every field that is not known, also one without effect on an answer.
     enable_admin: allow sleep, wake up, prefix cache reset and adapter loading over HTTP.
     allowed_origins: other sites whose pages may call this server from a browser. allowed_hosts: names under which a
-    server without a key answers, beside addresses, localhost and this machine's own name; "*" is any. page: serve the
-    page at `/`.
+    server without a key answers, beside addresses, localhost and this machine's own name; "*" is any.
+    root_path: the path under which a proxy serves this server, as in /llama. page: serve the page at `/`.
 
     Raises:
         RequestError: a value is out of range, or an API key is empty or not ASCII.
@@ -64,6 +64,7 @@ class ServerSettings:
     enable_admin: bool = False
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    root_path: str = ""
     page: bool = True
 
     def __post_init__(self) -> None:
@@ -75,6 +76,8 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise RequestError(f"{name} is {value}, but more than 0 seconds are needed: raise it, or leave it out.")
+        if self.root_path and not (self.root_path.startswith("/") and self.root_path.strip("/")):
+            raise RequestError(f"root_path is {self.root_path!r}, but a path such as /llama is needed: correct it.")
         if any(not key.isascii() or not key.strip() for key in self.api_keys):
             raise RequestError("an API key is empty or not ASCII, as HTTP headers must be: choose another one.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -62,14 +63,19 @@ class SpeculativeConfig:
 
 
 def speculative_config(asked: Any) -> SpeculativeConfig:
-    """Convert `asked` to a `SpeculativeConfig`. It may be one already, a mapping of its fields, "ngram", or a
-    checkpoint; a suffix ":4" to the last two sets the number of draft tokens.
+    """Convert `asked` to a `SpeculativeConfig`. It may be one already, a mapping of its fields or its JSON, "ngram", or
+    a checkpoint; a suffix ":4" to the last two sets the number of draft tokens.
 
     Raises:
         RequestError: `asked` has another form or invalid values.
     """
     if isinstance(asked, SpeculativeConfig):
         return asked
+    if isinstance(asked, str) and asked.startswith("{"):
+        try:
+            asked = json.loads(asked)
+        except ValueError as error:
+            raise RequestError(f"speculative is {asked}, which is not JSON ({error}): correct it.") from error
     if isinstance(asked, Mapping):
         known = [field.name for field in fields(SpeculativeConfig)]
         unknown = [str(name) for name in asked if name not in known]
