@@ -6,7 +6,6 @@ python scripts/write_from_vllm.py --check    fails if it differs
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -128,7 +127,8 @@ def fields() -> str:
             ),
             "Ignored, and named in the header `X-TTPU-Warning`:",
             table(
-                ("field", "of", "why"), [(f"`{name}`", of(where), why) for (name, why), where in sorted(ignored.items())]
+                ("field", "of", "why"),
+                [(f"`{name}`", of(where), why) for (name, why), where in sorted(ignored.items())],
             ),
         ]
     )
@@ -164,8 +164,10 @@ def filled(text: str) -> str:
     """The document with its parts written anew."""
     for name, part in PARTS.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        assert begin in text and end in text, f"docs/from-vllm.md has no part {name}"
-        text = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, p=part: f"{begin}{p()}\n{end}", text, flags=re.S)
+        before, found, rest = text.partition(begin)
+        _, ended, after = rest.partition(end)
+        assert found and ended, f"docs/from-vllm.md has no part {name}"
+        text = f"{before}{begin}{part()}\n{end}{after}"
     return text
 
 
