@@ -130,7 +130,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] }}:"
     "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
     "{{ message['content'] }}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}a:"
-    "{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
 )  # fmt: skip
 
 
@@ -153,3 +153,25 @@ def test_the_chat_endpoint_tells_reasoning_apart(tmp_path: Path) -> None:
     with running(fake_core.FakeCore(tokenizer), ServerSettings(reasoning_parser="none")) as server:
         message = server.http().post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
         assert message["content"] == "<think>Hm.</think>\\nYes" and "reasoning_content" not in message
+
+
+def test_reasoning_can_be_left_out_of_the_answer(tmp_path: Path) -> None:
+    core = fake_core.FakeCore(fake_core.tokenizer(tmp_path / "bytes", TEMPLATE))
+    with running(core) as server:
+        asked = user("say: <think>Hm.</think>Yes") | {"include_reasoning": False}
+        message = server.http().post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
+        assert message["content"] == "Yes" and "reasoning_content" not in message
+        lines = server.http().post("/v1/chat/completions", json=asked | {"stream": True}).text
+        assert "reasoning" not in lines and '"content":"Y"' in lines
+
+
+def test_the_end_of_the_prompt_says_whether_a_reply_begins_with_reasoning(tmp_path: Path) -> None:
+    core = fake_core.FakeCore(fake_core.tokenizer(tmp_path / "bytes", TEMPLATE))
+    with running(core) as server:
+        for more in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+            told = server.http().post("/v1/chat/completions", json=user("say: <think>Hm.</think>Yes") | more).json()
+            assert told["choices"][0]["message"]["content"] == "<think>Hm.</think>Yes"
+        messages = [*user("say: ought</think>Yes")["messages"], {"role": "assistant", "content": "<think>I th"}]
+        more = {"continue_final_message": True, "messages": messages}
+        (choice,) = server.http().post("/v1/chat/completions", json=user("") | more).json()["choices"]
+        assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("ought", "Yes")

@@ -134,7 +134,7 @@ class Chat:
     def _message(self, number: int, turn: Turn) -> dict[str, Any]:
         """Return a finished turn as a choice."""
         message: dict[str, Any] = {"role": "assistant", "content": turn.text, "refusal": None}
-        if turn.reasoning_parser is not None:
+        if turn.reasoning_parser is not None and turn.reasons:
             message |= _reasoning(turn.reasoning or None)
         if turn.calls:
             message["content"] = turn.text or None
@@ -175,6 +175,7 @@ class Chat:
         turn = Turn()
         if reasoning is not None and not self._guided:
             turn.reasoning_parser = reasoning.stream(self._prompt, self._continued)
+            turn.reasons = self._request.include_reasoning is not False
         if self._choice == "auto" and parser is not None:
             turn.parser, turn.most = parser.stream(tools), 1 if self._request.parallel_tool_calls is False else None
         return turn

@@ -98,11 +98,16 @@ class Message(Body):
     name: str | None = None
     tool_calls: Annotated[list[CalledTool], Field(fail_fast=True), at_most(MAX_CALLS)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="vLLM's newer name of reasoning_content.")
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls is not None):
+        reasons = self.reasoning_content is not None or self.reasoning is not None
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls is not None or reasons)):
             raise ValueError(f"a message of role {self.role} needs content")
+        if reasons and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} has reasoning, which only assistant messages may")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} has tool_calls, which only assistant messages may")
         if self.role == "tool" and self.tool_call_id is None:
@@ -171,14 +176,12 @@ class ChatRequest(Generation, Conversation):
         "function_call": (("none", "auto"), "it is OpenAI's old form of tool_choice: use that"),
         "modalities": ((["text"],), "this server speaks text alone: leave it out"),
         "audio": ((), "this server speaks no audio: leave it out"),
-        "reasoning_effort": (("none",), "models are not told how long to think here: use chat_template_kwargs"),
         "verbosity": (("medium",), "models are not told how much to say here: say it in a message"),
         "web_search_options": ((), "this server searches nothing: leave it out"),
         # vLLM's
         "chat_template": ((), "templates of clients are not run: start the server with --chat-template"),
         "documents": (([],), "templates get no documents here: write them into a message"),
         "echo": ((False,), "replies do not repeat the conversation here: leave it out"),
-        "include_reasoning": ((True,), "reasoning is told where it is parsed: leave it out"),
         "enable_thinking": ((), "it belongs to the chat template: use chat_template_kwargs"),
         "thinking": ((), "it belongs to the chat template: use chat_template_kwargs"),
     }
@@ -194,6 +197,10 @@ class ChatRequest(Generation, Conversation):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    # vLLM's
+    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)
+    include_reasoning: bool | None = Field(None, description="False leaves the reasoning out of the answer.")
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:

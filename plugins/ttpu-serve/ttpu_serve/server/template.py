@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.chat_template import chat_text, template_text
-from ttpu_serve.server.chat_protocol import Conversation, Message, TokenizeRequest
+from ttpu_serve.server.chat_protocol import ChatRequest, Conversation, Message, TokenizeRequest
 from ttpu_serve.server.errors import ApiError
+from ttpu_serve.server.thinking import options_of, thinking_variables
 from ttpu_serve.server.tokens import Tokens
 
 _OURS = frozenset(
@@ -37,6 +39,7 @@ class ChatTemplate:
         self._tokens = tokens
         self._override = override
         self.text: str | None = override or template_text(tokens.tokenizer)
+        self._variables = options_of(self.text or "")
 
     @property
     def knows_tools(self) -> bool:
@@ -61,11 +64,16 @@ class ChatTemplate:
         return prompt.ids
 
     def _prompt(self, request: Conversation | TokenizeRequest, tools: bool, most: int | None) -> ChatPrompt:
-        text = self._render(request, tools)
+        text = self.render(request, tools=tools)
         ids = self._tokens.encode_now(text, bool(request.add_special_tokens), most, "messages")
         return ChatPrompt(ids, text[-_END:])
 
-    def _render(self, request: Conversation | TokenizeRequest, tools: bool) -> str:
+    def render(self, request: Conversation | TokenizeRequest, *, tools: bool = True) -> str:
+        """Return the prompt's text. `tools`: whether the template is told of the request's tools.
+
+        Raises:
+            ApiError: there is no template, or it refuses the messages or knows nothing of what was asked.
+        """
         if self.text is None:
             raise ApiError(
                 "a chat was asked for, but this model has no chat template: use /v1/completions, or start the server "
@@ -86,34 +94,53 @@ class ChatTemplate:
                 f"chat_template_kwargs has {min(taken)!r}, which has a field of its own: use that.",
                 param="chat_template_kwargs",
             )
+        if isinstance(request, ChatRequest):
+            thinking = thinking_variables(self._variables, request.reasoning_effort, request.thinking_token_budget)
+            given = {**thinking, **given}
         shown = [tool.model_dump(exclude_none=True) for tool in request.tools or ()] if tools else []
-        try:
+        messages = request.messages or ()
+
+        def text(*, arguments_as_text: bool = False) -> str:
             return chat_text(
                 self._tokens.tokenizer,
-                [as_turn(message) for message in request.messages or ()],
+                [as_turn(message, arguments_as_text=arguments_as_text) for message in messages],
                 template=self._override,
                 tools=shown,
                 add_generation_prompt=opening,
                 continue_final_message=going_on,
                 variables=given,
             )
+
+        try:
+            return text()
         except RequestError as error:  # of the template: "System role not supported", for example
+            if any(message.tool_calls for message in messages):
+                with suppress(RequestError):  # DeepSeek's templates, for example, add them to a text
+                    return text(arguments_as_text=True)
             raise ApiError(str(error), param="messages") from error
 
 
-def as_turn(message: Message) -> dict[str, Any]:
-    """Return a message as templates expect it: arguments of tool calls are values instead of JSON text."""
+def as_turn(message: Message, *, arguments_as_text: bool = False) -> dict[str, Any]:
+    """Return a message as templates expect it. `arguments_as_text`: arguments of tool calls are JSON text, and not
+    values."""
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     turn["content"] = "" if message.content is None else message.content
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             turn[name] = value
+    if reasoning := message.reasoning_content or message.reasoning:
+        turn |= {"reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
+        if message.content and message.tool_calls:  # gpt-oss's template, which reads `thinking`, refuses both
+            turn["thinking"] = ""
     if message.tool_calls:
         turn["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                "function": {
+                    "name": call.function.name,
+                    "arguments": call.function.arguments if arguments_as_text else _arguments(call.function.arguments),
+                },
             }
             for call in message.tool_calls
         ]

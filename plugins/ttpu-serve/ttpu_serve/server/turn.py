@@ -41,14 +41,15 @@ class Turn:
     """One reply.
 
     parser: reads its calls; None reads none. named: the tool whose arguments the whole text is. most: maximum number of
-    reported calls, if limited. reasoning_parser: tells its reasoning apart. text, reasoning, calls: of the reply so
-    far; a call that broke is text.
+    reported calls, if limited. reasoning_parser: tells its reasoning apart. reasons: reasoning is reported, and not
+    dropped. text, reasoning, calls: of the reply so far; a call that broke is text.
     """
 
     parser: ToolCallStream | None = None
     named: CallBegins | None = None
     most: int | None = None
     reasoning_parser: ReasoningStream | None = None
+    reasons: bool = True
     text: str = ""
     reasoning: str = ""
     calls: list[MadeCall] = field(default_factory=list)
@@ -70,6 +71,7 @@ class Turn:
             if ended:
                 last = self.reasoning_parser.finish()
                 reasoning, text = reasoning + last[0], text + last[1]
+            reasoning = reasoning if self.reasons else ""
         new = New(reasoning, [event for event in self._events(text, first=first, ended=ended) if self._reported(event)])
         self.reasoning += reasoning
         for event in new.events:
