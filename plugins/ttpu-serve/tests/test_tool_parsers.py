@@ -310,6 +310,18 @@ def test_forced_calls_stream() -> None:
     ]
 
 
+def test_the_parser_that_the_documentation_writes_works() -> None:
+    page = (Path(__file__).parents[3] / "docs/write-a-parser.md").read_text(encoding="utf-8")
+    calls, reasoning, its_test = (part.split("```", 1)[0] for part in page.split("```python\n")[1:])
+    written: dict[str, Any] = {"Arguments": Arguments}
+    exec(calls + reasoning + its_test, written)  # our own text
+    written["test_calls_are_read_in_pieces"]()
+    assert read(events_of(written["CALLS"].stream({}), ["CALL it a day"])) == ("CALL it a day", [])
+    assert written["CALLS"].knows("Write CALL {name} {arguments} END") == 2
+    stream = written["THOUGHTS"].stream("", "")
+    assert stream.push("<musing>Hm</musing>Yes") == ("Hm", "Yes")
+
+
 # -- chat templates ------------------------------------------------------------------------------------------------
 
 

@@ -222,7 +222,7 @@ IGNORED: Mapping[str, Ignored] = {
 }
 
 _CHANGE_CONFIG = "the checkpoint's config.json says it: change it there"
-_PLUGIN = "parsers are entry points: install a package with one (docs/serving.md)"
+_PLUGIN = "parsers are entry points: install a package with one (docs/write-a-parser.md)"
 
 REFUSED: Mapping[str, Refused] = {
     "--trust-remote-code": Refused(
