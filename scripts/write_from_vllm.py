@@ -157,7 +157,15 @@ def endpoints() -> str:
     return table(("vLLM's path", "here"), rows)
 
 
-PARTS = {"flags": flags, "fields": fields, "endpoints": endpoints}
+def metrics() -> str:
+    """The table of metrics."""
+    from ttpu_serve.server.metrics import VLLM_NAMES
+
+    rows = [(f"`vllm:{name}`", f"`ttpu:{own}`") for own, names in VLLM_NAMES.items() for name in names]
+    return table(("vLLM's name", "TTPU's name"), sorted(rows))
+
+
+PARTS = {"flags": flags, "fields": fields, "endpoints": endpoints, "metrics": metrics}
 
 
 def filled(text: str) -> str:

@@ -44,11 +44,11 @@ class Running:
 
 
 @contextmanager
-def running(core: Any, settings: ServerSettings | None = None) -> Iterator[Running]:
+def running(core: Any, settings: ServerSettings | None = None, tracer: Any = None) -> Iterator[Running]:
     """Serve a core on a free port of this machine."""
     settings = settings or ServerSettings()
     engine = AsyncEngine(core)
-    app = create_app(engine, settings)
+    app = create_app(engine, settings, tracer)
     place = Place(port=0)
     bound = place.bind()
     config = config_of(app, settings, place, log_level="error")

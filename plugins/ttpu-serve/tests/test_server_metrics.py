@@ -11,8 +11,10 @@ from fake_core import FakeCore, tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 from serving import running
 
+from ttpu_core.errors import RequestError
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.execution.stats import EngineStats
+from ttpu_serve.server import ServerSettings
 from ttpu_serve.server.metrics import WINDOW_SECONDS, EngineCollector, Metrics
 
 NAMES = {
@@ -36,13 +38,34 @@ NAMES = {
     "http_requests": "counter",
     "time_to_first_token_seconds": "histogram",
     "time_per_output_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
     "e2e_request_latency_seconds": "histogram",
     "request_prompt_tokens": "histogram",
     "request_generation_tokens": "histogram",
 }
 
 
-LABELS = ("reason", "path", "status", "place", "group", "le")
+VLLM_NAMES = {
+    "num_requests_running": "gauge",
+    "num_requests_waiting": "gauge",
+    "kv_cache_usage_perc": "gauge",
+    "prefix_cache_queries": "counter",
+    "prefix_cache_hits": "counter",
+    "num_preemptions": "counter",
+    "prompt_tokens": "counter",
+    "generation_tokens": "counter",
+    "request_success": "counter",
+    "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "request_time_per_output_token_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram",
+    "request_prompt_tokens": "histogram",
+    "request_generation_tokens": "histogram",
+    "spec_decode_num_draft_tokens": "counter",
+    "spec_decode_num_accepted_tokens": "counter",
+    "spec_decode_num_accepted_tokens_per_pos": "counter",
+}
+LABELS = ("reason", "finished_reason", "path", "status", "place", "position", "group", "le")
 
 
 def samples(text: str) -> dict[str, Any]:
@@ -68,7 +91,8 @@ def test_all_of_them_are_there_and_right(tmp_path: Any) -> None:
         server.http().post("/v1/nothing")
         found = samples(server.http().get("/metrics").text)
     assert {name.removeprefix("ttpu:"): kind for name, kind in found["kinds"].items()}.items() >= NAMES.items()
-    assert all(name.startswith("ttpu:") for name in found["kinds"])
+    assert {name.partition(":")[0] for name in found["kinds"] if ":" in name} == {"ttpu", "vllm"}
+    assert {"process_resident_memory_bytes", "process_cpu_seconds"} <= found["kinds"].keys()
     assert found["ttpu:kv_cache_usage"] == 0.25 and found["ttpu:kv_cache_pages_in_use,group=full"] == 3
     assert found["ttpu:accepted_tokens_at_total,place=1"] == 2 and found["ttpu:recompiles_total"] == 1
     assert found["ttpu:requests_finished_total,reason=stop"] == 2
@@ -76,6 +100,25 @@ def test_all_of_them_are_there_and_right(tmp_path: Any) -> None:
     assert found["ttpu:request_generation_tokens_sum"] == 10, "four letters and the end, twice"
     assert found["ttpu:http_requests_total,path=/v1/chat/completions,status=200"] == 1
     assert found["ttpu:http_requests_total,path=other,status=404"] == 1, "labels do not grow with what clients invent"
+    kinds = {name.removeprefix("vllm:"): kind for name, kind in found["kinds"].items() if name.startswith("vllm:")}
+    assert kinds.items() >= VLLM_NAMES.items()
+    assert found["vllm:kv_cache_usage_perc"] == 0.25 and found["vllm:num_preemptions_total"] == 2
+    assert found["vllm:request_success_total,finished_reason=stop"] == 2
+    assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total,position=1"] == 2
+    assert found["vllm:e2e_request_latency_seconds_bucket,le=+Inf"] == 2
+    assert found["vllm:inter_token_latency_seconds_count"] > 0
+
+
+@pytest.mark.parametrize(("prefix", "others"), [("ttpu", "vllm:"), ("vllm", "ttpu:")])
+def test_metrics_have_the_names_that_were_asked_for(prefix: Any, others: str) -> None:
+    metrics = Metrics("m", prefix)
+    metrics.watch(time.monotonic(), 1).see(OutputDelta("r", 0, "a", [1], None, "stop", num_output_tokens=1))
+    text = metrics.text().decode()
+    assert f"{prefix}:time_to_first_token_seconds_count" in text and others not in text
+    if prefix == "vllm":
+        assert 'vllm:e2e_request_latency_seconds_count{engine="0",model_name="m"} 1.0' in text
+    with pytest.raises(RequestError, match="metrics_prefix"):
+        ServerSettings(metrics_prefix="prometheus")  # type: ignore[arg-type]
 
 
 def test_an_answers_times() -> None:

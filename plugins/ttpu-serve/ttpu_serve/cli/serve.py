@@ -40,6 +40,14 @@ class GuidesChoice(StrEnum):
     off = "off"
 
 
+class MetricsPrefixChoice(StrEnum):
+    """The names of metrics."""
+
+    both = "both"
+    ttpu = "ttpu"
+    vllm = "vllm"
+
+
 class LogLevel(StrEnum):
     """The server's log level."""
 
@@ -152,6 +160,13 @@ def serve(
     ssl_keyfile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The certificate's key.", rich_help_panel=SERVER)
     ] = None,
+    metrics_prefix: Annotated[
+        MetricsPrefixChoice, typer.Option(help="Names of metrics: ttpu:, vllm:, or both.", rich_help_panel=SERVER)
+    ] = MetricsPrefixChoice.both,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Send an OpenTelemetry span for each request.", rich_help_panel=SERVER),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Of the server.", rich_help_panel=SERVER)] = LogLevel.warning,
     access_log: Annotated[
         bool, typer.Option("--access-log", help="A line for each request.", rich_help_panel=SERVER)
@@ -256,6 +271,7 @@ def serve(
     from ttpu_serve.server.run import Place, run
     from ttpu_serve.server.settings import MIB, ServerSettings
     from ttpu_serve.server.template import read_template
+    from ttpu_serve.server.traces import tracer_for
 
     assert config is None, "its options stand on the command line"
     _check_keys(api_key, "localhost" if uds else host, enable_admin)
@@ -278,6 +294,7 @@ def serve(
         request_timeout=request_timeout or None,
         drain_timeout=drain_timeout or 0.001,
         strict_fields=strict_fields,
+        metrics_prefix=metrics_prefix.value,
         enable_admin=enable_admin,
         allowed_origins=tuple(allowed_origin or ()),
         allowed_hosts=tuple(allowed_host or ()),
@@ -290,7 +307,8 @@ def serve(
     arguments |= {"max_waiting": max_waiting, "strict_compile": strict_compile, "guides": guides.value}
     arguments |= {key: value for key, value in (("revision", revision), ("max_logprobs", max_logprobs)) if value}
     bound = place.bind()
-    app = _app(name, settings, arguments, quiet, tokenizer)
+    tracer = None if otlp_traces_endpoint is None else tracer_for(otlp_traces_endpoint)
+    app = _app(name, settings, arguments, quiet, tokenizer, tracer)
 
     def ready(url: str) -> None:
         print(
@@ -326,7 +344,7 @@ def _check_keys(keys: list[str] | None, host: str, enable_admin: bool) -> None:
         note(f"warning: everybody who may ask may administer, for there is no API key: set {KEY_VARIABLE}.")
 
 
-def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool, tokenizer: str | None) -> Any:
+def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool, tokenizer: str | None, tracer: Any) -> Any:
     """Load the model, compile its programs, and return the application."""
     from ttpu_serve.api.async_engine import AsyncEngine
     from ttpu_serve.api.open_engine import open_engine, read_options
@@ -340,7 +358,7 @@ def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool, tok
     load, config = read_options(name, options_)
     with LoadProgress(quiet=quiet) as progress:
         core = open_engine(name, load, config, progress=progress, served_name=served, tokenizer=tokenizer)
-    app = create_app(AsyncEngine(core), settings)
+    app = create_app(AsyncEngine(core), settings, tracer)
     if not quiet:
         stats = core.stats()
         note(

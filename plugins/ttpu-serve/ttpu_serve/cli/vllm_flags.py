@@ -53,7 +53,7 @@ SHORT = {
 SAME = (
     "--host", "--port", "--uds", "--root-path", "--api-key", "--served-model-name", "--chat-template",
     "--tool-call-parser", "--reasoning-parser", "--lora-modules", "--max-lora-rank", "--max-logprobs", "--ssl-certfile",
-    "--ssl-keyfile", "--revision", "--tokenizer", "--config",
+    "--ssl-keyfile", "--revision", "--tokenizer", "--config", "--otlp-traces-endpoint",
 )  # fmt: skip
 """Flags with the same name and meaning."""
 

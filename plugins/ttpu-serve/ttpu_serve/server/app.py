@@ -18,6 +18,7 @@ from ttpu_serve.server.events import ClientGoneError
 from ttpu_serve.server.middleware import RequestMiddleware
 from ttpu_serve.server.service import Service
 from ttpu_serve.server.settings import ServerSettings
+from ttpu_serve.server.traces import Tracer
 
 
 class ErrorDetail(BaseModel):
@@ -35,14 +36,17 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
-    """Make an application that serves `engine`. When it shuts down, it drains and closes the engine.
+def create_app(
+    engine: AsyncEngine, settings: ServerSettings | None = None, tracer: Tracer | None = None
+) -> FastAPI:
+    """Make an application that serves `engine`, and tells `tracer` of each request. When it shuts down, it drains and
+    closes the engine.
 
     Raises:
         RequestError: the settings contradict the model.
     """
     settings = settings or ServerSettings()
-    service = Service(engine, settings)
+    service = Service(engine, settings, tracer)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -1,19 +1,22 @@
-"""Metrics for Prometheus and for the page: the engine's counters and the times of requests, named `ttpu:...`, in a
-registry of their own."""
+"""Metrics for Prometheus and for the page: the engine's counters, the times of requests and the process's own, in a
+registry of their own. They are named `ttpu:...`, and those that vLLM has as well also `vllm:...`."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ttpu_serve.api.outputs import OutputDelta
+from ttpu_serve.server.traces import TRACE
 
+MetricsPrefix = Literal["ttpu", "vllm", "both"]
+PREFIXES: tuple[str, ...] = get_args(MetricsPrefix)
 WINDOW_SECONDS = 10.0
 """Over which the rates of work (MFU, MBU, tokens per second) are taken."""
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
@@ -38,18 +41,47 @@ _COUNTERS = (
     ("device_seconds", "device_seconds", "Seconds in which a step was under way."),
 )
 
+VLLM_NAMES: dict[str, tuple[str, ...]] = {
+    "requests_running": ("num_requests_running",),
+    "requests_waiting": ("num_requests_waiting",),
+    "kv_cache_usage": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    "prefix_cache_queries": ("prefix_cache_queries",),
+    "prefix_cache_hits": ("prefix_cache_hits",),
+    "preemptions": ("num_preemptions",),
+    "prompt_tokens": ("prompt_tokens",),
+    "generation_tokens": ("generation_tokens",),
+    "requests_finished": ("request_success",),
+    "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    "time_per_output_token_seconds": ("request_time_per_output_token_seconds",),
+    "e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
+    "request_prompt_tokens": ("request_prompt_tokens",),
+    "request_generation_tokens": ("request_generation_tokens",),
+    "draft_tokens": ("spec_decode_num_draft_tokens",),
+    "accepted_tokens": ("spec_decode_num_accepted_tokens",),
+    "accepted_tokens_at": ("spec_decode_num_accepted_tokens_per_pos",),
+}
+"""Metrics by their names here → vLLM's names, newest first."""
+_VLLM_LABELS = {"reason": "finished_reason", "place": "position"}
+
 
 class Metrics:
-    """The metrics of one server; `of_engine` holds the engine's own counters."""
+    """The metrics of one server; `of_engine` holds the engine's own counters. prefix: the names under which they are
+    told."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, prefix: MetricsPrefix = "both") -> None:
         self.registry = CollectorRegistry()
+        self._prefix = prefix
+        self._of_process = ProcessCollector(registry=None)
         self._labels = {"model_name": model}
         self.of_engine = EngineCollector(self._labels)
         self.registry.register(self.of_engine)
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self._each = self._histogram(
             "time_per_output_token_seconds", "Mean of a sequence after its first token.", TOKEN_SECONDS
+        )
+        self._between = self._histogram(
+            "inter_token_latency_seconds", "Between two deltas of a sequence.", TOKEN_SECONDS
         )
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
         self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
@@ -75,12 +107,26 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""
-        return generate_latest(self.registry)
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics under the names that were asked for."""
+        for metric in self.registry.collect():
+            if self._prefix != "vllm":
+                yield metric
+            if self._prefix != "ttpu":
+                for name in VLLM_NAMES.get(metric.name.removeprefix("ttpu:"), ()):
+                    yield _as_vllm(metric, f"vllm:{name}")
+        yield from self._of_process.collect()
 
     def observe_first(self, seconds: float) -> None:
         """Record the time to a sequence's first token."""
         self._first.labels(**self._labels).observe(seconds)
         self.recent.append((time.monotonic(), seconds))
+
+    def observe_next(self, seconds: float) -> None:
+        """Record the time between two deltas of a sequence."""
+        self._between.labels(**self._labels).observe(seconds)
 
     def observe_end(self, prompt: int, output: int, each: float | None, whole: float, reason: str) -> None:
         """Record a finished sequence.
@@ -106,19 +152,37 @@ class Metrics:
         return Histogram(f"ttpu:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
 
 
+def _as_vllm(metric: Metric, name: str) -> Metric:
+    """Return a metric under vLLM's name, with vLLM's labels."""
+    made = Metric(name, metric.documentation, metric.type)
+    for sample in metric.samples:
+        labels = {_VLLM_LABELS.get(key, key): value for key, value in sample.labels.items()} | {"engine": "0"}
+        made.add_sample(name + sample.name.removeprefix(metric.name), labels, sample.value, sample.timestamp)
+    return made
+
+
 class RequestWatch:
     """Records the times of one request's sequences."""
 
     def __init__(self, metrics: Metrics, arrival: float, sequences: int) -> None:
         self._metrics, self._arrival, self._open = metrics, arrival, sequences
         self._began: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+        self._trace, self._seen = TRACE.get(), False
 
     def see(self, delta: OutputDelta) -> None:
         """Record a delta."""
         now = time.monotonic()
-        if delta.token_ids and delta.index not in self._began:
-            self._began[delta.index] = now
-            self._metrics.observe_first(now - self._arrival)
+        if delta.token_ids:
+            if delta.index not in self._began:
+                self._began[delta.index] = now
+                self._metrics.observe_first(now - self._arrival)
+            else:
+                self._metrics.observe_next(now - self._last[delta.index])
+            self._last[delta.index] = now
+        if self._trace is not None:
+            self._trace.see(delta, now, first=not self._seen)
+            self._seen = True
         if delta.finish_reason is not None:
             self._open -= 1
             began = self._began.get(delta.index, now)

@@ -19,6 +19,7 @@ from ttpu_serve.server.errors import ApiError, respond
 from ttpu_serve.server.events import ARRIVAL, CLIENT, ClientGoneError
 from ttpu_serve.server.given_fields import GIVEN_FIELDS, WARNING_HEADER, GivenFields
 from ttpu_serve.server.service import Service
+from ttpu_serve.server.traces import TRACE, RequestTrace
 
 OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health", "/version", "/metrics", "/stats", "/openapi.json"})
 """Need no key, and are served however much there is to do."""
@@ -49,7 +50,7 @@ class RequestMiddleware:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         settings = service.settings
-        self._app, self._settings, self._metrics = app, settings, service.metrics
+        self._app, self._settings, self._metrics, self._tracer = app, settings, service.metrics, service.tracer
         self._most_bytes = service.most_body_bytes
         self._keys = [key.encode() for key in settings.api_keys]
         self._running = self._arriving = 0  # requests, and bytes of bodies
@@ -68,6 +69,8 @@ class RequestMiddleware:
         started, status = time.monotonic(), 499  # nginx's status for a client that left
         fields = GivenFields(self._settings.strict_fields)
         GIVEN_FIELDS.set(fields)
+        trace = None if self._tracer is None else RequestTrace()
+        TRACE.set(trace)
 
         async def named(message: Message) -> None:
             nonlocal status
@@ -87,6 +90,8 @@ class RequestMiddleware:
             route = scope.get("route")
             path = getattr(route, "path", None) or "other"
             self._metrics.http(path, status, time.monotonic() - started)
+            if self._tracer is not None and trace is not None and _own_path(scope) not in OPEN_PATHS:
+                self._tracer.end(trace, headers, path, status, name)
 
     async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         limited = _own_path(scope) not in OPEN_PATHS

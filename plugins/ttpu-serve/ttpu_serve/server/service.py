@@ -24,6 +24,7 @@ from ttpu_serve.server.responses import Usage
 from ttpu_serve.server.settings import MIB, ServerSettings
 from ttpu_serve.server.template import ChatTemplate
 from ttpu_serve.server.tokens import Tokens
+from ttpu_serve.server.traces import Tracer
 from ttpu_serve.tool_parsers.installed import parser_for as tool_parser_for
 
 MAX_INPUTS = 2048
@@ -40,8 +41,8 @@ class Service:
         RequestError: an adapter has the model's name, or a setting does not fit the model.
     """
 
-    def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
-        self.engine, self.settings = engine, settings
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings, tracer: Tracer | None = None) -> None:
+        self.engine, self.settings, self.tracer = engine, settings, tracer
         self.names = settings.model_names or (engine.core.model_name,)
         if taken := [name for name in self.adapters if name in self.names]:
             raise RequestError(
@@ -51,7 +52,7 @@ class Service:
         self.created = int(time.time())
         self.tokens = Tokens(engine.core.tokenizer)
         self.chat = ChatTemplate(self.tokens, settings.chat_template)
-        self.metrics = Metrics(self.names[0])
+        self.metrics = Metrics(self.names[0], settings.metrics_prefix)
         self.tool_parser = tool_parser_for(settings.tool_call_parser, self.chat.text)
         self.reasoning_parser = reasoning_parser_for(settings.reasoning_parser, self.chat.text)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttpu_core.errors import RequestError
+from ttpu_serve.server.metrics import PREFIXES, MetricsPrefix
 
 MIB = 2**20
 _COUNTS = (
@@ -35,6 +36,7 @@ class ServerSettings:
     request_timeout, write_timeout, drain_timeout: time limits in seconds of a request, of a client's reading one event,
     and of draining at shutdown. None is unlimited.
     strict_fields: refuse every field that is not known, also one without effect on an answer.
+    metrics_prefix: the names of metrics: ttpu, vllm, or both.
     enable_admin: allow sleep, wake up, prefix cache reset and adapter loading over HTTP.
     allowed_origins: other sites whose pages may call this server from a browser. allowed_hosts: names under which a
     server without a key answers, beside addresses, localhost and this machine's own name; "*" is any.
@@ -61,6 +63,7 @@ class ServerSettings:
     write_timeout: float | None = 60.0
     drain_timeout: float | None = 30.0
     strict_fields: bool = False
+    metrics_prefix: MetricsPrefix = "both"
     enable_admin: bool = False
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
@@ -76,6 +79,10 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise RequestError(f"{name} is {value}, but more than 0 seconds are needed: raise it, or leave it out.")
+        if self.metrics_prefix not in PREFIXES:
+            raise RequestError(
+                f"metrics_prefix is {self.metrics_prefix!r}, but {', '.join(PREFIXES)} are known: use one of them."
+            )
         if self.root_path and not (self.root_path.startswith("/") and self.root_path.strip("/")):
             raise RequestError(f"root_path is {self.root_path!r}, but a path such as /llama is needed: correct it.")
         if any(not key.isascii() or not key.strip() for key in self.api_keys):
