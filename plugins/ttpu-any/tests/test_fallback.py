@@ -60,8 +60,10 @@ def test_the_rules_of_generate_hold_for_a_stock_model(tmp_path: Path) -> None:
     model = AutoModelForTPU.from_pretrained(tmp_path, backend="jax")
     ids = torch.tensor(np.random.default_rng(1).integers(3, 61, (2, 11)))
     arguments = {"no_repeat_ngram_size": 1, "suppress_tokens": [7], "max_new_tokens": 6, "pad_token_id": 1}
-    tokens = expected.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=60, **arguments)
-    np.testing.assert_array_equal(model.generate(ids.numpy(), eos_token_id=60, **arguments), tokens.numpy())
+    for beams in (1, 2):
+        arguments |= {"num_beams": beams, "eos_token_id": 60}
+        tokens = expected.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **arguments)
+        np.testing.assert_array_equal(model.generate(ids.numpy(), **arguments), tokens.numpy())
 
 
 @pytest.mark.torch

@@ -231,12 +231,13 @@ class StockPrograms(Programs):
 
         Returns:
             The state, and the logits, float32 [batch, vocab].
+
+        Raises:
+            UnsupportedError: rows that continue others, where the rows of the cache are not known.
         """
         count, total = len(tokens), len(state.token)
         if rows is not None:
-            taken = jnp.asarray(_rows(np.asarray(rows), total))
-            cache = jax.tree.map(lambda array: jax.device_put(array[taken], array.sharding), state.cache)
-            state = replace(state, cache=cache, start=jax.device_put(state.start[taken], state.start.sharding))
+            state = self._of_rows(state, jnp.asarray(_rows(np.asarray(rows), total)))
         logits, state = self.checked_decode(_rows(np.asarray(tokens), total), state)
         return state, logits[:count, : self.spec.vocab_size]
 
@@ -292,6 +293,20 @@ class StockPrograms(Programs):
         program = self._get(("checked decode", len(token), state.slots), function, state)
         state, logits = program(self._params, state)
         return logits, state
+
+    def _of_rows(self, state: StockState, rows: jax.Array) -> StockState:
+        """The state of a new batch whose row i was row `rows[i]`. Numbers in a cache belong to all rows."""
+        strange = [array.shape for array in state.cache if array.ndim and (array.ndim < 2 or len(array) != len(rows))]
+        if strange:
+            raise UnsupportedError(
+                f"beam search was asked for, but the cache of {type(self.steps.model).__name__} has tensors of shape "
+                f"{strange[0]} that may not be divided into its {len(rows)} rows: leave out num_beams."
+            )
+
+        def taken(array: jax.Array) -> jax.Array:
+            return jax.device_put(array[rows], array.sharding) if array.ndim else array
+
+        return replace(state, cache=tuple(map(taken, state.cache)), start=taken(state.start))
 
     def _jit(self, function: Any, first: Any, out: Any = None) -> Any:
         """Jit, with a state donated and handed back in the shardings in which it came; `out`: the shardings of what a

@@ -155,7 +155,7 @@ def test_a_prompt_longer_than_the_context_is_refused(model: Any) -> None:
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"max_new_tokens": 2.5}, "max_new_tokens"),
         ({"max_length": 3}, "max_length=3 counts the prompt"),
-        ({"num_beams": 4}, "num_beams=4"),
+        ({"num_beams": 0}, "num_beams is 0"),
         ({"num_return_sequences": 2}, "num_return_sequences=2"),
         ({"no_such_option": 1}, "no_such_option=1"),
         ({"do_samples": False}, "do_samples=False"),

@@ -3,6 +3,7 @@ a batch of prompts of different lengths. One checkpoint serves all tests."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,6 +216,101 @@ def test_code_that_returns_the_wrong_shape_is_named(pair: SimpleNamespace) -> No
         ours(pair, logits_processor=lambda ids, scores: scores - np.inf)
 
 
+# Beam search
+
+
+def ends(pair: SimpleNamespace) -> list[int]:
+    """Tokens that end some beams early and leave others."""
+    return sorted({token for row in pair.greedy for token in row})[1:6]
+
+
+BEAMS: dict[str, dict[str, Any]] = {
+    "two": {"num_beams": 2},
+    "some of four": {"num_beams": 4, "num_return_sequences": 3},
+    "early": {"num_beams": 4, "early_stopping": True, "num_return_sequences": 4},
+    "never early": {"num_beams": 3, "early_stopping": "never", "length_penalty": 2.0, "num_return_sequences": 3},
+    "short": {"num_beams": 3, "length_penalty": -1.0, "num_return_sequences": 2},
+    "no penalty": {"num_beams": 3, "length_penalty": 0.0, "num_return_sequences": 3},
+    "rules": {"num_beams": 3, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
+    "a forced end": {"num_beams": 2, "forced_eos_token_id": 65},
+}
+
+
+@pytest.mark.parametrize("name", BEAMS)
+@pytest.mark.parametrize("ending", [False, True], ids=["to the limit", "with ends"])
+def test_beams_are_transformers(pair: SimpleNamespace, name: str, ending: bool) -> None:
+    arguments = {**BEAMS[name], "output_scores": True} | ({"eos_token_id": ends(pair)} if ending else {})
+    found, expected = ours(pair, **arguments), theirs(pair, **arguments)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert found.beam_indices.tolist() == expected.beam_indices.tolist()
+    np.testing.assert_allclose(found.sequences_scores, expected.sequences_scores.numpy(), atol=1e-4)
+    assert len(found.scores) == len(expected.scores)
+    np.testing.assert_allclose(found.scores[-1], expected.scores[-1].numpy(), atol=1e-4)
+
+
+def test_beams_run_the_callers_code(pair: SimpleNamespace) -> None:
+    from transformers import LogitsProcessorList
+
+    def lower(ids: Any, scores: Any) -> Any:
+        return scores - (torch.arange(scores.shape[1]) + ids[:, -1:]) % 3
+
+    equal(
+        pair,
+        num_beams=3,
+        num_return_sequences=2,
+        logits_processor=LogitsProcessorList([lower]),
+        stopping_criteria=[lambda ids, scores, **_: ids[:, -1] % 17 == 5],
+    )
+    assert ours(pair, num_beams=2, max_time=1e-9).sequences.shape == (3, WIDTH + 1)
+
+
+def test_beams_of_a_text_are_texts(pair: SimpleNamespace) -> None:
+    asked = {"num_beams": 3, "max_new_tokens": NEW}
+    texts = pair.ours.generate("The quick", num_return_sequences=3, **asked)
+    assert len(texts) == 3 and pair.ours.generate("The quick", **asked) == texts[0]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_stop_strings_end_what_transformers_ends(pair: SimpleNamespace, beams: int) -> None:
+    letters = [chr(token) for row in pair.greedy for token in row if 32 < token < 127]
+    found = equal(pair, num_beams=beams, stop_strings=letters[:2], tokenizer=pair.ours.tokenizer)
+    assert any(len(done.token_ids) < NEW for done in found.completions)
+    assert not any(letter in done.text for letter in letters[:2] for done in found.completions)
+
+
+def test_beams_are_drawn_by_seed(pair: SimpleNamespace) -> None:
+    asked = {"num_beams": 3, "do_sample": True, "temperature": 1.5, "top_p": 0.9, "ignore_eos": True}
+    first, again, other = (new_tokens(pair, seed=seed, **asked) for seed in (1, 1, 2))
+    assert first == again != other
+    coldest = {**asked, "temperature": 0.02, "top_p": 1.0}
+    assert new_tokens(pair, seed=1, **coldest)[0][0] == pair.greedy[0][0]
+
+
+def test_beams_of_one_prompt_are_those_of_a_batch(pair: SimpleNamespace) -> None:
+    batch = ours(pair, num_beams=3, eos_token_id=ends(pair))
+    for index, row in enumerate((PROMPT, PROMPT[:7], PROMPT[2:])):
+        alone = pair.ours.generate(
+            [row], num_beams=3, eos_token_id=ends(pair), max_new_tokens=NEW, return_dict_in_generate=True
+        )
+        assert alone.completions[0] == batch.completions[index]
+
+
+@pytest.mark.slow
+def test_a_mesh_finds_the_same_beams_and_follows_the_same_rules(tmp_path: Path) -> None:
+    path = llama_checkpoint(tmp_path / "llama", num_hidden_layers=1, vocab_size=260)
+    asked = [
+        {"num_beams": 3, "num_return_sequences": 2, "repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 1, "do_sample": True, "seed": 3, "num_return_sequences": 2},
+    ]
+
+    def tokens(mesh: str | None) -> list[Any]:
+        model = AutoModelForTPU.from_pretrained(path, mesh=mesh)
+        common = {"max_new_tokens": 6, "ignore_eos": True}
+        return [model.generate([PROMPT, PROMPT[:5]], **common, **each).tolist() for each in asked]
+
+    assert tokens("data=2,tensor=2") == tokens(None)
+
+
 # Refusals
 
 
@@ -234,6 +330,9 @@ def test_code_that_returns_the_wrong_shape_is_named(pair: SimpleNamespace) -> No
         ({"output_scores": 1}, "output_scores is 1"),
         ({"num_return_sequences": 2}, "greedy decoding gives one"),
         ({"num_return_sequences": 3, "num_beams": 2}, "num_return_sequences=3 were asked for of num_beams=2"),
+        ({"num_beams": 0}, "num_beams is 0"),
+        ({"num_beams": 2, "logprobs": 1}, "logprobs=1 was asked for with num_beams=2"),
+        ({"num_beams": 2, "streamer": print}, "a streamer was given with num_beams=2"),
         ({"logits_processor": [3]}, "a callable, or a list of them"),
         ({"guidance_scale": 2.0}, "guidance_scale=2.0"),
     ],

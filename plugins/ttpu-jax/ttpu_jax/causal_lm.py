@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from ttpu_core.mapping import FlaxMapping, pad_mapping
 from ttpu_core.quantization.report import QuantizationReport
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec
-from ttpu_jax.generation import by_engine, loop
+from ttpu_jax.generation import beam_loop, by_engine, loop
 from ttpu_jax.generation.call import Call, Reports
 from ttpu_jax.generation.host_calls import HostCalls
 from ttpu_jax.generation.programs import Programs
@@ -152,6 +153,7 @@ class JaxCausalLM:
         streamer: Any = None,
         logits_processor: Any = None,
         stopping_criteria: Any = None,
+        tokenizer: Any = None,
         **arguments: Any,
     ) -> Any:
         """Continue one or more prompts; argument names and meanings are transformers'.
@@ -166,6 +168,8 @@ class JaxCausalLM:
                 [rows, vocab] that return scores. They run on the host at every token, which is slow.
             stopping_criteria: transformers' stopping criteria, or functions of the same arguments that return
                 bool [rows]: which rows end.
+            tokenizer: decodes tokens in place of the checkpoint's own, as for `stop_strings`; a serving engine uses its
+                own in any case.
             **arguments: `GenerationOptions`: max_new_tokens (128), max_length, do_sample, temperature, top_k, top_p,
                 min_p, typical_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop_strings,
                 eos_token_id, stop_token_ids, pad_token_id, ignore_eos, min_new_tokens, min_length,
@@ -188,11 +192,14 @@ class JaxCausalLM:
         calls = HostCalls.of(logits_processor, stopping_criteria)
         prompts, options = self._request(inputs, generation_config, attention_mask, arguments)
         call = self._call(prompts, options, calls)
+        call = call if tokenizer is None else replace(call, tokenizer=tokenizer)
         if streamer is not None and len(call.sequences) != 1:
             raise RequestError(
                 f"a streamer follows one sequence, but {len(call.sequences)} were asked for: ask for one, or pass no "
                 "streamer."
             )
+        if options.num_beams > 1:
+            return self._searched(prompts, call, streamer)
         if streamer is not None:
             streamer.put(np.asarray(prompts.ids))
         completions: dict[int, Completion] = {}
@@ -204,13 +211,7 @@ class JaxCausalLM:
         if streamer is not None:
             streamer.end()
         done = [completions[index] for index in range(len(call.sequences))]
-        if options.return_dict_in_generate:
-            scores, logits = tuple(reports.scores) or None, tuple(reports.logits) or None
-            return GenerateOutput(_sequences(call, done), done, self.timings, scores, logits)
-        if prompts.form == "text":
-            texts = [completion.text for completion in done]
-            return texts[0] if prompts.single and len(texts) == 1 else texts
-        return _sequences(call, done)
+        return self._answer(prompts, call, done, reports)
 
     def stream(
         self,
@@ -304,7 +305,7 @@ class JaxCausalLM:
         self, inputs: Any, config: Any, mask: Any, arguments: dict[str, Any], leave: tuple[str, ...] = ()
     ) -> tuple[Prompts, GenerationOptions]:
         """The prompts and options of a call; `leave`: options of the checkpoint that are left out."""
-        leave += ("num_beams",) if self.engine is None else by_engine.BEYOND
+        leave += () if self.engine is None else by_engine.BEYOND
         defaults = self._checkpoint.generation_config if self._checkpoint else {}
         options = options_from(arguments, config, {name: v for name, v in defaults.items() if name not in leave})
         if options.logprobs is not None and options.logprobs > self.spec.vocab_size:
@@ -312,8 +313,6 @@ class JaxCausalLM:
                 f"logprobs of the {options.logprobs:,} likeliest tokens were asked for, but the vocabulary has "
                 f"{self.spec.vocab_size:,}: lower it."
             )
-        if options.num_beams > 1:
-            raise RequestError(f"num_beams={options.num_beams} is not done by this backend: leave it out.")
         for name, tokens in options.named_tokens().items():
             if tokens and max(tokens) >= self.spec.vocab_size:
                 raise RequestError(
@@ -339,6 +338,32 @@ class JaxCausalLM:
             pad,
             calls.within(options.max_time),
         )
+
+    def _searched(self, prompts: Prompts, call: Call, streamer: Any) -> Any:
+        """The answer by beam search."""
+        if streamer is not None:
+            raise RequestError(
+                f"a streamer was given with num_beams={call.options.num_beams}, which knows no token before the end: "
+                "leave one of them out."
+            )
+        self.timings, reports = Timings(load_seconds=self.timings.load_seconds), Reports()
+        if self.engine is not None:
+            by_engine.refuse(call)
+        found = beam_loop.search(self.programs, call, self.timings, reports)
+        answer = self._answer(prompts, call, found.completions, reports)
+        if isinstance(answer, GenerateOutput):
+            return replace(answer, sequences_scores=found.scores, beam_indices=found.rows)
+        return answer
+
+    def _answer(self, prompts: Prompts, call: Call, done: list[Completion], reports: Reports) -> Any:
+        """What `generate` returns for finished sequences."""
+        if call.options.return_dict_in_generate:
+            scores, logits = tuple(reports.scores) or None, tuple(reports.logits) or None
+            return GenerateOutput(_sequences(call, done), done, self.timings, scores, logits)
+        if prompts.form == "text":
+            texts = [completion.text for completion in done]
+            return texts[0] if prompts.single and len(texts) == 1 else texts
+        return _sequences(call, done)
 
     def _run(self, call: Call, reports: Reports) -> Iterator[tuple[StreamEvent, Completion]]:
         self.timings = Timings(load_seconds=self.timings.load_seconds)
