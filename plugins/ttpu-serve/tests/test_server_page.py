@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         replies={"a program": CODE, "endless": "round and " * 300},
         adapters={"poet": 1},
     )
-    with running(core, ServerSettings(model_names=("tiny-chat",))) as server:
+    with running(core, ServerSettings(model_names=("tiny-chat",), reasoning_parser="think")) as server:
         yield server
 
 
@@ -65,6 +65,13 @@ def test_an_answer_streams_into_the_page_and_is_remembered(server: Running, page
     roles = page.evaluate("messages.map((message) => message.role).join(' ')")
     assert roles == "user assistant user assistant", "the conversation is sent again with every turn"
     assert not page.problems
+
+
+def test_reasoning_is_shown_apart_from_the_answer(page: Page) -> None:
+    send(page, "say: <think>Hm.</think>Yes")
+    page.wait(DONE)
+    assert page.evaluate(SAID) == "Yes"
+    assert page.evaluate("document.querySelector('.turn:last-child .thoughts pre').textContent") == "Hm."
 
 
 def test_code_is_shown_as_code_and_nothing_in_an_answer_runs(page: Page) -> None:

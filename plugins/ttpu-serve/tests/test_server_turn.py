@@ -73,3 +73,18 @@ def test_calls_follow_reasoning_which_may_speak_of_calls() -> None:
     read(turn, f"<think>Perhaps <tool_call>{CALL}</tool_call>?</think>\n\n<tool_call>{CALL}</tool_call>")
     assert turn.reasoning == f"Perhaps <tool_call>{CALL}</tool_call>?"
     assert len(turn.calls) == 1 and turn.text == ""
+
+
+class Broken:
+    """A stranger's parser."""
+
+    def push(self, text: str) -> Any:
+        raise ZeroDivisionError(text)
+
+    finish = push
+
+
+def test_a_parser_that_fails_costs_an_answer_its_form_and_not_itself() -> None:
+    for turn in (Turn(Broken()), Turn(reasoning_parser=Broken())):  # type: ignore[arg-type]
+        read(turn, "Yes <b>")
+        assert (turn.text, turn.reasoning, turn.calls) == ("Yes <b>", "", [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ CASES: dict[str, list[tuple[str, str, int]]] = {
         (f"\n\n<tool_call>\n{ONE}", "", 1),
         (f'<tool_call>{{"arguments": {ARGS}, "name": "weather"}}</tool_call> Done. \n', " Done.", 1),
         (f'<tool_call>{{"name": "weather", "arguments": {json.dumps(ARGS)}}}</tool_call>', "", 1),
+        (f'<tool_call>{{"type": "function", "function": {ONE}}}</tool_call>', "", 1),
         ("2 < 3 and <tool_cal", "2 < 3 and <tool_cal", 0),
         ("<tool_call>nonsense</tool_call> after", "<tool_call>nonsense</tool_call> after", 0),
         ("just words\n", "just words\n", 0),
@@ -233,6 +235,17 @@ def test_arguments_stream_as_they_come(name: str) -> None:
     assert any(isinstance(event, CallEnds) for event in [*stream.push(tail), *stream.finish()])
 
 
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_reading_takes_time_in_proportion_to_the_text(name: str) -> None:
+    """However much of it comes at once: calls, markers, beginnings of them, halves of calls, and quotes."""
+    call = next(text for text, _, count in CASES[name] if count)
+    parser = loaded(GROUP, name)
+    for part in (call, parser.markers[0], parser.markers[0][:-1], call[: len(call) // 2], "\\n'\"[{("):
+        before = time.process_time()
+        read(events_of(parser.stream(TOOLS), [call[: len(call) // 2], part * (100_000 // len(part))]))
+        assert time.process_time() - before < 2
+
+
 def test_content_is_told_at_once_but_for_what_may_begin_a_marker() -> None:
     stream = loaded(GROUP, "hermes").stream(TOOLS)
     assert stream.push("Let me ") == [Content("Let me ")]
@@ -294,8 +307,10 @@ def test_mistrals_ids_are_nine_letters() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "3", "[]", '{"name": ""}', "[" * 100_000, '[{"name": "f", "parameters": ' + '{"a":' * 100_000]
-)
+    "text",
+    ["", "3", "[]", '{"function":' * 100_000, '{"name": ""}', "[" * 100_000,
+     '[{"name": "f", "parameters": ' + '{"a":' * 100_000],
+)  # fmt: skip
 def test_a_forced_text_that_is_no_list_of_calls_is_content(text: str) -> None:
     assert read(events_of(forced_stream({}, new_id), [text])) == (text, [])
 

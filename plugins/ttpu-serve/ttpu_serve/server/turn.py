@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from ttpu_serve.tool_parsers.protocol import (
     Event,
     ToolCallStream,
 )
+
+log = logging.getLogger("ttpu.server")
 
 
 @dataclass
@@ -65,13 +68,8 @@ class Turn:
         if delta.logprobs is not None:
             self.logprobs = self.logprobs if self.logprobs is not None else []
             self.logprobs += delta.logprobs
-        ended, reasoning, text = delta.finish_reason is not None, "", delta.text
-        if self.reasoning_parser is not None:
-            reasoning, text = self.reasoning_parser.push(text)
-            if ended:
-                last = self.reasoning_parser.finish()
-                reasoning, text = reasoning + last[0], text + last[1]
-            reasoning = reasoning if self.reasons else ""
+        ended = delta.finish_reason is not None
+        reasoning, text = self._told_apart(delta.text, ended=ended)
         new = New(reasoning, [event for event in self._events(text, first=first, ended=ended) if self._reported(event)])
         self.reasoning += reasoning
         for event in new.events:
@@ -82,12 +80,31 @@ class Turn:
         """Return OpenAI's finish_reason. As in OpenAI's API, a call of a named tool ends with stop."""
         return "tool_calls" if self.calls and self.named is None and reason == "stop" else reason
 
+    def _told_apart(self, text: str, *, ended: bool) -> tuple[str, str]:
+        """Return the (reasoning, content) of a text."""
+        if self.reasoning_parser is None:
+            return "", text
+        try:
+            reasoning, content = self.reasoning_parser.push(text)
+            if ended:
+                last = self.reasoning_parser.finish()
+                reasoning, content = reasoning + last[0], content + last[1]
+        except Exception:  # of a stranger's parser, which costs the answer its form and not itself
+            log.exception("the reasoning parser failed; what follows is content")
+            self.reasoning_parser = None
+            return "", text
+        return (reasoning if self.reasons else ""), content
+
     def _events(self, text: str, *, first: bool, ended: bool) -> list[Event]:
         if self.named is not None:
             return [*([self.named] if first else ()), *([Arguments(text)] if text else ())]
-        if self.parser is None:
-            return [Content(text)] if text else []
-        return [*self.parser.push(text), *(self.parser.finish() if ended else ())]
+        if self.parser is not None:
+            try:
+                return [*self.parser.push(text), *(self.parser.finish() if ended else ())]
+            except Exception:
+                log.exception("the tool call parser failed; what follows is content")
+                self.parser = None
+        return [Content(text)] if text else []
 
     def _reported(self, event: Event) -> bool:
         self.begun += isinstance(event, CallBegins)

@@ -4,7 +4,9 @@ it finds depends on the text alone and not on how it is cut into pieces."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Sequence
+from functools import cache
 from typing import TypeVar
 
 from ttpu_serve.tool_parsers.protocol import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event, Tools
@@ -14,6 +16,13 @@ Reading = Generator[None, None, T]
 """Reads from the incoming text and returns a T."""
 
 BLANK = " \t\r\n"
+
+
+@cache
+def _first_of(markers: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
+    """Return a pattern of the marker that begins first, of several the longest, and the length of the longest."""
+    longest_first = sorted(markers, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))), len(longest_first[0])
 
 
 class Incoming:
@@ -69,6 +78,11 @@ class Incoming:
             end += 1
         return self.take(end - self._at)
 
+    def match(self, pattern: re.Pattern[str]) -> str:
+        """Consume and return what of the text that has come matches a pattern."""
+        found = pattern.match(self._text, self._at)
+        return self.take(found.end() - self._at) if found else ""
+
     def come(self) -> str:
         """Return the text that has come and is not consumed."""
         return self._text[self._at :]
@@ -93,21 +107,20 @@ class Incoming:
     def until(self, markers: Sequence[str], say: Callable[[str], None]) -> Reading[str]:
         """Pass the text before the first of the markers to `say`, as soon as it is certain, and return the marker,
         which is not consumed. "": the text ended without one."""
-        longest = max(map(len, markers))
+        pattern, longest = _first_of(tuple(markers))
         while True:
-            text = self.come()
-            # Of the markers that begin first, the longest.
-            found = min(((at, -len(one), one) for one in markers if (at := text.find(one)) >= 0), default=None)
-            certain = len(text) if found is None else found[0]
+            text = self._text
+            found = pattern.search(text, self._at)
+            certain = len(text) if found is None else found.start()
             if not self.ended:
-                for start in range(max(0, len(text) - longest + 1), min(certain + 1, len(text))):
+                for start in range(max(self._at, len(text) - longest + 1), min(certain + 1, len(text))):
                     if any(len(one) > len(text) - start and one.startswith(text[start:]) for one in markers):
                         found, certain = None, start
                         break
-            if certain:
-                say(self.take(certain))
+            if certain > self._at:
+                say(self.take(certain - self._at))
             if found is not None or self.ended:
-                return "" if found is None else found[2]
+                return "" if found is None else found[0]
             yield
 
     def rest(self, say: Callable[[str], None]) -> Reading[None]:

@@ -56,6 +56,7 @@ class _Call:
         self._name: str | None = None
         self._held: list[str] | None = None  # arguments that came before the name
         self._begun = False
+        self._nested = False  # the call is the value of "function"
 
     def read(self) -> Reading[bool]:
         if not (yield from self._object()) or self._name is None:
@@ -96,7 +97,8 @@ class _Call:
         if key in _NAMES and self._name is None and first == '"':
             self._name = yield from read_string(text)
             return bool(self._name)
-        if key == "function" and self._name is None and first == "{":
+        if key == "function" and self._name is None and first == "{" and not self._nested:
+            self._nested = True
             return (yield from self._object())
         if key not in _ARGUMENTS or self._begun or self._held is not None:
             return (yield from json_value(text, _ignore))

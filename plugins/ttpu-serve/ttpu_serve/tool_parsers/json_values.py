@@ -11,7 +11,7 @@ from ttpu_serve.tool_parsers.incoming import BLANK, Incoming, Reading
 
 MAX_DEPTH = 128
 """Levels of lists and objects, more than which are no arguments."""
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
 _SCALAR_CHARACTERS = string.digits + "+-." + string.ascii_letters
@@ -78,8 +78,7 @@ def json_string(text: Incoming, say: Callable[[str], None]) -> Reading[bool]:
         elif next_one < " ":
             say(escaped(text.take(1)))
         else:
-            plain = _PLAIN.match(text.come())
-            say(text.take(len(plain[0]) if plain else 1))
+            say(text.match(_PLAIN))
     return False
 
 

@@ -4,6 +4,7 @@ arguments, which are literals, become JSON while they come."""
 from __future__ import annotations
 
 import json
+import re
 import string
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ MAX_DEPTH = 32
 """Levels of lists and dicts, more than which are no arguments."""
 _NAME = string.ascii_letters + string.digits + "_.-"
 _KEY = string.ascii_letters + string.digits + "_"
+_PLAIN = re.compile(r"""[^"'\\]+""")
 _LONGEST_WORD = 400  # characters: of a double without an exponent
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\\": "\\", "'": "'", '"': '"', "\n": ""}
@@ -174,7 +176,7 @@ def _string(text: Incoming, say: Callable[[str], None]) -> Reading[bool]:
             say('"')
             return True
         else:
-            say(escaped(text.take(1)))
+            say(escaped(text.match(_PLAIN) or text.take(1)))
     return False
 
 

@@ -103,9 +103,17 @@ async function answer() {
   asking = mine.controller;
   busy(true);
   const began = performance.now();
-  const got = { text: "", first: null, usage: null, reason: null, error: null };
+  const got = { text: "", thought: "", first: null, usage: null, reason: null, error: null };
   let drawn = false;
-  const draw = () => { drawn = false; render(words, got.text); scrollDown(); };
+  const thoughts = make("pre");
+  const draw = () => {
+    drawn = false;
+    if (got.thought && !thoughts.parentNode)
+      words.before(make("details", { class: "thoughts" }, make("summary", {}, "Reasoning"), thoughts));
+    thoughts.textContent = got.thought;
+    render(words, got.text);
+    scrollDown();
+  };
   try {
     for await (const event of stream(mine.controller.signal)) {
       if (event.error) throw new Error(event.error.message);
@@ -113,8 +121,10 @@ async function answer() {
       const choice = event.choices && event.choices[0];
       if (!choice) continue;
       const piece = choice.text ?? choice.delta?.content ?? "";
-      if (piece && got.first === null) got.first = performance.now();
+      const thought = choice.delta?.reasoning_content ?? "";
+      if ((piece || thought) && got.first === null) got.first = performance.now();
       got.text += piece;
+      got.thought += thought;
       got.reason = choice.finish_reason || got.reason;
       if (!drawn) { drawn = true; requestAnimationFrame(draw); }
     }
@@ -126,7 +136,7 @@ async function answer() {
   asking = null;
   busy(false);
   turn.classList.remove("growing");
-  render(words, got.text);
+  draw();
   if (got.error) { turn.classList.add("failed"); words.append(make("p", { role: "alert" }, got.error)); }
   if (got.text || !got.error) messages.push({ role: "assistant", content: got.text });
   else messages.pop(); // the question was not answered, so that the next one must not follow it
