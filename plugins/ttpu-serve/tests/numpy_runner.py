@@ -240,6 +240,8 @@ class Compiled:
     programs: int = 0
     recompiles: int = 0
     seconds: float = 0.0
+    pending: int = 0
+    cached: int = 0
 
 
 @dataclass(frozen=True)

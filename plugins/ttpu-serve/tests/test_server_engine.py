@@ -228,7 +228,7 @@ def test_a_wrong_place_or_option_is_refused_before_anything_is_loaded(server: Pr
     taken = server.url.rsplit(":", 1)[1]
     for arguments, said in (
         (("--port", taken), "cannot (Address already in use)"),
-        (("--port", "0", "--tool-call-parser", "x"), "auto, deepseek_v3"),
+        (("--port", "0", "--tool-call-parser", "x"), "there are auto, "),
         (("--port", "0", "--enable-lora", "poet"), "NAME=PATH"),
         (("--port", "0", "--chat-template", "/nowhere.jinja"), "cannot be read"),
     ):

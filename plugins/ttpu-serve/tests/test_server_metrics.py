@@ -20,6 +20,7 @@ from ttpu_serve.server.metrics import WINDOW_SECONDS, EngineCollector, Metrics
 NAMES = {
     "requests_waiting": "gauge",
     "requests_running": "gauge",
+    "programs_pending": "gauge",
     "kv_cache_usage": "gauge",
     "kv_cache_pages_in_use": "gauge",
     "asleep": "gauge",

@@ -332,6 +332,16 @@ class CompileStats(Protocol):
         """Time spent compiling."""
         ...
 
+    @property
+    def pending(self) -> int:
+        """Programs that are compiled while the engine serves, and are not there yet."""
+        ...
+
+    @property
+    def cached(self) -> int:
+        """Programs that a cache had."""
+        ...
+
 
 class ProgramStats(Protocol):
     """One compiled program."""

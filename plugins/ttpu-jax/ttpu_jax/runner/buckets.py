@@ -66,6 +66,27 @@ class Buckets:
         sequences = _smallest(self.mixed_sequences, num_sequences, "sequences")
         return self._mixed(_smallest(self.tokens, num_tokens, "tokens"), sequences)
 
+    def holding(self, needed: StepShape) -> tuple[StepShape, ...]:
+        """Return every shape that could hold a step, smallest first.
+
+        Args:
+            needed: what the step has of each.
+        """
+        return tuple(
+            shape
+            for shape in reversed(self.all())
+            if shape.tokens >= needed.tokens
+            and shape.sequences >= needed.sequences
+            and shape.rows >= needed.rows
+            and shape.max_queries >= needed.max_queries
+            and shape.max_prefills >= needed.max_prefills
+        )
+
+    def first(self) -> tuple[StepShape, StepShape]:
+        """Return the shapes with which an engine can begin to serve: one that holds any step, and the smallest one."""
+        largest = self._mixed(self.tokens[-1], self.mixed_sequences[-1])
+        return largest, self._decode(self.sequences[0])
+
     def all(self) -> tuple[StepShape, ...]:
         """Return every shape, largest first, because the largest determines the memory that programs need."""
         shapes = {self._decode(sequences) for sequences in self.sequences}

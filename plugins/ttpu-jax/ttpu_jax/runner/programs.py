@@ -3,7 +3,7 @@ that neither weights nor devices need to be there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,21 @@ class EnginePrograms:
         """Every program, those that need the most memory first."""
         shapes = self.buckets.all()
         yield from (self._step_program(shape) for shape in shapes)
-        yield from self.sampler.programs(sorted({shape.rows for shape in shapes}, reverse=True))
+        yield from self._sampler_programs(shapes)
+        yield from self._logprobs_programs(shapes)
+
+    def programs_by_need(self) -> Iterable[Program]:
+        """Every program, those first that make the most steps faster: a step needs its sampler, and small steps are the
+        most."""
+        shapes = self.buckets.all()
+        yield from self._sampler_programs(shapes)
+        yield from (self._step_program(shape) for shape in reversed(shapes))
+        yield from self._logprobs_programs(shapes)
+
+    def _sampler_programs(self, shapes: Sequence[StepShape]) -> Iterable[Program]:
+        return self.sampler.programs(sorted({shape.rows for shape in shapes}, reverse=True))
+
+    def _logprobs_programs(self, shapes: Sequence[StepShape]) -> Iterable[Program]:
         if self.config.prompt_logprobs:
             # Those that decode, too: a part of a prompt may have a single token.
             for tokens in sorted({shape.tokens for shape in shapes}):

@@ -3,7 +3,7 @@ whose tokens are read later, so that the host can schedule the next step meanwhi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from ttpu_jax.model.paged import GroupSpec, PagedLayout, group_page_bytes
 from ttpu_jax.ops.kernels import QuantizedKernel, base_of, with_base
 from ttpu_jax.ops.sampling import Sampled
 from ttpu_jax.runner.batch import put_whole
-from ttpu_jax.runner.buckets import Buckets
+from ttpu_jax.runner.buckets import Buckets, StepShape
 from ttpu_jax.runner.compilation import CompileStats, OnProgress, ProgramPool, ProgramStats, program_stats
 from ttpu_jax.runner.programs import EnginePrograms
 from ttpu_jax.runner.reserve import fitting_pages
@@ -156,12 +156,38 @@ class Runner(EnginePrograms):
         return tuple(group_page_bytes(self.spec, self.layout, size, placement, self.cache_dtype))
 
     def compile(self, progress: OnProgress | None = None) -> None:
-        """Compile every program that serving needs. Later compilations count as compiled while serving."""
-        self.pool.compile(self.programs(), progress)
+        """Compile every program that serving needs, or in the background all but those with which any request can be
+        served. Later compilations count as compiled while serving."""
+        first = self.first_programs()
+        self.pool.compile((each for each in self.programs() if first is None or each.key in first), progress)
+        if first is not None:
+            self.pool.compile_meanwhile(self.programs_by_need())
         self.pool.serving = True
 
+    def first_programs(self) -> set[Hashable] | None:
+        """Keys of the programs that are compiled before the engine serves; None is all."""
+        if not self.config.compile_meanwhile or self.config.strict_compile:
+            return None
+        shapes = self.buckets.first()
+        rows = {shape.rows for shape in shapes}
+        return {("step", shape) for shape in shapes} | self.sampler.first_programs(rows)
+
+    def _shape(self, step: RunnerStep) -> StepShape:
+        """The smallest shape that holds a step; while it is not compiled, the smallest one that is."""
+        most = int(step.counts.max())
+        shape = self.buckets.step(step.num_tokens, len(step.slots), most)
+        if self.pool.has(("step", shape)) or not self.config.compile_meanwhile:
+            return shape
+        prefills = int((step.counts > 1).sum())
+        needed = StepShape(step.num_tokens, len(step.slots), len(step.rows), most, prefills)
+        return next((each for each in self.buckets.holding(needed) if self.pool.has(("step", each))), shape)
+
     def release(self) -> None:
-        """Free the memory of the caches; their contents are lost."""
+        """Free the memory of the caches for good, and compile nothing more."""
+        self.pool.close()
+        self._free_caches()
+
+    def _free_caches(self) -> None:
         for leaf in jax.tree.leaves((self.caches, self.sampler.state)):
             leaf.delete()
         self.caches = ()
@@ -172,7 +198,7 @@ class Runner(EnginePrograms):
         self._shardings = jax.tree.map(lambda array: array.sharding, self.params)
         for array in jax.tree.leaves(self.params):
             array.delete()
-        self.release()
+        self._free_caches()
 
     def wake_up(self) -> None:
         """Undo `sleep`, with empty caches."""
@@ -241,7 +267,7 @@ class Runner(EnginePrograms):
             self.sampler.begin(start, self.pool)
             self._adapters[start.slot] = start.adapter
         slots = step.slots
-        shape = self.buckets.step(step.num_tokens, len(slots), int(step.counts.max()))
+        shape = self._shape(step)
         vector = self._batch_layout(shape).pack(
             step.tokens, step.counts, step.starts, self.sampler.prompts[slots], slots, step.rows, step.tables,
             self._adapters[slots],

@@ -3,7 +3,7 @@ It takes a step and the logits of its rows, and gives the sampled tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -84,6 +84,11 @@ class SlotSampler:
             yield from (self.program(count, level) for level in Level if level <= self.highest_level)
         if self._penalties:
             yield self._begin_program()
+
+    def first_programs(self, rows: Iterable[int]) -> set[Hashable]:
+        """Keys of the programs that can sample these numbers of rows in any way."""
+        begin: set[Hashable] = {"begin_slot"} if self._penalties else set()
+        return begin | {("sample", count, self.highest_level) for count in rows}
 
     def program(self, rows: int, level: Level) -> Program:
         """The program that samples so many rows."""
@@ -171,6 +176,8 @@ class SlotSampler:
         requests[FIELDS["slot"], places] = np.where(lone, slots, self._no_slot)
         levels = self._levels[slots][samples]
         level = Level(int(levels.max())) if len(levels) else Level.GREEDY
+        ready = (each for each in Level if each >= level and pool.has(("sample", rows, each)))
+        level = next(ready, level)  # while programs are compiled; each level can do what the lower ones do
         program = pool.get(("sample", rows, level), partial(self.program, rows, level))
         given = None
         if level is Level.ALL:

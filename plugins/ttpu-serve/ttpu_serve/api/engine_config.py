@@ -39,6 +39,8 @@ class EngineConfig:
     speculative: "ngram", "ngram:4", a checkpoint's path, or a mapping (`ttpu_serve.speculative`).
     adapters: name → directory of a LoRA adapter in PEFT's format.
     strict_compile: while serving, a program that was not compiled ahead raises an error instead of being compiled.
+    compile_meanwhile: serve when the programs with which any request can be served are compiled, and compile the others
+    while serving; strict_compile compiles all before.
     sampling_level: which sampler programs are compiled: "greedy", "draw" (temperature, top-k, top-p, min-p), or "all"
     (also token rules, penalties and log-probabilities). Requests that need a higher level are refused.
     penalties: support presence, frequency and repetition penalties, at five bytes per request slot and vocabulary
@@ -69,6 +71,7 @@ class EngineConfig:
     max_lora_rank: int | None = None
     max_logprobs: int = MAX_LOGPROBS
     strict_compile: bool = False
+    compile_meanwhile: bool = False
     sampling_level: str = "all"
     penalties: bool = True
     prompt_logprobs: bool = True

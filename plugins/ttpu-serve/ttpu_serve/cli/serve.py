@@ -175,7 +175,11 @@ def serve(
     engine: EngineOptions,
     strict_compile: Annotated[
         bool,
-        typer.Option("--strict-compile", help="A program that is missing is an error.", rich_help_panel=ENGINE),
+        typer.Option(
+            "--strict-compile",
+            help="Serve when all programs are compiled; one that is missing is an error.",
+            rich_help_panel=ENGINE,
+        ),
     ] = False,
     guides: Annotated[
         GuidesChoice,
@@ -306,6 +310,7 @@ def serve(
     arguments = engine.arguments() | loading.arguments()
     arguments |= {"max_waiting": max_waiting, "strict_compile": strict_compile, "guides": guides.value}
     arguments |= {key: value for key, value in (("revision", revision), ("max_logprobs", max_logprobs)) if value}
+    arguments["compile_meanwhile"] = not strict_compile
     bound = place.bind()
     tracer = None if otlp_traces_endpoint is None else tracer_for(otlp_traces_endpoint)
     app = _app(name, settings, arguments, quiet, tokenizer, tracer)
@@ -361,8 +366,10 @@ def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool, tok
     app = create_app(AsyncEngine(core), settings, tracer)
     if not quiet:
         stats = core.stats()
+        cached = f" ({stats.programs_cached} of them from cache)" if stats.programs_cached else ""
+        rest = f", {stats.programs_pending} more while it serves" if stats.programs_pending else ""
         note(
-            f"{stats.programs} programs compiled in {stats.compile_seconds:.1f} s; "
+            f"{stats.programs} programs compiled in {stats.compile_seconds:.1f} s{cached}{rest}; "
             f"sequences of up to {core.max_model_len:,} tokens"
         )
         if not core.runner.limits.generates:

@@ -334,6 +334,8 @@ class EngineCore:
             accepted_at=tuple(speculation.accepted_at),
             recompiles=compiled.recompiles,
             programs=compiled.programs,
+            programs_pending=compiled.pending,
+            programs_cached=compiled.cached,
             compile_seconds=compiled.seconds,
             steps=self._steps,
             requests=self._requests,

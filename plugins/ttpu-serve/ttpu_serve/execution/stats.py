@@ -12,9 +12,10 @@ class EngineStats:
     kv_usage: share of used pages in the fullest group. pages_in_use, pages: by group name.
     prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache.
     drafted, accepted: tokens of speculative decoding; accepted_at: accepted tokens by position in the draft.
-    recompiles: programs compiled while serving. model_flops: floating point operations of the model's matrix products,
-    by formula. hbm_bytes: bytes of weights and cached keys and values that steps read, by formula.
-    device_seconds: time during which a step was running.
+    recompiles: programs compiled while serving that nobody had asked for before. programs_pending: those that are
+    compiled meanwhile and not there yet. programs_cached: those that a cache had.
+    model_flops: floating point operations of the model's matrix products, by formula. hbm_bytes: bytes of weights and
+    cached keys and values that steps read, by formula. device_seconds: time during which a step was running.
     """
 
     waiting: int = 0
@@ -30,6 +31,8 @@ class EngineStats:
     accepted_at: tuple[int, ...] = ()
     recompiles: int = 0
     programs: int = 0
+    programs_pending: int = 0
+    programs_cached: int = 0
     compile_seconds: float = 0.0
     steps: int = 0
     requests: int = 0

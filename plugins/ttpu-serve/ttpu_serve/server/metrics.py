@@ -26,6 +26,7 @@ TOKENS = tuple(float(2**n) for n in range(18))
 _GAUGES = (
     ("requests_waiting", "waiting", "Requests that wait for a place."),
     ("requests_running", "running", "Requests that are running."),
+    ("programs_pending", "programs_pending", "Programs that are compiled while the engine serves."),
     ("kv_cache_usage", "kv_usage", "Share of the KV cache's pages in use, from 0 to 1."),
 )
 _COUNTERS = (
