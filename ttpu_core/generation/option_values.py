@@ -21,6 +21,10 @@ _NUMBERS: Mapping[str, Range] = {
     "length_penalty": Range("a finite number", -math.inf, math.inf),
     "no_repeat_ngram_size": Range("a whole number, 0 or more (0: repetitions are allowed)", 0, whole=True),
     "typical_p": Range("a number above 0 and up to 1 (1: all tokens)", 0, 1, above=True),
+    **dict.fromkeys(
+        ("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"),
+        Range("an integer of at least 1", 1, whole=True),
+    ),
     "max_time": Range("a number of seconds above 0", 0, above=True),
 }
 

@@ -41,6 +41,9 @@ class GenerationOptions:
         typical_p: mass of the locally typical tokens that are kept (arXiv:2202.00666).
         renormalize_logits: scores are log-probabilities again after everything else.
         max_time: seconds after which no further token is begun.
+        prompt_lookup_num_tokens: tokens that are guessed at once from the text so far; None guesses none.
+        max_matching_ngram_size: tokens of the longest end of the text that such a guess looks for.
+        num_assistant_tokens: tokens that an assistant model guesses at once.
         output_scores: report the scores of all tokens at every step, after everything that changes them.
         output_logits: report the logits of all tokens at every step.
     """
@@ -79,6 +82,9 @@ class GenerationOptions:
     typical_p: float = 1.0
     renormalize_logits: bool = False
     max_time: float | None = None
+    prompt_lookup_num_tokens: int | None = None
+    max_matching_ngram_size: int = 2
+    num_assistant_tokens: int = 5
     output_scores: bool = False
     output_logits: bool = False
 

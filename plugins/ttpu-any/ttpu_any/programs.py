@@ -127,6 +127,11 @@ class StockPrograms(Programs):
         return self.steps.manner
 
     @property
+    def keeps_tokens(self) -> str:
+        """Why tokens cannot be taken back."""
+        return "the cache of a model that runs without a plugin gives no token back"
+
+    @property
     def repeats_rows(self) -> bool:
         """A cache serves as many rows as were prefilled."""
         return False

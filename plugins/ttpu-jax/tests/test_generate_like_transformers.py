@@ -20,6 +20,7 @@ pytestmark = pytest.mark.torch
 
 PROMPT = list(b"The quick brown fox")
 PAD = 258
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
 WIDTH, NEW = len(PROMPT), 12
 
 
@@ -309,6 +310,103 @@ def test_a_mesh_finds_the_same_beams_and_follows_the_same_rules(tmp_path: Path) 
         return [model.generate([PROMPT, PROMPT[:5]], **common, **each).tolist() for each in asked]
 
     assert tokens("data=2,tensor=2") == tokens(None)
+
+
+# Speculation
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model that guesses badly."""
+    folder = tmp_path_factory.mktemp("small") / "llama"
+    return AutoModelForTPU.from_pretrained(llama_checkpoint(folder, num_hidden_layers=1, hidden_size=16, seed=3))
+
+
+LONG = PROMPT * 2 + PROMPT[:5]
+BESIDE = {"repetition_penalty", "no_repeat_ngram_size"}
+DRAWN = {"do_sample": True, "seed": 3, "temperature": 0.5, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize("asked", [{}, DRAWN, {"no_repeat_ngram_size": 2}], ids=["greedy", "drawn", "rules"])
+def test_guesses_change_no_token_and_no_score(
+    pair: SimpleNamespace, small: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[tuple[int, ...]] = []
+    asked = {"max_new_tokens": 21, "ignore_eos": True, "return_dict_in_generate": True, "logprobs": 1} | asked
+    asked |= {"output_scores": True, "output_logits": True}
+    plain = pair.ours.generate(LONG, **asked)
+    block = type(pair.ours.programs).block_logits
+
+    def counted(self: Any, state: Any, tokens: np.ndarray) -> Any:
+        passes.append(tokens.shape)
+        return block(self, state, tokens)
+
+    monkeypatch.setattr(type(pair.ours.programs), "block_logits", counted)
+    guessers = [
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_model": small},
+        {"assistant_model": pair.ours, "num_assistant_tokens": 3},
+    ]
+    for guesser in guessers:
+        passes.clear()
+        found = pair.ours.generate(LONG, **asked, **guesser)
+        assert found.sequences.tolist() == plain.sequences.tolist()
+        np.testing.assert_allclose(found.completions[0].logprobs, plain.completions[0].logprobs, atol=1e-4)
+        for one, other in zip(found.scores + found.logits, plain.scores + plain.logits, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
+    # 20 tokens come after the first, 4 at once where all guesses are right. Guesses know no rules.
+    assert 5 <= passes.count((1, 4)) <= (19 if asked.keys() & BESIDE else 5)
+
+
+def test_a_lookup_guesses_what_followed_the_latest_time() -> None:
+    from ttpu_jax.generation.speculation import PromptLookup
+
+    lookup = PromptLookup(4, 2)
+    assert list(lookup.guess([1, 2, 3, 9, 1, 2, 7, 8, 1, 2], 5)) == [7, 8, 1, 2]
+    assert list(lookup.guess([5, 6, 7, 4, 9, 7], 2)) == [4, 9, 7] and list(lookup.guess([1, 2, 3], 1)) == []
+
+
+def test_assisted_tokens_and_their_end_are_transformers(pair: SimpleNamespace) -> None:
+    expected = pair.theirs.generate(
+        torch.tensor([PROMPT]), attention_mask=torch.ones(1, WIDTH, dtype=torch.long), assistant_model=pair.theirs,
+        do_sample=False, max_new_tokens=NEW, eos_token_id=pair.greedy[0][4], pad_token_id=PAD,
+    )  # fmt: skip
+    found = pair.ours.generate(
+        [PROMPT], assistant_model=pair.ours, max_new_tokens=NEW, eos_token_id=pair.greedy[0][4], pad_token_id=PAD
+    )
+    assert found.tolist() == expected.tolist() and found.shape[1] < WIDTH + NEW
+    short = pair.ours.generate([[5]], assistant_model=pair.ours, max_new_tokens=4, ignore_eos=True)
+    assert short.tolist() == pair.ours.generate([[5]], max_new_tokens=4, ignore_eos=True).tolist()
+
+
+def test_what_cannot_check_guesses_is_refused(pair: SimpleNamespace, tmp_path: Path) -> None:
+    from ttpu_core.spec import axes
+    from ttpu_jax.generation.programs import Programs
+
+    other = AutoModelForTPU.from_pretrained(
+        llama_checkpoint(tmp_path / "llama", num_hidden_layers=1, vocab_size=300, rope_parameters=DYNAMIC)
+    )
+    for arguments, message in [
+        ({"assistant_model": other}, "depends on the length"),
+        ({"assistant_model": pair.theirs}, "is a LlamaForCausalLM, but a model of this backend"),
+        ({"assistant_model": pair.ours, "prompt_lookup_num_tokens": 3}, "pass one of them"),
+        ({"assistant_model": pair.ours, "logits_processor": print}, "with logits_processor"),
+        ({"prompt_lookup_num_tokens": 3, "num_beams": 2}, "num_beams=2 was given with assistant_model"),
+        ({"prompt_lookup_num_tokens": 3, "do_sample": True, "num_return_sequences": 2}, "for 2 sequences"),
+        ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0"),
+    ]:
+        with pytest.raises(TTPUError, match=message):
+            pair.ours.generate(PROMPT, **arguments)
+    other.programs.runtime = pair.ours.programs.runtime
+    with pytest.raises(RequestError, match="has 300 tokens, but this model 259"):
+        pair.ours.generate(PROMPT, assistant_model=other)
+
+    def reason(axis: str) -> str | None:
+        mixer = SimpleNamespace(state=[SimpleNamespace(axes=(axis, axes.HEAD_DIM))])
+        spec = SimpleNamespace(model_type="m", layers=[SimpleNamespace(mixers=[mixer])])
+        return Programs.keeps_tokens.fget(SimpleNamespace(spec=spec, runtime=SimpleNamespace(ropes=())))
+
+    assert reason(axes.SEQUENCE) is None and "m keeps recurrent states" in reason(axes.KV_HEADS)
 
 
 # Refusals

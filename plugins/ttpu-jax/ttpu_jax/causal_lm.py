@@ -154,6 +154,7 @@ class JaxCausalLM:
         logits_processor: Any = None,
         stopping_criteria: Any = None,
         tokenizer: Any = None,
+        assistant_model: Any = None,
         **arguments: Any,
     ) -> Any:
         """Continue one or more prompts; argument names and meanings are transformers'.
@@ -170,12 +171,15 @@ class JaxCausalLM:
                 bool [rows]: which rows end.
             tokenizer: decodes tokens in place of the checkpoint's own, as for `stop_strings`; a serving engine uses its
                 own in any case.
+            assistant_model: a smaller model of this backend with the same tokenizer, which guesses tokens; one prompt
+                only. The tokens are the same as without it, drawn ones too.
             **arguments: `GenerationOptions`: max_new_tokens (128), max_length, do_sample, temperature, top_k, top_p,
                 min_p, typical_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop_strings,
                 eos_token_id, stop_token_ids, pad_token_id, ignore_eos, min_new_tokens, min_length,
                 num_return_sequences, num_beams, length_penalty, early_stopping, no_repeat_ngram_size, bad_words_ids,
                 sequence_bias, suppress_tokens, begin_suppress_tokens, forced_eos_token_id, renormalize_logits,
-                max_time, logprobs, output_scores, output_logits, return_dict_in_generate (returns a
+                max_time, prompt_lookup_num_tokens, max_matching_ngram_size, num_assistant_tokens, logprobs,
+                output_scores, output_logits, return_dict_in_generate (returns a
                 `GenerateOutput`).
 
         Returns:
@@ -192,6 +196,7 @@ class JaxCausalLM:
         calls = HostCalls.of(logits_processor, stopping_criteria)
         prompts, options = self._request(inputs, generation_config, attention_mask, arguments)
         call = self._call(prompts, options, calls)
+        call = replace(call, assistant=assistant_model)
         call = call if tokenizer is None else replace(call, tokenizer=tokenizer)
         if streamer is not None and len(call.sequences) != 1:
             raise RequestError(
@@ -345,6 +350,11 @@ class JaxCausalLM:
             raise RequestError(
                 f"a streamer was given with num_beams={call.options.num_beams}, which knows no token before the end: "
                 "leave one of them out."
+            )
+        if call.guesses:
+            raise RequestError(
+                f"num_beams={call.options.num_beams} was given with assistant_model or prompt_lookup_num_tokens, whose "
+                "guesses are checked for one sequence: leave one of them out."
             )
         self.timings, reports = Timings(load_seconds=self.timings.load_seconds), Reports()
         if self.engine is not None:

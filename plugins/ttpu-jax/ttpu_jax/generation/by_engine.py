@@ -17,6 +17,7 @@ from ttpu_jax.generation.results import Completion
 BEYOND = (
     "num_beams", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens",
     "forced_eos_token_id", "typical_p", "renormalize_logits", "max_time", "output_scores", "output_logits",
+    "prompt_lookup_num_tokens",
 )  # fmt: skip
 """Options of `generate` that the engine does not have."""
 
@@ -34,6 +35,7 @@ def refuse(call: Call) -> None:
     asked = [name for name in BEYOND if getattr(call.options, name) != getattr(usual, name)]
     asked += ["logits_processor"] if call.calls.processors else []
     asked += ["stopping_criteria"] if call.calls.criteria and call.options.max_time is None else []
+    asked += ["assistant_model"] if call.assistant is not None else []
     if asked:
         raise RequestError(
             f"generate() was given {asked[0]}, which the serving engine behind this model does not do: load the model "

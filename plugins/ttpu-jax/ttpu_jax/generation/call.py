@@ -25,6 +25,7 @@ class Call:
         heads: int64 [sequences, length], the prompts with padding, as the caller's code sees them.
         pad: the token of padding.
         calls: the caller's code.
+        assistant: a smaller model that guesses tokens, or None.
     """
 
     prompts: tuple[Prompt, ...]
@@ -35,11 +36,17 @@ class Call:
     heads: np.ndarray
     pad: int
     calls: HostCalls = field(default_factory=HostCalls)
+    assistant: Any = None
 
     @property
     def sequences(self) -> list[Prompt]:
         """The prompt of each sequence that is asked for: those of a prompt follow each other."""
         return [prompt for prompt in self.prompts for _ in range(self.options.num_return_sequences)]
+
+    @property
+    def guesses(self) -> bool:
+        """Whether tokens are guessed, and several checked at once."""
+        return self.assistant is not None or self.options.prompt_lookup_num_tokens is not None
 
 
 @dataclass

@@ -22,6 +22,7 @@ from ttpu_jax.generation.call import Call, Reports
 from ttpu_jax.generation.programs import Programs
 from ttpu_jax.generation.results import Completion
 from ttpu_jax.generation.rules import token_rules
+from ttpu_jax.generation.speculation import SpeculativeSteps, guesser_of
 from ttpu_jax.generation.steps import Padded, PlainSteps, RuledSteps, Steps
 from ttpu_jax.ops.sampling import Sampled, features_of, sampling_inputs
 
@@ -51,6 +52,8 @@ def run(
         RequestError: at the call, for a prompt that leaves no room in the context.
         TTPUError: during iteration, where the model returns logits that are not finite.
     """
+    if call.guesses:
+        _refuse_guesses(call)
     rows = [_row(prompt, call.options, call.tokenizer, call.context) for prompt in call.sequences]
     return _events(programs, call, rows, timings, reports or Reports())
 
@@ -110,12 +113,31 @@ def _steps(programs: Programs, call: Call, rows: Sequence[_Row]) -> Steps:
     vocab, limits = programs.spec.embedding.rows, [row.limit for row in rows]
     rules = token_rules(options, [len(prompt) for prompt in call.sequences], limits, call.stop_ids, vocab)
     reports = options.output_scores or options.output_logits
+    if call.guesses:
+        first, most = call.prompts[0].token_ids, max(limits)
+        guesser = guesser_of(programs, call.assistant, options, first, most, inputs, features)
+        assert guesser is not None
+        return SpeculativeSteps(
+            programs, first, most, guesser, inputs, features, rules,
+            scores=options.output_scores, logits=options.output_logits,
+        )  # fmt: skip
     if rules.choose_nothing and times == 1 and not reports and not call.calls.processors:
         return PlainSteps(programs, prompts, inputs, features)
     return RuledSteps(
         programs, prompts, times, inputs, features, rules, call.calls,
         scores=options.output_scores, logits=options.output_logits,
     )  # fmt: skip
+
+
+def _refuse_guesses(call: Call) -> None:
+    """Refuse speculation for several rows, or around the caller's processors."""
+    name = "prompt_lookup_num_tokens" if call.assistant is None else "assistant_model"
+    if len(call.sequences) > 1:
+        raise RequestError(
+            f"{name} was given for {len(call.sequences)} sequences, but guesses are checked for one: give one prompt."
+        )
+    if call.calls.processors:
+        raise RequestError(f"{name} was given with logits_processor, which runs token by token: leave one of them out.")
 
 
 def _row(prompt: Prompt, options: GenerationOptions, tokenizer: Any, context: int) -> _Row:

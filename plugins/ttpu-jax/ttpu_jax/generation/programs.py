@@ -173,6 +173,35 @@ class Programs:
         program = self._get(key, self._next_logits, state, tokens, rows)
         return program(self._params, state, tokens, rows)
 
+    def block_logits(self, state: DecodeState, tokens: np.ndarray) -> tuple[DecodeState, jax.Array]:
+        """Run several tokens of every row through the model. `state` is consumed.
+
+        Args:
+            state: the state before these tokens.
+            tokens: int32 [batch, number].
+
+        Returns:
+            The state, and the logits after each token, float32 [batch, number, vocab], whole on every device.
+        """
+        key = ("block logits", *tokens.shape, state.cache.slots)
+        program = self._get(key, self._block_logits, state, tokens)
+        return program(self._params, state, tokens)
+
+    @property
+    def keeps_tokens(self) -> str | None:
+        """Why tokens cannot be taken back by `rewound`; None where they can."""
+        if any(rope.depends_on_length for rope in self.runtime.ropes):
+            return "the rope of this model depends on the length of the text, which guesses change"
+        states = [state for layer in self.spec.layers for mixer in layer.mixers for state in mixer.state]
+        if all(axes.SEQUENCE in state.axes for state in states):
+            return None
+        return f"{self.spec.model_type} keeps recurrent states, from which no token can be taken back"
+
+    def rewound(self, state: DecodeState, length: int) -> DecodeState:
+        """Take back all tokens at slots from `length` on."""
+        end = jax.device_put(np.int32(length), state.cache.length.sharding)
+        return replace(state, cache=replace(state.cache, length=end))
+
     def repeated(self, state: DecodeState, times: int) -> DecodeState:
         """Return a state with each row `times` times in succession. `state` stays as it is."""
         batch = state.token.shape[0] * times
@@ -278,6 +307,13 @@ class Programs:
         logits, cache = self.model.forward(params, tokens, cache=state.cache, last_only=True, fresh=fresh)
         assert cache is not None
         return replace(state, cache=cache), logits[:, -1]
+
+    def _block_logits(
+        self, params: dict[str, jax.Array], state: DecodeState, tokens: jax.Array
+    ) -> tuple[DecodeState, jax.Array]:
+        logits, cache = self.model.forward(params, tokens, cache=state.cache)
+        assert cache is not None
+        return replace(state, cache=cache), logits
 
     def _next_logits(
         self, params: dict[str, jax.Array], state: DecodeState, tokens: jax.Array, rows: jax.Array | None

@@ -177,8 +177,8 @@ class RuledSteps:
             rest = (logits, ours, self._memory.step, self._inputs, self._rules)
             sampled, scores = run("choice", partial(_by_scores, features=features), (features,), *rest)
         else:
-            at_once = partial(_at_once, features=features)
-            self._memory, sampled, scores = run("ruled choice", at_once, (features,), *given)
+            function = partial(at_once, features=features)
+            self._memory, sampled, scores = run("ruled choice", function, (features,), *given)
         self._tokens = sampled.token
         return Chosen(sampled, scores if self._scores else None, logits if self._logits else None)
 
@@ -220,7 +220,7 @@ def _by_scores(
     return chosen(logits.astype(jnp.float32), scores, inputs, step, features), scores
 
 
-def _at_once(
+def at_once(
     logits: jax.Array,
     memory: Memory,
     tokens: jax.Array | None,
@@ -229,5 +229,18 @@ def _at_once(
     *,
     features: SamplingFeatures,
 ) -> tuple[Memory, Sampled, jax.Array]:
+    """Choose the next token of every row.
+
+    Args:
+        logits: float32 [batch, vocab].
+        memory: the tokens before `tokens`.
+        tokens: int32 [batch], the last ones; None where `memory` has them.
+        inputs: the sampling parameters, [batch] each.
+        rules: of the call.
+        features: the sampling features that any row uses.
+
+    Returns:
+        The memory with `tokens`, the choices, and the final scores, float32 [batch, vocab].
+    """
     memory, scores = _after_rules(logits, memory, tokens, inputs, rules, features=features)
     return memory, *_by_scores(logits, scores, memory.step, inputs, rules, features=features)
