@@ -155,6 +155,9 @@ def test_the_chat_endpoint_tells_reasoning_apart(tmp_path: Path) -> None:
         assert message["content"] == "<think>Hm.</think>\\nYes" and "reasoning_content" not in message
 
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
 def test_reasoning_can_be_left_out_of_the_answer(tmp_path: Path) -> None:
     core = fake_core.FakeCore(fake_core.tokenizer(tmp_path / "bytes", TEMPLATE))
     with running(core) as server:
@@ -175,3 +178,22 @@ def test_the_end_of_the_prompt_says_whether_a_reply_begins_with_reasoning(tmp_pa
         more = {"continue_final_message": True, "messages": messages}
         (choice,) = server.http().post("/v1/chat/completions", json=user("") | more).json()["choices"]
         assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("ought", "Yes")
+
+
+@pytest.mark.parametrize(
+    ("special", "more", "skipped"),
+    [
+        ("</think>", {}, False),
+        ("<tool_call>", {}, True),
+        ("<tool_call>", {"tools": TOOLS}, False),
+        ("<tool_call>", {"tools": TOOLS, "skip_special_tokens": True}, True),
+    ],
+)
+def test_markers_that_are_special_tokens_reach_the_parsers(
+    tmp_path: Path, special: str, more: Any, skipped: bool
+) -> None:
+    tokenizer = fake_core.tokenizer(tmp_path / "bytes", TEMPLATE + "{# tools: <tool_call> #}")
+    tokenizer.add_special_tokens({"additional_special_tokens": [special]})
+    with running(core := fake_core.FakeCore(tokenizer)) as server:
+        server.http().post("/v1/chat/completions", json=user("say: hi") | more)
+    assert core.seen[-1].skip_special_tokens == skipped

@@ -60,6 +60,9 @@ CASES: dict[str, list[tuple[str, str, int]]] = {
         (f'<tool_call>{{"arguments": {ARGS}, "name": "weather"}}</tool_call> Done. \n', " Done.", 1),
         (f'<tool_call>{{"name": "weather", "arguments": {json.dumps(ARGS)}}}</tool_call>', "", 1),
         (f'<tool_call>{{"type": "function", "function": {ONE}}}</tool_call>', "", 1),
+        (f"<tool_call>{ONE}</tool_call>\n<tool_call>bad", "\n<tool_call>bad", 1),
+        ("\n<tool_call>bad", "\n<tool_call>bad", 0),
+        ("<tool_call>" + ONE.replace("\\n", "\n"), "", 1),
         ("2 < 3 and <tool_cal", "2 < 3 and <tool_cal", 0),
         ("<tool_call>nonsense</tool_call> after", "<tool_call>nonsense</tool_call> after", 0),
         ("just words\n", "just words\n", 0),
@@ -86,7 +89,7 @@ CASES: dict[str, list[tuple[str, str, int]]] = {
         (f"<|python_start|>[{PYTHON}, {PYTHON}]<|python_end|>", "", 2),
         (f"Hm. <|python_start|>[{PYTHON},]", "Hm. ", 1),
         ("[1, 2] is a list", "[1, 2] is a list", 0),
-        ("[other(1)]", "[other(1)]", 0),
+        ("[other(x=1)]", "[other(x=1)]", 0),
     ],
     "lfm2": [(f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>Checking.", "Checking.", 1)],
     "qwen3_coder": [
@@ -108,6 +111,7 @@ CASES: dict[str, list[tuple[str, str, int]]] = {
         (f"<|channel|>final<|message|>Yes.{NEXT}{HARMONY}", "Yes.", 1),
         (f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HARMONY}<|call|>", "I look.", 1),
         (f" to=functions.weather<|channel|>commentary json<|message|>{ARGS}{NEXT}{HARMONY}", "", 2),
+        (f"{HARMONY} \n{NEXT}<|channel|>final<|message|>Yes.", "Yes.", 1),
         ("plain words", "plain words", 0),
         ("<|channel|>commentary to=python<|message|>1 + 1", "1 + 1", 0),
     ],
@@ -299,11 +303,35 @@ def test_what_is_no_literal_is_no_call(written: str) -> None:
     assert whole("pythonic", text) == (text, [])
 
 
+@pytest.mark.parametrize(
+    ("written", "expected"), [("", {}), (', "arguments": null', {}), (', "parameters": {"a": [-1.5e3, true]}', None)]
+)
+def test_arguments_may_be_left_out(written: str, expected: Any) -> None:
+    _, ((_, arguments, _),) = whole("hermes", f'<tool_call>{{"name": "clock"{written}}}</tool_call>')
+    assert json.loads(arguments) == ({"a": [-1500.0, True]} if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": 1,}', "[1,]", '{"a":}', "{,}", "9" * 5000, "01", "NaN", '{"a" 1}', '"\\x"', "[" * 200]
+)
+def test_arguments_that_no_client_could_read_are_no_call(arguments: str) -> None:
+    arguments += "]" * 200 * arguments.startswith("[[")
+    text = f'<tool_call>{{"name": "clock", "arguments": {arguments}}}</tool_call>'
+    assert whole("hermes", text) == (text, [])
+
+
+def test_a_name_is_text_that_can_be_sent() -> None:
+    _, ((name, _, _),) = whole("hermes", '<tool_call>{"name": "clock\\ud83d"}</tool_call>')
+    assert name.encode() == "clock\ufffd".encode()
+
+
 def test_mistrals_ids_are_nine_letters() -> None:
     _, calls = whole("mistral", f"[TOOL_CALLS][{ONE}]")
     assert len(calls[0][2]) == 9 and calls[0][2].isalnum()
     _, calls = whole("mistral", f"[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{ARGS}")
     assert calls[0][2] == "abcdefghi"
+    _, calls = whole("mistral", f"[TOOL_CALLS]weather[CALL_ID]call_1[ARGS]{ARGS}")
+    assert len(calls[0][2]) == 9 and calls[0][2].isalnum()
 
 
 @pytest.mark.parametrize(

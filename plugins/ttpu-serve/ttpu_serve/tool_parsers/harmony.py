@@ -61,8 +61,6 @@ def read_calls(text: Incoming) -> Reading[None]:
             text.begin(head.recipient.removeprefix("functions."))
             complete = yield from json_value(text, text.argue)
             text.settle(call=complete)
-            if complete:
-                yield from text.skip()
         else:
             text.forget()
         yield from text.until(ENDINGS, text.say)
