@@ -105,7 +105,10 @@ def _number(name: str, value: Any) -> int | float:
 READERS: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_NUMBERS, _number),
     **dict.fromkeys(
-        ("do_sample", "ignore_eos", "return_dict_in_generate", "renormalize_logits", "output_scores", "output_logits"),
+        (
+            "do_sample", "ignore_eos", "return_dict_in_generate", "renormalize_logits", "output_scores",
+            "output_logits", "output_hidden_states",
+        ),
         truth,
     ),
     **dict.fromkeys(

@@ -46,6 +46,7 @@ class GenerationOptions:
         num_assistant_tokens: tokens that an assistant model guesses at once.
         output_scores: report the scores of all tokens at every step, after everything that changes them.
         output_logits: report the logits of all tokens at every step.
+        output_hidden_states: report the stream before each layer and after the last.
     """
 
     max_new_tokens: int | None = None
@@ -87,6 +88,7 @@ class GenerationOptions:
     num_assistant_tokens: int = 5
     output_scores: bool = False
     output_logits: bool = False
+    output_hidden_states: bool = False
 
     def fewest(self, prompt_length: int) -> int:
         """Return how many tokens must follow a prompt of this length before one may end the sequence."""
@@ -150,7 +152,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "force_words_ids": ([], ()),
     "constraints": ([], ()),
     "output_attentions": (False,),
-    "output_hidden_states": (False,),
     "remove_invalid_values": (False,),
     "synced_gpus": (False,),
     "token_healing": (False,),
@@ -278,6 +279,11 @@ def _check_sequences(options: GenerationOptions) -> None:
         raise RequestError(
             f"num_return_sequences={number} were asked for, but greedy decoding gives one sequence for each prompt: "
             "pass do_sample=True or num_beams."
+        )
+    if beams > 1 and options.output_hidden_states:
+        raise RequestError(
+            f"output_hidden_states was asked for with num_beams={beams}, whose beams are not kept: leave one of them "
+            "out."
         )
     if beams > 1 and options.logprobs is not None:
         raise RequestError(

@@ -270,6 +270,18 @@ class StockPrograms(Programs):
             self._get(key, lambda params, *given: traced(params, *given)[0], tokens, positions)
         return self._programs[key](self._params, tokens, positions)[:rows]
 
+    def hidden_states(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[jax.Array, ...]:
+        """Not known of a stock model; tokens and positions are [batch, seq], as would be each result, [batch, seq,
+        hidden].
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"hidden states were asked for, but {type(self.steps.model).__name__} runs without a plugin, as a whole: "
+            "leave out output_hidden_states."
+        )
+
     def checked_alone(self, tokens: np.ndarray) -> jax.Array:
         """The logits [rows, vocab] after texts tokens [rows, width] when the model is given nothing else."""
         key = ("checked alone", *tokens.shape)

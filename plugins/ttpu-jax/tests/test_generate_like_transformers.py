@@ -106,6 +106,23 @@ def test_scores_and_logits_are_transformers(pair: SimpleNamespace) -> None:
     assert ours(pair).scores is None and ours(pair).logits is None
 
 
+def test_hidden_states_are_transformers(pair: SimpleNamespace) -> None:
+    arguments = {"output_hidden_states": True, "eos_token_id": pair.greedy[1][3], "max_new_tokens": 5}
+    found, expected = ours(pair, **arguments), theirs(pair, **arguments)
+    new = [len(done.all_ids) for done in found.completions]
+    assert len(found.hidden_states) == len(expected.hidden_states) == max(new) > min(new)
+    for step, (one, other) in enumerate(zip(found.hidden_states, expected.hidden_states, strict=True)):
+        assert len(one) == len(other) == 2  # before the only layer, and after the final norm
+        real = (pair.mask if step == 0 else np.array(new)[:, None] > step).astype(bool)
+        for state, theirs_ in zip(one, other, strict=True):
+            assert state.shape == theirs_.shape
+            np.testing.assert_allclose(state[real], theirs_.detach().numpy()[real], atol=1e-4)
+    ragged = pair.ours.generate(
+        [PROMPT, PROMPT[:7]], output_hidden_states=True, return_dict_in_generate=True, max_new_tokens=2, ignore_eos=True
+    ).hidden_states
+    np.testing.assert_allclose(ragged[0][1][1, -7:], found.hidden_states[0][1][1, -7:], atol=1e-5)
+
+
 @pytest.mark.parametrize("mass", [0.2, 0.9])
 def test_typical_p_keeps_what_transformers_keeps(pair: SimpleNamespace, mass: float) -> None:
     arguments = {"do_sample": True, "typical_p": mass, "temperature": 0.7, "top_k": 100, "output_scores": True}
@@ -428,6 +445,7 @@ def test_what_cannot_check_guesses_is_refused(pair: SimpleNamespace, tmp_path: P
         ({"output_scores": 1}, "output_scores is 1"),
         ({"num_return_sequences": 2}, "greedy decoding gives one"),
         ({"num_return_sequences": 3, "num_beams": 2}, "num_return_sequences=3 were asked for of num_beams=2"),
+        ({"num_beams": 2, "output_hidden_states": True}, "output_hidden_states was asked for with num_beams=2"),
         ({"num_beams": 0}, "num_beams is 0"),
         ({"num_beams": 2, "logprobs": 1}, "logprobs=1 was asked for with num_beams=2"),
         ({"num_beams": 2, "streamer": print}, "a streamer was given with num_beams=2"),

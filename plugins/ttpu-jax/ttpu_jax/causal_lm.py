@@ -21,6 +21,7 @@ from ttpu_core.sharding.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.generation import beam_loop, by_engine, loop
 from ttpu_jax.generation.call import Call, Reports
+from ttpu_jax.generation.hidden_states import hidden_states
 from ttpu_jax.generation.host_calls import HostCalls
 from ttpu_jax.generation.programs import Programs
 from ttpu_jax.generation.prompts import Prompts, left_pad, read_prompts, rectangle
@@ -179,8 +180,8 @@ class JaxCausalLM:
                 num_return_sequences, num_beams, length_penalty, early_stopping, no_repeat_ngram_size, bad_words_ids,
                 sequence_bias, suppress_tokens, begin_suppress_tokens, forced_eos_token_id, renormalize_logits,
                 max_time, prompt_lookup_num_tokens, max_matching_ngram_size, num_assistant_tokens, logprobs,
-                output_scores, output_logits, return_dict_in_generate (returns a
-                `GenerateOutput`).
+                output_scores, output_logits, output_hidden_states (one more pass over the sequences),
+                return_dict_in_generate (returns a `GenerateOutput`).
 
         Returns:
             For text the continuation as text, without the stop string that ended it; for ids an int array
@@ -369,7 +370,11 @@ class JaxCausalLM:
         """What `generate` returns for finished sequences."""
         if call.options.return_dict_in_generate:
             scores, logits = tuple(reports.scores) or None, tuple(reports.logits) or None
-            return GenerateOutput(_sequences(call, done), done, self.timings, scores, logits)
+            states = None
+            if call.options.output_hidden_states:
+                mask = np.repeat(_mask(prompts, call), call.options.num_return_sequences, axis=0)
+                states = hidden_states(self.programs, call, mask, done)
+            return GenerateOutput(_sequences(call, done), done, self.timings, scores, logits, states)
         if prompts.form == "text":
             texts = [completion.text for completion in done]
             return texts[0] if prompts.single and len(texts) == 1 else texts
@@ -402,6 +407,14 @@ class JaxCausalLM:
             pad = self.architecture.config.get("pad_token_id", getattr(self.tokenizer, "pad_token_id", None))
             pad = None if pad is not None and pad < 0 else pad  # -1 in old configs means none
         return (min(stop_ids) if stop_ids else 0) if pad is None else pad
+
+
+def _mask(prompts: Prompts, call: Call) -> np.ndarray:
+    """bool [prompts, width], the real tokens of the prompts as the caller padded them, or we did."""
+    if prompts.mask is not None:
+        return prompts.mask
+    width = call.heads.shape[1]
+    return np.arange(width) >= width - np.array([[len(prompt)] for prompt in prompts.prompts])
 
 
 def _sequences(call: Call, done: list[Completion]) -> np.ndarray:

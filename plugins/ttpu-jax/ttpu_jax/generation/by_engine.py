@@ -17,7 +17,7 @@ from ttpu_jax.generation.results import Completion
 BEYOND = (
     "num_beams", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens",
     "forced_eos_token_id", "typical_p", "renormalize_logits", "max_time", "output_scores", "output_logits",
-    "prompt_lookup_num_tokens",
+    "prompt_lookup_num_tokens", "output_hidden_states",
 )  # fmt: skip
 """Options of `generate` that the engine does not have."""
 

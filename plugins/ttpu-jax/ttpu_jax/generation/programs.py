@@ -244,6 +244,22 @@ class Programs:
         program = self._get(key, self._logits, tokens, positions)
         return program(self._params, tokens, positions)
 
+    def hidden_states(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[jax.Array, ...]:
+        """Compute what goes into each layer, and the stream after the final norm, float32 [batch, seq, hidden] each, of
+        whole sequences without a cache.
+
+        Args:
+            tokens: int32 [batch, seq].
+            positions: int32 [batch, seq], negative for padding.
+
+        Raises:
+            UnsupportedError: a model whose layers pass several streams on.
+        """
+        key = ("hidden states", *tokens.shape)
+        program = self._get(key, self._hidden_states, tokens, positions, out=self.runtime.placement.whole())
+        found: tuple[jax.Array, ...] = program(self._params, tokens, positions)
+        return found
+
     def _get(
         self, key: tuple[Any, ...], function: Callable[..., Any], *arguments: Any, out: Any = None
     ) -> Compiled:
@@ -332,6 +348,12 @@ class Programs:
     ) -> tuple[DecodeState, Sampled]:
         sampled = sample(logits[:, -1], inputs, state.counts, state.step, features)
         return replace(state, token=sampled.token), sampled
+
+    def _hidden_states(
+        self, params: dict[str, jax.Array], tokens: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        states = self.model.module(params).hidden_states(tokens, positions)
+        return tuple(state.astype(jnp.float32) for state in states)
 
     def _logits(self, params: dict[str, jax.Array], tokens: jax.Array, positions: jax.Array) -> jax.Array:
         logits = self.model.forward(params, tokens, positions)[0]

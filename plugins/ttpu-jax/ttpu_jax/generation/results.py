@@ -9,6 +9,9 @@ import numpy as np
 
 from ttpu_core.generation.events import FinishReason, Timings
 
+HiddenStates = tuple[tuple[np.ndarray, ...], ...]
+"""Of each step, of each layer, float32 [rows, tokens, hidden]; the first step reads the prompts, the others a token."""
+
 
 @dataclass
 class Completion:
@@ -39,6 +42,8 @@ class GenerateOutput:
         timings: of the call.
         scores: of each step, float32 [rows, vocab], with output_scores; undefined after a row's end.
         logits: of each step, float32 [rows, vocab], with output_logits.
+        hidden_states: of each step and layer, float32 [rows, tokens, hidden], with output_hidden_states; undefined at
+            padding and after a row's end.
         sequences_scores: float32 [sequences], of beam search: the sum of log-probabilities by length.
         beam_indices: int32 [sequences, new tokens], of beam search: the row of `scores` that chose each token, then -1.
     """
@@ -48,6 +53,7 @@ class GenerateOutput:
     timings: Timings
     scores: tuple[np.ndarray, ...] | None = None
     logits: tuple[np.ndarray, ...] | None = None
+    hidden_states: HiddenStates | None = None
     sequences_scores: np.ndarray | None = None
     beam_indices: np.ndarray | None = None
 

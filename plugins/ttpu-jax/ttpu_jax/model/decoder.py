@@ -170,6 +170,32 @@ class Decoder(nnx.Module):
         x, _, loads = self._through_layers(tokens, step, (None,) * len(self.layers), lambda *_: nothing)
         return self.finished(x), jnp.concatenate(loads) if loads else None
 
+    def hidden_states(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+        """Return what goes into each layer, and the stream after the final norm: [batch, seq, hidden] each, one more
+        than there are layers.
+
+        Args:
+            tokens: [batch, seq].
+            positions: [batch, seq], negative for padding.
+
+        Raises:
+            UnsupportedError: the layers are stacked, or pass several streams on.
+        """
+        if self.stacked:
+            raise UnsupportedError(
+                "hidden states were asked for, but this decoder scans over stacked layers, which keeps none: make the "
+                "model with stacked=False."
+            )
+        step = self._step(positions, None, routing=False)
+        nothing, seen = NoCache(positions), list[jax.Array]()
+        x, _, _ = self._through_layers(tokens, step, (None,) * len(self.layers), lambda *_: nothing, seen=seen)
+        if x.ndim > 3:
+            raise UnsupportedError(
+                "hidden states were asked for, but the layers of this model pass several streams on, of which "
+                "transformers has no common form: leave it out."
+            )
+        return (*seen, self.finished(x))
+
     def embedded(
         self, tokens: jax.Array, positions: jax.Array, segments: jax.Array | None, *, routing: bool = False
     ) -> tuple[jax.Array, Step]:
@@ -249,14 +275,22 @@ class Decoder(nnx.Module):
         return self.finished(x)[0], caches
 
     def _through_layers(
-        self, tokens: jax.Array, step: Step, caches: Caches, bind: Bind, *, last_only: bool = False
+        self,
+        tokens: jax.Array,
+        step: Step,
+        caches: Caches,
+        bind: Bind,
+        *,
+        last_only: bool = False,
+        seen: list[jax.Array] | None = None,
     ) -> tuple[jax.Array, Caches, Loads]:
-        """The stream after the last layer, what is kept of each layer, and the loads that were asked for."""
+        """The stream after the last layer, what is kept of each layer, and the loads that were asked for. `seen`
+        receives what goes into each layer, if layers are not stacked."""
         x, beside = self.embed(tokens, step.query_positions)
         x = self.runtime.placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
         if self.stacked:
             return self._scan_layers(x, step, caches, bind, beside)
-        return self._unroll_layers(x, step, caches, bind, beside, last_only=last_only)
+        return self._unroll_layers(x, step, caches, bind, beside, last_only=last_only, seen=seen)
 
     def _angles_by_segment(
         self, positions: jax.Array, segments: jax.Array
@@ -282,13 +316,23 @@ class Decoder(nnx.Module):
         return found
 
     def _unroll_layers(
-        self, x: jax.Array, step: Step, caches: Caches, bind: Bind, beside: jax.Array | None, *, last_only: bool
+        self,
+        x: jax.Array,
+        step: Step,
+        caches: Caches,
+        bind: Bind,
+        beside: jax.Array | None,
+        *,
+        last_only: bool,
+        seen: list[jax.Array] | None,
     ) -> tuple[jax.Array, Caches, Loads]:
         updated: list[Any] = []
         loads: list[jax.Array] = []
         shared: dict[int, Keys] = {}
         for index, layer in enumerate(self.layers):
             definition, state = nnx.split(layer)
+            if seen is not None:
+                seen.append(x)
             if last_only and index == len(self.layers) - 1:  # of what it computes, only the last token's is read
                 step = replace(step, last_only=True)
             inputs = _inputs(layer.spec, shared, None if beside is None else beside[index])
