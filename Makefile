@@ -1,6 +1,7 @@
 # Each lane has an environment of its own, made on first use and refreshed when a file it was made from changes:
 #   .venv         the demo: core, llama plugin and JAX backend, as a user installs them; no torch
 #   .venv-test    the pinned test lane, with torch, torch_xla and libtpu, and the lint tools
+#   .venv-clients clients of other projects, which tests run against a server; it reads .venv-test beneath
 #   .venv-newest  the newest releases on a newer Python, without torch
 # Override on the command line, e.g. `make test PYTHON=python3.12 PYTEST_ARGS="-k rope"`.
 
@@ -17,6 +18,7 @@ space := $(empty) $(empty)
 
 VENV        := .venv
 VENV_TEST   := .venv-test
+VENV_CLIENTS := .venv-clients
 VENV_NEWEST := .venv-newest
 
 FAMILIES      := llama gemma qwen mistral zoo
@@ -86,7 +88,7 @@ help:  ## Show this list
 demo: $(VENV)/.installed  ## Generate text from the checkpoint in this repository, and print tokens per second
 	$(VENV)/bin/ttpu generate $(CHECKPOINT) --prompt "$(PROMPT)" --echo --max-new-tokens $(MAX_NEW_TOKENS)
 
-test: $(VENV_TEST)/.installed  ## Run every test with the pinned versions (PYTEST_ARGS="-k rope" for some)
+test: $(VENV_TEST)/.installed $(VENV_CLIENTS)/.installed  ## Run every test with the pinned versions (PYTEST_ARGS="-k rope" for some)
 	$(TEST_ENV) XLA_FLAGS="$(XLA_FLAGS) $(COMPILE_FASTER)" $(VENV_TEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 conformance: $(VENV_TEST)/.installed  ## Run every conformance check of every variant of the families
@@ -95,7 +97,7 @@ conformance: $(VENV_TEST)/.installed  ## Run every conformance check of every va
 survey: $(VENV_TEST)/.installed  ## Survey the model types that have no row in docs/model-support.json yet, or another way to run now
 	$(VENV_TEST)/bin/ttpu conformance --survey --json docs/model-support.json --markdown docs/model-support.md
 
-environment: $(VENV_TEST)/.installed  ## Install what tests and linters need, into .venv-test
+environment: $(VENV_TEST)/.installed $(VENV_CLIENTS)/.installed  ## Install what tests and linters need, into .venv-test
 
 lint: $(VENV_TEST)/.installed  ## Check style (ruff), types (mypy), docstrings, and who imports whom (import-linter)
 	$(VENV_TEST)/bin/ruff check --output-format concise .
@@ -132,7 +134,7 @@ dist: $(VENV_TEST)/.installed  ## Build every wheel and source distribution into
 	done
 
 clean:  ## Remove the environments, caches and build outputs
-	rm -rf $(VENV) $(VENV_TEST) $(VENV_NEWEST) .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache \
+	rm -rf $(VENV) $(VENV_TEST) $(VENV_CLIENTS) $(VENV_NEWEST) .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache \
 	    .hypothesis build dist
 	find . -name .git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
@@ -151,6 +153,15 @@ $(VENV_TEST)/.installed: $(PYPROJECTS) plugins/ttpu-torch-xla/pyproject.toml con
 	test -x $(VENV_TEST)/bin/python || $(PYTHON) -m venv $(VENV_TEST)
 	$(VENV_TEST)/bin/python $(PIP) -r requirements/install.txt
 	$(VENV_TEST)/bin/python $(UV) $(TEST_EDITABLE) -r requirements/test.txt -r requirements/lint.txt
+	@touch $@
+
+PACKAGES_OF := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+$(VENV_CLIENTS)/.installed: $(VENV_TEST)/.installed requirements/clients.txt requirements/clients-from-test.txt
+	test -x $(VENV_CLIENTS)/bin/python || $(PYTHON) -m venv --without-pip $(VENV_CLIENTS)
+	$(VENV_TEST)/bin/python $(UV) --python $(VENV_CLIENTS)/bin/python -r requirements/clients.txt \
+	    --overrides requirements/clients-from-test.txt
+	$(VENV_TEST)/bin/python $(PACKAGES_OF) > $$($(VENV_CLIENTS)/bin/python $(PACKAGES_OF))/test-lane.pth
 	@touch $@
 
 $(VENV_NEWEST)/.installed: $(PYPROJECTS) requirements/install.txt requirements/newest.txt
