@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ttpu_serve.api.output_queue import EngineDeadError
 from ttpu_serve.cli.serve import serve
 from ttpu_serve.server import ServerSettings, create_app
 from ttpu_serve.server.events import EventStream
-from ttpu_serve.server.run import Place, Server, config_of, run
+from ttpu_serve.server.run import Place, run
 
 openai = pytest.importorskip("openai")
 
@@ -445,20 +446,23 @@ def test_a_server_at_a_unix_domain_socket(bytes_tokenizer: Any, tmp_path: Path) 
     bound.listen()
     with pytest.raises(RequestError, match="--uds"):
         Place(uds=str(path)).bind()
-    app = create_app(AsyncEngine(FakeCore(bytes_tokenizer)), ServerSettings())
-    config = config_of(app, ServerSettings(), place, log_level="error")
+    app = create_app(AsyncEngine(FakeCore(bytes_tokenizer, fail_at=40)), ServerSettings())
     ready: list[str] = []
-    server = Server(config, lambda: ready.append(place.url(bound)), AsyncEngine(FakeCore(bytes_tokenizer)).drain)
-    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+
+    def serve() -> None:
+        with suppress(EngineDeadError):
+            run(app, ServerSettings(), place, bound, ready=ready.append, log_level="error")
+
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     until(lambda: ready)
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
         asked = {"model": "fake", "prompt": "say: on", "max_tokens": 9}
         assert client.post("/v1/completions", json=asked).json()["choices"][0]["text"] == "on"
-    assert ready == [f"unix:{path}"]
-    server.should_exit = True
+        assert ready == [f"unix:{path}"] and path.is_socket()
+        client.post("/v1/completions", json={**asked, "prompt": "say: " + "on" * 40, "max_tokens": 90})
     thread.join(20)
-    assert not thread.is_alive()
+    assert not thread.is_alive() and not path.exists()
 
 
 def test_a_server_behind_a_path_of_a_proxy(bytes_tokenizer: Any) -> None:

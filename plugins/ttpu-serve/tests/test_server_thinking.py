@@ -10,7 +10,7 @@ import pytest
 from fake_core import tokenizer
 from pydantic import ValidationError
 
-from ttpu_serve.server.chat_protocol import ChatRequest, Message
+from ttpu_serve.server.chat_protocol import ChatRequest, Message, TokenizeRequest
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.template import ChatTemplate, as_turn
 from ttpu_serve.server.thinking import options_of, thinking_variables
@@ -85,6 +85,16 @@ def test_qwen3_is_told_to_think_or_not(tmp_path: Path) -> None:
         assert prompt_of(template, **more).endswith("<think>\n\n</think>\n\n")
     both = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
     assert prompt_of(template, **both).endswith("assistant\n")  # what is said in so many words holds
+
+
+def test_a_template_has_defaults_that_requests_change(bytes_tokenizer: Any) -> None:
+    text = "{{ enable_thinking }} {{ tone }} {{ messages[0].content }}"
+    template = ChatTemplate(Tokens(bytes_tokenizer), text, {"enable_thinking": False, "tone": "dry"})
+    assert prompt_of(template) == "False dry Hi"
+    assert prompt_of(template, reasoning_effort="high").startswith("True dry")
+    assert prompt_of(template, chat_template_kwargs={"tone": "warm"}) == "False warm Hi"
+    tokenized = TokenizeRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}]})
+    assert template.render(tokenized) == "False dry Hi"
 
 
 def test_gpt_oss_is_told_its_effort_and_what_it_thought(tmp_path: Path) -> None:

@@ -170,15 +170,23 @@ def test_a_file_that_means_nothing_is_refused(tmp_path: Path, text: str, said: s
 def test_refusals_and_notes_of_the_command_are_one_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is loaded."""
     served: list[Any] = []
-    monkeypatch.setattr("ttpu_serve.cli.serve._app", lambda name, settings, arguments, *_: served.append(arguments))
+    monkeypatch.setattr("ttpu_serve.cli.serve._app", lambda name, *given: served.append(given))
     monkeypatch.setattr("ttpu_serve.server.run.run", lambda *_, **__: None)
     llama = str(tiny.llama_checkpoint(tmp_path))
     refused = CliRunner().invoke(ttpu, ["serve", llama, "--trust-remote-code"])
     assert refused.exit_code == 2 and refused.stderr.startswith("error: --trust-remote-code") and not served
     unknown = CliRunner().invoke(ttpu, ["serve", llama, "--made-up", "3"])
     assert unknown.exit_code == 2 and "No such option" in unknown.stderr
+    for variables in ("3", "{", '{"tokenize": true}'):
+        refused = CliRunner().invoke(ttpu, ["serve", llama, "--default-chat-template-kwargs", variables])
+        assert refused.exit_code == 2 and "JSON object of the template's own variables" in refused.stderr
     asked = ["--port", "0", "--gpu-memory-utilization", "0.5", "--enforce-eager", "--max-logprobs", "3"]
+    asked += ["--root-path", "/llama", "--tokenizer", "other", "--strict-fields", "--metrics-prefix", "vllm"]
+    asked += ["--default-chat-template-kwargs", '{"enable_thinking": false}']
     done = CliRunner().invoke(ttpu, ["serve", llama, *asked])
     assert done.exit_code == 0, done.output
     assert done.stderr == "note: --enforce-eager has no effect: programs are always compiled.\n"
-    assert (served[0]["memory_utilization"], served[0]["max_logprobs"]) == (0.5, 3)
+    settings, arguments, _, tokenizer, tracer = served[0]
+    assert (arguments["memory_utilization"], arguments["max_logprobs"]) == (0.5, 3)
+    assert settings.chat_template_kwargs == {"enable_thinking": False} and settings.strict_fields
+    assert (settings.metrics_prefix, settings.root_path, tokenizer, tracer) == ("vllm", "/llama", "other", None)

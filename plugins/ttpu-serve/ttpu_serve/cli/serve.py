@@ -3,6 +3,7 @@ until it is stopped."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from enum import StrEnum
@@ -99,6 +100,14 @@ def serve(
     chat_template: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="A Jinja template, instead of the checkpoint's.", rich_help_panel=SERVER),
+    ] = None,
+    default_chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="The template's variables where a request does not say: {\"enable_thinking\": false}.",
+            rich_help_panel=SERVER,
+        ),
     ] = None,
     tool_call_parser: Annotated[
         str,
@@ -285,6 +294,7 @@ def serve(
         model_names=tuple(served_model_name or ()),
         api_keys=tuple(api_key or ()),
         chat_template=None if chat_template is None else read_template(chat_template),
+        chat_template_kwargs=_variables(default_chat_template_kwargs),
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         default_sampling=_sampling_of(name, revision) if generation_config is GenerationConfigChoice.auto else {},
@@ -347,6 +357,28 @@ def _check_keys(keys: list[str] | None, host: str, enable_admin: bool) -> None:
         note(f"warning: everybody who reaches {host} may ask, for there is no API key: set {KEY_VARIABLE}.")
     if enable_admin:
         note(f"warning: everybody who may ask may administer, for there is no API key: set {KEY_VARIABLE}.")
+
+
+def _variables(text: str | None) -> dict[str, Any]:
+    """Return the chat template's variables of JSON.
+
+    Raises:
+        RequestError: it is no JSON object, or has a variable that requests have a field for.
+    """
+    from ttpu_serve.server.template import OURS
+
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or OURS & set(found):
+        raise RequestError(
+            f"--default-chat-template-kwargs {text} was given, but a JSON object of the template's own variables is "
+            'needed, as in {"enable_thinking": false}: correct it.'
+        )
+    return found
 
 
 def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool, tokenizer: str | None, tracer: Any) -> Any:

@@ -54,6 +54,7 @@ SAME = (
     "--host", "--port", "--uds", "--root-path", "--api-key", "--served-model-name", "--chat-template",
     "--tool-call-parser", "--reasoning-parser", "--lora-modules", "--max-lora-rank", "--max-logprobs", "--ssl-certfile",
     "--ssl-keyfile", "--revision", "--tokenizer", "--config", "--otlp-traces-endpoint",
+    "--default-chat-template-kwargs",
 )  # fmt: skip
 """Flags with the same name and meaning."""
 
@@ -242,7 +243,6 @@ REFUSED: Mapping[str, Refused] = {
     "--logits-processors": Refused("no code is loaded by name: use logit_bias or guided decoding"),
     "--logits-processor-pattern": Refused("requests run no code: use logit_bias or guided decoding"),
     "--trust-request-chat-template": Refused("templates of clients are not run: pass --chat-template"),
-    "--default-chat-template-kwargs": Refused("requests pass chat_template_kwargs: pass it there"),
     "--return-tokens-as-token-ids": Refused("requests ask for ids with return_token_ids: pass it there"),
     "--enable-force-include-usage": Refused("requests ask for it with stream_options: pass it there"),
     "--allow-credentials": Refused("keys are sent in headers, not in cookies: leave it out"),

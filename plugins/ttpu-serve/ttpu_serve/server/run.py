@@ -220,6 +220,10 @@ def run(
             server.should_exit = True  # what is told of the failure is still sent
 
         engine.on_death = leave
-        server.run(sockets=[bound])
+        try:
+            server.run(sockets=[bound])
+        finally:
+            if place.uds is not None:
+                Path(place.uds).unlink(missing_ok=True)
         if engine.error is not None:
             raise EngineDeadError(f"the engine failed ({engine.error}): start the server again.")

@@ -51,7 +51,7 @@ class Service:
             )
         self.created = int(time.time())
         self.tokens = Tokens(engine.core.tokenizer)
-        self.chat = ChatTemplate(self.tokens, settings.chat_template)
+        self.chat = ChatTemplate(self.tokens, settings.chat_template, settings.chat_template_kwargs)
         self.metrics = Metrics(self.names[0], settings.metrics_prefix)
         self.tool_parser = tool_parser_for(settings.tool_call_parser, self.chat.text)
         self.reasoning_parser = reasoning_parser_for(settings.reasoning_parser, self.chat.text)

@@ -23,7 +23,8 @@ class ServerSettings:
 
     model_names: names of the model, the first one in responses; if empty, the engine's own name.
     api_keys: keys of which every request needs one, except health, metrics and the page; if empty, none is needed.
-    chat_template: a Jinja template that replaces the checkpoint's. tool_call_parser: name of an installed parser; auto
+    chat_template: a Jinja template that replaces the checkpoint's. chat_template_kwargs: its variables where a request
+    does not say, such as {"enable_thinking": False}. tool_call_parser: name of an installed parser; auto
     selects the one that knows the chat template. reasoning_parser: name of an installed parser that separates reasoning
     from content; auto selects one by the chat template, none separates nothing.
     default_sampling: defaults for temperature, top_p, top_k, min_p and repetition_penalty.
@@ -49,6 +50,7 @@ class ServerSettings:
     model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     default_sampling: Mapping[str, Any] = field(default_factory=dict)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ttpu_core.errors import RequestError
@@ -15,10 +17,11 @@ from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.thinking import options_of, thinking_variables
 from ttpu_serve.server.tokens import Tokens
 
-_OURS = frozenset(
+OURS = frozenset(
     {"messages", "conversation", "tools", "tokenize", "chat_template", "return_dict", "return_tensors", "documents"}
     | {"add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length", "tokenizer_kwargs"}
 )
+"""Arguments of templates that are no variables of their own: requests have fields for them."""
 
 
 _END = 256  # characters, among which a template opens or closes reasoning
@@ -33,10 +36,13 @@ class ChatPrompt:
 
 
 class ChatTemplate:
-    """Renders conversations. `text` is the template; None if there is none, and then chats are refused."""
+    """Renders conversations. `text` is the template; None if there is none, and then chats are refused. `defaults`: the
+    template's variables where a request does not say."""
 
-    def __init__(self, tokens: Tokens, override: str | None = None) -> None:
-        self._tokens = tokens
+    def __init__(
+        self, tokens: Tokens, override: str | None = None, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        self._tokens, self._defaults = tokens, dict(defaults)
         self._override = override
         self.text: str | None = override or template_text(tokens.tokenizer)
         self._variables = options_of(self.text or "")
@@ -89,14 +95,16 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         given = request.chat_template_kwargs or {}
-        if taken := _OURS & set(given):
+        if taken := OURS & set(given):
             raise ApiError(
                 f"chat_template_kwargs has {min(taken)!r}, which has a field of its own: use that.",
                 param="chat_template_kwargs",
             )
         if isinstance(request, ChatRequest):
             thinking = thinking_variables(self._variables, request.reasoning_effort, request.thinking_token_budget)
-            given = {**thinking, **given}
+            given = {**self._defaults, **thinking, **given}
+        else:
+            given = {**self._defaults, **given}
         shown = [tool.model_dump(exclude_none=True) for tool in request.tools or ()] if tools else []
         messages = request.messages or ()
 
