@@ -151,11 +151,26 @@ def test_a_mask_that_takes_too_long_ends_its_own_output(
     assert other.accept(ord("2")) and other.error is None
 
 
+def test_a_grammar_whose_masks_take_long_is_refused(factory: GuideFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "TRIED_SECONDS", 1e-9)
+    with pytest.raises(RequestError, match="finding the next tokens takes longer than 1e-09 seconds"):
+        factory.compile(GuidedDecoding(regex="[0-9]{7}"))
+
+
+def test_another_process_waits_to_take_over(factory: GuideFactory) -> None:
+    guide = factory.compile(OBJECT)
+    matchers: Any = factory._matchers
+    spare = matchers._spare.result(30)
+    masks_process(factory).kill()
+    assert guide.accept(ord("{")) and masks_process(factory) is spare
+    assert matchers._spare.result(30) is not spare
+
+
 def test_a_compilation_that_nobody_waits_for_is_ended(factory: GuideFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     matchers: Any = factory._matchers
     slow = GuidedDecoding(json={"type": "object", "properties": {"slow": {"type": "null"}}})
     started = threading.Event()
-    original = isolated.GuideProcess.compile
+    original = isolated.GuideProcess.try_out
 
     def stopped(self: isolated.GuideProcess, *arguments: Any) -> str:
         os.kill(self._process.pid, signal.SIGSTOP)
@@ -170,7 +185,7 @@ def test_a_compilation_that_nobody_waits_for_is_ended(factory: GuideFactory, mon
         except RequestError as error:
             failures.append(str(error))
 
-    monkeypatch.setattr(isolated.GuideProcess, "compile", stopped)
+    monkeypatch.setattr(isolated.GuideProcess, "try_out", stopped)
     thread = threading.Thread(target=compile_slowly)
     thread.start()
     assert started.wait(10)

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -43,21 +44,25 @@ class Bounds:
         stack: bytes of each thread's stack. llguidance recurses along the references of a grammar.
         address_space: bytes.
         memory: bytes after which it is replaced.
-        seconds: that one call may take.
+        seconds: that one compilation may take.
+        niceness: added to that of this process, which others come before.
     """
 
     stack: int
     address_space: int
     memory: int
     seconds: float
+    niceness: int = 0
 
 
-TRIAL = Bounds(stack=4 * MIB, address_space=4096 * MIB, memory=512 * MIB, seconds=4.0)
+TRIAL = Bounds(stack=4 * MIB, address_space=4096 * MIB, memory=512 * MIB, seconds=4.0, niceness=10)
 MASKS = Bounds(stack=64 * MIB, address_space=16384 * MIB, memory=1024 * MIB, seconds=10.0)
 GRAMMAR_BYTES = 256 * MIB
 """That one grammar may take."""
-MASK_SECONDS = 2.0
-"""That one mask may take. llguidance's own limits end it after tens of milliseconds."""
+MASK_SECONDS = 0.5
+"""That one mask may take, for which all outputs wait. Most take less than a millisecond."""
+TRIED_SECONDS = 0.1
+"""That each of the first masks of a grammar may take when it is tried out."""
 START_SECONDS = 60.0
 """That a process may take to start and to read the vocabulary."""
 
@@ -84,7 +89,7 @@ class GuideProcess:
         pipes = [Pipe(), Pipe()]
         self._channels = tuple(own for own, _ in pipes)
         theirs = [other.fileno() for _, other in pipes]
-        command = [*theirs, bounds.stack, bounds.address_space]
+        command = [*theirs, bounds.stack, bounds.address_space, bounds.niceness]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ttpu_serve.guided.worker", *map(str, command)],
             pass_fds=theirs,
@@ -96,14 +101,25 @@ class GuideProcess:
             other.close()
         self.held = self._call(0, START_SECONDS, "vocabulary", vocabulary)
 
-    def compile(self, key: bytes, guided: GuidedDecoding, dropped: list[bytes]) -> str:
-        """Compile a grammar; return why it is refused, or nothing. Those with the keys `dropped` are forgotten.
+    def compile(self, key: bytes, guided: GuidedDecoding) -> str:
+        """Compile a grammar; return why it is refused, or nothing.
 
         Raises:
             GuideProcessError: the process ended, or was ended, also because the grammar takes too much.
         """
+        return self._compile("compile", key, guided)
+
+    def try_out(self, key: bytes, guided: GuidedDecoding) -> str:
+        """Compile a grammar, follow it for a few tokens, and forget it; return why it is refused, or nothing.
+
+        Raises:
+            GuideProcessError: the process ended, or was ended, also because the grammar takes too much.
+        """
+        return self._compile("try_out", key, guided, TRIED_SECONDS)
+
+    def _compile(self, *request: Any) -> str:
         before = self.held
-        reason, self.held = self._call(0, self.bounds.seconds, "compile", key, guided, dropped)
+        reason, self.held = self._call(0, self.bounds.seconds, *request)
         if self.held - before > GRAMMAR_BYTES:
             self.kill()
             raise GuideProcessError("it takes too much memory")
@@ -169,6 +185,8 @@ class IsolatedMatchers:
             self._trials.put(None)
         self._running = _Running()
         self._masks: GuideProcess | None = None
+        self._spare: Future[GuideProcess] | None = None  # takes over when that one ends
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="ttpu-guide-spare")
         self._known: set[bytes] = set()
         self._masks_lock = threading.RLock()
         self._closed = False
@@ -187,7 +205,7 @@ class IsolatedMatchers:
         key = key_of(guided)
         with self._trial(key) as process:
             try:
-                reason = process.compile(key, guided, [key])
+                reason = process.try_out(key, guided)
             except GuideProcessError as error:
                 raise refusal(guided, str(error)) from error
             except RecursionError as error:
@@ -245,13 +263,16 @@ class IsolatedMatchers:
             if self._masks is not None and (self._masks.full or self._masks._process.poll() is not None):
                 self.replace(self._masks)
             if self._masks is None:
-                self._masks, self._known = self._started(MASKS), set()
+                spare, self._spare = self._spare, None
+                self._masks, self._known = self._started(MASKS) if spare is None else spare.result(), set()
+            if self._spare is None:
+                self._spare = self._starter.submit(self._started, MASKS)
             process = self._masks
             if key in self._known:
                 return process
         # Not in the lock: masks of other outputs go on meanwhile.
         try:
-            reason = process.compile(key, guided, [])
+            reason = process.compile(key, guided)
         except GuideProcessError:
             self.replace(process)
             raise
@@ -280,11 +301,14 @@ class IsolatedMatchers:
     def close(self) -> None:
         """End all processes."""
         self._closed = True
+        self._starter.shutdown(wait=True, cancel_futures=True)
         with self._running.lock:
             busy = list(self._running.processes.values())
         with self._masks_lock:
             busy += [] if self._masks is None else [self._masks]
-            self._masks = None
+            if self._spare is not None and not self._spare.cancelled() and self._spare.exception() is None:
+                busy.append(self._spare.result())
+            self._masks = self._spare = None
         with suppress(queue.Empty):
             while True:
                 idle = self._trials.get_nowait()

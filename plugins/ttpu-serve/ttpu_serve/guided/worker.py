@@ -1,6 +1,6 @@
 """A process that compiles grammars and computes their masks for `ttpu_serve.guided.isolated`:
 
-    python -m ttpu_serve.guided.worker COMPILE_FD MASK_FD STACK_BYTES MEMORY_BYTES
+    python -m ttpu_serve.guided.worker COMPILE_FD MASK_FD STACK_BYTES MEMORY_BYTES NICENESS
 
 It answers on two sockets, each in a thread of its own, so that masks do not wait for a compilation. It ends when its
 parent does."""
@@ -8,17 +8,23 @@ parent does."""
 from __future__ import annotations
 
 import os
+import random
 import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ttpu_core.errors import RequestError, TTPUError
+from ttpu_serve.guided.grammar import refusal
 from ttpu_serve.guided.matchers import Vocabulary, compiled
+
+TRIED_TOKENS = 8
+"""Of a grammar that is tried out."""
 
 
 class Work:
@@ -40,16 +46,22 @@ class Work:
         self._tokenizer = vocabulary.compiled()
         return held_bytes()
 
-    def compile(self, key: bytes, guided: Any, dropped: list[bytes]) -> tuple[str, int]:
-        """Compile a grammar; return why it is refused, or nothing, and the bytes that this process holds. Grammars
-        with the keys `dropped` are forgotten."""
-        for each in dropped:
-            self._starts.pop(each, None)
+    def compile(self, key: bytes, guided: Any) -> tuple[str, int]:
+        """Compile a grammar; return why it is refused, or nothing, and the bytes that this process holds."""
         try:
             self._starts[key] = compiled(self._tokenizer, guided)
         except RequestError as error:
             return str(error), held_bytes()
         return "", held_bytes()
+
+    def try_out(self, key: bytes, guided: Any, most_seconds: float) -> tuple[str, int]:
+        """Compile a grammar, follow it for a few tokens, and forget it; return why it is refused, or nothing, and the
+        bytes that this process holds. One with a mask that takes longer than `most_seconds` is refused."""
+        reason, held = self.compile(key, guided)
+        start = self._starts.pop(key, None)
+        if not reason and start is not None and slowest_mask(start) > most_seconds:
+            reason = str(refusal(guided, f"finding the next tokens takes longer than {most_seconds:g} seconds"))
+        return reason, held
 
     # -- masks --
 
@@ -81,6 +93,23 @@ class Work:
         return value, error, matcher.is_stopped(), matcher.is_accepting()
 
 
+def slowest_mask(start: Any) -> float:
+    """Seconds that the slowest of the first masks of an output takes, of which every token is drawn from its mask."""
+    draw, matcher, slowest = random.Random(0), start.deep_copy(), 0.0
+    for _ in range(TRIED_TOKENS):
+        began = time.perf_counter()
+        mask = matcher.compute_bitmask()
+        slowest = max(slowest, time.perf_counter() - began)
+        words = [(place, word) for place, word in enumerate(memoryview(mask).cast("I")) if word]
+        if matcher.is_error() or matcher.is_stopped() or not words:
+            break
+        place, word = draw.choice(words)
+        allowed = [place * 32 + bit for bit in range(32) if word >> bit & 1]
+        if matcher.try_consume_tokens([draw.choice(allowed)]) != 1:
+            break
+    return slowest
+
+
 def held_bytes() -> int:
     """Bytes of this process that are in memory."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
@@ -105,8 +134,9 @@ def answer(channel: Connection, work: Work) -> None:
 
 def main() -> None:
     """Answer on the sockets whose descriptors are the arguments."""
-    compile_fd, mask_fd, stack, memory = map(int, sys.argv[1:])
+    compile_fd, mask_fd, stack, memory, niceness = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    os.nice(niceness)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (memory if hard < 0 else min(memory, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
