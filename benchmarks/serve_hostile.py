@@ -33,10 +33,14 @@ from typing import Any
 import httpx
 from serve_load import check_error, percentile, resident
 
+from ttpu_serve.guided.isolated import GRAMMAR_BYTES, MASKS, TRIAL, TRIALS
+
 CHECKPOINT = Path(__file__).parents[1] / "examples" / "checkpoints" / "pydoc-llama"
 CLIENTS, TOKENS = 4, 16
 MEMORY = 1.10
-"""Times its value before the attacks that the memory of the server and its processes may have after them."""
+"""Times its value before the attacks that the memory of the server's own process may have after them."""
+GUIDES_MIB = (MASKS.memory + TRIALS * TRIAL.memory + 2 * GRAMMAR_BYTES) >> 20
+"""Of the processes that compile and follow guides, which keep grammars up to a limit, and one beyond it."""
 Sent = tuple[str, dict[str, str], bytes]
 """A request: its path, headers, and body."""
 
@@ -301,8 +305,8 @@ def run(asked: argparse.Namespace, url: str, pid: int) -> tuple[list[dict[str, A
             "p99": round(percentile(taken, 0.99), 4),
             "most": round(max(taken, default=0), 4),
             "counts": dict(counts),
-            "mib": held(pid) >> 20,
             "mib_server": resident(pid) >> 20,
+            "mib_guides": (held(pid) - resident(pid)) >> 20,
             "pages": sum(engine["pages_in_use"].values()),
         }
         before = rows[0] if rows else row
@@ -310,7 +314,8 @@ def run(asked: argparse.Namespace, url: str, pid: int) -> tuple[list[dict[str, A
         rows.append(row)
         print(
             f"{row['attack']:40.40} {row['answers']:6} answers  p50 {row['p50']:.3f} s  p99 {row['p99']:.3f} s  "
-            f"{row['ratio']:5.2f}×  most {row['most']:.2f} s  {row['mib']} MiB (the server itself {row['mib_server']})  {row['pages']} pages  {row['counts']}",
+            f"{row['ratio']:5.2f}×  most {row['most']:.2f} s  {row['mib_server']} MiB, guides {row['mib_guides']} MiB  "
+            f"{row['pages']} pages  {row['counts']}",
             flush=True,
         )
         return row
@@ -329,8 +334,10 @@ def run(asked: argparse.Namespace, url: str, pid: int) -> tuple[list[dict[str, A
     last = measure([], asked.seconds)
     if last["pages"] != 0:
         wrong.append(f"{last['pages']} pages are in use with nothing to do")
-    if last["mib"] > rows[0]["mib"] * MEMORY:
-        wrong.append(f"memory was {rows[0]['mib']} MiB before, and {last['mib']} MiB after")
+    if last["mib_server"] > rows[0]["mib_server"] * MEMORY:
+        wrong.append(f"memory was {rows[0]['mib_server']} MiB before, and {last['mib_server']} MiB after")
+    if last["mib_guides"] > GUIDES_MIB:
+        wrong.append(f"the processes of guides hold {last['mib_guides']} MiB, where {GUIDES_MIB} are allowed")
     return rows, wrong + ordinary.wrong[:20]
 
 

@@ -55,8 +55,8 @@ class Bounds:
     niceness: int = 0
 
 
-TRIAL = Bounds(stack=4 * MIB, address_space=4096 * MIB, memory=512 * MIB, seconds=4.0, niceness=10)
-MASKS = Bounds(stack=64 * MIB, address_space=16384 * MIB, memory=1024 * MIB, seconds=10.0)
+TRIAL = Bounds(stack=4 * MIB, address_space=4096 * MIB, memory=128 * MIB, seconds=4.0, niceness=10)
+MASKS = Bounds(stack=64 * MIB, address_space=16384 * MIB, memory=384 * MIB, seconds=10.0)
 GRAMMAR_BYTES = 256 * MIB
 """That one grammar may take."""
 MASK_SECONDS = 0.5

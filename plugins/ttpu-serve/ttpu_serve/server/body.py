@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from ttpu_serve.server.errors import ApiError
+from ttpu_serve.server.events import CLIENT
 
 MOST_DEPTH = 256
 """Objects and arrays in one another."""
 MOST_CONTAINERS = 50_000
 """Objects and arrays of a body."""
 LONG = 2**16
-"""Bytes from which a body is parsed in a thread of its own."""
+"""Bytes from which a body is parsed in a thread for long ones, at which clients take turns."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # one without an end goes to the end: linear time
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -35,13 +37,15 @@ class UniqueKeys(APIRoute):
 
         async def checked(request: Request) -> Response:
             if body := await request.body():
-                most: int = request.app.state.service.most_values
+                service = request.app.state.service
+                most: int = service.most_values
                 # What is no JSON, the framework reads again, and says what is wrong.
                 with suppress(ValueError):
                     if len(body) < LONG:
                         request._json = parsed(body, most)
                     else:
-                        request._json = await asyncio.to_thread(parsed, body, most)
+                        reading = service.bodies.submit(CLIENT.get()[0], partial(parsed, body, most))
+                        request._json = await asyncio.wrap_future(reading)
             return await handle(request)
 
         return checked

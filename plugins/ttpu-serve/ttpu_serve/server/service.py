@@ -18,6 +18,7 @@ from ttpu_serve.reasoning_parsers.installed import parser_for as reasoning_parse
 from ttpu_serve.scheduling.request import AskedPooling
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.events import ARRIVAL
+from ttpu_serve.server.fair_executor import FairExecutor
 from ttpu_serve.server.metrics import Metrics, RequestWatch
 from ttpu_serve.server.protocol import Generation, Prompt
 from ttpu_serve.server.responses import Usage
@@ -50,6 +51,7 @@ class Service:
                 "serve the model under another name."
             )
         self.created = int(time.time())
+        self.bodies = FairExecutor("ttpu-bodies")
         self.tokens = Tokens(engine.core.tokenizer)
         self.chat = ChatTemplate(self.tokens, settings.chat_template, settings.chat_template_kwargs)
         self.metrics = Metrics(self.names[0], settings.metrics_prefix)
@@ -210,7 +212,8 @@ class Service:
         return None if most is None else max(most - (time.monotonic() - arrival), 0.001)
 
     def close(self) -> None:
-        """Stop the tokenizer's threads."""
+        """Stop the threads of long bodies and of the tokenizer."""
+        self.bodies.close()
         self.tokens.close()
 
 
