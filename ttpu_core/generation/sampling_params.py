@@ -18,24 +18,34 @@ MAX_LOGIT_BIAS = 300
 @dataclass(frozen=True)
 class GuidedDecoding:
     """What the output must match: exactly one of these. `json` is a JSON schema (a dict, or its text) or True for any
-    JSON object, `regex` a regular expression, `choice` a list of texts, `grammar` a Lark or llguidance grammar."""
+    JSON object, `regex` a regular expression, `choice` a list of texts, `grammar` a Lark or llguidance grammar.
+
+    prelude: what comes before, such as reasoning: Lark rules of which `start` ends with the rule `answer`, which is one
+    of the first three."""
 
     json: Mapping[str, Any] | str | bool | None = None
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    prelude: str | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
-            RequestError: none or several of the fields are given, or `choice` has an empty text.
+            RequestError: none or several of the fields are given, `choice` has an empty text, or a `grammar` has a
+                `prelude`.
         """
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
                 f"guided decoding was given {', '.join(given) or 'nothing'}, but it follows exactly one of json, "
                 "regex, choice and grammar: pass one."
+            )
+        if self.prelude is not None and self.grammar is not None:
+            raise RequestError(
+                "guided decoding was given a prelude with a grammar, but only json, regex and choice have one: write "
+                "it into the grammar."
             )
         if self.choice is not None:
             object.__setattr__(self, "choice", tuple(self.choice))

@@ -18,6 +18,8 @@ from ttpu_serve.execution.logit_rules import mask_of
 from ttpu_serve.guided import guides as guided_module
 from ttpu_serve.guided.guides import Guide, GuideFactory, GuideState
 from ttpu_serve.guided.token_bytes import token_bytes
+from ttpu_serve.reasoning_parsers.formats import Delimited
+from ttpu_serve.server.tokens import Tokens
 
 TEXT = ["abab abc é éa ab ab cab 12 123 {\"a\": 12, \"b\": [1, 2]} true null \"abc\" \"é\"\n"] * 3
 PADDING = 70  # rows of the model's logits beyond the tokenizer's tokens
@@ -246,6 +248,24 @@ SCHEMA = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
+
+
+def test_what_comes_before_a_form_is_free_and_has_no_end(tokenizers, factories):
+    tokenizer, factory = tokenizers["byte-level"][0], factories["byte-level"]
+    thought = Delimited(("<think>",), ("</think>",))
+    prelude = thought.prelude("", "", Tokens(tokenizer).terminal)
+    guide = factory.compile(GuidedDecoding(choice=["a", "b"], prelude=prelude))
+    opening = tokenizer.convert_tokens_to_ids("<think>")
+    assert {opening, tokenizer.convert_tokens_to_ids("a")} <= allowed(guide) and not allowed(guide) & factory.stop_ids
+    assert guide.accept(opening)
+    free = allowed(guide)
+    assert not free & factory.stop_ids and len(free) > 200
+    write(guide, tokenizer, "b 12 </think")
+    assert not guide.finished
+    write(guide, tokenizer, ">\n")
+    assert not allowed(guide) & factory.stop_ids and len(allowed(guide)) <= 4
+    write(guide, tokenizer, "b")
+    assert guide.finished
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ from hypothesis import strategies as st
 from serving import running
 
 from ttpu_core.errors import RequestError
+from ttpu_core.generation.sampling_params import GuidedDecoding
 from ttpu_serve.entry_points import loaded, names
+from ttpu_serve.guided.grammar import key_of
+from ttpu_serve.guided.matchers import InlineMatchers, Vocabulary
 from ttpu_serve.reasoning_parsers.installed import GROUP, parser_for
 from ttpu_serve.server import ServerSettings
 from ttpu_serve.tool_parsers.installed import GROUP as TOOL_GROUP
@@ -197,3 +202,89 @@ def test_markers_that_are_special_tokens_reach_the_parsers(
     with running(core := fake_core.FakeCore(tokenizer)) as server:
         server.http().post("/v1/chat/completions", json=user("say: hi") | more)
     assert core.seen[-1].skip_special_tokens == skipped
+
+
+# -- before a prescribed form ---------------------------------------------------------------------------------------
+
+SPECIAL = ["<eos>", "<think>", "</think>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"]
+HEADER = "<|channel|>final<|message|>"
+
+
+def accepts(guided: GuidedDecoding, text: str) -> bool:
+    """Whether a text of bytes and special tokens is one that a guide allows as a whole."""
+    tokens = [bytes([value]) for value in range(256)] + [name.encode() for name in SPECIAL] + [b""] * 24
+    matcher = InlineMatchers(Vocabulary(tokens, range(256, 256 + len(SPECIAL)), [256])).start(guided)
+    ids = [
+        token
+        for part in re.split("(" + "|".join(map(re.escape, SPECIAL)) + ")", text)
+        for token in ([256 + SPECIAL.index(part)] if part in SPECIAL else part.encode())
+    ]
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def terminal(text: str) -> str:
+    return f"<[{256 + SPECIAL.index(text)}]>" if text in SPECIAL else f'"{text}"'
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "allowed", "refused"),
+    [
+        ("think", "", ["<think>Hm {</think>\n\n{A}", "{A}"], ["Hm</think>{A}", "<think>Hm{A}"]),
+        ("think", OPEN, ["Hm</think>{A}", "</think>\n{A}"], ["{A}", "<think>Hm</think>{A}"]),
+        ("deepseek_r1", "", ["Hm</think>{A}", "<think>Hm</think>{A}"], ["{A}"]),
+        ("mistral", "", ["[THINK]a / b[/THINK]{A}", "{A}"], ["[THINK]Hm{A}"]),
+        ("granite", "", ["Here is my thought process: Hm Here's my response:{A}", "{A}"], ["Hm{A}"]),
+        ("gpt_oss", "", [f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant{HEADER}{{A}}", HEADER + "{A}",
+         "<|channel|>final <|constrain|>json<|message|>{A}"], ["{A}", "<|channel|>analysis<|message|>{A}"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("guided", "answer"),
+    [(GuidedDecoding(json={"type": "object"}), '{"a": 1}'), (GuidedDecoding(regex="[a-c]+"), "abc"),
+     (GuidedDecoding(choice=("yes", "no")), "yes")],
+)  # fmt: skip
+def test_reasoning_may_come_before_a_prescribed_form(
+    name: str, prompt: str, allowed: list[str], refused: list[str], guided: GuidedDecoding, answer: str
+) -> None:
+    parser = loaded(GROUP, name)
+    guided = replace(guided, prelude=parser.prelude(prompt, "", terminal))
+    for text in allowed:
+        written = text.replace("{A}", answer)
+        assert accepts(guided, written), written
+        stream = parser.stream(prompt, "")
+        assert (stream.push(written)[1] + stream.finish()[1]).strip() == answer
+        assert not accepts(guided, written + "!")
+    for text in refused:
+        assert not accepts(guided, text.replace("{A}", answer)), text
+
+
+def test_guides_of_other_preludes_are_other_guides() -> None:
+    preludes = (None, "start: answer", "start: answer answer")
+    assert len({key_of(GuidedDecoding(regex="a", prelude=prelude)) for prelude in preludes}) == 3
+
+
+def test_no_reasoning_comes_after_it_was_closed_or_without_its_tokens() -> None:
+    assert loaded(GROUP, "think").prelude(CLOSED, "", terminal) is None
+    assert loaded(GROUP, "gpt_oss").prelude("", "", lambda text: f'"{text}"') is None
+    with pytest.raises(RequestError, match="only json, regex and choice"):
+        GuidedDecoding(grammar="start: /a/", prelude="start: answer")
+
+
+def test_a_request_that_prescribes_a_form_lets_the_model_reason_before(tmp_path: Path) -> None:
+    tokenizer = fake_core.tokenizer(tmp_path / "bytes", TEMPLATE + "{# tools #}")
+    with running(core := fake_core.FakeCore(tokenizer)) as server:
+        for more in (
+            {"response_format": {"type": "json_object"}},
+            {"tools": TOOLS, "tool_choice": "required"},
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        ):
+            told = server.http().post("/v1/chat/completions", json=user("hi") | more).json()
+            assert "thought" in core.seen[-1].guided.prelude and told["choices"][0]["message"]["reasoning"] is None
+            server.http().post("/v1/chat/completions", json=user("hi") | more | {"reasoning_effort": "none"})
+            assert core.seen[-1].guided.prelude is None
+        own = server.http().post("/v1/chat/completions", json=user("hi") | {"guided_grammar": 'start: "a"'})
+        assert own.status_code == 200 and core.seen[-1].guided.prelude is None
+    with running(fake_core.FakeCore(tokenizer), ServerSettings(reasoning_parser="gpt_oss")) as server:
+        asked = user("hi") | {"guided_choice": [HEADER]}  # of which the tokenizer has no tokens
+        told = server.http().post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
+        assert told["content"] == HEADER and "reasoning" not in told

@@ -36,7 +36,8 @@ def content_of(guided: GuidedDecoding) -> str:
     """
     kind = kind_of(guided)
     try:
-        return f"{kind} {json.dumps(_schema(guided) if kind == 'json' else getattr(guided, kind))}"
+        written = json.dumps(_schema(guided) if kind == "json" else getattr(guided, kind))
+        return f"{kind} {written}" if guided.prelude is None else f"{kind} {written} {guided.prelude}"
     except (TypeError, ValueError) as error:
         raise refusal(guided, f"it is not JSON: {error}") from error
     except RecursionError as error:
@@ -63,13 +64,15 @@ def grammar_of(guided: GuidedDecoding) -> str:
             ignored.
     """
     kind = kind_of(guided)
+    if kind == "grammar":
+        return _grammar(guided.grammar or "")
     if kind == "json":
-        return _lark_of_schema(_schema(guided))
-    if kind == "regex":
-        return _lark_of_regex(guided.regex or "")
-    if kind == "choice":
-        return _lark_of_regex("|".join(map(_literal, guided.choice or ())))
-    return _grammar(guided.grammar or "")
+        text = _lark_of_schema(_schema(guided))
+    elif kind == "regex":
+        text = _lark_of_regex(guided.regex or "")
+    else:
+        text = _lark_of_regex("|".join(map(_literal, guided.choice or ())))
+    return text if guided.prelude is None else f"{guided.prelude}\nanswer:{text.removeprefix('start:')}"
 
 
 def refusal(guided: GuidedDecoding, reason: str) -> RequestError:

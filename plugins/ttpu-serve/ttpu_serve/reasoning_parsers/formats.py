@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -66,22 +67,41 @@ class Delimited:
 
     def stream(self, prompt: str, continued: str) -> ReasoningReadStream:
         """Return a new stream, inside the reasoning if the prompt or the beginning of the reply opened it."""
+        state = self._state(prompt, continued)
+        return ReasoningReadStream(lambda text, reason, say: self._read(text, reason, say, state))
+
+    def prelude(self, prompt: str, continued: str, written: Callable[[str], str]) -> str | None:
+        """Return the rules of reasoning before an answer: reasoning that the prompt opened ends, and other may be left
+        out. None after reasoning that was closed."""
+        state = self._state(prompt, continued)
+        if state == "content":
+            return None
+        closings = [written(one) for one in self.closings]
+        openings = " | ".join(written(one) for one in self.openings)
+        if all(one.startswith("<[") for one in closings):  # no text contains special tokens
+            thought = f"thought: FREE ({' | '.join(closings)})\nFREE: /(?s:.*)/"
+        else:
+            ends = "|".join(re.escape(one).replace("/", r"\/") for one in self.closings)
+            thought = f"thought[lazy]: /(?s:.*)({ends})/"
+        before = {"before": f"(({openings}) thought BLANKS)?", "open": f"({openings})? thought BLANKS"}
+        start = before.get(state, "thought BLANKS")
+        return f"start: {start} answer\n{thought}\nBLANKS: /\\n{{0,2}}/"
+
+    def _state(self, prompt: str, continued: str) -> str:
+        """Return where a reply begins: in the "reasoning", "before" it, in either ("open"), or in the "content"."""
         if continued:
             opened, closed = (
                 max(continued.rfind(one) for one in markers) for markers in (self.openings, self.closings)
             )
             if closed >= 0 or opened >= 0:
-                return self._stream("reasoning" if opened > closed else "content")
+                return "reasoning" if opened > closed else "content"
         end = prompt.rstrip()
         if end.endswith(self.openings):
-            return self._stream("reasoning")
-        return self._stream("content" if end.endswith(self.closings) else "open" if self.always else "before")
-
-    def _stream(self, state: str) -> ReasoningReadStream:
-        return ReasoningReadStream(lambda text, reason, say: self._read(text, reason, say, state))
+            return "reasoning"
+        return "content" if end.endswith(self.closings) else "open" if self.always else "before"
 
     def _read(self, text: Incoming, reason: Say, say: Say, state: str) -> Reading[None]:
-        """Read a text that begins in the reasoning, before it, in either ("open"), or in the content."""
+        """Read a text that begins in a state of `_state`."""
         if state in ("before", "open"):
             blank = yield from text.skip()
             if not (yield from text.starts(*self.openings)):
@@ -111,6 +131,25 @@ class Harmony:
     def stream(self, prompt: str, continued: str) -> ReasoningReadStream:
         """Return a new stream."""
         return ReasoningReadStream(_harmony)
+
+    def prelude(self, prompt: str, continued: str, written: Callable[[str], str]) -> str | None:
+        """Return the rules of an optional message in the channel `analysis` and the header of a final one. None if the
+        tokenizer has no tokens for them."""
+        tokens = {name: written(marker) for name, marker in _TOKENS.items()}
+        if not all(token.startswith("<[") for token in tokens.values()):
+            return None
+        final = '{channel} "final" (" "? {constrain} "json")? {message} answer'
+        analysis = '({channel} "analysis" {message} FREE {end} {start} "assistant")?'
+        return f"start: {analysis} {final}".format(**tokens) + "\nFREE: /(?s:.*)/"
+
+
+_TOKENS = {
+    "start": harmony.START,
+    "channel": harmony.CHANNEL,
+    "message": harmony.MESSAGE,
+    "end": harmony.END,
+    "constrain": harmony.CONSTRAIN,
+}
 
 
 def _harmony(text: Incoming, reason: Say, say: Say) -> Reading[None]:

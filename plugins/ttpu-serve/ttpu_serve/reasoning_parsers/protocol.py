@@ -4,6 +4,7 @@ point's name. docs/write-a-parser.md shows how to write one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -41,5 +42,15 @@ class ReasoningParser(Protocol):
         Args:
             prompt: the end of the prompt that the text follows, which may open or close reasoning.
             continued: the beginning of the reply, where the request gives one to continue; else "".
+        """
+        ...
+
+    def prelude(self, prompt: str, continued: str, written: Callable[[str], str]) -> str | None:
+        """Return what a reply of a prescribed form may write before it: Lark rules of llguidance of which `start` ends
+        with the rule `answer`. None: the form holds from the beginning, and there is no reasoning.
+
+        Args:
+            prompt, continued: as for `stream`.
+            written: returns a text as a Lark terminal, which names the token if it is a special one.
         """
         ...

@@ -48,7 +48,7 @@ class Chat:
         self._tools: Sequence[Tool] = request.tools or ()
         self._choice = request.tool_choice or ("auto" if self._tools else "none")
         self._top = request.top_logprobs or 0
-        self._guided = False  # where a grammar holds from the first token on, there is no reasoning before it
+        self._reasons = True  # there is none where a grammar holds from the first token on
         self._prompt = ""  # the end of its text
 
     async def submit(self) -> OutputStreams:
@@ -58,11 +58,12 @@ class Chat:
         service.check_choices(1, request.num_sequences)
         self._check_tools()
         params = sampling.of_chat(request, service.settings.default_sampling, self._guide())
-        self._guided = params.guided is not None
         params = self._with_markers(params)
         prompt = await service.chat.prompt(request, tools=self._choice != "none", most=service.most_prompt_tokens())
         service.check_length(prompt.ids, "messages")
         self._prompt = prompt.end
+        if params.guided is not None:
+            params = await service.tokens.run(self._with_prelude, params)
         return await service.submit([prompt.ids], params, request, adapter=adapter)
 
     async def whole(self, streams: OutputStreams) -> dict[str, Any]:
@@ -167,16 +168,16 @@ class Chat:
     def _turn(self) -> Turn:
         parser, reasoning = self._service.tool_parser, self._service.reasoning_parser
         make_id = new_id if parser is None else parser.new_id
-        if isinstance(self._choice, ToolChoice):
-            return Turn(named=CallBegins(self._choice.function.name, make_id()))
         tools = {tool.function.name: tool.function.parameters or {} for tool in self._tools}
-        if self._choice == "required":
-            return Turn(forced_stream(tools, make_id))
         turn = Turn()
-        if reasoning is not None and not self._guided:
+        if reasoning is not None and self._reasons:
             turn.reasoning_parser = reasoning.stream(self._prompt, self._continued)
             turn.reasons = self._request.include_reasoning is not False
-        if self._choice == "auto" and parser is not None:
+        if isinstance(self._choice, ToolChoice):
+            turn.named = CallBegins(self._choice.function.name, make_id())
+        elif self._choice == "required":
+            turn.parser = forced_stream(tools, make_id)
+        elif self._choice == "auto" and parser is not None:
             turn.parser, turn.most = parser.stream(tools), 1 if self._request.parallel_tool_calls is False else None
         return turn
 
@@ -211,6 +212,14 @@ class Chat:
             most = 1 if self._request.parallel_tool_calls is False else None
             return forced_calls.forced_calls(self._tools, most=most)
         return None
+
+    def _with_prelude(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters whose guide lets reasoning come before the prescribed form, where the parser knows how."""
+        guided, reasoning, prelude = params.guided, self._service.reasoning_parser, None
+        if guided is not None and guided.grammar is None and reasoning is not None:
+            prelude = reasoning.prelude(self._prompt, self._continued, self._service.tokens.terminal)
+        self._reasons = prelude is not None
+        return params if guided is None else replace(params, guided=replace(guided, prelude=prelude))
 
     def _with_markers(self, params: SamplingParams) -> SamplingParams:
         """Return parameters that keep the markers of calls and reasoning in the generated text, even if they are

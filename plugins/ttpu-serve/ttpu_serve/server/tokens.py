@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,7 @@ class Tokens:
         self._of_thread = threading.local()
         self._special: frozenset[int] = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self._bytes: list[bytes] | None = None
+        self._named: frozenset[int] = frozenset()  # tokens that a grammar has to name, once there are bytes
 
     async def run(self, work: Any, *arguments: Any) -> Any:
         """Run `work(*arguments)` in a tokenizer's thread and return its result. When the caller is cancelled, what
@@ -143,6 +145,13 @@ class Tokens:
         vocabulary = self._needed().get_vocab()
         return vocabulary.get(text) in self._special
 
+    def terminal(self, text: str) -> str:
+        """Return a text as a terminal of llguidance's Lark, which names the token if it is a special one."""
+        if self._bytes is None:
+            self._bytes = self._table()
+        token = self._needed().get_vocab().get(text)
+        return f"<[{token}]>" if token in self._named else json.dumps(text, ensure_ascii=False)
+
     def ends(self, token: int) -> bool:
         """Whether the token is special, as end-of-sequence tokens are."""
         return token in self._special
@@ -166,7 +175,9 @@ class Tokens:
 
     def _table(self) -> list[bytes]:
         try:
-            return token_bytes(self.tokenizer, len(self._needed())).tokens
+            written = token_bytes(self.tokenizer, len(self._needed()))
+            self._named = frozenset(written.special)
+            return written.tokens
         except RequestError:  # a decoder that does not write token by token: pieces are the best there is
             return []
 
