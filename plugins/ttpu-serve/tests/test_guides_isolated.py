@@ -157,6 +157,15 @@ def test_a_grammar_whose_masks_take_long_is_refused(factory: GuideFactory, monke
         factory.compile(GuidedDecoding(regex="[0-9]{7}"))
 
 
+def test_the_bounds_are_those_of_the_documentation() -> None:
+    text = " ".join((Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8").split())
+    trial, masks = isolated.TRIAL, isolated.MASKS
+    assert f"{trial.seconds:g} seconds and {isolated.GRAMMAR_BYTES // isolated.MIB} MiB for each grammar" in text
+    assert f"masks take at most {isolated.TRIED_SECONDS:g} s each" in text
+    assert f"longer than {isolated.MASK_SECONDS:g} s ends its request" in text
+    assert f"holds more than {masks.memory // isolated.MIB} MiB" in text
+
+
 def test_another_process_waits_to_take_over(factory: GuideFactory) -> None:
     guide = factory.compile(OBJECT)
     matchers: Any = factory._matchers
