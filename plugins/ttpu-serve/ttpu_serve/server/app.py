@@ -13,7 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from pydantic import BaseModel
 
 from ttpu_serve.api.async_engine import AsyncEngine
-from ttpu_serve.server import chat, completions, endpoints, errors, page
+from ttpu_serve.server import chat, completions, endpoints, errors, messages, page
 from ttpu_serve.server.events import ClientGoneError
 from ttpu_serve.server.middleware import RequestMiddleware
 from ttpu_serve.server.service import Service
@@ -75,7 +75,11 @@ def create_app(
         return Response(status_code=499)
 
     app.add_exception_handler(ClientGoneError, left)
-    for router in (chat.router, completions.router, endpoints.embeddings, endpoints.models, endpoints.tokens):
+    routers = (
+        *(chat.router, completions.router, messages.router),
+        *(endpoints.embeddings, endpoints.models, endpoints.tokens),
+    )
+    for router in routers:
         app.include_router(router(service))
     app.include_router(endpoints.watching(service))
     if settings.enable_admin:

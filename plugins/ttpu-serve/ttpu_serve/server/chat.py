@@ -68,7 +68,7 @@ class Chat:
 
     async def whole(self, streams: OutputStreams) -> dict[str, Any]:
         """Return the whole response."""
-        turns = [self._turn() for _ in range(self._request.num_sequences)]
+        turns = [self.turn() for _ in range(self._request.num_sequences)]
         first: OutputDelta | None = None
         async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
@@ -83,7 +83,7 @@ class Chat:
 
     async def chunks(self, streams: OutputStreams) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the response's chunks as they come."""
-        turns = [self._turn() for _ in range(self._request.num_sequences)]
+        turns = [self.turn() for _ in range(self._request.num_sequences)]
         counted: dict[str, Any] = {"usage": None} if self._request.includes_usage else {}
         of_prompt: dict[str, Any] = {}
         told = False
@@ -165,7 +165,8 @@ class Chat:
             "system_fingerprint": None,
         }
 
-    def _turn(self) -> Turn:
+    def turn(self) -> Turn:
+        """Return a new reply, which the request's parsers read."""
         parser, reasoning = self._service.tool_parser, self._service.reasoning_parser
         make_id = new_id if parser is None else parser.new_id
         tools = {tool.function.name: tool.function.parameters or {} for tool in self._tools}

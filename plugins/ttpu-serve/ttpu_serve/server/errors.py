@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from ttpu_core.errors import RequestError, TTPUError
@@ -34,6 +35,16 @@ _KINDS: tuple[tuple[type[TTPUError], int, str, str | None], ...] = (
 )
 _NOT_AGAIN = {status: {"x-should-retry": "false"} for status in (408, 500)}
 """OpenAI's clients ask again after these, which would fail again in the same way and cost as much."""
+_ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
@@ -81,6 +92,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestValidationError):
         return _of_validation(error.errors())
+    if isinstance(error, ValidationError):  # of a body that was made of another API's
+        return _of_validation([{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()])
     if isinstance(error, HTTPException):
         return _of_http(error)
     for kind, status, name, code in _KINDS:
@@ -101,10 +114,17 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(message, status=500, kind="server_error", headers=_NOT_AGAIN[500])
 
 
-def respond(error: Exception) -> JSONResponse:
-    """Return the response for any exception."""
+def respond(error: Exception, path: str = "") -> JSONResponse:
+    """Return the response for any exception, in the form of the API that the request's path belongs to."""
     told = as_api_error(error)
-    return JSONResponse(told.body, told.status, told.headers)
+    body = anthropic_body(told) if path.endswith(_ANTHROPIC_PATHS) else told.body
+    return JSONResponse(body, told.status, told.headers)
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """Return an error's body in the form of Anthropic's API."""
+    kind = _ANTHROPIC_KINDS.get(error.status, INVALID if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.body["error"]["message"]}}
 
 
 def install(app: FastAPI) -> None:
@@ -114,14 +134,12 @@ def install(app: FastAPI) -> None:
         kind = request.headers.get("content-type", "")
         if isinstance(error, RequestValidationError) and not _JSON_TYPE.match(kind) and await request.body():
             found = f"is {kind!r}" if kind else "is missing"
-            return respond(
-                ApiError(
-                    f"the header Content-Type {found}, but bodies are JSON: send 'Content-Type: application/json'.",
-                    status=415,
-                    code="unsupported_media_type",
-                )
+            error = ApiError(
+                f"the header Content-Type {found}, but bodies are JSON: send 'Content-Type: application/json'.",
+                status=415,
+                code="unsupported_media_type",
             )
-        return respond(error)
+        return respond(error, request.url.path)
 
     for kind in (RequestValidationError, HTTPException, TTPUError, Exception):
         app.add_exception_handler(kind, handle)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from ttpu_serve.server.errors import as_api_error
+from ttpu_serve.server.errors import ApiError, as_api_error
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -30,10 +30,11 @@ class EventStream(Response):
     """Sends each value as a JSON event, then `[DONE]`. An error on the way is sent as the last event before it.
 
     If the client disconnects, or leaves one event unread for `write_timeout` seconds, the iterator is closed. `end` is
-    always called at the end, because an iterator that never started runs no cleanup.
+    always called at the end, because an iterator that never started runs no cleanup. `last` is sent at the end.
     """
 
     media_type = "text/event-stream"
+    last = DONE
 
     def __init__(
         self,
@@ -67,21 +68,40 @@ class EventStream(Response):
         if error is not None and not isinstance(error, TimeoutError):
             raise error
 
+    def event(self, value: dict[str, Any]) -> bytes:
+        """Return a value as an event."""
+        return b"data: %b\n\n" % json.dumps(value, separators=(",", ":")).encode()
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """Return an error as a value."""
+        return error.body
+
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for value in self._values:
-                await self._write(send, b"data: %b\n\n" % json.dumps(value, separators=(",", ":")).encode())
+                await self._write(send, self.event(value))
         except TimeoutError:
             raise
         except Exception as error:  # the status is sent, so that an event is all that can tell it
-            await self._write(send, b"data: %b\n\n" % json.dumps(as_api_error(error).body).encode())
-        await self._write(send, DONE)
+            await self._write(send, self.event(self.error(as_api_error(error))))
+        if self.last:
+            await self._write(send, self.last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, body: bytes) -> None:
         async with asyncio.timeout(self._write_timeout):
             await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+class NamedEvents(EventStream):
+    """Sends each value as an event that is named by its `type`, without a last event of the stream's own."""
+
+    last = b""
+
+    def event(self, value: dict[str, Any]) -> bytes:
+        """Return a value as an event."""
+        return b"event: %b\n%b" % (str(value["type"]).encode(), super().event(value))
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

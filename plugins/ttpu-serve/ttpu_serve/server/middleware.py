@@ -113,7 +113,7 @@ class RequestMiddleware:
             body = await self._body(headers, receive)
             self._check_number()
             ARRIVAL.set(time.monotonic())
-            CLIENT.set((headers.get("authorization") or str((scope.get("client") or ("",))[0]), len(body)))
+            CLIENT.set((_key_of(headers) or str((scope.get("client") or ("",))[0]), len(body)))
             self._running += 1
             try:
                 await self._app(scope, _replayed(body, receive), noting)
@@ -124,13 +124,13 @@ class RequestMiddleware:
         except Exception as error:  # bugs as well: the response has a name, is counted, and ends its connection well
             if began:
                 raise
-            await respond(error)(scope, receive, send)
+            await respond(error, str(scope["path"]))(scope, receive, send)
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
         if not self._keys or scope["method"] == "OPTIONS":
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip().encode() if scheme.lower() == "bearer" else b""
+        given = (key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode()
         # Every key is compared, in constant time, so that time tells nothing.
         if not sum([hmac.compare_digest(given, known) for known in self._keys]):
             raise ApiError(
@@ -236,6 +236,11 @@ def _too_much(message: str) -> ApiError:
         code="rate_limit_exceeded",
         headers={"Retry-After": "1"},
     )
+
+
+def _key_of(headers: Headers) -> str:
+    """Return the header that holds the API key; Anthropic's clients have one of their own."""
+    return headers.get("authorization") or headers.get("x-api-key", "")
 
 
 def _own_path(scope: Scope) -> str:

@@ -28,15 +28,29 @@ class Generation(Protocol):
         ...
 
 
-async def respond(request: Request, generation: Generation, *, stream: bool, write_timeout: float | None) -> Response:
+async def respond(
+    request: Request,
+    generation: Generation,
+    *,
+    stream: bool,
+    write_timeout: float | None,
+    events: type[EventStream] = EventStream,
+) -> Response:
     """Submit a request and return its response. If the client leaves, the request is aborted.
+
+    Args:
+        request: the HTTP request.
+        generation: what it asks for.
+        stream: return a stream of events.
+        write_timeout: seconds in which the client must read an event; None is any number.
+        events: the form of the stream.
 
     Raises:
         ClientGoneError: the client left before the response began.
     """
     streams = await until_gone(request, generation.submit())
     if stream:
-        return EventStream(generation.chunks(streams), write_timeout, streams.close)
+        return events(generation.chunks(streams), write_timeout, streams.close)
     try:
         return JSONResponse(await until_gone(request, generation.whole(streams)))
     finally:
