@@ -16,6 +16,7 @@ from ttpu_serve.tool_parsers.json_calls import forced_stream
 from ttpu_serve.tool_parsers.protocol import Arguments, CallBegins, new_id
 
 ARGUMENTS = '{"city": "Oslo"}'
+CALLED = CallBegins("weather", "call_1")
 CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
 
 
@@ -32,7 +33,7 @@ def read(turn: Turn, text: str, reason: str = "stop") -> list[New]:
 MODES = {
     "auto": (lambda: Turn(hermes()), f"<tool_call>{CALL}</tool_call>", "tool_calls"),
     "required": (lambda: Turn(forced_stream({}, new_id)), f"[{CALL}]", "tool_calls"),
-    "named": (lambda: Turn(named=CallBegins("weather", "call_1")), ARGUMENTS, "stop"),
+    "named": (lambda: Turn(named=CALLED), ARGUMENTS, "stop"),
 }
 
 
@@ -47,6 +48,16 @@ def test_each_letter_of_the_arguments_is_told_when_it_comes(mode: str) -> None:
     assert pieces == [*ARGUMENTS]
     assert [(call.name, call.id, call.arguments) for call in turn.calls] == [("weather", begun[0].id, ARGUMENTS)]
     assert (turn.text, turn.ended_by("stop"), turn.ended_by("length")) == ("", reason, "length")
+
+
+def test_a_named_call_begins_after_the_reasoning_before_it() -> None:
+    def turn() -> Turn:
+        return Turn(named=CALLED, reasoning_parser=loaded(REASONING, "think").stream("<think>", ""))
+
+    news = read(turn(), f"Hm</think>{ARGUMENTS}")
+    assert not any(new.events for new in news[:10]) and news[10].events == [CALLED, Arguments("{")]
+    read(cut := turn(), "Hm", "length")
+    assert (cut.calls, cut.text, cut.reasoning) == ([], "", "Hm")
 
 
 def test_calls_beyond_the_maximum_are_left_out_and_content_is_not() -> None:

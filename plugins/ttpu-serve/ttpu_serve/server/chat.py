@@ -123,7 +123,8 @@ class Chat:
                 piece(told, logprobs=logprobs)
                 logprobs = None
         if logprobs is not None:
-            piece({"content": ""} if turn.named is None else {"tool_calls": [_arguments("", place)]}, logprobs=logprobs)
+            arguing = turn.named is not None and turn.begun
+            piece({"tool_calls": [_arguments("", place)]} if arguing else {"content": ""}, logprobs=logprobs)
         if delta.finish_reason is not None:
             piece({}, turn.ended_by(delta.finish_reason))
             if delta.stop_reason is not None:

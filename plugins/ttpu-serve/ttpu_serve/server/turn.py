@@ -63,14 +63,14 @@ class Turn:
 
     def read(self, delta: OutputDelta) -> New:
         """Add a delta and return what it added. Calls beyond the maximum are left out."""
-        first, self.delta = self.delta is None, delta
+        self.delta = delta
         self.ids += delta.token_ids
         if delta.logprobs is not None:
             self.logprobs = self.logprobs if self.logprobs is not None else []
             self.logprobs += delta.logprobs
         ended = delta.finish_reason is not None
         reasoning, text = self._told_apart(delta.text, ended=ended)
-        new = New(reasoning, [event for event in self._events(text, first=first, ended=ended) if self._reported(event)])
+        new = New(reasoning, [event for event in self._events(text, ended=ended) if self._reported(event)])
         self.reasoning += reasoning
         for event in new.events:
             self._add(event)
@@ -95,9 +95,10 @@ class Turn:
             return "", text
         return (reasoning if self.reasons else ""), content
 
-    def _events(self, text: str, *, first: bool, ended: bool) -> list[Event]:
+    def _events(self, text: str, *, ended: bool) -> list[Event]:
         if self.named is not None:
-            return [*([self.named] if first else ()), *([Arguments(text)] if text else ())]
+            begins = [self.named] if text and not self.begun else []
+            return [*begins, Arguments(text)] if text else []
         if self.parser is not None:
             try:
                 return [*self.parser.push(text), *(self.parser.finish() if ended else ())]
