@@ -181,6 +181,7 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"response_format": {"type": "text", "made_up": 1}}, "response_format.made_up"),
     ({"store": True, "made_up": 1}, "store, made_up"),
+    ({"made_up": 1, "response_format": {"type": "text", "made_up": 1}}, "made_up, response_format.made_up"),
 ]
 
 
@@ -192,6 +193,11 @@ def test_what_changes_no_answer_is_ignored_and_named_in_a_header(
     assert response.status_code == 200 and "hello" in "".join(filter(None, spoken(response)))
     assert response.headers["x-ttpu-warning"] == f"fields without effect on this server were ignored: {told}"
     refused(strict_http.post(CHAT, json=chat(**fields)), 400)
+
+
+def test_a_strict_server_says_why_it_refuses_what_it_knows(strict_http: httpx.Client) -> None:
+    error = refused(strict_http.post(CHAT, json=chat(store=True)), 400)
+    assert error["code"] == "unsupported_field" and "stores no responses" in error["message"]
 
 
 def spoken(response: httpx.Response) -> list[Any]:

@@ -134,6 +134,7 @@ def test_an_answers_times() -> None:
     assert found["ttpu:time_to_first_token_seconds_sum"] == pytest.approx(3.0, abs=0.2)
     assert found["ttpu:time_to_first_token_seconds_bucket,le=2.5"] == 0
     assert found["ttpu:time_per_output_token_seconds_count"] == 1
+    assert found["ttpu:inter_token_latency_seconds_count"] == 1 and found["ttpu:inter_token_latency_seconds_sum"] < 1.0
     assert found["ttpu:requests_finished_total,reason=stop"] == found["ttpu:requests_finished_total,reason=abort"] == 1
 
 

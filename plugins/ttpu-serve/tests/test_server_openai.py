@@ -101,6 +101,10 @@ def test_a_stream_counts_tokens_in_every_chunk_if_asked(client: Any, kind: str) 
     told = [chunk.usage.completion_tokens for chunk in chunks]
     assert told == sorted(told) and told[0] < told[-1] == 4
     assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
+    asked["stream_options"] = {"continuous_usage_stats": True}  # means nothing by itself, as for vLLM
+    given = {"messages": user("say: abc")} if kind == "chat" else {"prompt": "say: abc"}
+    api = client.chat.completions if kind == "chat" else client.completions
+    assert all(chunk.usage is None for chunk in api.create(**given, **asked))
 
 
 def test_several_answers_come_each_with_its_index(client: Any) -> None:

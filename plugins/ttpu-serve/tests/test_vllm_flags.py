@@ -53,6 +53,7 @@ def parsed(*words: str) -> dict[str, Any]:
         ("m --enable-lora a=1", "m --enable-lora a=1"),
         ('m --lora-modules {"name":"a","path":"1","base_model_name":"m"}', "m --lora-modules a=1"),
         ("m --served-model-name a b --port 1", "m --served-model-name a --served-model-name b --port 1"),
+        ("--model m --served-model-name a b", "--weights-dir m --served-model-name a --served-model-name b"),
         ("--served-model-name a m", "--served-model-name a m"),
         ('m --allowed-origins ["*"]', "m --allowed-origin *"),
         ("m --scheduling-policy priority", "m --allow-priority"),
