@@ -46,6 +46,12 @@ GLM = (
     '<arg_value>[1, 2]</arg_value>\n<arg_key>note</arg_key>\n<arg_value>a "quoted" </b> { brace\nline</arg_value>\n'
     "</tool_call>"
 )
+INVOKED = (
+    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Łódź</parameter>\n'
+    '<parameter name="days">[1, 2]</parameter>\n<parameter name="note">a "quoted" </b> { brace\nline</parameter>\n'
+    "</invoke>\n</minimax:tool_call>"
+)
+KIMI = f"<|tool_call_begin|>functions.weather:%d<|tool_call_argument_begin|>{ARGS}<|tool_call_end|>"
 V3 = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{ARGS}\n```<｜tool▁call▁end｜>"
 V31 = f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ARGS}<｜tool▁call▁end｜>"
 HARMONY = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGS}"
@@ -107,6 +113,17 @@ CASES: dict[str, list[tuple[str, str, int]]] = {
         (f"Hm.<｜tool▁calls▁begin｜>{V31}{V31}<｜tool▁calls▁end｜>", "Hm.", 2),
         ("<｜tool▁calls▁begin｜>junk", "<｜tool▁calls▁begin｜>junk", 0),
     ],
+    "kimi_k2": [
+        (f"I look.<|tool_calls_section_begin|>{KIMI % 0}{KIMI % 1}<|tool_calls_section_end|>", "I look.", 2),
+        (KIMI % 0, "", 1),
+        ("<|tool_calls_section_begin|>junk", "<|tool_calls_section_begin|>junk", 0),
+    ],
+    "minimax_m2": [(INVOKED, "", 1), (f"I look.\n{INVOKED}", "I look.\n", 1), ("<invoke name=", "<invoke name=", 0)],
+    "jamba": [
+        (f"<tool_calls>[\n  {ONE},\n  {ONE}\n]</tool_calls>", "", 2),
+        (f"<tool_calls>\n{ONE}\n{ONE}\n</tool_calls>", "", 2),
+    ],
+    "internlm": [(f"I look.<|action_start|><|plugin|>\n{LLAMA}<|action_end|>\n", "I look.", 1)],
     "openai": [
         (f"<|channel|>final<|message|>Yes.{NEXT}{HARMONY}", "Yes.", 1),
         (f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HARMONY}<|call|>", "I look.", 1),
@@ -128,7 +145,8 @@ CASES: dict[str, list[tuple[str, str, int]]] = {
     ],
 }
 ALIASES = {
-    "deepseek_v31": "deepseek_v3", "llama4_json": "llama3_json", "phi4_mini_json": "phi4_mini",
+    "deepseek_v31": "deepseek_v3", "hunyuan_a13b": "jamba", "minimax": "jamba",
+    "llama4_json": "llama3_json", "phi4_mini_json": "phi4_mini",
     "pythonic": "llama4_pythonic", "qwen3_xml": "qwen3_coder",
 }  # fmt: skip
 TEXTS = [(name, *case) for name, cases in CASES.items() for case in cases]
@@ -208,7 +226,8 @@ MARKERS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "]", "weather", "(", ")", "=", "<function=", "<parameter=", ">",
     "</parameter>", "</function>", "{", "}", '"name"', ":", ",", '"weather"', '"arguments"', '"', "\\", "\n", " ", "1",
     "'", "<|python_tag|>", "<|channel|>", "<|message|>", " to=functions.f", "<arg_key>", "</arg_key>", "<arg_value>",
-    "</arg_value>", "functools", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json",
+    "</arg_value>", "functools", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<invoke name=\"", "\">",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json",
     "é", "\ud83d",
 ]  # fmt: skip
 
@@ -318,6 +337,13 @@ def test_arguments_that_no_client_could_read_are_no_call(arguments: str) -> None
     arguments += "]" * 200 * arguments.startswith("[[")
     text = f'<tool_call>{{"name": "clock", "arguments": {arguments}}}</tool_call>'
     assert whole("hermes", text) == (text, [])
+
+
+def test_kimis_ids_are_those_that_it_writes() -> None:
+    text = CASES["kimi_k2"][0][0]
+    assert [(name, call_id) for name, _, call_id in whole("kimi_k2", text)[1]] == [
+        ("weather", "functions.weather:0"), ("weather", "functions.weather:1"),
+    ]  # fmt: skip
 
 
 def test_a_name_is_text_that_can_be_sent() -> None:

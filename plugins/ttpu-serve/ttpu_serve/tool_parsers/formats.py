@@ -12,7 +12,7 @@ from ttpu_serve.tool_parsers import harmony
 from ttpu_serve.tool_parsers.incoming import BLANK, Incoming, Reading, ReadStream
 from ttpu_serve.tool_parsers.json_calls import json_calls
 from ttpu_serve.tool_parsers.json_values import json_value
-from ttpu_serve.tool_parsers.markup_calls import argument_pairs, function_parameters
+from ttpu_serve.tool_parsers.markup_calls import INVOKE, argument_pairs, function_parameters
 from ttpu_serve.tool_parsers.protocol import Tools, new_id
 from ttpu_serve.tool_parsers.python_calls import python_calls
 
@@ -116,31 +116,39 @@ _CALLS, _END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>
 _CALL, _END_CALL, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 
 
-def _deepseek(text: Incoming) -> Reading[None]:
-    """Read V3's calls, which are `function<sep>name` and fenced JSON, and V3.1's, which are `name<sep>{...}`."""
-    while (yield from text.until((_CALLS, _CALL), text.say)):
-        text.keep()
-        yield from text.starts(_CALLS)
-        yield from text.skip()
-        called = False
-        while (yield from text.starts(_CALL)):
-            called = True
-            complete = yield from _deepseek_call(text)
-            text.settle(call=complete)
+def sections(
+    outer: tuple[str, str], inner: tuple[str, str], read_call: Callable[[Incoming], Reading[bool]], extra: str = BLANK
+) -> Callable[[Incoming], Reading[None]]:
+    """Return the reader of calls between `inner` markers, all of them between `outer` ones, which may be missing.
+    `extra`: characters that may stand behind a call."""
+
+    def read(text: Incoming) -> Reading[None]:
+        while (yield from text.until((outer[0], inner[0]), text.say)):
             text.keep()
-            if not complete:
-                break
-            yield from text.skip(BLANK + "`")
-            yield from text.starts(_END_CALL)
+            yield from text.starts(outer[0])
             yield from text.skip()
-        yield from text.starts(_END_CALLS)
-        if called:
-            text.forget()
-        else:
-            text.settle(call=False)
+            called = False
+            while (yield from text.starts(inner[0])):
+                called = True
+                complete = yield from read_call(text)
+                text.settle(call=complete)
+                text.keep()
+                if not complete:
+                    break
+                yield from text.skip(extra)
+                yield from text.starts(inner[1])
+                yield from text.skip()
+            yield from text.starts(outer[1])
+            if called:
+                text.forget()
+            else:
+                text.settle(call=False)
+
+    return read
 
 
 def _deepseek_call(text: Incoming) -> Reading[bool]:
+    """Read a call of V3, `function<sep>name` and fenced JSON, or of V3.1, `name<sep>{...}`."""
     before: list[str] = []
     if not (yield from text.until((_SEP, _END_CALL), before.append)) or not (yield from text.starts(_SEP)):
         return False
@@ -160,12 +168,34 @@ def _deepseek_call(text: Incoming) -> Reading[bool]:
     return (yield from json_value(text, text.argue))
 
 
+_KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_KIMI_CALL = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+_KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+def _kimi_call(text: Incoming) -> Reading[bool]:
+    """Read a call of Kimi K2, which is `functions.name:0`, the id, and JSON."""
+    before: list[str] = []
+    _, argue, end = _KIMI_CALL
+    if (yield from text.until((argue, end), before.append)) != argue:
+        return False
+    text.take(len(argue))
+    yield from text.skip()
+    call_id = "".join(before).strip()
+    name = _KIMI_NAME.fullmatch(call_id)
+    if name is None or (yield from text.peek()) != "{":
+        return False
+    text.begin(name[1], call_id)
+    return (yield from json_value(text, text.argue))
+
+
 _LLAMA3 = ("<|python_tag|>",)
 _TOOL = ("<tool_call>", "</tool_call>")
 HERMES = Format(_TOOL, between(*_TOOL), signs=_TOOL[:1], but=("<function=", "<arg_key>"))
 LLAMA3_JSON = Format(_LLAMA3, leading(_LLAMA3, (), "{"), signs=('"parameters"',), sure=1)
 MISTRAL = Format(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), _mistral, signs=("[TOOL_CALLS]",), new_id=short_id)
-DEEPSEEK = Format((_CALLS, _END_CALLS, _CALL, _END_CALL, _SEP), _deepseek, signs=(_SEP,))
+_DEEPSEEK = sections((_CALLS, _END_CALLS), (_CALL, _END_CALL), _deepseek_call, BLANK + "`")
+DEEPSEEK = Format((_CALLS, _END_CALLS, _CALL, _END_CALL, _SEP), _DEEPSEEK, signs=(_SEP,))
 GRANITE = Format(
     ("<|tool_call|>", *_TOOL),
     leading(("<|tool_call|>", "<tool_call>"), ("</tool_call>",), "["),
@@ -186,3 +216,12 @@ LLAMA4_PYTHONIC = Format(_LLAMA4, python_calls(*_LLAMA4))
 _LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
 LFM2 = Format(_LFM2, python_calls(*_LFM2), signs=_LFM2[:1])
 OPENAI = Format(harmony.MARKERS, harmony.read_calls, signs=("<|channel|>commentary",))
+KIMI_K2 = Format((*_KIMI, *_KIMI_CALL), sections(_KIMI, _KIMI_CALL[::2], _kimi_call), signs=(_KIMI[0],))
+_MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
+MINIMAX_M2 = Format(_MINIMAX, function_parameters(*_MINIMAX, INVOKE), signs=(_MINIMAX[0], "<invoke name="), sure=3)
+_TOOL_CALLS = ("<tool_calls>", "</tool_calls>")
+TOOL_CALLS = Format(_TOOL_CALLS, between(*_TOOL_CALLS), signs=_TOOL_CALLS[:1])
+_INTERNLM = ("<|action_start|><|plugin|>", "<|action_end|>")
+INTERNLM = Format(
+    ("<|action_start|>", "<|plugin|>", "<|action_end|>"), between(*_INTERNLM), signs=("<|action_start|>",)
+)

@@ -1,31 +1,51 @@
 """Reads calls whose arguments stand between tags: `<function=weather><parameter=city>Oslo</parameter></function>`, as
-Qwen3-Coder writes them, and `weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>`, as GLM-4.5 does. The text of
-an argument becomes a JSON value of the type that the tool's schema gives it."""
+Qwen3-Coder and MiniMax write them, and `weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>`, as GLM-4.5 does.
+The text of an argument becomes a JSON value of the type that the tool's schema gives it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ttpu_serve.tool_parsers.incoming import Incoming, Reading
 from ttpu_serve.tool_parsers.json_values import escaped
 from ttpu_serve.tool_parsers.python_calls import literal
 
-_PARAMETER_ENDS = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
 _VALUE_ENDS = ("</arg_value>",)
 
 
-def function_parameters(opening: str, closing: str) -> Callable[[Incoming], Reading[None]]:
-    """Return the reader of `opening`, `<function=NAME>`, `<parameter=KEY>VALUE</parameter>` for each argument,
-    `</function>` and `closing`. The opening and the closing markers may be missing."""
+@dataclass(frozen=True)
+class Tags:
+    """The tags of a call: what stands before and after its name, before and after the name of an argument, and at its
+    end. Arguments end with `</parameter>`."""
+
+    function: str = "<function="
+    parameter: str = "<parameter="
+    after: str = ">"
+    end: str = "</function>"
+
+    @property
+    def value_ends(self) -> tuple[str, ...]:
+        """What a value ends with; its own closing tag may be missing."""
+        return "\n</parameter>", "</parameter>", f"\n{self.parameter}", f"\n{self.end}"
+
+
+INVOKE = Tags('<invoke name="', '<parameter name="', '">', "</invoke>")
+"""As MiniMax M2 writes them."""
+
+
+def function_parameters(opening: str, closing: str, tags: Tags = Tags()) -> Callable[[Incoming], Reading[None]]:
+    """Return the reader of `opening`, calls such as `<function=NAME><parameter=KEY>VALUE</parameter></function>`, and
+    `closing`. The opening and the closing markers may be missing."""
 
     def read(text: Incoming) -> Reading[None]:
-        while (yield from text.until((opening, "<function="), text.say)):
+        while (yield from text.until((opening, tags.function), text.say)):
             text.keep()
             yield from text.starts(opening)
             yield from text.skip()
-            complete = yield from _function(text, closing)
+            complete = yield from _function(text, closing, tags)
             text.settle(call=complete)
             if complete:
                 yield from _close(text, closing)
@@ -55,25 +75,25 @@ def _close(text: Incoming, closing: str) -> Reading[None]:
         text.settle(call=False)
 
 
-def _function(text: Incoming, closing: str) -> Reading[bool]:
+def _function(text: Incoming, closing: str, tags: Tags) -> Reading[bool]:
     name = ""
-    if (yield from text.starts("<function=")):
-        name = (yield from _before(text, ">")).strip("\"' \n")
+    if (yield from text.starts(tags.function)):
+        name = (yield from _before(text, tags.after)).strip("\"' \n")
     if not name:
         return False
     arguments = _Argument(text, name)
     while True:
         yield from text.skip()
-        if (yield from text.starts("</function>")) or (yield from text.peek(len(closing))) == closing:
+        if (yield from text.starts(tags.end)) or (yield from text.peek(len(closing))) == closing:
             arguments.end()
             return True
-        if not (yield from text.starts("<parameter=")):
+        if not (yield from text.starts(tags.parameter)):
             return False
-        key = (yield from _before(text, ">")).strip("\"' \n")
+        key = (yield from _before(text, tags.after)).strip("\"' \n")
         if not key:
             return False
         yield from text.starts("\n")
-        ending = yield from arguments.read(key, _PARAMETER_ENDS)
+        ending = yield from arguments.read(key, tags.value_ends)
         if not ending:
             return False
         if ending.endswith("</parameter>"):
