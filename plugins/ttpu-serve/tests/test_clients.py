@@ -30,6 +30,7 @@ TEMPLATE = (
 )
 OPTIONS = ("--port", "0", "--max-num-seqs", "4", "--dtype", "float32", "--chat-template", TEMPLATE)
 CLIENTS = {
+    "anthropic": "anthropic",
     "guidellm": "guidellm",
     "instructor": "instructor",
     "langchain-openai": "langchain",
