@@ -153,6 +153,10 @@ def test_a_tool_that_must_be_called_is_called(server: Process) -> None:
         answer = server.client().chat.completions.create(tool_choice=choice, parallel_tool_calls=False, **asked)
         (call,) = answer.choices[0].message.tool_calls
         assert call.function.name == "heat" and json.loads(call.function.arguments)["unit"] in ("C", "F")
+        asked_again = {**asked, "tool_choice": choice, "parallel_tool_calls": False}
+        with server.client().chat.completions.stream(**asked_again) as stream:
+            (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+        assert streamed.function.arguments == call.function.arguments
 
 
 def test_a_schema_that_is_none_is_refused(server: Process) -> None:
