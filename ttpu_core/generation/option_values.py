@@ -67,7 +67,8 @@ def token_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def biases(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """transformers' `sequence_bias`: a dict from tuples of token ids to numbers, or a list of pairs of both.
+    """transformers' `sequence_bias`: a dict from tuples of token ids to numbers, or a list of pairs of both, of which
+    the last holds for a sequence that occurs twice.
 
     Raises:
         RequestError: something else.
@@ -81,7 +82,8 @@ def biases(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
     for _, bias in pairs:
         if isinstance(bias, bool) or not isinstance(bias, Real) or math.isnan(bias):
             raise RequestError(f"{name} adds {short(bias)} to a token, but a number is needed: correct it.")
-    return tuple(zip(token_lists(name, [list(ids) for ids, _ in pairs]), (float(b) for _, b in pairs), strict=True))
+    sequences = token_lists(name, [ids for ids, _ in pairs])
+    return tuple(dict(zip(sequences, (float(bias) for _, bias in pairs), strict=True)).items())
 
 
 def early_stopping(name: str, value: Any) -> EarlyStopping:

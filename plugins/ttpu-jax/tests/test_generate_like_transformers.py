@@ -73,7 +73,7 @@ def rules(greedy: list[list[int]]) -> dict[str, dict[str, Any]]:
         "begin_suppress_tokens": {"begin_suppress_tokens": [first[0], second[0]]},
         "bad_words_ids": {"bad_words_ids": [[first[2]], first[:2], second[1:5], [PROMPT[-1], second[0]]]},
         "a bad word that is the end": {"bad_words_ids": [[first[1]]], "eos_token_id": first[1]},
-        "sequence_bias": {"sequence_bias": [[[first[0], first[1]], -9.0], [[first[3]], -2.0], [[7], 3.0]]},
+        "sequence_bias": {"sequence_bias": [[[first[0], first[1]], -9.0], [[7], 99.0], [[first[3]], -2.0], [[7], 3.0]]},
         "n-grams": {"no_repeat_ngram_size": 2},
         "single tokens": {"no_repeat_ngram_size": 1},
         "forced_eos_token_id": {"forced_eos_token_id": 65, "eos_token_id": 65},

@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import jax
 import numpy as np
 
 from ttpu_core.errors import RequestError
@@ -36,9 +37,18 @@ class HostCalls:
         return cls(_callables("logits_processor", processors), _callables("stopping_criteria", criteria))
 
     def within(self, seconds: float | None) -> HostCalls:
-        """The same with one more criterion: `seconds` from now, all rows end; None adds none."""
+        """The same with one more criterion: `seconds` from now, all rows end; None adds none.
+
+        Raises:
+            RequestError: several processes generate together, whose clocks would end at different tokens.
+        """
         if seconds is None:
             return self
+        if jax.process_count() > 1:
+            raise RequestError(
+                f"max_time={seconds} was asked for in {jax.process_count()} processes, whose clocks differ: pass "
+                "max_new_tokens instead."
+            )
         end = time.monotonic() + seconds
         return HostCalls(self.processors, (*self.criteria, lambda *_: time.monotonic() > end))
 
