@@ -96,7 +96,7 @@ class Beams:
 
         running = sums + ended.astype(np.float32) * LOW
         best = _best(running, count)
-        self._finish(sums, longer, longer_rows, ended, full)
+        self._finish(sums, longer, longer_rows, ended)
         self.tokens, self._rows = _rows_of(longer, best), _rows_of(longer_rows, best)
         self.scores = np.take_along_axis(running, best, axis=1)
         last, chosen = self.tokens[:, :, self.step], self._rows[:, :, self.step]
@@ -106,9 +106,7 @@ class Beams:
         self.done = not self._may_improve.any() or enough or bool(ended.all())
         return last.reshape(-1).astype(np.int32), chosen.reshape(-1)
 
-    def _finish(
-        self, sums: np.ndarray, tokens: np.ndarray, rows: np.ndarray, ended: np.ndarray, full: np.ndarray
-    ) -> None:
+    def _finish(self, sums: np.ndarray, tokens: np.ndarray, rows: np.ndarray, ended: np.ndarray) -> None:
         """Keep the best of the finished beams and of the continuations that have just ended."""
         count = self.options.num_beams
         new = ended & (np.arange(ended.shape[1]) < count)  # the others are there so that enough beams go on
@@ -119,7 +117,6 @@ class Beams:
         scores = scores + (~new).astype(np.float32) * LOW
         all_scores = np.concatenate([self.finished_scores, scores], axis=1)
         best = _best(all_scores, count)
-        best[full] = np.arange(count)  # what is kept stays
         self.finished_scores = np.take_along_axis(all_scores, best, axis=1)
         self.finished_tokens = _rows_of(np.concatenate([self.finished_tokens, tokens], axis=1), best)
         self.finished_rows = _rows_of(np.concatenate([self.finished_rows, rows], axis=1), best)

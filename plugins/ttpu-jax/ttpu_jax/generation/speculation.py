@@ -87,8 +87,6 @@ class Assistant:
     def guess(self, ids: Sequence[int], prompt: int) -> Sequence[int]:
         """Return at most `number` tokens that may follow `ids`, of which the first `prompt` are the prompt."""
         programs = self._programs
-        if len(ids) + self.number > programs.spec.context:
-            return ()
         if self._state is None:
             self._state, _ = prefilled(programs, self._prompts, 1)
         # The last two tokens are read again: after a guess that was right to the end, neither has been read.

@@ -261,7 +261,7 @@ def _would_repeat(memory: Memory, size: int, vocab: int) -> jax.Array:
     """bool [batch, vocab], tokens that would complete an n-gram of this size that a row already has."""
     history, prefix = memory.history, memory.latest(size - 1)
     places = history.shape[1] - size + 1
-    fits = (prefix >= 0).all(-1)[:, None] & jnp.ones((1, places), jnp.bool_)
+    fits = jnp.ones((len(history), places), jnp.bool_)
     for index in range(size - 1):
         fits &= history[:, index : index + places] == prefix[:, index : index + 1]
     last = jnp.where(fits, history[:, size - 1 :], -1)
