@@ -81,6 +81,7 @@ class FakeCore:
     counts: EngineStats = field(default_factory=EngineStats)
     guides: FakeGuides = field(default_factory=FakeGuides)
     closed: bool = False
+    embeds: bool = False
 
     @property
     def has_work(self) -> bool:

@@ -40,13 +40,15 @@ class DeclaredPooling:
     Attributes:
         mode: how states are pooled where a request does not say; None if what is declared is not computed.
         reason: why, if `mode` is None.
+        of_embeddings: whether the model is made for embeddings, and not for text.
     """
 
     mode: Pooling | None = "last"
     reason: str = ""
+    of_embeddings: bool = True
 
 
-LAST = DeclaredPooling()
+LAST = DeclaredPooling(of_embeddings=False)
 """What holds for decoders where nothing is declared."""
 MEAN = DeclaredPooling("mean")
 """What holds for encoders where nothing is declared, as in sentence-transformers."""

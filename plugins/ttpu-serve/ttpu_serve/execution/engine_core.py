@@ -86,6 +86,7 @@ class EngineCore:
         self.max_model_len = self.input_processor.max_model_len
         self.vocab_size = self.input_processor.vocab_size
         self.guides = self.input_processor.guides
+        self.embeds = pooling.of_embeddings
         self.asleep = self.closed = False
         self.inboxes: dict[str, Inbox] = {}
         self._steps_for = StepBuilder(runner)

@@ -13,7 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from pydantic import BaseModel
 
 from ttpu_serve.api.async_engine import AsyncEngine
-from ttpu_serve.server import chat, completions, endpoints, errors, messages, openai_responses, page
+from ttpu_serve.server import chat, completions, endpoints, errors, messages, openai_responses, page, scoring
 from ttpu_serve.server.events import ClientGoneError
 from ttpu_serve.server.middleware import RequestMiddleware
 from ttpu_serve.server.service import Service
@@ -76,7 +76,7 @@ def create_app(
 
     app.add_exception_handler(ClientGoneError, left)
     routers = (
-        *(chat.router, completions.router, messages.router, openai_responses.router),
+        *(chat.router, completions.router, messages.router, openai_responses.router, scoring.router),
         *(endpoints.embeddings, endpoints.models, endpoints.tokens),
     )
     for router in routers:

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import time
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -18,6 +17,7 @@ from pydantic import Field
 
 from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.chat_protocol import TokenizeRequest
+from ttpu_serve.server.embedding import embedded
 from ttpu_serve.server.errors import ApiError, JSONResponse
 from ttpu_serve.server.events import until_gone
 from ttpu_serve.server.protocol import Body, DetokenizeRequest, EmbeddingRequest
@@ -84,29 +84,22 @@ def embeddings(service: Service) -> APIRouter:
 
 
 async def _embed(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
-    adapter = service.adapter_of(body.model)
-    service.check_inputs(len(body.input))
     if body.dimensions is not None:
         raise ApiError(
             "the field 'dimensions' was given, but this model's embeddings are not made to be cut: leave it out.",
             param="dimensions",
             code="unsupported_field",
         )
-    special = body.add_special_tokens is not False
-    prompts = [await service.ids_of(one, special=special, param="input", room=0) for one in body.input]
-    streams = await service.embed(prompts, body.pooling or "auto", adapter=adapter)
-    found: dict[int, np.ndarray] = {}
-    async with aclosing(streams.deltas()) as deltas:
-        async for number, delta in deltas:
-            if delta.embedding is not None:
-                found[number] = delta.embedding
+    special, truncate = body.add_special_tokens is not False, body.truncate_prompt_tokens
+    vectors, count = await embedded(
+        service, body.input, pooling=body.pooling, model=body.model, special=special, truncate=truncate
+    )
     data = []
-    for number in range(len(prompts)):
-        vector = np.ascontiguousarray(found[number], "<f4")
+    for number, found in enumerate(vectors):
+        vector = np.ascontiguousarray(found, "<f4")
         as_base64 = body.encoding_format == "base64"
         value: Any = base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
         data.append({"object": "embedding", "index": number, "embedding": value})
-    count = streams.usage.prompt
     usage = {"prompt_tokens": count, "total_tokens": count}
     return {"object": "list", "data": data, "model": body.model, "usage": usage}
 
@@ -145,11 +138,16 @@ def tokens(service: Service) -> APIRouter:
             )
         return JSONResponse({"prompt": await until_gone(request, service.tokens.decode(body.tokens))})
 
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """Return what kind of tokenizer it is, its special tokens and the chat template."""
+        return JSONResponse(service.tokens.info() | {"chat_template": service.chat.text})
+
     return routes
 
 
 def watching(service: Service) -> APIRouter:
-    """Routes of /health, /version, /metrics, and /stats for the page."""
+    """Routes of /health, /ping, /load, /version, /metrics, and /stats for the page."""
     routes = APIRouter(tags=["Watching"])
 
     async def refresh() -> Any:
@@ -163,6 +161,19 @@ def watching(service: Service) -> APIRouter:
         """Return status 200 while requests are accepted, 503 otherwise."""
         service.engine.check_accepting()
         return JSONResponse({"status": "ok"})
+
+    @routes.post("/ping")
+    @routes.get("/ping")
+    async def ping() -> Response:
+        """Return status 200 while requests are accepted, 503 otherwise, as SageMaker asks."""
+        service.engine.check_accepting()
+        return Response()
+
+    @routes.get("/load")
+    async def load() -> Response:
+        """Return how many sequences run or wait."""
+        stats = await service.engine.stats()
+        return JSONResponse({"server_load": stats.running + stats.waiting})
 
     @routes.get("/version")
     async def show_version() -> Response:

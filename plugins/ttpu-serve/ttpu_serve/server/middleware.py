@@ -21,7 +21,10 @@ from ttpu_serve.server.given_fields import GIVEN_FIELDS, WARNING_HEADER, GivenFi
 from ttpu_serve.server.service import Service
 from ttpu_serve.server.traces import TRACE, RequestTrace
 
-OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health", "/version", "/metrics", "/stats", "/openapi.json"})
+OPEN_PATHS = frozenset(
+    {"/", "/page.js", "/page.css", "/openapi.json"}
+    | {"/health", "/load", "/metrics", "/ping", "/stats", "/version"}
+)
 """Need no key, and are served however much there is to do."""
 READ_SECONDS, PART_SECONDS = 60.0, 10.0
 """In which a client must have sent its body, and the next part of it."""

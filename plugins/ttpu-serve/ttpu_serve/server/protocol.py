@@ -363,7 +363,6 @@ class EmbeddingRequest(Body):
     """The body of /v1/embeddings."""
 
     neutral: ClassVar[Unsupported] = {
-        "truncate_prompt_tokens": ((), "prompts are not cut here: shorten the input"),
         "normalize": ((True,), "embeddings have unit length here: leave it out"),
         "input_type": ((), "texts are embedded as they are: write what the model was trained with into the input"),
     }
@@ -378,6 +377,7 @@ class EmbeddingRequest(Body):
     user: str | None = None
     pooling: Literal["auto", "last", "mean", "cls"] | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
 
 
 class DetokenizeRequest(Body):

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import SamplingParams
@@ -24,12 +24,14 @@ from ttpu_serve.server.protocol import Generation, Prompt
 from ttpu_serve.server.responses import Usage
 from ttpu_serve.server.settings import MIB, ServerSettings
 from ttpu_serve.server.template import ChatTemplate
-from ttpu_serve.server.tokens import Tokens
+from ttpu_serve.server.tokens import Tokens, kept
 from ttpu_serve.server.traces import Tracer
 from ttpu_serve.tool_parsers.installed import parser_for as tool_parser_for
 
 MAX_INPUTS = 2048
 """Texts that one request may have embedded: OpenAI's limit."""
+TRUNCATED = 16
+"""Times the context that a text may have which is cut to fit it: all of it has to be tokenized."""
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 2 * MIB, 32
 BODY_VALUES, BODY_VALUES_PER_TOKEN = 400_000, 4
 """A batch of inputs for embeddings may have 300,000 tokens with OpenAI."""
@@ -102,13 +104,39 @@ class Service:
             code="model_not_found",
         )
 
-    async def ids_of(self, prompt: Prompt, *, special: bool, param: str, room: int = 1) -> list[int]:
-        """Return a prompt's token ids, checked for their number: `room` tokens of the context are left for an
-        answer."""
-        if isinstance(prompt, str):
-            ids = await self.tokens.encode(prompt, special=special, most=self.most_prompt_tokens(room), param=param)
+    async def ids_of(
+        self,
+        prompt: Prompt,
+        *,
+        special: bool,
+        param: str,
+        room: int = 1,
+        truncate: int | None = None,
+        keep: Literal["first", "last"] = "last",
+    ) -> list[int]:
+        """Return a prompt's token ids, checked for their number.
+
+        Args:
+            prompt: a text or token ids.
+            special: add the special tokens that the checkpoint puts around texts.
+            param: the field that holds the prompt.
+            room: tokens of the context that are left for an answer.
+            truncate: cut a longer prompt to so many tokens; -1 is as many as fit; None cuts nothing.
+            keep: which of its tokens a cut prompt keeps.
+
+        Raises:
+            ApiError, RequestError: the prompt is empty or too long.
+        """
+        most = self.most_prompt_tokens(room)
+        wanted = most if truncate in (None, -1) else truncate
+        assert wanted is not None
+        if not isinstance(prompt, str):
+            ids = prompt if truncate is None else kept(prompt, wanted, keep)
+        elif truncate is None:
+            ids = await self.tokens.encode(prompt, special=special, most=most, param=param)
         else:
-            ids = prompt
+            read = TRUNCATED * most
+            ids = await self.tokens.encode_cut(prompt, wanted, keep, special=special, most=read, param=param)
         self.check_length(ids, param, room)
         return ids
 

@@ -7,7 +7,7 @@ import copy
 import json
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_serve.guided.token_bytes import token_bytes
@@ -20,6 +20,11 @@ PREFIX = 4
 """Characters per allowed token of the beginning of a long text that is tokenized first, to see whether it fits."""
 SLACK = 64
 """Tokens that a text may be shorter than its beginning, for another token may end at the cut."""
+
+
+def kept(ids: list[int], most: int, keep: Literal["first", "last"]) -> list[int]:
+    """Return at most `most` of token ids, the first or the last ones."""
+    return ids[:most] if keep == "first" else ids[max(len(ids) - most, 0) :]
 
 
 class Tokens:
@@ -72,6 +77,43 @@ class Tokens:
         """
         ids: list[int] = await self.run(self.encode_now, text, special, most, param)
         return ids
+
+    async def encode_cut(
+        self, text: str, cut: int, keep: Literal["first", "last"], *, special: bool, most: int, param: str = "prompt"
+    ) -> list[int]:
+        """Return at most `cut` ids of a text, special tokens among them: those of its beginning or of its end.
+
+        Args:
+            text: the text.
+            cut: the most ids.
+            keep: which of them are kept.
+            special: add the special tokens that the checkpoint puts around texts.
+            most: the most tokens that the text may have, for all of it is tokenized.
+            param: the field that holds the text.
+
+        Raises:
+            RequestError: the tokenizer refuses the text, or it has many more than `most` tokens.
+        """
+        ids: list[int] = await self.run(self._encode_cut_now, text, cut, keep, special, most, param)
+        return ids
+
+    def _encode_cut_now(
+        self, text: str, cut: int, keep: Literal["first", "last"], special: bool, most: int, param: str
+    ) -> list[int]:
+        ids = self.encode_now(text, special, most, param)
+        if len(ids) <= cut:
+            return ids
+        around = len(self._encoded("", special))
+        if not around or around >= cut:
+            return kept(ids, cut, keep)
+        tokenizer = self._needed()
+        before = tokenizer.truncation_side
+        tokenizer.truncation_side = {"first": "right", "last": "left"}[keep]
+        try:
+            read = tokenizer(text, add_special_tokens=special, truncation=True, max_length=cut)
+            return [int(token) for token in read["input_ids"]]
+        finally:
+            tokenizer.truncation_side = before
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Return the text of ids."""
@@ -135,6 +177,18 @@ class Tokens:
         except (TypeError, OverflowError, IndexError, ValueError) as error:
             raise RequestError(f"tokens holds ids that the tokenizer does not know ({error}): correct it.") from error
         return text
+
+    def info(self) -> dict[str, Any]:
+        """Return what kind of tokenizer it is, and its special tokens.
+
+        Raises:
+            MissingDependencyError: there is no tokenizer.
+        """
+        tokenizer = self._needed()
+        names = ("padding_side", "truncation_side", "add_bos_token", "add_eos_token")
+        told = {name: getattr(tokenizer, name, None) for name in names}
+        special = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        return {"tokenizer_class": type(tokenizer).__name__, "vocab_size": len(tokenizer), **told, **special}
 
     def piece(self, token: int) -> str:
         """Return a token as the vocabulary spells it."""
