@@ -18,7 +18,7 @@ import tiny
 
 pytest.importorskip("llguidance")
 
-from serving import Running, running
+from serving import Running, running, until
 from transformers import AutoTokenizer
 
 from ttpu_core.errors import RequestError
@@ -75,6 +75,13 @@ def masks_process(factory: GuideFactory) -> isolated.GuideProcess:
     return process
 
 
+def stop(process: isolated.GuideProcess) -> None:
+    """Let a process answer nothing more, until it is killed."""
+    os.kill(process._process.pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{process._process.pid}/stat")
+    until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")  # the signal may come after the next call
+
+
 def mask(guide: Guide) -> np.ndarray:
     found = np.zeros(guide.factory.words, np.uint32)
     guide.fill(found)
@@ -110,6 +117,8 @@ def test_a_grammar_that_ends_its_process_is_refused(factory: GuideFactory, name:
 def test_large_automata_are_given_back(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of some regular expressions may be followed, and together they take more than there may be."""
     monkeypatch.setattr(isolated, "MASKS", replace(isolated.MASKS, memory=150 * isolated.MIB))
+    monkeypatch.setattr(isolated, "TRIED_SECONDS", 3.0)
+    monkeypatch.setattr(isolated, "MASK_SECONDS", 5.0)
     factory = GuideFactory(tokenizer, 256, 288, [2], "isolated")
     first = factory.compile(GuidedDecoding(regex="a?" * 2000))
     process = masks_process(factory)
@@ -142,7 +151,7 @@ def test_a_mask_that_takes_too_long_ends_its_own_output(
 ) -> None:
     guide, other = factory.compile(OBJECT), factory.compile(GuidedDecoding(regex="[0-9]{4}"))
     assert guide.accept(ord("{")) and other.accept(ord("1"))
-    os.kill(masks_process(factory)._process.pid, signal.SIGSTOP)
+    stop(masks_process(factory))
     with monkeypatch.context() as patched:
         patched.setattr(isolated, "MASK_SECONDS", 0.2)
         found = mask(guide)
@@ -166,8 +175,24 @@ def test_the_bounds_are_those_of_the_documentation() -> None:
     assert f"holds more than {masks.memory // isolated.MIB} MiB" in text
 
 
+def test_memory_is_given_back_when_no_output_has_a_guide(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(isolated, "IDLE_MEMORY", 0)
+    factory = GuideFactory(tokenizer, 256, 288, [2], "isolated")
+    guide = factory.compile(GuidedDecoding(regex="a?" * 2000))
+    assert guide.accept(ord("a"))
+    process = masks_process(factory)
+    time.sleep(0.3)
+    assert masks_process(factory) is process, "an output has a guide"
+    del guide
+    until(lambda: process._process.poll() is not None)
+    assert factory.compile(GuidedDecoding(regex="a?" * 2000)).accept(ord("a")), "and comes again when it is needed"
+    factory.close()
+
+
 def test_another_process_waits_to_take_over(factory: GuideFactory) -> None:
     guide = factory.compile(OBJECT)
+    mask(guide)
     matchers: Any = factory._matchers
     spare = matchers._spare.result(30)
     masks_process(factory).kill()
@@ -182,7 +207,7 @@ def test_a_compilation_that_nobody_waits_for_is_ended(factory: GuideFactory, mon
     original = isolated.GuideProcess.try_out
 
     def stopped(self: isolated.GuideProcess, *arguments: Any) -> str:
-        os.kill(self._process.pid, signal.SIGSTOP)
+        stop(self)
         started.set()
         return original(self, *arguments)
 

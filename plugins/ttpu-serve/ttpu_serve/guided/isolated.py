@@ -63,6 +63,9 @@ MASK_SECONDS = 0.5
 """That one mask may take, for which all outputs wait. Most take less than a millisecond."""
 TRIED_SECONDS = 0.1
 """That each of the first masks of a grammar may take when it is tried out."""
+IDLE_MEMORY, IDLE_SECONDS = 64 * MIB, 10.0
+"""Of the process of masks, beside what it has without grammars: where it holds more, and no output has a guide, another
+one takes over. And how often that is looked at."""
 START_SECONDS = 60.0
 """That a process may take to start and to read the vocabulary."""
 
@@ -190,6 +193,9 @@ class IsolatedMatchers:
         self._known: set[bytes] = set()
         self._masks_lock = threading.RLock()
         self._closed = False
+        self._closing = threading.Event()
+        self._watching, self._empty = False, 0
+        self.opened: set[int] = set()  # numbers of the matchers of outputs
         self.numbers = itertools.count()
         self.dropped: deque[int] = deque()  # of matchers that are gone; a collector may append in any thread
 
@@ -265,6 +271,10 @@ class IsolatedMatchers:
             if self._masks is None:
                 spare, self._spare = self._spare, None
                 self._masks, self._known = self._started(MASKS) if spare is None else spare.result(), set()
+                self._empty = self._masks.held
+                if not self._watching:
+                    self._watching = True
+                    threading.Thread(target=self._watch, name="ttpu-guide-watch", daemon=True).start()
             if self._spare is None:
                 self._spare = self._starter.submit(self._started, MASKS)
             process = self._masks
@@ -291,6 +301,15 @@ class IsolatedMatchers:
                 self._masks = None
                 log.warning("the process that computes guides' masks was replaced; outputs go on")
 
+    def _watch(self) -> None:
+        """Give memory back when no output has a guide."""
+        while not self._closing.wait(IDLE_SECONDS):
+            with self._masks_lock:
+                process = self._masks
+                if process is not None and not self.opened and process.held > self._empty + IDLE_MEMORY:
+                    process.kill()
+                    self._masks = None
+
     def _started(self, bounds: Bounds) -> GuideProcess:
         if self._closed:
             raise RequestError("a guide was asked for, but the engine is closed: open another one.")
@@ -301,6 +320,7 @@ class IsolatedMatchers:
     def close(self) -> None:
         """End all processes."""
         self._closed = True
+        self._closing.set()
         self._starter.shutdown(wait=True, cancel_futures=True)
         with self._running.lock:
             busy = list(self._running.processes.values())
@@ -378,10 +398,12 @@ class RemoteMatcher:
         try:
             process = self._owner.masks_for(self._key, self._guided)
             if process is not self._process:
+                self._owner.opened.discard(self._number)
                 self._number = next(self._owner.numbers)
                 dropped = [self._owner.dropped.popleft() for _ in range(len(self._owner.dropped))]
                 state = process.on_matcher("open", self._number, self._key, self._tokens, dropped)
                 self._process = process
+                self._owner.opened.add(self._number)
                 self._take(state)
             return process
         except GuideProcessError as error:
@@ -408,4 +430,5 @@ class RemoteMatcher:
 
     def __del__(self) -> None:
         if self._process is not None:
+            self._owner.opened.discard(self._number)
             self._owner.dropped.append(self._number)

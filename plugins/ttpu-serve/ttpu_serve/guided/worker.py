@@ -94,12 +94,13 @@ class Work:
 
 
 def slowest_mask(start: Any) -> float:
-    """Seconds that the slowest of the first masks of an output takes, of which every token is drawn from its mask."""
+    """Seconds of the processor that the slowest of the first masks of an output takes, of which every token is drawn
+    from its mask."""
     draw, matcher, slowest = random.Random(0), start.deep_copy(), 0.0
     for _ in range(TRIED_TOKENS):
-        began = time.perf_counter()
+        began = time.thread_time()
         mask = matcher.compute_bitmask()
-        slowest = max(slowest, time.perf_counter() - began)
+        slowest = max(slowest, time.thread_time() - began)
         words = [(place, word) for place, word in enumerate(memoryview(mask).cast("I")) if word]
         if matcher.is_error() or matcher.is_stopped() or not words:
             break
