@@ -119,6 +119,17 @@ def test_half_sent_bodies_hold_no_slot_and_end(bytes_tokenizer: Any, monkeypatch
             assert b"408" in client.recv(2**16).partition(b"\r\n")[0]
 
 
+def test_a_client_that_leaves_in_its_body_is_no_error(bytes_tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    half = HEAD + b'content-length: 100\r\n\r\n{"model": '
+    with running(FakeCore(bytes_tokenizer)) as server:
+        with connected(server, half):
+            until(lambda: number(server) == 1)
+            time.sleep(0.05)
+        until(lambda: number(server) == 0)
+        metrics = server.http().get("/metrics").text
+    assert 'status="499"' in metrics and "Exception" not in capfd.readouterr().err
+
+
 def test_a_body_that_comes_byte_by_byte_has_a_limit(bytes_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "READ_SECONDS", 0.4)
     with (
