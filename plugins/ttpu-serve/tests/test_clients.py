@@ -91,7 +91,8 @@ def test_a_client_gets_what_it_asks_for(client: str, url: str, rows: list[str], 
         pytest.skip(f"{client} is not installed in {PYTHON.parents[1].name}: `make environment` does it")
     # Its own packages alone, and no way to the internet but by mistake.
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment = kept | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "NO_PROXY": "127.0.0.1"}
+    environment = kept | {"PYTHONPATH": str(SCRIPTS)}
+    environment |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "NO_PROXY": "127.0.0.1"}
     command = [str(PYTHON), str(SCRIPTS / f"{CLIENTS[client]}_client.py"), url, "pydoc-llama", str(CHECKPOINT)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
