@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from ttpu_core.cli.main import app as ttpu
 from ttpu_core.errors import RequestError
+from ttpu_serve.cli.compile import app as compile_app
 from ttpu_serve.cli.serve import app
 from ttpu_serve.cli.vllm_arguments import rewritten
 from ttpu_serve.cli.vllm_flags import IGNORED, PARALLEL, REFUSED, RENAMED, SAME, SHORT, number
@@ -149,6 +150,20 @@ def test_a_file_of_options_is_read_as_a_command_line(tmp_path: Path) -> None:
     named = parsed("own", f"--config={file}", "-tp", "4", "--served-model-name", "c")
     assert (named["checkpoint"], named["weights_dir"]) == ("own", None)
     assert (named["parallelism_strategy"], list(named["served_model_name"])) == ("tensor=4", ["c"])
+
+
+def test_a_servers_file_is_one_for_compiling_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "llama.yaml"
+    file.write_text(FILE + "port: 80\nenable-log-requests: true\nseed: 3\nuvicorn-log-level: trace\n")
+    compiling: Any = get_command(compile_app)
+    found = compiling.make_context("compile", ["--config", str(file), "--max-logprobs", "3"]).params
+    assert (found["weights_dir"], found["max_model_len"], found["max_logprobs"]) == ("llama", 8000, 3)
+    assert found["parallelism_strategy"] == "tensor=2" and list(found["enable_lora"]) == ["poet=./poet"]
+    with pytest.raises(Exception, match="No such option"):
+        compiling.make_context("compile", ["m", "--port", "80"])
+    file.write_text("prot: 80")
+    with pytest.raises(Exception, match="No such option"):
+        compiling.make_context("compile", ["m", "--config", str(file)])
 
 
 @pytest.mark.parametrize(

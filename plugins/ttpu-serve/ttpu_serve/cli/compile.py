@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from ttpu_core.backend import CompilesAhead
 from ttpu_core.cli import options
+from ttpu_core.cli.commands import CONTEXT_SETTINGS
 from ttpu_core.cli.console import LoadProgress, counted, in_bytes, print_json, stdout_console
 from ttpu_core.cli.option_groups import with_option_groups
 from ttpu_core.errors import UnsupportedError
 from ttpu_serve.cli.engine_options import EngineOptions, words
+from ttpu_serve.cli.vllm_command import VllmCommand
 
 if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
@@ -40,6 +43,9 @@ def compile_programs(
             help="A TPU slice that need not be there, as in v5e:2x4; repeat for more. Else these devices.",
         ),
     ] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The YAML file of options that ttpu serve takes.")
+    ] = None,
     *,
     engine: EngineOptions,
     weights_dir: options.WeightsDir = None,
@@ -49,8 +55,9 @@ def compile_programs(
 ) -> None:
     """Compile what ttpu serve needs, and keep it, so that the server starts sooner.
 
-    Give it the options that ttpu serve gets. Without --topology the weights are
-    loaded and programs are compiled for the devices of this machine. With it no
+    Give it the options that ttpu serve gets, vLLM's flags and --config as well.
+    Without --topology the weights are loaded and programs are compiled for the
+    devices of this machine. With it no
     TPU and no weights are needed: config.json says it all, and a program that does
     not fit is refused. Programs are kept under ~/.cache/ttpu/programs, or where
     TTPU_COMPILE_CACHE says; bring that folder to the machine with the TPU. It must
@@ -66,6 +73,7 @@ def compile_programs(
     """
     from ttpu_core.cli.session import checkpoint_name
 
+    assert config is None, "its options stand on the command line"
     name = checkpoint_name(checkpoint, weights_dir)
     arguments = engine.arguments() | loading.arguments()
     backend = _compiler()
@@ -81,9 +89,9 @@ def compile_programs(
         return
     from ttpu_serve.api.open_engine import open_engine, read_options
 
-    load, config = read_options(name, arguments)
+    load, settings = read_options(name, arguments)
     with backend.cache_counts() as counts, LoadProgress(quiet=quiet) as progress:
-        core = open_engine(name, load, config, progress=progress)
+        core = open_engine(name, load, settings, progress=progress)
     rows = _rows_here(core)
     core.close()
     if as_json:
@@ -279,3 +287,17 @@ def _print_here(name: str, rows: Sequence[Mapping[str, Any]], counts: Any, folde
         f"{counts.written:,} went into it, those of loading included: {folder}",
         soft_wrap=True,
     )
+
+
+class CompileCommand(VllmCommand):
+    """The command, which leaves out the options of a file that are the server's alone."""
+
+    def others(self) -> Sequence[Any]:
+        """Return the parameters of `ttpu serve`."""
+        from ttpu_serve.cli.serve import app as serve
+
+        return tuple(get_command(serve).params)
+
+
+app = typer.Typer(add_completion=False, context_settings=CONTEXT_SETTINGS, pretty_exceptions_enable=False)
+app.command("compile", cls=CompileCommand)(compile_programs)

@@ -71,6 +71,7 @@ class EngineOptions(StepOptions):
     ] = None
     max_adapters: Annotated[int | None, _engine("N", "LoRA adapters at once; else those given.", min=1)] = None
     max_lora_rank: Annotated[int | None, _engine("N", "Of adapters that are loaded later.", min=1)] = None
+    max_logprobs: Annotated[int | None, _engine("N", "Log-probabilities of a token, at most.", min=1)] = None
 
     def arguments(self) -> dict[str, Any]:
         """The `EngineConfig` fields that were given, by name.
@@ -92,6 +93,7 @@ class EngineOptions(StepOptions):
             "adapters": adapters(self.enable_lora),
             "max_adapters": self.max_adapters,
             "max_lora_rank": self.max_lora_rank,
+            "max_logprobs": self.max_logprobs,
         }
         return super().arguments() | {name: value for name, value in given.items() if value is not None}
 

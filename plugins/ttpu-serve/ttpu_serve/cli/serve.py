@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from ttpu_core.cli import options
 from ttpu_core.cli.commands import CONTEXT_SETTINGS
@@ -19,6 +18,7 @@ from ttpu_core.cli.console import LoadProgress, note
 from ttpu_core.cli.option_groups import with_option_groups
 from ttpu_core.errors import RequestError
 from ttpu_serve.cli.engine_options import ENGINE, EngineOptions
+from ttpu_serve.cli.vllm_command import VllmCommand
 
 SERVER, LIMITS = "Server", "Limits"
 KEY_VARIABLE = "TTPU_API_KEY"
@@ -249,10 +249,6 @@ def serve(
         str | None,
         typer.Option(metavar="NAME", help="A branch, tag or commit on the Hub.", rich_help_panel=options.MODEL),
     ] = None,
-    max_logprobs: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Log-probabilities of a token.", rich_help_panel=LIMITS),
-    ] = None,
     loading: options.Loading,
     quiet: options.Quiet = False,
 ) -> None:
@@ -319,7 +315,7 @@ def serve(
     place = Place(host, port, certificate, private_key, uds)
     arguments = engine.arguments() | loading.arguments()
     arguments |= {"max_waiting": max_waiting, "strict_compile": strict_compile, "guides": guides.value}
-    arguments |= {key: value for key, value in (("revision", revision), ("max_logprobs", max_logprobs)) if value}
+    arguments |= {} if revision is None else {"revision": revision}
     arguments["compile_meanwhile"] = not strict_compile
     bound = place.bind()
     tracer = None if otlp_traces_endpoint is None else tracer_for(otlp_traces_endpoint)
@@ -421,19 +417,5 @@ def _sampling_of(name: str, revision: str | None) -> dict[str, Any]:
     return {key: config[key] for key in SAMPLED if config.get(key) is not None}
 
 
-class ServeCommand(TyperCommand):
-    """The command, which takes vLLM's flags and the file of `--config` as well."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line."""
-        from ttpu_serve.cli.vllm_arguments import rewritten
-
-        switches = (one for one in self.params if getattr(one, "is_flag", False))
-        names = {name for one in switches for name in (*one.opts, *one.secondary_opts)}
-        names.update(self.get_help_option_names(ctx))
-        words = args if ctx.resilient_parsing else rewritten(args, frozenset(names), note)
-        return super().parse_args(ctx, words)
-
-
 app = typer.Typer(add_completion=False, context_settings=CONTEXT_SETTINGS, pretty_exceptions_enable=False)
-app.command("serve", cls=ServeCommand)(serve)
+app.command("serve", cls=VllmCommand)(serve)

@@ -15,7 +15,11 @@ STRATEGIES = ("--parallelism-strategy", "--sharding-strategy", "--mesh", "--plan
 
 
 def rewritten(
-    arguments: Sequence[str], switches: frozenset[str], note: Callable[[str], None] = lambda text: None
+    arguments: Sequence[str],
+    switches: frozenset[str],
+    note: Callable[[str], None] = lambda text: None,
+    *,
+    left_out: frozenset[str] = frozenset(),
 ) -> list[str]:
     """Return a command line without vLLM's flags and without `--config`.
 
@@ -23,6 +27,7 @@ def rewritten(
         arguments: the words after `ttpu serve`.
         switches: options of `ttpu serve` that take no value.
         note: gets a sentence on each flag that has no effect.
+        left_out: options that are left out where a file has them, because they are another command's.
 
     Raises:
         RequestError: a flag is refused, contradicts another, or lacks its value, or the file cannot be read.
@@ -31,7 +36,7 @@ def rewritten(
     files, words = _without_config(words)
     given = {word.partition("=")[0] for word in words if word.startswith("-")}
     for file in files:
-        words = [*_words_of(file, given, switches, words), *words]
+        words = [*_words_of(file, given, switches, words, left_out), *words]
     return _Reader(words, switches, note).read()
 
 
@@ -65,8 +70,10 @@ def _without_config(words: list[str]) -> tuple[list[str], list[str]]:
     return files, kept
 
 
-def _words_of(file: str, given: set[str], switches: frozenset[str], words: list[str]) -> list[str]:
-    """Return the options of a file as words, without those that the command line gives."""
+def _words_of(
+    file: str, given: set[str], switches: frozenset[str], words: list[str], left_out: frozenset[str]
+) -> list[str]:
+    """Return the options of a file as words, without those that the command line gives and those of other commands."""
     import yaml
 
     try:
@@ -87,7 +94,9 @@ def _words_of(file: str, given: set[str], switches: frozenset[str], words: list[
             if not _has_checkpoint(words, switches):
                 made += [f"--model={value}"]
         elif name not in given and value is not None:
-            made += _option(file, name, value, switches)
+            option = _option(file, name, value, switches)
+            meant = _Reader(option, switches, lambda text: None).read() if left_out else []
+            made += [] if left_out & {word.partition("=")[0] for word in meant} else option
     return made
 
 
