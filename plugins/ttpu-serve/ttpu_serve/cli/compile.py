@@ -57,11 +57,11 @@ def compile_programs(
 
     Give it the options that ttpu serve gets, vLLM's flags and --config as well.
     Without --topology the weights are loaded and programs are compiled for the
-    devices of this machine. With it no
-    TPU and no weights are needed: config.json says it all, and a program that does
-    not fit is refused. Programs are kept under ~/.cache/ttpu/programs, or where
-    TTPU_COMPILE_CACHE says; bring that folder to the machine with the TPU. It must
-    have the same versions of jax and libtpu, or compiles anew.
+    devices of this machine. With it no TPU and no weights are needed: config.json
+    says it all, and a program that does not fit is refused. Programs are kept
+    under ~/.cache/ttpu/programs, or where TTPU_COMPILE_CACHE says; bring that
+    folder to the machine with the TPU. It must have the same versions of jax and
+    libtpu, or compiles anew.
 
     Examples:
 
