@@ -25,6 +25,7 @@ from ttpu_serve.tool_parsers.installed import GROUP as TOOL_GROUP
 from ttpu_serve.tool_parsers.protocol import Arguments, CallBegins, CallEnds, Content
 
 OPEN, CLOSED = "<|assistant|><think>\n", "<|assistant|>\n<think>\n\n</think>\n\n"
+HEADER = "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
 CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
 # parser, text, end of the prompt, beginning of the reply, reasoning, content
@@ -57,6 +58,7 @@ CASES = [
     ("gpt_oss", f"<|channel|>analysis<|message|>Hm{NEXT}<|channel|>final<|message|>Yes", "", "", "Hm", "Yes"),
     ("gpt_oss", "<|channel|>analysis<|message|>Hm", "", "", "Hm", ""),
     ("gpt_oss", "<|channel|>ana", "", "", "", ""),
+    ("gpt_oss", f" to=functions.f{HEADER}{{}}", "", "", "", f" to=functions.f{HEADER}{{}}"),
     ("gpt_oss", "plain", "", "", "", "plain"),
     ("gpt_oss", f"<|channel|>analysis<|message|>Hm{NEXT}{CALL}", "", "", "Hm", f"<|start|>assistant{CALL}"),
 ]  # fmt: skip
@@ -207,7 +209,6 @@ def test_markers_that_are_special_tokens_reach_the_parsers(
 # -- before a prescribed form ---------------------------------------------------------------------------------------
 
 SPECIAL = ["<eos>", "<think>", "</think>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"]
-HEADER = "<|channel|>final<|message|>"
 
 
 def accepts(guided: GuidedDecoding, text: str) -> bool:

@@ -118,6 +118,13 @@ def test_a_template_that_refuses_arguments_as_values_gets_them_as_text(tmp_path:
     assert "I look.<｜tool▁calls" in prompt and '<｜tool▁sep｜>weather\n```json\n{"city": "Oslo"}\n```' in prompt
 
 
+def test_a_template_that_refuses_arguments_in_both_forms_says_why(tmp_path: Path) -> None:
+    refuses = "{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}{% endfor %}"
+    template = ChatTemplate(Tokens(tokenizer(tmp_path / "bytes", refuses)))
+    with pytest.raises(ApiError, match="no calls"):
+        prompt_of(template, {"role": "assistant", "content": None, "tool_calls": [CALL]})
+
+
 def test_reasoning_belongs_to_replies_alone() -> None:
     reply = Message.model_validate({"role": "assistant", "reasoning": "Hm"})
     assert as_turn(reply) == {

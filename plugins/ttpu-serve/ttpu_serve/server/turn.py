@@ -97,8 +97,7 @@ class Turn:
 
     def _events(self, text: str, *, ended: bool) -> list[Event]:
         if self.named is not None:
-            begins = [self.named] if text and not self.begun else []
-            return [*begins, Arguments(text)] if text else []
+            return [*(() if self.begun else (self.named,)), Arguments(text)] if text else []
         if self.parser is not None:
             try:
                 return [*self.parser.push(text), *(self.parser.finish() if ended else ())]

@@ -31,21 +31,18 @@ class Format:
     """A format of tool calls, by a reader of text.
 
     markers: texts of the format. read: reads a whole text, of which it says the content. signs: texts of which a
-    template of this format has all; `but`: texts of which it has none. sure: see `ToolParser.knows`. new_id: makes the
-    id of a call.
+    template of this format has all. sure: see `ToolParser.knows`. new_id: makes the id of a call.
     """
 
     markers: tuple[str, ...]
     read: Callable[[Incoming], Reading[None]]
     signs: tuple[str, ...] = ()
-    but: tuple[str, ...] = ()
     sure: int = 2
     new_id: Callable[[], str] = new_id
 
     def knows(self, template: str) -> int:
         """Return how surely the template uses this format."""
-        shown = all(sign in template for sign in self.signs) and not any(sign in template for sign in self.but)
-        return self.sure if self.signs and shown else 0
+        return self.sure if self.signs and all(sign in template for sign in self.signs) else 0
 
     def stream(self, tools: Tools) -> ReadStream:
         """Return a new parser of one text."""
@@ -191,7 +188,7 @@ def _kimi_call(text: Incoming) -> Reading[bool]:
 
 _LLAMA3 = ("<|python_tag|>",)
 _TOOL = ("<tool_call>", "</tool_call>")
-HERMES = Format(_TOOL, between(*_TOOL), signs=_TOOL[:1], but=("<function=", "<arg_key>"))
+HERMES = Format(_TOOL, between(*_TOOL), signs=_TOOL[:1])
 LLAMA3_JSON = Format(_LLAMA3, leading(_LLAMA3, (), "{"), signs=('"parameters"',), sure=1)
 MISTRAL = Format(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), _mistral, signs=("[TOOL_CALLS]",), new_id=short_id)
 _DEEPSEEK = sections((_CALLS, _END_CALLS), (_CALL, _END_CALL), _deepseek_call, BLANK + "`")
