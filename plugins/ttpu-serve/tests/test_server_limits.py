@@ -319,6 +319,35 @@ def test_by_default_other_sites_may_not_read_and_no_page_loads_scripts_from_else
         assert page.headers["x-content-type-options"] == "nosniff"
 
 
+def test_a_body_may_have_as_many_bytes_as_said(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer), ServerSettings(max_body_bytes=200)) as server:
+        headers = {"content-type": "application/json"}
+        body = json.dumps(HELLO).encode()
+        for size, status in ((200, 200), (201, 413)):
+            response = server.http().post("/v1/chat/completions", content=body.ljust(size), headers=headers)
+            assert response.status_code == status, size
+
+
+def test_the_refusal_says_whether_a_key_came(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer), ServerSettings(api_keys=("one",))) as server:
+        for headers, told in (({}, "the request has none"), ({"authorization": "Bearer two"}, "has another one")):
+            response = server.http().get("/v1/models", headers=headers)
+            assert response.status_code == 401 and told in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("keys", [(), ("one", "two")])
+def test_clients_are_addresses_or_where_there_are_keys_keys(bytes_tokenizer: Any, keys: tuple[str, ...]) -> None:
+    with running(FakeCore(bytes_tokenizer), ServerSettings(api_keys=keys)) as server:
+        tokens = server.server.config.app.state.service.tokens
+        submit, seen = tokens._short.submit, []
+        tokens._short.submit = lambda client, work: seen.append(client) or submit(client, work)
+        for key in ("one", "one", "two"):
+            asked = {"model": "fake", "prompt": "say: hello"}
+            headers = {"authorization": f"Bearer {key}"} if keys else {}
+            assert server.http(headers=headers).post("/v1/completions", json=asked).status_code == 200
+        assert seen == (["Bearer one", "Bearer one", "Bearer two"] if keys else ["127.0.0.1"] * 3)
+
+
 def test_what_is_open_to_everybody_holds_no_bodies(bytes_tokenizer: Any) -> None:
     with running(FakeCore(bytes_tokenizer), ServerSettings(max_body_bytes=100)) as server:
         http = server.http()
