@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import queue
 import subprocess
 import sys
@@ -61,7 +62,7 @@ GRAMMAR_BYTES = 256 * MIB
 """That one grammar may take."""
 MASK_SECONDS = 0.5
 """That one mask may take, for which all outputs wait. Most take less than a millisecond."""
-TRIED_SECONDS = 0.1
+TRIED_SECONDS = 0.05
 """That each of the first masks of a grammar may take when it is tried out."""
 IDLE_MEMORY, IDLE_SECONDS = 64 * MIB, 10.0
 """Of the process of masks, beside what it has without grammars: where it holds more, and no output has a guide, another
@@ -92,7 +93,7 @@ class GuideProcess:
         pipes = [Pipe(), Pipe()]
         self._channels = tuple(own for own, _ in pipes)
         theirs = [other.fileno() for _, other in pipes]
-        command = [*theirs, bounds.stack, bounds.address_space, bounds.niceness]
+        command = [*theirs, bounds.stack, bounds.address_space]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ttpu_serve.guided.worker", *map(str, command)],
             pass_fds=theirs,
@@ -102,6 +103,8 @@ class GuideProcess:
         )
         for _, other in pipes:
             other.close()
+        with suppress(OSError):  # it ended at once
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + bounds.niceness)
         self.held = self._call(0, START_SECONDS, "vocabulary", vocabulary)
 
     def compile(self, key: bytes, guided: GuidedDecoding) -> str:

@@ -1,6 +1,6 @@
 """A process that compiles grammars and computes their masks for `ttpu_serve.guided.isolated`:
 
-    python -m ttpu_serve.guided.worker COMPILE_FD MASK_FD STACK_BYTES MEMORY_BYTES NICENESS
+    python -m ttpu_serve.guided.worker COMPILE_FD MASK_FD STACK_BYTES MEMORY_BYTES
 
 It answers on two sockets, each in a thread of its own, so that masks do not wait for a compilation. It ends when its
 parent does."""
@@ -135,9 +135,8 @@ def answer(channel: Connection, work: Work) -> None:
 
 def main() -> None:
     """Answer on the sockets whose descriptors are the arguments."""
-    compile_fd, mask_fd, stack, memory, niceness = map(int, sys.argv[1:])
+    compile_fd, mask_fd, stack, memory = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    os.nice(niceness)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (memory if hard < 0 else min(memory, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

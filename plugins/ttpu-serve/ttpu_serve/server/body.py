@@ -75,7 +75,16 @@ def check_shape(body: bytes, most_values: int) -> None:
     containers = body.count(b"[") + body.count(b"{")
     if containers <= MOST_DEPTH and containers + body.count(b",") <= most_values:
         return
-    rest = _STRING.sub(b"", body)  # texts hold commas and brackets as well
+    length = LONG  # of the beginning that is looked at: one that holds too much is refused for it alone
+    while True:
+        _check_counts(_STRING.sub(b"", body[:length]), most_values)  # texts hold commas and brackets as well
+        if length >= len(body):
+            return
+        length *= 2
+
+
+def _check_counts(rest: bytes, most_values: int) -> None:
+    """Check the counts of JSON without its texts."""
     brackets = np.frombuffer(rest.translate(None, _NO_BRACKETS), np.uint8)
     opens = (brackets == ord("[")) | (brackets == ord("{"))
     containers = int(opens.sum())
@@ -88,7 +97,7 @@ def check_shape(body: bytes, most_values: int) -> None:
     ):
         if found > most:
             raise ApiError(
-                f"the body has {found:,} {what}, but this server reads at most {most:,}: send less.",
+                f"the body has {found:,} {what} or more, but this server reads at most {most:,}: send less.",
                 code="request_too_large",
             )
 
