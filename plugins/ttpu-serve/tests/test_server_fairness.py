@@ -66,7 +66,7 @@ def test_an_executor_passes_errors_on_and_goes_on() -> None:
 )
 def test_bodies_of_very_many_or_very_deep_values_are_refused_before_they_are_parsed(body: bytes, what: str) -> None:
     with pytest.raises(ApiError, match=what) as refusal:
-        check_shape(body, 1000)
+        check_shape(body, 1000 if what == "values" else 10**6)
     assert refusal.value.status == 400
 
 
