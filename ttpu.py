@@ -8,7 +8,10 @@ if TYPE_CHECKING:
     from ttpu_core.auto import AutoModelForTPU
     from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
     from ttpu_serve.api.async_engine import AsyncEngine
+    from ttpu_serve.api.beam_search import BeamSearchParams
+    from ttpu_serve.api.engine_args import EngineArgs
     from ttpu_serve.api.llm import LLM
+    from ttpu_serve.api.lora_request import LoRARequest
     from ttpu_torch_xla.auto import AutoXLAModelForCausalLM
     from ttpu_train.arguments import TrainingArguments
     from ttpu_train.callbacks import TrainerCallback
@@ -19,8 +22,11 @@ _EXPORTS = {
     "AsyncEngine": "ttpu_serve.api.async_engine",
     "AutoModelForTPU": "ttpu_core.auto",
     "AutoXLAModelForCausalLM": "ttpu_torch_xla.auto",
+    "BeamSearchParams": "ttpu_serve.api.beam_search",
+    "EngineArgs": "ttpu_serve.api.engine_args",
     "GuidedDecoding": "ttpu_core.generation.sampling_params",
     "LLM": "ttpu_serve.api.llm",
+    "LoRARequest": "ttpu_serve.api.lora_request",
     "SamplingParams": "ttpu_core.generation.sampling_params",
     "Trainer": "ttpu_train.trainer",
     "TrainerCallback": "ttpu_train.callbacks",
@@ -32,7 +38,10 @@ __all__ = [
     "AsyncEngine",
     "AutoModelForTPU",
     "AutoXLAModelForCausalLM",
+    "BeamSearchParams",
+    "EngineArgs",
     "GuidedDecoding",
+    "LoRARequest",
     "SamplingParams",
     "Trainer",
     "TrainerCallback",

@@ -6,8 +6,8 @@ schemathesis sends what it makes of the server's own OpenAPI document.
     python benchmarks/serve_load.py --seconds 10 --clients 50 --url http://127.0.0.1:8000 --pid 4711 --key secret
 
 It fails (status 1) where the server died or logged a traceback, an answer was wrong or cut, an error was not a 4xx in
-OpenAI's form, pages or requests were left behind, memory grew, or the slowest percent of answers took too long.
-Memory is read from /proc, so on Linux alone."""
+OpenAI's form (or Anthropic's, at its paths), pages or requests were left behind, memory grew, or the slowest percent of
+answers took too long. Memory is read from /proc, so on Linux alone."""
 
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ def check_error(status: int, content: bytes, expected: tuple[int, ...]) -> str |
     if status not in expected:
         return f"status {status} where {expected} was expected: {content[:200]!r}"
     try:
-        error = json.loads(content)["error"]
-    except (ValueError, KeyError, TypeError):
+        told = json.loads(content)
+        error, of_anthropic = told["error"], told.get("type") == "error"
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"status {status} is not in OpenAI's form: {content[:200]!r}"
-    missing = {"message", "type", "param", "code"} - set(error)
+    missing = ({"message", "type"} if of_anthropic else {"message", "type", "param", "code"}) - set(error)
     return f"an error lacks {missing}: {content[:200]!r}" if missing else None
 
 

@@ -319,6 +319,23 @@ def test_by_default_other_sites_may_not_read_and_no_page_loads_scripts_from_else
         assert page.headers["x-content-type-options"] == "nosniff"
 
 
+def test_prompts_are_cut_where_that_is_asked_for(bytes_tokenizer: Any) -> None:
+    core = FakeCore(bytes_tokenizer)
+    with running(core) as server:
+        http = server.http()
+        asked = {"model": "fake", "prompt": "x" * 400 + "say: hello", "max_tokens": 5}
+        assert http.post("/v1/completions", json=asked).status_code == 400
+        for cut, count in ((10, 10), (-1, core.max_model_len - 1)):
+            told = http.post("/v1/completions", json=asked | {"truncate_prompt_tokens": cut, "echo": True}).json()
+            assert told["usage"]["prompt_tokens"] == count
+            assert told["choices"][0]["text"].startswith(("x" * 400 + "say: hello")[-count:]), "the last tokens stay"
+        long = HELLO | {"messages": [{"role": "user", "content": "x" * 400 + " say: hello"}]}
+        assert http.post("/v1/chat/completions", json=long).status_code == 400
+        told = http.post("/v1/chat/completions", json=long | {"truncate_prompt_tokens": 30}).json()
+        assert told["usage"]["prompt_tokens"] == 30
+        assert http.post("/v1/completions", json=asked | {"truncate_prompt_tokens": 0}).status_code == 400
+
+
 def test_a_body_may_have_as_many_bytes_as_said(bytes_tokenizer: Any) -> None:
     with running(FakeCore(bytes_tokenizer), ServerSettings(max_body_bytes=200)) as server:
         headers = {"content-type": "application/json"}

@@ -6,17 +6,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from ttpu_core.errors import RequestError
+from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.generation.chat_template import chat_tokens
 from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_serve.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from ttpu_serve.api.collector import Collector
-from ttpu_serve.api.outputs import EmbeddingOutput, RequestOutput
+from ttpu_serve.api.lora_request import LoRARequest
+from ttpu_serve.api.outputs import EmbeddingOutput, RequestOutput, ScoreOutput
 from ttpu_serve.execution.engine_core import EngineCore
 from ttpu_serve.execution.input_processor import PromptInput
+from ttpu_serve.pair_scores import NO_CLASSES, check_embeds, cosine, paired
 from ttpu_serve.scheduling.request import AskedPooling
 
 
@@ -29,6 +32,7 @@ class LLM:
         backend: name of the backend that loads a checkpoint; None is the default one.
         tensor_parallel_size: equals parallelism_strategy="tensor=N".
         progress: called as progress(stage, done, total) while loading and compiling; True shows bars, None nothing.
+        enable_lora: make room for an adapter that is loaded later, as max_adapters=1 does.
         engine options: fields of `ttpu_serve.api.engine_config.EngineConfig`: max_model_len, max_num_seqs,
             max_num_batched_tokens, kv_cache_dtype, enable_prefix_caching, speculative, adapters, …
 
@@ -45,10 +49,13 @@ class LLM:
         tensor_parallel_size: int | None = None,
         backend: str | None = None,
         progress: Any = True,
+        enable_lora: bool = False,
         **options: Any,
     ) -> None:
         from ttpu_serve.api.open_engine import open_engine, read_options
 
+        if enable_lora and not any(options.get(name) for name in ("adapters", "max_adapters", "max_loras")):
+            options["max_adapters"] = 1
         if tensor_parallel_size is not None:
             if options.get("parallelism_strategy") is not None:
                 raise RequestError(
@@ -62,26 +69,34 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptInput | Sequence[PromptInput],
+        prompts: PromptInput | Sequence[PromptInput] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         adapter: str | Sequence[str | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Generate completions of all prompts in one batch. Outputs are in the order of the prompts.
 
         Args:
-            prompts: one prompt or several: texts, or lists of token ids.
+            prompts: one prompt or several: texts, lists of token ids, or mappings with `prompt` or `prompt_token_ids`.
             sampling_params: parameters for all prompts, or one per prompt.
+            prompt_token_ids: token ids of one prompt or several, instead of `prompts`.
             adapter: name of a LoRA adapter for all prompts, or one per prompt.
+            lora_request: the same as vLLM names it; an adapter that is not loaded yet is loaded.
             priority: priority of all prompts, or one per prompt; lower values run first.
             use_tqdm: show a progress bar.
 
         Raises:
             RequestError: a prompt or a value cannot be served; no output is returned then.
         """
-        asked = _prompts(prompts)
+        if (prompts is None) == (prompt_token_ids is None):
+            raise RequestError("prompts or prompt_token_ids are needed, and not both: pass one of them.")
+        asked = _prompts(prompt_token_ids if prompts is None else prompts)  # type: ignore[arg-type]
+        if lora_request is not None:
+            adapter = self._adapters_of(lora_request, adapter)
         params = _each("sampling_params", SamplingParams() if sampling_params is None else sampling_params, len(asked))
         adapters = _each("adapter", adapter, len(asked))
         priorities = _each("priority", priority, len(asked))
@@ -165,6 +180,100 @@ class LLM:
         outputs = [collector.embedding for collector in self._run(requests, show=use_tqdm)]
         return [output for output in outputs if output is not None]
 
+    def encode(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        *,
+        pooling: AskedPooling = "auto",
+        adapter: str | None = None,
+        use_tqdm: bool = False,
+    ) -> list[EmbeddingOutput]:
+        """Return pooled hidden states, which are embeddings here: see `embed`.
+
+        Raises:
+            RequestError: as for `embed`.
+        """
+        return self.embed(prompts, pooling=pooling, adapter=adapter, use_tqdm=use_tqdm)
+
+    def score(
+        self,
+        text_1: PromptInput | Sequence[PromptInput],
+        text_2: PromptInput | Sequence[PromptInput],
+        *,
+        pooling: Literal["last", "mean", "cls"] | None = None,
+        adapter: str | None = None,
+        use_tqdm: bool = False,
+    ) -> list[ScoreOutput]:
+        """Return the cosine of the embeddings of each pair of texts.
+
+        Args:
+            text_1: one text for all of `text_2`, or as many.
+            text_2: one text or several.
+            pooling: which hidden states are compared, for a model that is not made for embeddings.
+            adapter: name of a loaded LoRA adapter; None uses the base model.
+            use_tqdm: show a bar.
+
+        Raises:
+            RequestError: the numbers of texts do not go together, or the model makes no embeddings and `pooling` is
+                left out.
+        """
+        check_embeds(self.engine, pooling)
+        first, second = _prompts(text_1), _prompts(text_2)
+        pairs = paired(len(first), len(second))
+        found = self.embed([*first, *second], pooling=pooling or "auto", adapter=adapter, use_tqdm=use_tqdm)
+        return [
+            ScoreOutput(found[one].request_id, cosine(found[one].embedding, found[len(first) + other].embedding))
+            for one, other in pairs
+        ]
+
+    def classify(self, prompts: PromptInput | Sequence[PromptInput], **options: Any) -> NoReturn:
+        """Refused: engines compute no classifier's head.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(NO_CLASSES)
+
+    def beam_search(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: BeamSearchParams,
+        *,
+        lora_request: LoRARequest | None = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Search the likeliest continuations of each prompt; see `ttpu_serve.api.beam_search`.
+
+        Args:
+            prompts: one prompt or several.
+            params: width, length and ranking.
+            lora_request: an adapter for all of them.
+            use_tqdm: show a bar for each step.
+
+        Raises:
+            RequestError: there are more beams than the engine's log-probabilities allow, or a prompt cannot be served.
+        """
+        adapter = None if lora_request is None else self._adapters_of(lora_request, None)
+        ids = [self.engine.token_ids(prompt) for prompt in _prompts(prompts)]
+        limits = self.engine.runner.limits
+        most = limits.max_model_len - max(map(len, ids), default=0)
+        if params.max_tokens > most:
+            raise RequestError(
+                f"max_tokens is {params.max_tokens}, but the context of {limits.max_model_len} leaves {most} behind "
+                "the longest prompt: lower it."
+            )
+        stop_ids = self.engine.input_processor.stop_ids
+
+        def next_tokens(given: list[list[int]], asked: SamplingParams) -> list[RequestOutput]:
+            return self.generate(prompt_token_ids=given, sampling_params=asked, adapter=adapter, use_tqdm=use_tqdm)
+
+        found = beam_search(ids, params, next_tokens, stop_ids, limits.max_logprobs)
+        if (tokenizer := self.get_tokenizer()) is not None:
+            for output in found:
+                for sequence in output.sequences:
+                    sequence.text = tokenizer.decode(sequence.tokens)
+        return found
+
     def get_tokenizer(self) -> Any:
         """The checkpoint's transformers tokenizer, or None."""
         return self.engine.tokenizer
@@ -214,6 +323,22 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _adapters_of(self, asked: LoRARequest | Sequence[LoRARequest | None], adapter: Any) -> Any:
+        """Load the adapters of vLLM's requests that are not loaded; return their names."""
+        if adapter is not None:
+            raise RequestError("adapter and lora_request were both given, two names of one setting: pass one of them.")
+        for one in [asked] if isinstance(asked, LoRARequest) else asked:
+            if one is not None and one.lora_name not in self.engine.adapters:
+                if not one.lora_path:
+                    raise RequestError(
+                        f"the adapter {one.lora_name!r} was asked for, but it is not loaded, and its lora_path is "
+                        "empty: give the directory."
+                    )
+                self.load_adapter(one.lora_name, one.lora_path)
+        if isinstance(asked, LoRARequest):
+            return asked.lora_name
+        return [None if one is None else one.lora_name for one in asked]
 
     def _run(
         self, requests: list[tuple[PromptInput, SamplingParams, dict[str, Any]]], *, show: bool

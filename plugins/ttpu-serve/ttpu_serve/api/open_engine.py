@@ -19,6 +19,7 @@ from ttpu_serve.execution.engine_core import EngineCore
 ALIASES = {
     "speculative_config": "speculative",
     "gpu_memory_utilization": "memory_utilization",
+    "max_loras": "max_adapters",
     "swap_space": None,
     "enforce_eager": None,
 }

@@ -80,6 +80,14 @@ class EmbeddingOutput:
 
 
 @dataclass(frozen=True)
+class ScoreOutput:
+    """How alike two texts are: the cosine of their embeddings, from -1 to 1."""
+
+    request_id: str
+    score: float
+
+
+@dataclass(frozen=True)
 class OutputDelta:
     """The output that one engine step added to one sequence. Servers stream these deltas.
 

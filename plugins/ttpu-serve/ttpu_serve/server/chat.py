@@ -19,7 +19,8 @@ from ttpu_serve.server.chat_protocol import ChatRequest, Tool, ToolChoice
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.respond import respond
 from ttpu_serve.server.responses import chat_logprobs, prompt_logprobs, said
-from ttpu_serve.server.service import OutputStreams, Service
+from ttpu_serve.server.service import TRUNCATED, OutputStreams, Service
+from ttpu_serve.server.tokens import kept
 from ttpu_serve.server.turn import Turn
 from ttpu_serve.tool_parsers.json_calls import forced_stream
 from ttpu_serve.tool_parsers.protocol import Arguments, CallBegins, Content, Event, new_id
@@ -59,12 +60,15 @@ class Chat:
         self._check_tools()
         params = sampling.of_chat(request, service.settings.default_sampling, self._guide())
         params = self._with_markers(params)
-        prompt = await service.chat.prompt(request, tools=self._choice != "none", most=service.most_prompt_tokens())
-        service.check_length(prompt.ids, "messages")
+        cut, most = request.truncate_prompt_tokens, service.most_prompt_tokens()
+        read = most if cut is None else TRUNCATED * most
+        prompt = await service.chat.prompt(request, tools=self._choice != "none", most=read)
+        ids = prompt.ids if cut is None else kept(prompt.ids, most if cut == -1 else cut, "last")
+        service.check_length(ids, "messages")
         self._prompt = prompt.end
         if params.guided is not None:
             params = await service.tokens.run(self._with_prelude, params)
-        return await service.submit([prompt.ids], params, request, adapter=adapter)
+        return await service.submit([ids], params, request, adapter=adapter)
 
     async def whole(self, streams: OutputStreams) -> dict[str, Any]:
         """Return the whole response."""

@@ -64,9 +64,11 @@ class Completion:
         params = sampling.of_completion(request, service.settings.default_sampling)
         special = request.add_special_tokens is not False
         for prompt in request.prompt:
-            self._prompts.append(await service.ids_of(prompt, special=special, param="prompt"))
+            cut = request.truncate_prompt_tokens
+            self._prompts.append(await service.ids_of(prompt, special=special, param="prompt", truncate=cut))
             if request.echo:
-                text = prompt if isinstance(prompt, str) else await service.tokens.decode(prompt)
+                whole = isinstance(prompt, str) and cut is None
+                text = str(prompt) if whole else await service.tokens.decode(self._prompts[-1])
                 self._texts.append(text)
         return await service.submit(self._prompts, params, request, adapter=adapter)
 

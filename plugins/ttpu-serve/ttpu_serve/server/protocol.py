@@ -254,7 +254,6 @@ class Generation(Body):
         "early_stopping": ((False,), "beams are not searched here: leave it out"),
         "bad_words": (([],), "words are not forbidden here: use logit_bias"),
         "logits_processors": (([],), "this server runs no code of clients: leave it out"),
-        "truncate_prompt_tokens": ((), "prompts are not cut here: shorten the prompt"),
         "spaces_between_special_tokens": ((True,), "text is always made with them: leave it out"),
         "return_tokens_as_token_ids": ((False,), "tokens are told as text: use return_token_ids"),
         "detokenize": ((True,), "output is always text: use return_token_ids"),
@@ -315,6 +314,7 @@ class Generation(Body):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonOrText | None = None
