@@ -59,6 +59,20 @@ class FakeGuides:
         return True
 
 
+@dataclass(frozen=True)
+class FakeLimits:
+    """How many sequences run at once, as the server is told; the fake core runs any number."""
+
+    max_num_seqs: int = 8
+
+
+@dataclass(frozen=True)
+class FakeScheduler:
+    """Has the scheduler's settings, and schedules nothing."""
+
+    config: FakeLimits = FakeLimits()
+
+
 @dataclass
 class FakeCore:
     """Answers `say: WORDS` in the prompt's last line with WORDS, and anything else with the prompt again and again.
@@ -82,6 +96,7 @@ class FakeCore:
     guides: FakeGuides = field(default_factory=FakeGuides)
     closed: bool = False
     embeds: bool = False
+    scheduler: FakeScheduler = field(default_factory=FakeScheduler)
 
     @property
     def has_work(self) -> bool:

@@ -204,7 +204,7 @@ class AsyncEngine:
         names = request_ids or [uuid.uuid4().hex for _ in prompts]
         streams = [Stream(name, 1 if pooling else params.n, self._abort, self._forget) for name in names]
         if params.guided is not None:
-            await self._compile(params.guided)
+            await self.compile_guide(params.guided)
 
         def add() -> None:
             taken: list[str] = []
@@ -238,9 +238,13 @@ class AsyncEngine:
                 stream.expire_after(timeout)
         return streams
 
-    async def _compile(self, guided: GuidedDecoding) -> None:
-        """Compile a guide, which may take seconds, for which neither steps nor other requests wait. Where the caller
-        leaves, the compilation is ended."""
+    async def compile_guide(self, guided: GuidedDecoding) -> None:
+        """Compile a guide, unless it is compiled. That may take seconds, for which neither steps nor other requests
+        wait. Where the caller leaves, the compilation is ended.
+
+        Raises:
+            RequestError: the grammar is wrong, or takes too much.
+        """
         guides = self.core.guides
         if guides.is_compiled(guided):
             return

@@ -14,6 +14,9 @@ from pydantic import BaseModel
 
 from ttpu_serve.api.async_engine import AsyncEngine
 from ttpu_serve.server import chat, completions, endpoints, errors, messages, openai_responses, page, scoring
+from ttpu_serve.server.batches import batch_routes, file_routes
+from ttpu_serve.server.batches.file_store import FileStore
+from ttpu_serve.server.batches.manager import Batches
 from ttpu_serve.server.events import ClientGoneError
 from ttpu_serve.server.middleware import RequestMiddleware
 from ttpu_serve.server.service import Service
@@ -47,6 +50,8 @@ def create_app(
     """
     settings = settings or ServerSettings()
     service = Service(engine, settings, tracer)
+    store = FileStore(settings.files_dir, settings.max_files_bytes, settings.max_files)
+    batches = Batches(service, store)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -56,7 +61,9 @@ def create_app(
             yield
         finally:
             await engine.shutdown(settings.drain_timeout)
+            await batches.close()
             service.close()
+            store.close()
 
     app = FastAPI(
         title="TTPU",
@@ -81,6 +88,9 @@ def create_app(
     )
     for router in routers:
         app.include_router(router(service))
+    if settings.batches:
+        app.include_router(file_routes.router(service, store))
+        app.include_router(batch_routes.router(batches))
     app.include_router(endpoints.watching(service))
     if settings.enable_admin:
         app.include_router(endpoints.admin(service))

@@ -78,12 +78,17 @@ def embeddings(service: Service) -> APIRouter:
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
         """Return embeddings of unit length, pooled as the checkpoint declares: the hidden state of each input's last
         token, the mean of all tokens, or the first one's."""
-        return JSONResponse(await until_gone(request, _embed(service, body)))
+        return JSONResponse(await until_gone(request, embeddings_of(service, body)))
 
     return routes
 
 
-async def _embed(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
+async def embeddings_of(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
+    """Return the response of /v1/embeddings.
+
+    Raises:
+        ApiError, RequestError: there are too many inputs, or one cannot be embedded.
+    """
     if body.dimensions is not None:
         raise ApiError(
             "the field 'dimensions' was given, but this model's embeddings are not made to be cut: leave it out.",

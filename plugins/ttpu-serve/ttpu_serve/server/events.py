@@ -20,6 +20,8 @@ ARRIVAL: ContextVar[float] = ContextVar("ARRIVAL")
 """When the running request was there as a whole, by `time.monotonic`: its deadline counts from then."""
 CLIENT: ContextVar[tuple[str, int]] = ContextVar("CLIENT", default=("", 0))
 """Who sent the running request, its key or its address, and how many bytes its body has."""
+BACKGROUND: ContextVar[bool] = ContextVar("BACKGROUND", default=False)
+"""Whether nobody waits for the running request's answer: it is a line of a batch."""
 
 
 class ClientGoneError(Exception):

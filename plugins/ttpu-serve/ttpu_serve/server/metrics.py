@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -94,6 +94,13 @@ class Metrics:
         self._http_time = Histogram(
             "ttpu:http_request_duration_seconds", "Of HTTP requests.", ["path"], buckets=SECONDS, registry=self.registry
         )
+        self._batch_lines = Counter(
+            "ttpu:batch_requests", "Lines of batches.", ["model_name", "outcome"], registry=self.registry
+        )
+        self.batch_lines_running = Gauge(
+            "ttpu:batch_requests_running", "Lines of batches that are worked on.", list(self._labels),
+            registry=self.registry,
+        ).labels(**self._labels)
         self.recent: deque[tuple[float, float]] = deque(maxlen=256)
         """When outputs began, and the time to their first token."""
 
@@ -102,9 +109,14 @@ class Metrics:
         self._http.labels(path, str(status)).inc()
         self._http_time.labels(path).observe(seconds)
 
-    def watch(self, arrival: float, sequences: int) -> RequestWatch:
-        """Watch a request with `sequences` sequences that arrived at `arrival` (`time.monotonic`)."""
-        return RequestWatch(self, arrival, sequences)
+    def batch_line(self, succeeded: bool) -> None:
+        """Count a line of a batch that was answered."""
+        self._batch_lines.labels(outcome="succeeded" if succeeded else "failed", **self._labels).inc()
+
+    def watch(self, arrival: float, sequences: int, *, timed: bool = True) -> RequestWatch:
+        """Watch a request with `sequences` sequences that arrived at `arrival` (`time.monotonic`). timed: record how
+        long it takes."""
+        return RequestWatch(self, arrival, sequences, timed)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""
@@ -129,18 +141,19 @@ class Metrics:
         """Record the time between two deltas of a sequence."""
         self._between.labels(**self._labels).observe(seconds)
 
-    def observe_end(self, prompt: int, output: int, each: float | None, whole: float, reason: str) -> None:
+    def observe_end(self, prompt: int, output: int, each: float | None, whole: float | None, reason: str) -> None:
         """Record a finished sequence.
 
         Args:
             prompt: prompt tokens. output: output tokens.
-            each: seconds per token after the first; None if there is only one.
-            whole: seconds from arrival to the end.
+            each: seconds per token after the first; None if there is only one, or nobody waits.
+            whole: seconds from arrival to the end; None if nobody waits.
             reason: the finish reason.
         """
         if each is not None:
             self._each.labels(**self._labels).observe(each)
-        self._whole.labels(**self._labels).observe(whole)
+        if whole is not None:
+            self._whole.labels(**self._labels).observe(whole)
         self._prompt.labels(**self._labels).observe(prompt)
         self._output.labels(**self._labels).observe(output)
         self._ended.labels(reason=reason, **self._labels).inc()
@@ -165,8 +178,8 @@ def _as_vllm(metric: Metric, name: str) -> Metric:
 class RequestWatch:
     """Records the times of one request's sequences."""
 
-    def __init__(self, metrics: Metrics, arrival: float, sequences: int) -> None:
-        self._metrics, self._arrival, self._open = metrics, arrival, sequences
+    def __init__(self, metrics: Metrics, arrival: float, sequences: int, timed: bool = True) -> None:
+        self._metrics, self._arrival, self._open, self._timed = metrics, arrival, sequences, timed
         self._began: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self._trace, self._seen = TRACE.get(), False
@@ -174,7 +187,7 @@ class RequestWatch:
     def see(self, delta: OutputDelta) -> None:
         """Record a delta."""
         now = time.monotonic()
-        if delta.token_ids:
+        if delta.token_ids and self._timed:
             if delta.index not in self._began:
                 self._began[delta.index] = now
                 self._metrics.observe_first(now - self._arrival)
@@ -188,9 +201,10 @@ class RequestWatch:
             self._open -= 1
             began = self._began.get(delta.index, now)
             more = delta.num_output_tokens - 1
-            each = (now - began) / more if more > 0 else None
+            each = (now - began) / more if more > 0 and self._timed else None
+            whole = now - self._arrival if self._timed else None
             self._metrics.observe_end(
-                delta.num_prompt_tokens, delta.num_output_tokens, each, now - self._arrival, delta.finish_reason
+                delta.num_prompt_tokens, delta.num_output_tokens, each, whole, delta.finish_reason
             )
 
     def end(self, reason: str) -> None:

@@ -3,18 +3,19 @@ requests."""
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
 import re
 import socket
 import time
 import uuid
-from typing import Any
+from collections import Counter
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ttpu_serve.server.arriving import ArrivingBody
+from ttpu_serve.server.client_key import given_key
 from ttpu_serve.server.errors import ApiError, respond
 from ttpu_serve.server.events import ARRIVAL, CLIENT, ClientGoneError
 from ttpu_serve.server.given_fields import GIVEN_FIELDS, WARNING_HEADER, GivenFields
@@ -30,8 +31,14 @@ READ_SECONDS, PART_SECONDS = 60.0, 10.0
 """In which a client must have sent its body, and the next part of it."""
 MOST_ARRIVING = 2**28
 """Bytes of all bodies that have not arrived as a whole."""
-DRAINED = 4
-"""Bodies that are too large are read up to so many times the limit, for a client that still sends reads no response."""
+UPLOAD_PATH = "/v1/files"
+"""Where bodies are not held in memory, but written to a file as they arrive."""
+UPLOAD_RATE = 2**20
+"""Bytes of an upload for each of which it may take a second longer than other bodies."""
+FORM_BYTES = 2**16
+"""Of the form around a file."""
+MOST_UPLOADS, MOST_UPLOADS_OF_CLIENT = 64, 8
+"""Files that arrive at once."""
 ADMIN_PATHS = frozenset(
     {
         "/sleep",
@@ -43,7 +50,8 @@ ADMIN_PATHS = frozenset(
     }
 )
 """What no other site's page may ask for in the name of the browser's user; a key, which such pages lack, keeps them out
-as well."""
+as well. Neither may it store files here, nor cancel batches: forms need no permission of the browser."""
+STORE_PATHS = ("/v1/files", "/v1/batches")
 _PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -57,6 +65,7 @@ class RequestMiddleware:
         self._most_bytes = service.most_body_bytes
         self._keys = [key.encode() for key in settings.api_keys]
         self._running = self._arriving = 0  # requests, and bytes of bodies
+        self._uploads: Counter[str] = Counter()  # of each client
         self._hosts = {"localhost", socket.gethostname().lower(), *(name.lower() for name in settings.allowed_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,11 +121,15 @@ class RequestMiddleware:
                 return
             self._check_key(scope, headers)
             self._check_site(scope, headers)
+            client = _key_of(headers) or str((scope.get("client") or ("",))[0])
+            if self._settings.batches and scope["method"] == "POST" and _own_path(scope) == UPLOAD_PATH:
+                await self._upload(client, scope, headers, receive, noting)
+                return
             self._check_number()
             body = await self._body(headers, receive)
             self._check_number()
             ARRIVAL.set(time.monotonic())
-            CLIENT.set((_key_of(headers) or str((scope.get("client") or ("",))[0]), len(body)))
+            CLIENT.set((client, len(body)))
             self._running += 1
             try:
                 await self._app(scope, _replayed(body, receive), noting)
@@ -132,8 +145,7 @@ class RequestMiddleware:
     def _check_key(self, scope: Scope, headers: Headers) -> None:
         if not self._keys or scope["method"] == "OPTIONS":
             return
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = (key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode()
+        given = given_key(headers).encode()
         # Every key is compared, in constant time, so that time tells nothing.
         if not sum([hmac.compare_digest(given, known) for known in self._keys]):
             raise ApiError(
@@ -164,7 +176,9 @@ class RequestMiddleware:
         )
 
     def _check_site(self, scope: Scope, headers: Headers) -> None:
-        if self._keys or _own_path(scope) not in ADMIN_PATHS:
+        path = _own_path(scope)
+        stores = path.startswith(STORE_PATHS) and scope["method"] == "POST"
+        if self._keys or not (path in ADMIN_PATHS or stores):
             return
         origin = headers.get("origin")
         if origin is None:
@@ -173,9 +187,10 @@ class RequestMiddleware:
             own = origin.partition("://")[2] == headers.get("host")
             foreign = not own and origin not in self._settings.allowed_origins
         if foreign:
+            what = "batches" if stores else "administration"
             raise ApiError(
-                f"another site's page ({origin or 'of unknown origin'}) asks for administration, but this server has "
-                "no API key to tell friends by: start it with one, or name the site by --allowed-origin.",
+                f"another site's page ({origin or 'of unknown origin'}) asks for {what}, but this server has no API "
+                "key to tell friends by: start it with one, or name the site by --allowed-origin.",
                 status=403,
                 kind="permission_error",
                 code="foreign_site",
@@ -186,47 +201,41 @@ class RequestMiddleware:
         if self._running >= most:
             raise _too_much(f"{most} requests are worked on, which is as many as may be: try again in a second.")
 
+    async def _upload(self, client: str, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        """Handle a request whose body is read by its endpoint, as it arrives."""
+        if self._uploads[client] >= MOST_UPLOADS_OF_CLIENT or self._uploads.total() >= MOST_UPLOADS:
+            raise _too_much("too many files arrive at once: try again when others have arrived.")
+        most = self._settings.max_file_bytes + FORM_BYTES
+        arriving = ArrivingBody(
+            headers, receive, most, seconds=READ_SECONDS, part_seconds=PART_SECONDS, bytes_per_second=UPLOAD_RATE
+        )
+
+        async def next_part() -> Message:
+            part = await arriving.part()
+            return {"type": "http.request", "body": part or b"", "more_body": part is not None}
+
+        self._uploads[client] += 1
+        try:
+            await self._app(scope, next_part, send)
+        finally:
+            self._uploads[client] -= 1
+            if not self._uploads[client]:
+                del self._uploads[client]
+
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         """The whole body; one that is too large is read on for a while, and dropped."""
-        most = self._most_bytes
+        arriving = ArrivingBody(headers, receive, self._most_bytes, seconds=READ_SECONDS, part_seconds=PART_SECONDS)
         parts: list[bytes] = []
-        size, held, more = 0, 0, True
-        announced = headers.get("content-length", "0")
-        dropped = announced.isdigit() and int(announced) > DRAINED * most  # so much is not read at all
+        held = 0
         try:
-            async with asyncio.timeout(READ_SECONDS):
-                while more and not dropped:
-                    async with asyncio.timeout(PART_SECONDS):
-                        message: Any = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGoneError
-                    part = message.get("body", b"")
-                    more, size = message.get("more_body", False), size + len(part)
-                    dropped = size > DRAINED * most
-                    if size <= most:
-                        parts.append(part)
-                    else:
-                        parts.clear()
-                    self._arriving += len(part)
-                    held += len(part)
-                    if more and self._arriving > MOST_ARRIVING:
-                        raise _too_much("too many large bodies arrive at once: try again in a second.")
-        except TimeoutError:
-            raise ApiError(
-                f"the body did not arrive within {READ_SECONDS:g} s, or no part of it within {PART_SECONDS:g}: send it "
-                "faster.",
-                status=408,
-                kind="timeout_error",
-                code="request_timeout",
-            ) from None
+            while (part := await arriving.part()) is not None:
+                parts.append(part)
+                self._arriving += len(part)
+                held += len(part)
+                if arriving.more and self._arriving > MOST_ARRIVING:
+                    raise _too_much("too many large bodies arrive at once: try again in a second.")
         finally:
             self._arriving -= held
-        if dropped or size > most:
-            raise ApiError(
-                f"the body has more than {most:,} bytes, which is the most that this server reads: send less.",
-                status=413,
-                code="request_too_large",
-            )
         return b"".join(parts)
 
 

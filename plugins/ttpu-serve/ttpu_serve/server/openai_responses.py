@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from ttpu_serve.server.blocks import Block, Blocks, Step
 from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.chat import Chat
+from ttpu_serve.server.client_key import owner_of
 from ttpu_serve.server.errors import ApiError, JSONResponse
 from ttpu_serve.server.events import NamedEvents
 from ttpu_serve.server.openai_responses_protocol import ResponsesRequest
@@ -40,25 +41,22 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(tags=["OpenAI"], route_class=UniqueKeys)
     store = ResponseStore()
 
-    def owner(request: Request) -> str:
-        return request.headers.get("authorization", "") if service.settings.api_keys else ""
-
     @routes.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer an input, after the conversation that ended with `previous_response_id`."""
         timeout = service.settings.write_timeout
-        answer = OneResponse(service, body, store, owner(request))
+        answer = OneResponse(service, body, store, owner_of(request))
         return await respond(request, answer, stream=bool(body.stream), write_timeout=timeout, events=ResponseEvents)
 
     @routes.get("/v1/responses/{name}")
     async def retrieve(name: str, request: Request) -> Response:
         """Return a stored response."""
-        return JSONResponse(store.get(name, owner(request)).response)
+        return JSONResponse(store.get(name, owner_of(request)).response)
 
     @routes.delete("/v1/responses/{name}")
     async def delete(name: str, request: Request) -> Response:
         """Forget a stored response."""
-        store.delete(name, owner(request))
+        store.delete(name, owner_of(request))
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     return routes

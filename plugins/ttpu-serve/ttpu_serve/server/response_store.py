@@ -16,7 +16,7 @@ MOST_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Stored:
-    """A response, with the items of the whole conversation up to its end as JSON text, and the key of its client."""
+    """A response, with the items of the whole conversation up to its end as JSON text, and the name of its client."""
 
     response: dict[str, Any]
     items: str

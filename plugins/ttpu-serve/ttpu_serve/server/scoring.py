@@ -105,14 +105,14 @@ def router(service: Service) -> APIRouter:
     @routes.post("/score")
     async def score(body: ScoreRequest, request: Request) -> Response:
         """Return the cosine of the embeddings of each pair of texts."""
-        return JSONResponse(await until_gone(request, _score(service, body)))
+        return JSONResponse(await until_gone(request, scores_of(service, body)))
 
     @routes.post("/v2/rerank")
     @routes.post("/v1/rerank")
     @routes.post("/rerank")
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Return documents in the order of the cosines between their embeddings and the query's."""
-        return JSONResponse(await until_gone(request, _rerank(service, body)))
+        return JSONResponse(await until_gone(request, ranks_of(service, body)))
 
     @routes.post("/pooling")
     async def pooling(body: PoolingRequest, request: Request) -> Response:
@@ -135,7 +135,12 @@ async def _vectors(service: Service, body: Pooled, inputs: Any, param: str) -> t
     )
 
 
-async def _score(service: Service, body: ScoreRequest) -> dict[str, Any]:
+async def scores_of(service: Service, body: ScoreRequest) -> dict[str, Any]:
+    """Return the response of /score.
+
+    Raises:
+        TTPUError: the model makes no embeddings, or a text cannot be embedded.
+    """
     check_embeds(service.engine.core, body.pooling)
     pairs = paired(len(body.text_1), len(body.text_2))
     vectors, count = await _vectors(service, body, [*body.text_1, *body.text_2], "text_2")
@@ -144,7 +149,12 @@ async def _score(service: Service, body: ScoreRequest) -> dict[str, Any]:
     return _envelope(service, body, "score", count) | {"data": data}
 
 
-async def _rerank(service: Service, body: RerankRequest) -> dict[str, Any]:
+async def ranks_of(service: Service, body: RerankRequest) -> dict[str, Any]:
+    """Return the response of /rerank.
+
+    Raises:
+        TTPUError: the model makes no embeddings, or a text cannot be embedded.
+    """
     check_embeds(service.engine.core, body.pooling)
     vectors, count = await _vectors(service, body, [body.query, *body.documents], "documents")
     scores = [cosine(vectors[0], vector) for vector in vectors[1:]]

@@ -17,7 +17,7 @@ from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.reasoning_parsers.installed import parser_for as reasoning_parser_for
 from ttpu_serve.scheduling.request import AskedPooling
 from ttpu_serve.server.errors import ApiError
-from ttpu_serve.server.events import ARRIVAL
+from ttpu_serve.server.events import ARRIVAL, BACKGROUND
 from ttpu_serve.server.fair_executor import FairExecutor
 from ttpu_serve.server.metrics import Metrics, RequestWatch
 from ttpu_serve.server.protocol import Generation, Prompt
@@ -32,6 +32,9 @@ MAX_INPUTS = 2048
 """Texts that one request may have embedded: OpenAI's limit."""
 TRUNCATED = 16
 """Times the context that a text may have which is cut to fit it: all of it has to be tokenized."""
+BACKGROUND_PRIORITY = 240
+"""Of lines of batches, above that of requests whose client waits: with the engine's default of 15 s a level, a line
+that has waited for an hour comes before what arrives then."""
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 2 * MIB, 32
 BODY_VALUES, BODY_VALUES_PER_TOKEN = 400_000, 4
 """A batch of inputs for embeddings may have 300,000 tokens with OpenAI."""
@@ -53,6 +56,7 @@ class Service:
                 "serve the model under another name."
             )
         self.created = int(time.time())
+        self._compiling = asyncio.Semaphore()  # guides of lines of batches
         self.bodies = FairExecutor("ttpu-bodies")
         self.tokens = Tokens(engine.core.tokenizer)
         self.chat = ChatTemplate(self.tokens, settings.chat_template, settings.chat_template_kwargs)
@@ -64,6 +68,11 @@ class Service:
     def max_model_len(self) -> int:
         """Maximum tokens of a prompt and its output."""
         return self.engine.core.max_model_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Maximum sequences that run at once."""
+        return int(self.engine.core.scheduler.config.max_num_seqs)
 
     def most_prompt_tokens(self, room: int = 1) -> int:
         """Maximum tokens of a prompt that leaves `room` tokens of the context for an answer."""
@@ -184,7 +193,8 @@ class Service:
             )
 
     def priority_of(self, asked: int | None) -> int:
-        """Return a request's priority. Clients may set it only if the settings allow it.
+        """Return a request's priority, which is behind all others for lines of batches. Clients may set it only if the
+        settings allow it.
 
         Raises:
             ApiError: a priority was set but is not allowed.
@@ -196,7 +206,7 @@ class Service:
                 param="priority",
                 code="unsupported_field",
             )
-        return asked or 0
+        return max(asked or 0, 0) + BACKGROUND_PRIORITY if BACKGROUND.get() else asked or 0
 
     async def submit(
         self, prompts: Sequence[list[int]], params: SamplingParams, request: Generation, *, adapter: str | None
@@ -207,7 +217,8 @@ class Service:
 
     async def embed(self, prompts: Sequence[list[int]], pooling: AskedPooling, *, adapter: str | None) -> OutputStreams:
         """Submit prompts for embedding."""
-        return await self._submit(prompts, SamplingParams(max_tokens=1), adapter=adapter, pooling=pooling)
+        params, priority = SamplingParams(max_tokens=1), self.priority_of(None)
+        return await self._submit(prompts, params, adapter=adapter, priority=priority, pooling=pooling)
 
     async def _submit(
         self,
@@ -219,8 +230,12 @@ class Service:
         cache_salt: str | None = None,
         pooling: AskedPooling | None = None,
     ) -> OutputStreams:
-        arrival = ARRIVAL.get(time.monotonic())
-        streams = OutputStreams([], params.n, self.settings.request_timeout)
+        arrival, background = ARRIVAL.get(time.monotonic()), BACKGROUND.get()
+        streams = OutputStreams([], params.n, None if background else self.settings.request_timeout)
+        if background and params.guided is not None and not self.engine.core.guides.is_compiled(params.guided):
+            self.engine.check_accepting()
+            async with self._compiling:  # one, so that requests whose client waits find a compiler free
+                await self.engine.compile_guide(params.guided)
         submitted = await self.engine.submit_all(
             prompts,
             params,
@@ -231,12 +246,12 @@ class Service:
             timeout=self._left(arrival),
         )
         for stream in submitted:
-            streams.add(stream, self.metrics.watch(arrival, params.n))
+            streams.add(stream, self.metrics.watch(arrival, params.n, timed=not background))
         return streams
 
     def _left(self, arrival: float) -> float | None:
         """Return the seconds that remain of the request's time limit; reading its prompt took part of it."""
-        most = self.settings.request_timeout
+        most = None if BACKGROUND.get() else self.settings.request_timeout
         return None if most is None else max(most - (time.monotonic() - arrival), 0.001)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ MIB = 2**20
 _COUNTS = (
     *("max_body_bytes", "max_prompt_tokens", "max_choices"),
     *("max_concurrent", "max_connections", "max_incomplete"),
+    *("max_file_bytes", "max_files_bytes", "max_files", "max_batch_requests", "batch_concurrency"),
 )
 
 
@@ -41,6 +42,10 @@ class ServerSettings:
     enable_admin: allow sleep, wake up, prefix cache reset and adapter loading over HTTP.
     allowed_origins: other sites whose pages may call this server from a browser. allowed_hosts: names under which a
     server without a key answers, beside addresses, localhost and this machine's own name; "*" is any.
+    batches: serve /v1/files and /v1/batches. files_dir: a folder of the server's own, made if need be, for their files,
+    which it finds there when it starts again; None is a temporary one. max_file_bytes: maximum size of an upload.
+    max_files_bytes, max_files: maximum size of all files of one API key, and their number. max_batch_requests: maximum
+    lines of a batch. batch_concurrency: sequences of batches that run at once; None is half of the engine's.
     root_path: the path under which a proxy serves this server, as in /llama. page: serve the page at `/`.
 
     Raises:
@@ -69,6 +74,13 @@ class ServerSettings:
     enable_admin: bool = False
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    batches: bool = True
+    files_dir: str | None = None
+    max_file_bytes: int = 200 * MIB
+    max_files_bytes: int = 1024 * MIB
+    max_files: int = 1000
+    max_batch_requests: int = 50_000
+    batch_concurrency: int | None = None
     root_path: str = ""
     page: bool = True
 
