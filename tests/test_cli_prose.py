@@ -65,6 +65,7 @@ OTHERS: dict[type, dict[str, Any]] = {
     MoESpec: {
         "activation": ActivationSpec("gelu"), "gated": False, "router": RouterSpec(), "expert_bias": True,
         "shared": None, "shared_gate": True, "dense": MLP, "num_experts": 16, "experts_per_token": 1,
+        "identity_experts": 4, "shortcut": True,
     },
     BlockSpec: {
         "placement": "sandwich", "residual_multiplier": 0.5, "mlp_residual_multiplier": 0.5,

@@ -32,6 +32,7 @@ from ttpu_core.spec import (
     Parameter,
     RouterSpec,
 )
+from ttpu_core.spec.arithmetic import expert_shares
 from ttpu_core.spec.axes import PARAMETER_AXES
 from ttpu_core.spec.rope import RopeSpec
 
@@ -132,6 +133,19 @@ def test_query_heads_that_the_kv_heads_cannot_share_are_refused() -> None:
             AttentionSpec(heads, kv_heads, 8)
     with pytest.raises(ConfigError, match=r"config\.json has 4 query heads for 3"):
         llama(num_key_value_heads=3)
+
+
+def test_experts_that_return_their_input_are_chosen_in_place_of_others() -> None:
+    few, many = MoESpec(6, 4, INNER), MoESpec(6, 4, INNER, identity_experts=2)
+    active = [spec_of(layer_of(mlp=mlp)).num_active_parameters for mlp in (few, many)]
+    expert, router = 3 * INNER * HIDDEN, 2 * HIDDEN
+    assert active[1] - active[0] == router - expert  # half of 6 experts instead of 4
+    assert expert_shares(many, 1) == (0.5, 0.5)
+    assert MoESpec(2, 4, INNER, router=RouterSpec(groups=3, top_groups=2), identity_experts=4).choices == 6
+    with pytest.raises(ConfigError, match=r"gives each token 9 of 8 experts, but .* from 1 to 8"):
+        replace(many, experts_per_token=9)
+    with pytest.raises(ConfigError, match="-1 experts that return their input, but their number must be 0 or more"):
+        replace(many, identity_experts=-1)
 
 
 def test_sizes_follow_from_the_layers() -> None:
@@ -367,6 +381,26 @@ LAYERS: dict[str, tuple[LayerSpec, Table]] = {
             "moe.shared_gate.kernel": ((1, HIDDEN), (None, "embed")),
             "moe.dense.up.kernel": ((9, HIDDEN), ("mlp", "embed")),
             "moe.dense.down.kernel": ((HIDDEN, 9), ("embed", "mlp")),
+        },
+    ),
+    "experts that return their input": (
+        layer_of(
+            mlp=MoESpec(
+                EXPERTS,
+                2,
+                INNER,
+                router=RouterSpec(correction_bias=True, bias=True, expert_scale=True),
+                identity_experts=3,
+            )
+        ),
+        {
+            **PROJECTIONS,
+            **expert_kernels(EXPERTS),
+            "mlp_norm.scale": RESIDUAL,
+            "moe.router.kernel": ((EXPERTS + 3, HIDDEN), ("expert", "embed")),
+            "moe.router.bias": ((EXPERTS + 3,), ("expert",)),
+            "moe.router.correction_bias": ((EXPERTS + 3,), ("expert",)),
+            "moe.router.expert_scale": ((EXPERTS + 3,), ("expert",)),
         },
     ),
     "a mixer of a plugin's own": (

@@ -24,6 +24,7 @@ NOT_TRIED = (
     "vocab_size",
     "hidden_size",
     "num_experts",
+    "identity_experts",
     "kv_from_layer",
 )
 """Fields that shapes prove already, or that other fields decide."""

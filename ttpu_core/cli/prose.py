@@ -126,13 +126,15 @@ def mlp_words(spec: MLPSpec) -> str:
 def moe_words(spec: MoESpec) -> str:
     """Experts, router, shared and dense parts."""
     expert = MLPSpec(spec.intermediate_size, spec.activation, spec.gated, spec.expert_bias)
-    words = f"mixture of {spec.num_experts} experts, {spec.experts_per_token} per token, each a {mlp_words(expert)}"
+    others = f" and {spec.identity_experts} that return their input" if spec.identity_experts else ""
+    words = f"mixture of {spec.num_experts} experts{others}, {spec.experts_per_token} per token, "
+    words += f"each a {mlp_words(expert)}"
     words += f" ({', '.join(_router(spec.router))})"
     if spec.shared is not None:
         words += f", plus a shared {mlp_words(spec.shared)}{' behind a gate' if spec.shared_gate else ''}"
     if spec.dense is not None:
         words += f", beside a dense {mlp_words(spec.dense)}"
-    return words
+    return f"{words}, with the experts' output added behind the next layer" if spec.shortcut else words
 
 
 def head_words(spec: ArchitectureSpec) -> str:

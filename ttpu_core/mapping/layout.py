@@ -274,13 +274,13 @@ def moe_rules(spec: MoESpec, hidden: int, names: CheckpointNames, prefix: str) -
     """Rules for a mixture of experts whose experts are separate tensors."""
     experts = range(spec.num_experts)
     router = prefix + names.router
-    yield "moe.router.kernel", Tensor(f"{router}.weight", (spec.num_experts, hidden))
+    yield "moe.router.kernel", Tensor(f"{router}.weight", (spec.choices, hidden))
     if spec.router.bias:
-        yield "moe.router.bias", Tensor(f"{router}.bias", (spec.num_experts,))
+        yield "moe.router.bias", Tensor(f"{router}.bias", (spec.choices,))
     if spec.router.correction_bias:
-        yield "moe.router.correction_bias", Tensor(prefix + names.correction_bias, (spec.num_experts,))
+        yield "moe.router.correction_bias", Tensor(prefix + names.correction_bias, (spec.choices,))
     if spec.router.expert_scale:
-        yield "moe.router.expert_scale", Tensor(prefix + names.router_expert_scale, (spec.num_experts,))
+        yield "moe.router.expert_scale", Tensor(prefix + names.router_expert_scale, (spec.choices,))
     yield from norm_rules("moe.router.norm", spec.router.norm, prefix + names.router_norm, hidden)
     if spec.router.input_scale is not None:
         yield "moe.router.scale", Tensor(prefix + names.router_scale, (hidden,))

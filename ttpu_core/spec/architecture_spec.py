@@ -97,13 +97,14 @@ class ArchitectureSpec:
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Number of parameter elements that one token uses. Only the experts that a token is routed to count."""
+        """Number of parameter elements that one token uses. Only the experts that a token is routed to count. Where
+        some return their input, it is the mean of tokens that choose each expert as often."""
         idle = 0
         for path, parameter in self.parameters.items():
             if ".moe.experts." in path:
                 moe = self.layers[int(path.split(".")[1])].mlp
                 assert isinstance(moe, MoESpec)
-                idle += parameter.size * (moe.num_experts - moe.experts_per_token) // moe.num_experts
+                idle += parameter.size * (moe.choices - moe.experts_per_token) // moe.choices
         return self.num_parameters - idle
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:

@@ -72,5 +72,5 @@ def expert_shares(mlp: MLPSpec | MoESpec | None, tokens: int) -> tuple[float, fl
     Both are 1 for a layer without experts."""
     if not isinstance(mlp, MoESpec):
         return 1.0, 1.0
-    each = mlp.experts_per_token / mlp.num_experts
+    each = mlp.experts_per_token / mlp.choices
     return min(1.0, tokens * each), each

@@ -74,8 +74,13 @@ class RouterSpec:
 class MoESpec:
     """A mixture of experts, with an optional shared expert and an optional dense MLP beside it.
 
+    `identity_experts` further experts, which the router counts after the others, return their input and have no
+    parameters (LongCat-Flash, arXiv 2509.01322). With `shortcut`, what the experts return is added to the residual
+    stream behind the next layer (arXiv 2404.05019), and this layer adds the dense MLP's output alone.
+
     Raises:
-        ConfigError: the number of experts per token or of groups does not fit the number of experts.
+        ConfigError: the number of experts per token or of groups does not fit the number of experts, or that of
+            identity experts is negative.
     """
 
     num_experts: int
@@ -88,10 +93,22 @@ class MoESpec:
     shared: MLPSpec | None = None
     shared_gate: bool = False
     dense: MLPSpec | None = None
+    identity_experts: int = 0
+    shortcut: bool = False
+
+    @property
+    def choices(self) -> int:
+        """Number of experts from which the router chooses, identity experts included."""
+        return self.num_experts + self.identity_experts
 
     def __post_init__(self) -> None:
         """Check that the router can choose the requested experts."""
-        router, experts = self.router, self.num_experts
+        router, experts = self.router, self.choices
+        if self.identity_experts < 0:
+            raise ConfigError(
+                f"a mixture was described with {self.identity_experts} experts that return their input, but their "
+                "number must be 0 or more: correct the config or `ttpu_mlp`."
+            )
         if not 1 <= self.experts_per_token <= experts:
             raise ConfigError(
                 f"a mixture was described that gives each token {self.experts_per_token} of {experts} experts, but the "

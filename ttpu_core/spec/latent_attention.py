@@ -72,6 +72,12 @@ class LatentAttentionSpec(MixerSpec):
         return value
 
     @property
+    def latent_scale(self) -> float:
+        """Factor on the normed latents of keys and values."""
+        value: float = self.option("latent_scale")
+        return value
+
+    @property
     def query_temperature(self) -> QueryTemperature | None:
         """Scales queries by position."""
         value: QueryTemperature | None = self.option("query_temperature")
@@ -108,6 +114,7 @@ def latent_attention(
     scale: float | None = None,
     bias: bool = False,
     norm: NormSpec = LATENT_NORM,
+    latent_scale: float = 1.0,
     query_temperature: QueryTemperature | None = None,
 ) -> LatentAttentionSpec:
     """Latent attention of one layer.
@@ -125,6 +132,8 @@ def latent_attention(
         scale: scale of the scores; None means (qk_nope_head_dim + qk_rope_head_dim) ** -0.5.
         bias: whether the projections to the latents and the output projection have a bias.
         norm: norm of the latents.
+        latent_scale: factor on the normed latents of keys and values (LongCat-Flash). A factor on queries is one of
+            the scores: see `scale`.
         query_temperature: scales queries by position.
 
     Raises:
@@ -145,6 +154,7 @@ def latent_attention(
         "v_head_dim": v_head_dim,
         "scale": dim**-0.5 if scale is None else scale,
         "norm": norm,
+        "latent_scale": latent_scale,
         "query_temperature": query_temperature,
     }
     state = (

@@ -200,7 +200,7 @@ def _activation(spec: ActivationSpec) -> Named:
 
 
 def _moe(spec: MoESpec, hidden: int) -> Named:
-    experts, router = spec.num_experts, spec.router
+    experts, router = spec.choices, spec.router
     dtype = "float32" if router.fp32 else None
     yield "router.kernel", Parameter((experts, hidden), (axes.EXPERT, axes.EMBED), dtype=dtype)
     if router.bias:
@@ -215,7 +215,7 @@ def _moe(spec: MoESpec, hidden: int) -> Named:
     if router.input_scale is not None:
         yield "router.scale", Parameter((hidden,), (axes.NORM,), "ones")
     expert = MLPSpec(spec.intermediate_size, spec.activation, spec.gated, spec.expert_bias)
-    yield from _prefixed("experts", _mlp(expert, hidden, (experts,)))
+    yield from _prefixed("experts", _mlp(expert, hidden, (spec.num_experts,)))
     if spec.shared is not None:
         yield from _prefixed("shared", _mlp(spec.shared, hidden))
         if spec.shared_gate:

@@ -62,6 +62,13 @@ KINDS = {
     "clamped": replace(BASE, activation=ActivationSpec("clamped_swiglu", alpha=1.3, limit=0.8), expert_bias=True),
     "ungated": replace(BASE, gated=False, activation=ActivationSpec("relu2"), expert_bias=True),
     "all_experts": replace(BASE, experts_per_token=8),
+    "identities": replace(  # more are chosen for a token than have parameters
+        BASE,
+        identity_experts=4,
+        experts_per_token=9,
+        router=RouterSpec(correction_bias=True, scaling_factor=3.0),
+        shared=MLPSpec(10),
+    ),
 }
 
 
@@ -143,10 +150,11 @@ def reference(spec: MoESpec, values: Arrays, x: jax.Array) -> jax.Array:
     def below(prefix: str) -> Arrays:
         return {name.removeprefix(prefix): a for name, a in values.items() if name.startswith(prefix)}
 
-    weights, chosen = (jnp.moveaxis(each, -1, 0)[..., None] for each in (weights, chosen))
+    kept = weights[..., spec.num_experts :].sum(-1, keepdims=True)
+    weights, chosen = (jnp.moveaxis(each[..., : spec.num_experts], -1, 0)[..., None] for each in (weights, chosen))
     on_input = spec.router.weight_on == "input"
     outputs = jax.vmap(lambda part, weight: mlp(x * weight if on_input else x, part))(below("experts."), weights)
-    out = (outputs * (chosen if on_input else weights)).sum(0)
+    out = (outputs * (chosen if on_input else weights)).sum(0) + x * kept
     if spec.shared is not None:
         gate = 1 / (1 + jnp.exp(-x @ values["shared_gate.kernel"].T)) if spec.shared_gate else 1.0
         out += gate * mlp(x, below("shared."))

@@ -16,7 +16,7 @@ from ttpu_core import default_registry, open_checkpoint
 from ttpu_core.architecture import Architecture
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.mapping import stack_layers
-from ttpu_core.spec import ActivationSpec, AttentionSpec, KernelChoice, MLPSpec
+from ttpu_core.spec import ActivationSpec, AttentionSpec, BlockSpec, KernelChoice, MLPSpec, MoESpec
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.model import decoder as decoder_module
 from ttpu_jax.model.cache import empty_cache
@@ -179,6 +179,14 @@ def test_what_the_decoder_cannot_run_is_refused_by_name(path: Path) -> None:
     learned = replace(layer, mlp=replace(layer.mlp, activation=ActivationSpec("xielu")))
     with pytest.raises(UnsupportedError, match=r"layer 1 .*the activation 'xielu' in experts or a gated MLP"):
         check_supported(replace(spec, layers=(spec.layers[0], learned, *spec.layers[2:])))
+    detour = replace(layer, mlp=MoESpec(4, 2, 8, shortcut=True))
+    for last in ((detour,), (detour, detour, layer)):
+        with pytest.raises(UnsupportedError, match=r"layer 0 .*experts on a shortcut that a layer .* follows"):
+            check_supported(replace(spec, layers=last))
+    for block in (BlockSpec("sandwich"), BlockSpec(normed_residual=True)):
+        with pytest.raises(UnsupportedError, match=r"layer 1 .*experts on a shortcut beside norms that are not before"):
+            check_supported(replace(spec, layers=(layer, replace(detour, block=block), layer)))
+    check_supported(replace(spec, layers=(detour, layer)))
     norm = replace(spec, kernels=(KernelChoice("norm", "pack:norm", "jax", "a pack"),))
     with pytest.raises(UnsupportedError, match=r"a pack replaces the operation 'norm'.*only 'attention'"):
         check_supported(norm)

@@ -49,6 +49,7 @@ def test_output_and_gradients_are_those_of_all_experts_masked(kind: str) -> None
         ("topk_softmax", "expert=4,tensor=2"),
         ("sigmoid_on_input", "expert=4,tensor=2"),
         ("corrected_groups", "expert=4,tensor=2"),
+        ("identities", "expert=4,tensor=2"),
     ],
 )
 def test_a_mesh_changes_neither_output_nor_gradients(kind: str, mesh: str) -> None:

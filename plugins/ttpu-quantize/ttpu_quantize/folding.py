@@ -134,8 +134,8 @@ def _mixer_inputs(layer: LayerSpec) -> tuple[str, ...]:
 def _mlp_inputs(layer: LayerSpec) -> tuple[str, ...]:
     if isinstance(layer.mlp, MLPSpec):
         return "mlp.gate_up.kernel", "mlp.up.kernel"
-    if not isinstance(layer.mlp, MoESpec) or layer.mlp.router.norm is not None:
-        return ()  # a router with a norm of its own does not see a scale, and would see another input
+    if not isinstance(layer.mlp, MoESpec) or layer.mlp.router.norm is not None or layer.mlp.identity_experts:
+        return ()  # a router's own norm would not see a scale, and experts that return their input would return it
     parts = ("experts", "shared", "dense")
     kernels = [f"moe.{part}.{name}.kernel" for part in parts for name in ("gate_up", "up")]
     return ("moe.router.kernel", "moe.shared_gate.kernel", *kernels)

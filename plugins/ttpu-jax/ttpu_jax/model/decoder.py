@@ -19,8 +19,19 @@ from ttpu_core.spec.parameters import stacked_layers
 from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.custom import custom_block, custom_embedding
 from ttpu_jax.model.embedding import Embedding, Head
-from ttpu_jax.model.layers import DecoderLayer
-from ttpu_jax.model.modules import RESIDUAL, LayerInputs, Linear, Norm, Parameters, Runtime, Step, maybe
+from ttpu_jax.model.layers import DecoderLayer, run_layer
+from ttpu_jax.model.modules import (
+    RESIDUAL,
+    LayerInputs,
+    Linear,
+    Norm,
+    Parameters,
+    Runtime,
+    Step,
+    Stream,
+    WithShortcut,
+    maybe,
+)
 from ttpu_jax.model.moe import ExpertLoads
 from ttpu_jax.model.step_cache import ContiguousCache, Keys, NoCache, PagedCache, StepCache
 from ttpu_jax.ops.kernels import with_adapters
@@ -172,7 +183,7 @@ class Decoder(nnx.Module):
 
     def hidden_states(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
         """Return what goes into each layer, and the stream after the final norm: [batch, seq, hidden] each, one more
-        than there are layers.
+        than there are layers. A layer that leaves something for behind the next one counts as one with it.
 
         Args:
             tokens: [batch, seq].
@@ -331,7 +342,7 @@ class Decoder(nnx.Module):
         shared: dict[int, Keys] = {}
         for index, layer in enumerate(self.layers):
             definition, state = nnx.split(layer)
-            if seen is not None:
+            if seen is not None and not isinstance(x, WithShortcut):
                 seen.append(x)
             if last_only and index == len(self.layers) - 1:  # of what it computes, only the last token's is read
                 step = replace(step, last_only=True)
@@ -433,8 +444,8 @@ def _bound(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _apply_layer(
-    definition: Any, is_source: bool, state: Any, x: jax.Array, step: Step, cache: StepCache, inputs: LayerInputs
-) -> tuple[jax.Array, Any, Keys | None, jax.Array | None]:
+    definition: Any, is_source: bool, state: Any, x: Stream, step: Step, cache: StepCache, inputs: LayerInputs
+) -> tuple[Stream, Any, Keys | None, jax.Array | None]:
     """`_run_layer`, with keys that others read. Layers with equal definitions and shapes hit jit's cache and are traced
     once."""
     x, held, keys, load = _run_layer(definition, state, x, step, cache, inputs)
@@ -442,16 +453,16 @@ def _apply_layer(
 
 
 def _run_layer(
-    definition: Any, state: Any, x: jax.Array, step: Step, cache: StepCache, inputs: LayerInputs
-) -> tuple[jax.Array, Any, Keys | None, jax.Array | None]:
+    definition: Any, state: Any, x: Stream, step: Step, cache: StepCache, inputs: LayerInputs
+) -> tuple[Stream, Any, Keys | None, jax.Array | None]:
     """One layer, its adapted kernels bound to the tokens' adapters: the stream, what is kept of it, its keys, and the
     loads of its experts [2, experts] over all tokens but padding, if they are asked for."""
     layer = nnx.merge(definition, with_adapters(state, step.adapters))
     if not step.routing:
-        x, cache, keys = layer(x, step, cache, inputs)
+        x, cache, keys = run_layer(layer, x, step, cache, inputs)
         return x, cache.held, keys, None
     layer.set_attributes(keeps_loads=True, raise_if_not_found=False)
-    x, cache, keys = layer(x, step, cache, inputs)
+    x, cache, keys = run_layer(layer, x, step, cache, inputs)
     kept = jax.tree.leaves(nnx.pop(layer, ExpertLoads))
     load = jnp.where(step.valid[..., None], kept[0], 0).sum((1, 2)) if kept else None
     return x, cache.held, keys, load

@@ -73,7 +73,10 @@ class LatentAttention(CachingMixer):
     def _compress(self, x: jax.Array, step: Step) -> Latents:
         """The latents of the tokens of x [batch, seq, hidden]."""
         both = self.kv_down(x)
-        return Latents(self.kv_norm(both[..., : self.rank]), self._rotated(both[..., self.rank :], step))
+        latent = self.kv_norm(both[..., : self.rank])
+        if self.spec.latent_scale != 1.0:
+            latent = (latent.astype(jnp.float32) * self.spec.latent_scale).astype(latent.dtype)
+        return Latents(latent, self._rotated(both[..., self.rank :], step))
 
     def _queries(self, x: jax.Array, step: Step) -> LatentQueries:
         """The queries of the tokens of x [batch, seq, hidden], or of the last one."""

@@ -17,8 +17,8 @@ from ttpu_core.spec import ArchitectureSpec, LayerSpec, MoESpec, Parameter, axes
 from ttpu_core.spec.parameters import LAYERS
 from ttpu_jax.model.custom import custom_block, custom_embedding
 from ttpu_jax.model.embedding import Embedding
-from ttpu_jax.model.layers import DecoderLayer
-from ttpu_jax.model.modules import LayerInputs, Parameters, Runtime, Step
+from ttpu_jax.model.layers import DecoderLayer, run_layer
+from ttpu_jax.model.modules import LayerInputs, Parameters, Runtime, Step, Stream
 from ttpu_jax.model.step_cache import NoCache
 from ttpu_jax.ops.observed import Gauge, ObservedKernel, added, empty_gauge
 from ttpu_jax.ops.rope import rope_angles
@@ -39,7 +39,7 @@ class LayerRun:
         dtype: of weights and activations.
 
     Attributes:
-        streams: the residual streams [rows, seq, hidden] after the last layer that advanced, one array per batch.
+        streams: the residual streams [rows, seq, hidden] after the last layer that advanced, one per batch.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LayerRun:
             values = Parameters(arrays, table).at("embed")
             return embedding(spec.embedding, values, runtime)(tokens, _positions(tokens))
 
-        self.streams: list[jax.Array] = []
+        self.streams: list[Stream] = []
         self._beside: list[jax.Array | None] = []
         for each in texts:
             stream, beside = embed(arrays, jnp.asarray(each, jnp.int32))
@@ -153,29 +153,29 @@ def _run(
     table: Mapping[str, Parameter],
     runtime: Runtime,
     arrays: Mapping[str, Any],
-    stream: jax.Array,
+    stream: Stream,
     inputs: LayerInputs,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Stream, Any]:
     """One layer: stream [batch, seq, ...] → the same shape, and the keys and values that it attended to."""
     make = custom_block if spec.block.custom else DecoderLayer
     layer = make(spec, Parameters(arrays, table), runtime)
-    positions = _positions(stream)
+    positions = _positions(jax.tree.leaves(stream)[0])
     lengths = positions.max(axis=1) + 1
     angles = tuple(rope_angles(rope, positions, lengths) for rope in runtime.ropes)
-    stream, _, keys = layer(stream, Step(positions, angles), NoCache(positions), inputs)
+    stream, _, keys = run_layer(layer, stream, Step(positions, angles), NoCache(positions), inputs)
     return stream, keys
 
 
-def _kept(run: Any, is_source: bool, arrays: Any, stream: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Any]:
+def _kept(run: Any, is_source: bool, arrays: Any, stream: Stream, inputs: LayerInputs) -> tuple[Stream, Any]:
     stream, keys = run(arrays, stream, inputs)
     return stream, keys if is_source else None
 
 
-def _sum(run: Any, gauges: Mapping[str, Gauge], arrays: Any, stream: jax.Array, inputs: LayerInputs) -> jax.Array:
+def _sum(run: Any, gauges: Mapping[str, Gauge], arrays: Any, stream: Stream, inputs: LayerInputs) -> jax.Array:
     """A number that depends on every product of the layer."""
     bound = {path: ObservedKernel(array, gauges[path]) if path in gauges else array for path, array in arrays.items()}
-    total: jax.Array = run(bound, stream, inputs)[0].astype(jnp.float32).sum()
-    return total
+    parts = jax.tree.leaves(run(bound, stream, inputs)[0])
+    return jnp.stack([part.astype(jnp.float32).sum() for part in parts]).sum()
 
 
 def _positions(x: jax.Array) -> jax.Array:

@@ -14,7 +14,18 @@ from ttpu_core.spec.parameters import norm_names
 from ttpu_jax.model.attention import Attention
 from ttpu_jax.model.cache import BothCaches
 from ttpu_jax.model.custom import CachingMixer, custom_mixer
-from ttpu_jax.model.modules import MLP, LayerInputs, Norm, Parameters, Runtime, Step, constrain_stream, maybe
+from ttpu_jax.model.modules import (
+    MLP,
+    LayerInputs,
+    Norm,
+    Parameters,
+    Runtime,
+    Step,
+    Stream,
+    WithShortcut,
+    constrain_stream,
+    maybe,
+)
 from ttpu_jax.model.step_cache import Keys, NoCache, StepCache
 
 
@@ -55,7 +66,7 @@ class DecoderLayer(nnx.Module):
         step: Step,
         cache: StepCache,
         inputs: LayerInputs | None = None,
-    ) -> tuple[jax.Array, StepCache, Keys | None]:
+    ) -> tuple[Stream, StepCache, Keys | None]:
         """x [batch, seq, hidden]: the same shape (or the last token's, [batch, 1, hidden]), the updated cache, and
         the keys and values that the mixer attended to, if it is attention."""
         if self.spec.mixer == NO_MIXER:
@@ -72,6 +83,8 @@ class DecoderLayer(nnx.Module):
             x = self._add(stream, mixed + self.mlp(inner) if self.mlp else mixed)
         else:
             x = self._add(stream, mixed)
+            if isinstance(self.spec.mlp, MoESpec) and self.spec.mlp.shortcut:
+                return self._with_shortcut(x, inputs), cache, keys
             x = self._after_mlp(maybe(self.post_attention_norm, x) if after else x)
         return self.leave(x, inputs), cache, keys
 
@@ -114,6 +127,12 @@ class DecoderLayer(nnx.Module):
         stream = maybe(self.mlp_norm, x) if self.spec.block.normed_residual else x
         return self._add(stream, self.feed_forward(x), of_mlp=True)
 
+    def _with_shortcut(self, x: jax.Array, inputs: LayerInputs | None) -> WithShortcut:
+        """x [batch, seq, hidden] and what the dense MLP adds to it, beside what the experts give."""
+        inner = maybe(self.mlp_norm, x)
+        after = x if self.mlp.dense is None else self._add(x, self.mlp.dense(inner), of_mlp=True)
+        return WithShortcut(self.leave(after, inputs), constrain_stream(self.mlp.routed(inner), self.runtime))
+
     def _add(self, x: jax.Array, update: jax.Array, of_mlp: bool = False) -> jax.Array:
         block = self.spec.block
         multiplier = block.residual_multiplier
@@ -121,6 +140,29 @@ class DecoderLayer(nnx.Module):
             multiplier = block.mlp_residual_multiplier
         x = _times(x, block.skip_multipliers[of_mlp]) + _times(update, multiplier)
         return constrain_stream(x, self.runtime)
+
+
+def run_layer(
+    layer: Any, x: Stream, step: Step, cache: StepCache, inputs: LayerInputs | None = None
+) -> tuple[Stream, StepCache, Keys | None]:
+    """Run a layer, and add what the layer before it has left for behind it.
+
+    Args:
+        layer: a `DecoderLayer` or custom block.
+        x: [batch, seq, hidden], perhaps with what the layer before has left.
+        step: as for `DecoderLayer`.
+        cache: of this layer.
+        inputs: of this layer.
+
+    Returns:
+        As `DecoderLayer`, perhaps with what this layer leaves.
+    """
+    if not isinstance(x, WithShortcut):
+        found: tuple[Stream, StepCache, Keys | None] = layer(x, step, cache, inputs)
+        return found
+    after, cache, keys = layer(x.stream, step, cache, inputs)
+    late = x.shortcut[:, -1:] if step.last_only else x.shortcut
+    return after + late, cache, keys
 
 
 def _times(x: jax.Array, multiplier: float) -> jax.Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +121,17 @@ class LayerInputs:
 
     keys: Keys | None = None
     beside: jax.Array | None = None
+
+
+class WithShortcut(NamedTuple):
+    """The residual stream, and what the layer before has left for behind the next one, both [batch, seq, hidden]."""
+
+    stream: jax.Array
+    shortcut: jax.Array
+
+
+Stream = jax.Array | WithShortcut
+"""What goes from layer to layer."""
 
 
 class Norm(nnx.Module):

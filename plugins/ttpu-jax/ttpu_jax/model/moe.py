@@ -86,7 +86,7 @@ class Experts(nnx.Module):
         self.down = Linear(values.at("down"), runtime)
 
     def __call__(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-        """Return the weighted sum of the chosen experts' outputs.
+        """Return the weighted sum of the chosen experts' outputs. Experts that return their input are left out.
 
         Args:
             x: [batch, seq, hidden].
@@ -178,11 +178,22 @@ class MoE(nnx.Module):
 
         `routed_by` [batch, seq, hidden] is the input of the router where it is not x.
         """
+        out = self.routed(x, routed_by)
+        return out if self.dense is None else out + self.dense(x)
+
+    def routed(self, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
+        """Return the sum of the experts' outputs without the dense MLP's for x [batch, seq, hidden], in the same shape.
+
+        `routed_by` [batch, seq, hidden] is the input of the router where it is not x.
+        """
         chosen, weights = self.router(x if routed_by is None else routed_by)
         out = self.experts(x, chosen, weights)
+        if self.spec.identity_experts:
+            kept = jnp.where(chosen >= self.spec.num_experts, weights, 0).sum(-1, keepdims=True)
+            out = (out + x * kept).astype(x.dtype)
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:
                 shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
             out = out + shared
-        return out if self.dense is None else out + self.dense(x)
+        return out

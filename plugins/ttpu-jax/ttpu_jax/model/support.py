@@ -26,7 +26,7 @@ def check_supported(spec: ArchitectureSpec) -> None:
     for custom in _customs(spec):
         custom_class(custom)
     for index, layer in enumerate(spec.layers):
-        for need in _unsupported(layer):
+        for need in (*_unsupported(layer), *_shortcut(spec.layers[index:])):
             raise UnsupportedError(
                 f"layer {index} of this {spec.model_type!r} model needs {need}, which this version of ttpu-jax "
                 "cannot run: update ttpu-jax, or use another backend."
@@ -45,3 +45,18 @@ def _unsupported(layer: LayerSpec) -> Iterator[str]:
     mlp = layer.mlp
     if mlp is not None and mlp.activation.name == "xielu" and (isinstance(mlp, MoESpec) or mlp.gated):
         yield "the activation 'xielu' in experts or a gated MLP"
+
+
+def _shortcut(layers: tuple[LayerSpec, ...]) -> Iterator[str]:
+    """What the first of these layers needs for its experts on a shortcut."""
+    layer, after = layers[0], layers[1] if len(layers) > 1 else None
+    if not _leaves(layer):
+        return
+    if layer.block.placement != "pre" or layer.block.normed_residual or layer.block.custom is not None:
+        yield "experts on a shortcut beside norms that are not before sub-layers alone"
+    if after is None or _leaves(after):
+        yield "experts on a shortcut that a layer without another such shortcut follows"
+
+
+def _leaves(layer: LayerSpec) -> bool:
+    return isinstance(layer.mlp, MoESpec) and layer.mlp.shortcut

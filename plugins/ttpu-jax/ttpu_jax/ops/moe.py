@@ -120,7 +120,7 @@ def run_experts(
 
     Args:
         x: [tokens, hidden].
-        chosen: [tokens, count], indices of experts.
+        chosen: [tokens, count], indices of experts, perhaps of ones that are not here.
         weights: [tokens, count], cast to x's dtype.
         kernels: parameters of the experts from index `first` on.
         spec: the mixture.
@@ -135,7 +135,7 @@ def run_experts(
     count, experts = chosen.shape[1], kernels.up.shape[0]
     # Assignments are numbered choice by choice, so that their results are summed over a leading axis.
     expert = chosen.T.reshape(-1) - first
-    here = (expert >= 0) & (expert < experts) if experts < spec.num_experts else None
+    here = (expert >= 0) & (expert < experts) if experts < spec.choices else None
     if here is not None:
         expert = jnp.where(here, expert, experts)  # assignments to absent experts are sorted last
     order = jnp.argsort(expert, stable=True)
