@@ -45,6 +45,10 @@ def test_everything_that_can_be_declared(tmp_path: Path) -> None:
         check = "bfloat16_logits"
         variant = "sliding"
         reason = "rounds twice"
+        [[olive.expected_failures]]
+        check = "gradients"
+        backend = "torch_xla"
+        reason = "is slow"
         """,
         tmp_path,
     )
@@ -55,10 +59,12 @@ def test_everything_that_can_be_declared(tmp_path: Path) -> None:
         ("sliding", {"sliding_window": 5}),
     ]
     assert declared.published[0].slices["v5e"].train_slice == "v5e:4x4"
-    expected = declared.expected_failure("bfloat16_logits", ("sliding",))
+    expected = declared.expected_failure("bfloat16_logits", ("sliding",), "jax")
     assert expected is not None and expected.reason == "rounds twice"
-    assert declared.expected_failure("bfloat16_logits", ("base",)) is None
-    assert declared.expected_failure("float32_logits", ("sliding",)) is None
+    assert declared.expected_failure("bfloat16_logits", ("base",), "jax") is None
+    assert declared.expected_failure("float32_logits", ("sliding",), "jax") is None
+    assert declared.expected_failure("gradients", ("sliding",), "jax") is None
+    assert declared.expected_failure("gradients", ("sliding",), "torch_xla") is not None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from ttpu_conformance.declaration import BASE, Declaration, Published, Slice, Variant, declaration_for
+from ttpu_conformance.declaration import (
+    BASE,
+    Declaration,
+    ExpectedFailure,
+    Published,
+    Slice,
+    Variant,
+    declaration_for,
+)
 from ttpu_conformance.environment import Device
 from ttpu_conformance.errors import NotProven
 from ttpu_conformance.model_under_test import BackendUnderTest, ModelUnderTest, backend_under_test
@@ -145,6 +153,10 @@ class Case:
     def names(self) -> tuple[str, ...]:
         """The names that an expected failure may give for this case."""
         return (self.variant.name,)
+
+    def expected_failure(self, check: str) -> ExpectedFailure | None:
+        """The declared failure of a check of this case on its backend; None without one."""
+        return self.declaration.expected_failure(check, self.names, self.backend.name)
 
     @property
     def is_base(self) -> bool:

@@ -27,7 +27,7 @@ _SECTION = (
     "transformers", BASE, "variants", "heavy", "published", "expected_failures", "not_proven", OTHERWISE, NEVER_WRITTEN,
     DERIVED_BUFFERS, "attention",
 )  # fmt: skip
-_EXPECTED = ("check", "variant", "reason")
+_EXPECTED = ("check", "variant", "reason", "backend")
 _SLICE = ("slice", "mesh", "train_slice", "train_mesh")
 
 
@@ -41,11 +41,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class ExpectedFailure:
-    """A check that is known to fail, of one variant or (None) of all, and why."""
+    """A check that is known to fail, of one variant or (None) of all, on one backend or (None) on every, and why."""
 
     check: str
     variant: str | None
     reason: str
+    backend: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,12 @@ class Declaration:
         names = ", ".join(variant.name for variant in self.variants)
         raise DeclarationError(f"variant {name!r} of {self.model_type!r} was asked for, but {self.source} has {names}.")
 
-    def expected_failure(self, check: str, names: tuple[str, ...]) -> ExpectedFailure | None:
-        """Return the declared failure of a check for a variant or published model, which may have several names; None
-        without one."""
+    def expected_failure(self, check: str, names: tuple[str, ...], backend: str) -> ExpectedFailure | None:
+        """Return the declared failure on a backend of a check for a variant or published model, which may have several
+        names; None without one."""
         for expected in self.expected_failures:
-            if expected.check == check and (expected.variant is None or expected.variant in names):
+            meant = expected.check == check and expected.backend in (None, backend)
+            if meant and (expected.variant is None or expected.variant in names):
                 return expected
         return None
 
@@ -292,7 +294,7 @@ def _expected(source: str, at: str, entry: Any, places: list[str]) -> ExpectedFa
             f"{source} expects a failure of variant {variant!r} in {at}, but there is no such variant; there are "
             f"{', '.join(places)}: correct the name."
         )
-    return ExpectedFailure(str(entry.get("check")), variant, reason)
+    return ExpectedFailure(str(entry.get("check")), variant, reason, entry.get("backend"))
 
 
 def _known(source: str, where: str, table: Any, keys: Iterable[str]) -> None:

@@ -254,7 +254,7 @@ def _of_contract(family: Family, registry: Registry, plain: list[Case]) -> Found
     for case in cases:
         for check in checks.values():
             if check.level == "contract" and check.id not in IN_ANOTHER_PROCESS and check.applies_to(case, "full"):
-                found = outcome(Item(check, case, case.declaration.expected_failure(check.id, case.names)))
+                found = outcome(Item(check, case, case.expected_failure(check.id)))
                 if found.status == "failed":
                     return Found(check.id, case.name, found.reason)
     for case in cases:
@@ -270,7 +270,7 @@ def _of_contract(family: Family, registry: Registry, plain: list[Case]) -> Found
         for name in OF_NUMBERS + (OF_SHARDING if other_axes else ()):
             check = checks[name]
             if check.applies_to(case, "full"):
-                found = outcome(Item(check, case, case.declaration.expected_failure(name, case.names)))
+                found = outcome(Item(check, case, case.expected_failure(name)))
                 if found.status == "failed":
                     return Found(name, case.name, found.reason)
     return Found(None)

@@ -72,7 +72,7 @@ def checks_for(
         case.declaration.check_ids(known)
         for one in chosen:
             if one.level in wanted and one.applies_to(case, "full" if only else depth):
-                yield Item(one, case, case.declaration.expected_failure(one.id, case.names))
+                yield Item(one, case, case.expected_failure(one.id))
 
 
 def levels_on(device: Device) -> tuple[Level, ...]:
