@@ -75,6 +75,8 @@ def test_what_is_not_stored_cannot_be_continued(server: Running, client: Any) ->
             client.responses.create(model="main", input="say: two", previous_response_id=name)
         assert caught.value.param == "previous_response_id"
     assert server.client("other").responses.retrieve(others.id).output_text == "one"
+    for key, status in (("secret", 404), ("other", 200)):  # as Anthropic's clients send it
+        assert server.http(headers={"x-api-key": key}).get(f"/v1/responses/{others.id}").status_code == status
 
 
 def test_a_stream_tells_all_events_in_order(client: Any) -> None:

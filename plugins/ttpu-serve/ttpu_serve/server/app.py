@@ -75,7 +75,7 @@ def create_app(
         redirect_slashes=False,
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
-    app.state.service = service
+    app.state.service, app.state.files = service, store
     errors.install(app)
 
     async def left(_: Request, __: Exception) -> Response:

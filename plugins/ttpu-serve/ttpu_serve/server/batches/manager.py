@@ -229,7 +229,7 @@ class Batches:
                 found.append(Batch.read(json.loads(path.read_bytes())))
             except (OSError, ValueError, TypeError, KeyError):
                 LOG.warning("the batch in %s is damaged, and left out", path)
-        for batch in sorted(found, key=lambda each: each.created_at):
+        for batch in sorted(found, key=lambda each: each.order):
             self._batches[batch.owner][batch.id] = batch
             if batch.status not in ENDED:
                 self._take_over(batch)

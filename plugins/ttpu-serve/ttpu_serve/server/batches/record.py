@@ -49,9 +49,10 @@ class Usage:
 class Batch:
     """A batch. Times are Unix timestamps in seconds.
 
-    owner: the client. output_seconds: after which the files that it writes expire; None is never. times: when it came
-    into a status. output_id, error_id: ids of the files that it writes, of which those in `written` exist. problems:
-    why it failed. total, succeeded, failed: lines, and those of them with such an answer.
+    owner: the client. output_seconds: after which the files that it writes expire; None is never. order: when it was
+    made, in nanoseconds. times: when it came into a status. output_id, error_id: ids of the files that it writes, of
+    which those in `written` exist. problems: why it failed. total, succeeded, failed: lines, and those of them with
+    such an answer.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Batch:
     output_seconds: int | None
     created_at: int
     expires_at: int
+    order: int = field(default_factory=time.time_ns)
     status: Status = "validating"
     times: dict[str, int] = field(default_factory=dict)
     output_id: str = field(default_factory=new_file_id)
