@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 from ttpu_core.errors import RequestError
@@ -13,6 +14,10 @@ MAX_LOGPROBS = 20
 """Alternatives that one token may be reported with, unless the engine is told otherwise: the OpenAI API's limit."""
 MAX_LOGIT_BIAS = 300
 """Tokens that one request may bias or forbid, stop tokens under `min_tokens` included: the OpenAI API's limit."""
+MAX_BAD_WORDS = 2048
+"""Words, or sequences of token ids, that one request may forbid."""
+MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORD_TOKENS = 256, 64
+"""Of one of them."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class SamplingParams(TokenChoice):
     prompt_logprobs: the same of each prompt token.
     logit_bias: token id → added to its logit.
     allowed_token_ids: no other token is ever chosen.
+    bad_words: texts, or sequences of token ids, that the output never completes. A text is forbidden as the tokenizer
+    writes it with a space before it and without.
     guided: what the output must match.
     detokenize: False leaves out text, and stop strings with it.
     """
@@ -81,6 +88,7 @@ class SamplingParams(TokenChoice):
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
     guided: GuidedDecoding | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -102,6 +110,9 @@ class SamplingParams(TokenChoice):
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias is {self.logit_bias!r}, but a mapping from token ids to numbers is needed.")
         put("logit_bias", dict(self.logit_bias or {}))
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else _listed("bad_words", self.bad_words)
+        read = (word if isinstance(word, str) else _listed("a word of bad_words", word) for word in words)
+        put("bad_words", tuple(read))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _listed("allowed_token_ids", self.allowed_token_ids))
         if isinstance(self.guided, Mapping):
@@ -147,6 +158,7 @@ class SamplingParams(TokenChoice):
             raise RequestError(
                 "allowed_token_ids is empty, so that no token could be chosen: name some, or leave it out."
             )
+        self._check_bad_words()
         for token, bias in self.logit_bias.items():
             _whole("a token of logit_bias", token, 0)
             if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
@@ -156,10 +168,31 @@ class SamplingParams(TokenChoice):
                 f"logit_bias names {len(self.logit_bias)} tokens, but at most {MAX_LOGIT_BIAS} are allowed: name fewer."
             )
 
+    def _check_bad_words(self) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words holds {len(self.bad_words):,} words, but at most {MAX_BAD_WORDS:,} are allowed: name fewer."
+            )
+        for word in self.bad_words:
+            if not word:
+                raise RequestError("bad_words holds a word that is empty: leave it out.")
+            text = isinstance(word, str)
+            most, parts = (MAX_BAD_WORD_CHARACTERS, "characters") if text else (MAX_BAD_WORD_TOKENS, "tokens")
+            if len(word) > most:
+                raise RequestError(
+                    f"a word of bad_words has {len(word):,} {parts}, but at most {most} are allowed: shorten it."
+                )
+            if not isinstance(word, str) and not all(type(token) is int and token >= 0 for token in word):
+                raise RequestError(
+                    f"bad_words holds {list(word)!r}, but token ids are whole numbers, 0 or more: correct it."
+                )
+
     def of_sequence(self, index: int) -> SamplingParams:
         """The parameters of sequence `index` of `n`, as a request of its own."""
-        seed = None if self.seed is None else (self.seed + index) % 2**32
-        return replace(self, n=1, seed=seed)
+        own = copy(self)  # not checked again, which takes long where there are many tokens
+        object.__setattr__(own, "n", 1)
+        object.__setattr__(own, "seed", None if self.seed is None else (self.seed + index) % 2**32)
+        return own
 
 
 def _whole(name: str, value: object, low: int) -> None:

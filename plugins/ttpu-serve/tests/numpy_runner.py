@@ -103,8 +103,16 @@ class ToyModel:
         for position in range(len(prompt) + count - 1):
             stream = self.forward(tokens[position], position, caches, adapter)
             if position >= len(prompt) - 1:
-                tokens.append(choose(self.logits(stream), params, position + 1 - len(prompt), None))
+                logits = self.logits(stream)
+                logits[forbidden(tokens[len(prompt) :], params)] = -np.inf
+                tokens.append(choose(logits, params, position + 1 - len(prompt), None))
         return tokens[len(prompt) :]
+
+
+def forbidden(output: list[int], params: SamplingParams) -> list[int]:
+    """The tokens that would complete a bad word, by the rule as it is written down."""
+    words = [list(word) for word in params.bad_words]
+    return [int(word[-1]) for word in words if output[max(len(output) - len(word) + 1, 0) :] == word[:-1]]
 
 
 class PlainCache:

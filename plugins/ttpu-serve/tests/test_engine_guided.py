@@ -517,15 +517,19 @@ def test_min_tokens_forbids_an_end_that_the_grammar_does_not_force(factories):
 def test_allowed_tokens_and_a_guide_hold_together(factories):
     factory = factories["bytes"]
 
-    def state():
-        guide = factory.compile(GuidedDecoding(regex="(a|b)c|d"))
-        return GuideState(guide, allowed=mask_of(b"acx", factory.words * 32))
+    def mask(tokens):
+        return mask_of(tokens, factory.words * 32)
 
-    assert [tokens_in(mask) for mask in state().masks(list(b"ac"))] == [{ord("a")}, {ord("c")}, factory.stop_ids]
-    stuck = GuideState(factory.compile(GuidedDecoding(regex="ab")), allowed=mask_of(b"a", factory.words * 32))
+    state = GuideState(factory.compile(GuidedDecoding(regex="(a|b)c|d")))
+    masks = state.masks(list(b"ac"), [mask(b"acx"), mask(b"ac"), None])
+    assert [tokens_in(mask) for mask in masks] == [{ord("a")}, {ord("c")}, factory.stop_ids]
+    masks = state.masks(list(b"ac"), [None, mask(b"a"), None])
+    assert [tokens_in(mask) for mask in masks] == [{*b"abd"}, {ord("a")}, factory.stop_ids], "each position has its own"
+    assert state.error is None, "drafts may not be accepted"
+    stuck = GuideState(factory.compile(GuidedDecoding(regex="ab")))
     assert stuck.advance(list(b"a")) == 1 and stuck.error is None
-    assert tokens_in(stuck.masks()[0]) == {ord("a")}
-    assert stuck.error is not None and "allowed_token_ids" in stuck.error
+    assert tokens_in(stuck.masks([], [mask(b"a")])[0]) == {ord("a")}
+    assert stuck.error is not None and "allowed_token_ids and bad_words" in stuck.error
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -32,6 +32,14 @@ KINDS = {
     "chunks": (Group(), Group("chunk", chunk=8)),
 }
 LENGTH, VOCAB = 48, 32
+BAD_WORDS: list[tuple[tuple[int, ...], ...]] = [
+    (),
+    (),
+    tuple((token,) for token in range(0, VOCAB, 2)),
+    tuple((one, other) for one in range(VOCAB) for other in range(VOCAB) if one % 3 == other % 3),
+    (*((one, other, last) for one in range(8) for other in range(8) for last in range(0, VOCAB, 3)), (5,), (7, 7)),
+]
+"""Which a random output often comes close to."""
 MANY = hypothesis.settings(deadline=None, derandomize=True, database=None, max_examples=150)
 
 
@@ -54,7 +62,7 @@ def engine_over(runner: ModelRunner, proposer: Any = None, **config: Any) -> Eng
 def nothing_left(core: EngineCore) -> bool:
     scheduler = core.scheduler
     return not (
-        core.has_work or core._outputs or core._children or core._special or core._guided or core._in_flight
+        core.has_work or core._outputs or core._children or core._special or core._following or core._in_flight
         or any(scheduler.pages_in_use) or scheduler.running or scheduler.waiting or scheduler._running.in_flight
     )  # fmt: skip
 
@@ -85,6 +93,7 @@ def requests(draw: st.DrawFn) -> Asked:
         max_tokens=draw(st.integers(1, 14)),
         logprobs=draw(st.sampled_from([None, 2])),
         prompt_logprobs=draw(st.sampled_from([None, None, 1])),
+        bad_words=draw(st.sampled_from(BAD_WORDS)),
         ignore_eos=True,
         detokenize=False,
     )

@@ -131,7 +131,7 @@ def test_a_chat_that_cannot_be_served_names_its_field(http: httpx.Client, fields
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"suffix": "end"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 3, "stream": True}, "best_of"),
     ],
 )
 def test_a_completion_that_cannot_be_served_names_its_field(http: httpx.Client, fields: Any, param: str) -> None:

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from ttpu_core.generation.prompt import Prompt as ReadPrompt
 from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
 from ttpu_serve.api.output_queue import EngineClosingError, EngineDeadError, RequestFailedError, Stream
 from ttpu_serve.api.outputs import EmbeddingOutput, OutputDelta
@@ -57,7 +58,10 @@ class AsyncEngine:
         self._streams: dict[str, Stream] = {}
         # Whose requests the core's ids are; of the engine's thread alone.
         self._owners: WeakValueDictionary[str, Stream] = WeakValueDictionary()
+        self.ongoing: set[object] = set()
+        """Work that submits one request after another, such as beam searches: `drain` waits for it."""
         self._closing = False
+        self._drained = False  # what goes on is refused, too
         self._stopped = False
         self._stats: EngineStats | None = None
         self._compiler = concurrent.futures.ThreadPoolExecutor(TRIALS, thread_name_prefix="ttpu-guides")
@@ -106,8 +110,9 @@ class AsyncEngine:
         return False."""
         self._closing = True
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        while self._streams:
+        while self._streams or self.ongoing:
             if deadline is not None and asyncio.get_running_loop().time() >= deadline:
+                self._drained = True
                 for stream in list(self._streams.values()):
                     self._abort(stream)
                     stream.fail(EngineClosingError("the server shuts down and could not wait any longer: ask again."))
@@ -172,7 +177,7 @@ class AsyncEngine:
 
     async def submit_all(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | ReadPrompt],
         params: SamplingParams,
         *,
         request_ids: Sequence[str] | None = None,
@@ -181,12 +186,13 @@ class AsyncEngine:
         pooling: AskedPooling | None = None,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        goes_on: bool = False,
     ) -> list[Stream]:
         """Add several requests between the same two steps and return their streams. Either all of them are accepted or
         none.
 
         Args:
-            prompts: texts or token ids.
+            prompts: texts, token ids, or what the core read of them.
             params: sampling parameters of every prompt.
             request_ids: one id per prompt; by default random ones.
             priority: requests with lower values run first.
@@ -194,13 +200,14 @@ class AsyncEngine:
             pooling: asks for embeddings instead of generated tokens.
             cache_salt: only requests with the same salt share cached prefixes.
             timeout: seconds after which unfinished requests are aborted; None never aborts them.
+            goes_on: the requests belong to `ongoing` work, which goes on while the engine drains.
 
         Raises:
             RequestError: the core refuses a request; QueueFullError if it may succeed later.
             EngineDeadError: the engine failed or does not run.
             EngineClosingError: the engine takes no new requests.
         """
-        self.check_accepting()
+        self.check_accepting(goes_on=goes_on)
         names = request_ids or [uuid.uuid4().hex for _ in prompts]
         streams = [Stream(name, 1 if pooling else params.n, self._abort, self._forget) for name in names]
         if params.guided is not None:
@@ -391,15 +398,18 @@ class AsyncEngine:
         if self._stopped or not self._thread.is_alive():
             raise EngineDeadError("the engine was asked to work, but it is not running: call start().")
 
-    def check_accepting(self) -> None:
+    def check_accepting(self, *, goes_on: bool = False) -> None:
         """Check that the engine takes new requests.
+
+        Args:
+            goes_on: the requests belong to `ongoing` work.
 
         Raises:
             EngineDeadError: the engine failed or does not run.
             EngineClosingError: the engine is shutting down.
         """
         self.check_alive()
-        if self._closing:
+        if self._drained or (self._closing and not goes_on):
             raise EngineClosingError("the server is shutting down and takes no new requests: ask another one.")
 
     # -- the engine's thread ------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ REFUSED: Mapping[str, Refused] = {
     "--logits-processors": Refused("no code is loaded by name: use logit_bias or guided decoding"),
     "--logits-processor-pattern": Refused("requests run no code: use logit_bias or guided decoding"),
     "--trust-request-chat-template": Refused("templates of clients are not run: pass --chat-template"),
-    "--return-tokens-as-token-ids": Refused("requests ask for ids with return_token_ids: pass it there"),
+    "--return-tokens-as-token-ids": Refused("requests ask for it with return_tokens_as_token_ids: pass it there"),
     "--enable-force-include-usage": Refused("requests ask for it with stream_options: pass it there"),
     "--allow-credentials": Refused("keys are sent in headers, not in cookies: leave it out"),
     "--num-gpu-blocks-override": Refused("pages fill the memory that is given: use --kv-cache-memory"),

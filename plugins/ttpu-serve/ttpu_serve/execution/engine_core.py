@@ -92,7 +92,7 @@ class EngineCore:
         self._steps_for = StepBuilder(runner)
         self._in_flight: deque[_Dispatched] = deque()
         self._outputs: dict[str, SequenceOutput] = {}
-        self._guided: dict[str, SequenceOutput] = {}
+        self._following: dict[str, SequenceOutput] = {}  # whose next token depends on the one before it
         self._special: set[str] = set()  # outputs whose rows need more than tokens and parameters
         self._children: dict[str, list[str]] = {}
         self._held: list[OutputDelta] = []
@@ -147,8 +147,8 @@ class EngineCore:
         for output in made:
             name = output.request.id
             self._outputs[name] = output
-            if output.guide is not None:
-                self._guided[name] = output
+            if output.guide is not None or (output.rules is not None and output.rules.follows_output):
+                self._following[name] = output
             if output.guide is not None or output.rules is not None or output.wants_prompt:
                 self._special.add(name)
         self._children[request_id] = [output.request.id for output in made]
@@ -236,9 +236,9 @@ class EngineCore:
         self._failed = ()
 
     def _waits_for_tokens(self) -> bool:
-        """Whether the next step depends on the previous step's tokens, as guides and drafts do."""
-        guided = (output.request.status is Status.RUNNING for output in self._guided.values())
-        return self.speculation.proposer is not None or any(guided)
+        """Whether the next step depends on the previous step's tokens, as guides, bad words and drafts do."""
+        following = (output.request.status is Status.RUNNING for output in self._following.values())
+        return self.speculation.proposer is not None or any(following)
 
     def _dispatch(self, scheduled: ScheduledStep) -> None:
         hidden = self.speculation.wants_hidden
@@ -471,7 +471,7 @@ class EngineCore:
 
     def _forget(self, child: str, request: Request | None) -> None:
         self._outputs.pop(child, None)
-        self._guided.pop(child, None)
+        self._following.pop(child, None)
         self._special.discard(child)
         if self.speculation.proposer is not None and request is not None:
             self.speculation.proposer.on_finish(request)
@@ -483,9 +483,13 @@ def _add_rules(
     """Add the rules for the rows of request `index`."""
     draft = scheduled.drafts[index] if scheduled.drafts else []
     first = int(scheduled.starts[index] + scheduled.counts[index]) - len(draft) - len(output.request.prompt)
-    masks = output.guide.masks(draft) if output.guide is not None else None
-    for place in range(len(draft) + 1):
-        bias = output.rules.bias(first + place) if output.rules is not None else None
-        allowed = masks[place] if masks else output.rules.mask if output.rules is not None else None
+    own = output.rules
+    masks: list[np.ndarray | None] = [None] * (len(draft) + 1)
+    if own is not None:
+        masks = own.masks(output.request.output, draft)
+    if output.guide is not None:
+        masks = [*output.guide.masks(draft, masks)]
+    for place, allowed in enumerate(masks):
+        bias = own.bias(first + place) if own is not None else None
         if bias is not None or allowed is not None:
             rules[index, place] = RowRules(bias, allowed)

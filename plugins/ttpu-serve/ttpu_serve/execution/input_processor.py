@@ -7,23 +7,25 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.prompt import Prompt
 from ttpu_core.generation.sampling_params import SamplingParams
+from ttpu_serve.execution.bad_words import BadWords, sequences_of
 from ttpu_serve.execution.declared_pooling import LAST, DeclaredPooling
-from ttpu_serve.execution.logit_rules import Rules
+from ttpu_serve.execution.logit_rules import NO_WORDS, Rules
 from ttpu_serve.execution.sampling_level import level_of
 from ttpu_serve.execution.sequence_output import SequenceOutput
 from ttpu_serve.guided.guides import GuideFactory, GuidePlace, GuideState
 from ttpu_serve.runner import SAMPLING_LEVELS, ModelRunner
 from ttpu_serve.scheduling.request import AskedPooling, Pooling, Request
 
-PromptInput = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}, which may hold a "cache_salt" too."""
+PromptInput = str | Sequence[int] | Mapping[str, Any] | Prompt
+"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}, which may hold a "cache_salt" too. A
+`Prompt` is what `InputProcessor.read` made of one, or that with tokens of this model behind it."""
 MOST_SEQUENCES = 16_384
 MOST_PRIORITY = 2**31
 
@@ -60,13 +62,15 @@ class InputProcessor:
         Raises:
             RequestError: a text is given without a tokenizer, the prompt is empty, or an id is outside the vocabulary.
         """
+        if isinstance(prompt, Prompt):
+            return prompt
         if isinstance(prompt, Mapping):
             given = [prompt[name] for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
             if not given:
                 raise RequestError(
                     "a prompt was given as a mapping without prompt or prompt_token_ids: pass one of them."
                 )
-            prompt = given[0]
+            prompt = cast("str | Sequence[int]", given[0])
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("a prompt was given as text, but the checkpoint has no tokenizer: pass token ids.")
@@ -125,29 +129,34 @@ class InputProcessor:
         if params.seed is None:
             params = replace(params, seed=secrets.randbelow(2**32))
         salt = self._salt(read, adapter, cache_salt)
+        bad_words = NO_WORDS
+        if params.bad_words:
+            bad_words = BadWords(sequences_of(params.bad_words, self.tokenizer))
         count = params.n if pooled is None else 1
-        made = []
+        made: list[SequenceOutput] = []
+        rules: Rules | None = None
         for index in range(count):
             own = params.of_sequence(index) if count > 1 else params
             if index and own.prompt_logprobs is not None:
                 own = replace(own, prompt_logprobs=None)  # those of the first sequence are those of all
             # A character that no caller's id has a reason to hold keeps the names of several sequences apart.
             name = request_id if count == 1 else f"{request_id}\0{index}"
-            made.append(self._output(name, request_id, index, read, own, priority, adapter, pooled, salt))
+            request = self._request(name, read, own, priority, adapter, pooled, salt)
+            if rules is None:  # all sequences have the same
+                rules = Rules.for_request(request, self.vocab_size, self.limits.logit_columns, bad_words)
+            made.append(self._output(request, request_id, index, rules))
         return made
 
-    def _output(
+    def _request(
         self,
         name: str,
-        request_id: str,
-        index: int,
         prompt: Prompt,
         params: SamplingParams,
         priority: int,
         adapter: str | None,
         pooling: Pooling | None,
         salt: bytes,
-    ) -> SequenceOutput:
+    ) -> Request:
         room = self.max_model_len - len(prompt)
         request = Request(
             name,
@@ -162,14 +171,17 @@ class InputProcessor:
         )
         if params.prompt_logprobs is not None or pooling in ("mean", "cls"):
             request.findable = False  # every token of it has to pass
+        return request
+
+    def _output(self, request: Request, request_id: str, index: int, rules: Rules) -> SequenceOutput:
+        params = request.params
         output = SequenceOutput(request, request_id, index, self.tokenizer, self._text_of)
-        rules = Rules.for_request(request, self.vocab_size, self.limits.logit_columns)
-        if rules.mask is not None or rules.early is not None or rules.always is not None:
+        if rules.any:
             output.rules = rules
         if params.guided is not None:
             stops = request.stop_ids | {*params.stop_token_ids}
             guide = self.guides.compile(params.guided)
-            output.guide = GuideState(guide, allowed=rules.mask, min_tokens=params.min_tokens, stop_ids=stops)
+            output.guide = GuideState(guide, min_tokens=params.min_tokens, stop_ids=stops)
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
         return output

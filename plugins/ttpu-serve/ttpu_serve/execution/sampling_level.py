@@ -15,6 +15,7 @@ def level_of(params: SamplingParams) -> int:
         or params.logprobs is not None
         or params.logit_bias
         or params.allowed_token_ids is not None
+        or params.bad_words
         or params.guided is not None
         or params.min_tokens > 0
     )

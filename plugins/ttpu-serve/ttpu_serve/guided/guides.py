@@ -224,23 +224,20 @@ class Guide:
 class GuideState:
     """The guide of one request as the engine uses it: masks for the positions of a step, then the accepted tokens.
 
-    It combines the grammar with the request's allowed tokens and `min_tokens`. Because these can contradict each other,
+    It combines the grammar with the request's other rules and `min_tokens`. Because these can contradict each other,
     an end that the grammar forces is allowed even before `min_tokens`.
 
-    allowed: uint32 [words], the mask of the request's allowed tokens; None allows all. stop_ids: tokens that end the
-    request, forbidden until `min_tokens` tokens were generated.
+    stop_ids: tokens that end the request, forbidden until `min_tokens` tokens were generated.
     """
 
     def __init__(
         self,
         guide: Guide,
         *,
-        allowed: np.ndarray | None = None,
         min_tokens: int = 0,
         stop_ids: Collection[int] = (),
     ) -> None:
         self.guide = guide
-        self._allowed = allowed
         self._min_tokens = min_tokens
         self._words, self._end = guide.factory.words, guide.factory.stop_mask
         self._not_stop = ~mask_of(stop_ids, 32 * self._words)
@@ -257,18 +254,23 @@ class GuideState:
         """Return how many draft tokens the guide allows in sequence."""
         return self.guide.legal_prefix(drafts)
 
-    def masks(self, drafts: Sequence[int] = ()) -> list[np.ndarray]:
+    def masks(self, drafts: Sequence[int] = (), allowed: Sequence[np.ndarray | None] | None = None) -> list[np.ndarray]:
         """Return masks uint32 [words] for positions 0 to len(drafts): the tokens allowed after the first i drafts.
 
         The mask of position i is used only if drafts[:i] are all accepted. Positions after an illegal draft, which is
         never accepted, repeat the previous mask. The guide does not advance. Check `error` afterwards.
+
+        Args:
+            drafts: tokens that are expected next.
+            allowed: of each position uint32 [words], the tokens that the request's other rules allow; None allows all.
         """
-        masks = [self._mask(0)]
+        others = allowed or [None] * (len(drafts) + 1)
+        masks = [self._mask(0, others[0])]
         taken = 0
         for draft in drafts:
             if taken == len(masks) - 1 and not self.finished and self.guide.accept(draft):
                 taken += 1
-                masks.append(self._mask(taken))
+                masks.append(self._mask(taken, others[taken]))
             else:
                 masks.append(masks[-1])
         if taken:
@@ -289,21 +291,21 @@ class GuideState:
             self._generated += 1
         return len(tokens)
 
-    def _mask(self, ahead: int) -> np.ndarray:
+    def _mask(self, ahead: int, allowed: np.ndarray | None) -> np.ndarray:
         mask = np.empty(self._words, np.uint32)
         self.guide.fill(mask)
         if self.finished:
             if ahead == 0:
                 self.error = self.guide.error
             return mask
-        if self._allowed is not None:
-            both = mask & self._allowed
+        if allowed is not None:
+            both = mask & allowed
             if not both.any():
                 both = mask & self._end
             if not both.any():
                 if ahead == 0:
-                    self.error = "allowed_token_ids holds none of the tokens that the request's guide allows next."
-                both = self._allowed
+                    self.error = "allowed_token_ids and bad_words leave no token that the request's guide allows next."
+                both = allowed
             mask = both
         if self._generated + ahead < self._min_tokens:
             longer = mask & self._not_stop

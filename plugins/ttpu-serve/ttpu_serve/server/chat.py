@@ -18,7 +18,7 @@ from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.chat_protocol import ChatRequest, Tool, ToolChoice
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.respond import respond
-from ttpu_serve.server.responses import chat_logprobs, prompt_logprobs, said
+from ttpu_serve.server.responses import TokenLogprobs, chat_logprobs, prompt_logprobs, said
 from ttpu_serve.server.service import TRUNCATED, OutputStreams, Service
 from ttpu_serve.server.tokens import kept
 from ttpu_serve.server.turn import Turn
@@ -115,9 +115,11 @@ class Chat:
 
         if turn.delta is None:
             piece({"role": "assistant", "content": "" if turn.named is None else None})
+            if self._echoed:
+                piece({"content": self._echoed})
         place = turn.begun - 1  # of the call that began last
         new = turn.read(delta)
-        logprobs = chat_logprobs(delta.logprobs, self._top, self._service.tokens) if delta.logprobs else None
+        logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
         if new.reasoning:
             piece(_reasoning(new.reasoning), logprobs=logprobs)
             logprobs = None  # told with the first piece
@@ -148,11 +150,13 @@ class Chat:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in turn.calls
             ]
+        if self._echoed:
+            message["content"] = self._echoed + (message["content"] or "")
         reason = turn.ended_by((turn.delta.finish_reason if turn.delta else None) or "stop")
         told = {
             "index": number,
             "message": message,
-            "logprobs": chat_logprobs(turn.logprobs, self._top, self._service.tokens),
+            "logprobs": self._logprobs(turn.logprobs),
             "finish_reason": reason,
         }
         if turn.delta is not None and turn.delta.stop_reason is not None:
@@ -191,6 +195,16 @@ class Chat:
     def _continued(self) -> str:
         """The beginning of the reply that the request gives."""
         return (self._request.messages[-1].content or "") if self._request.continue_final_message else ""
+
+    @property
+    def _echoed(self) -> str:
+        """What replies repeat of the conversation: its last message, if it is the assistant's as they are."""
+        last = self._request.messages[-1]
+        return (last.content or "") if self._request.echo and last.role == "assistant" else ""
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+        as_ids = bool(self._request.return_tokens_as_token_ids)
+        return chat_logprobs(logprobs, self._top, self._service.tokens, as_ids=as_ids)
 
     def _check_tools(self) -> None:
         """Check that the chat template presents tools to the model and that a parser reads its calls."""

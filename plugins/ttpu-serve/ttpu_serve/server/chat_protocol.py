@@ -181,7 +181,8 @@ class ChatRequest(Generation, Conversation):
         # vLLM's
         "chat_template": ((), "templates of clients are not run: start the server with --chat-template"),
         "documents": (([],), "templates get no documents here: write them into a message"),
-        "echo": ((False,), "replies do not repeat the conversation here: leave it out"),
+        "best_of": ((1,), "replies of chats are not ranked here: ask for n of them and choose"),
+        "detokenize": ((True,), "replies are read from their text: use return_token_ids"),
         "enable_thinking": ((), "it belongs to the chat template: use chat_template_kwargs"),
         "thinking": ((), "it belongs to the chat template: use chat_template_kwargs"),
     }
@@ -200,6 +201,7 @@ class ChatRequest(Generation, Conversation):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     # vLLM's
     thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)
+    echo: bool | None = Field(None, description="Replies begin with the last message, if it is the assistant's.")
     include_reasoning: bool | None = Field(None, description="False leaves the reasoning out of the answer.")
 
     @model_validator(mode="after")

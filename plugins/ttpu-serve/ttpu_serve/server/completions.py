@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -44,10 +45,12 @@ class Completion:
         self._created = int(time.time())
         self._prompts: list[list[int]] = []
         self._texts: list[str] = []
-        count = request.logprobs or 0
-        number = len(request.prompt) * request.num_sequences
-        specials = request.skip_special_tokens is False
-        self._logprobs = [CompletionLogprobs(service.tokens, count, specials) for _ in range(number)]
+        self._each = request.num_candidates
+        number = len(request.prompt) * self._each
+        specials, as_ids = request.skip_special_tokens is False, bool(request.return_tokens_as_token_ids)
+        self._logprobs = [
+            CompletionLogprobs(service.tokens, request.logprobs or 0, specials, as_ids=as_ids) for _ in range(number)
+        ]
         self._began = [False] * number
 
     async def submit(self) -> OutputStreams:
@@ -58,7 +61,7 @@ class Completion:
         """
         service, request = self._service, self._request
         adapter = service.adapter_of(request.model)
-        service.check_choices(len(request.prompt), request.num_sequences)
+        service.check_choices(len(request.prompt), self._each, "best_of" if request.ranks else "n")
         if request.max_tokens == 0 and not request.echo:
             raise ApiError("max_tokens is 0, but without echo nothing would be said: raise it.", param="max_tokens")
         params = sampling.of_completion(request, service.settings.default_sampling)
@@ -74,14 +77,30 @@ class Completion:
 
     async def whole(self, streams: OutputStreams) -> dict[str, Any]:
         """Return the whole response."""
-        pieces: list[list[dict[str, Any]]] = [[] for _ in self._logprobs]
+        outputs: list[list[OutputDelta]] = [[] for _ in self._logprobs]
         async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
-                pieces[number].append(self._piece(number, delta))
+                outputs[number].append(delta)
         told = self._envelope()
-        told["choices"] = [_joined(parts) for parts in pieces]
+        told["choices"] = [
+            {**_joined([self._piece(number, delta) for delta in outputs[number]]), "index": index}
+            for index, number in enumerate(self._returned(outputs))
+        ]
         told["usage"] = self._usage(streams)
         return told
+
+    def _returned(self, outputs: list[list[OutputDelta]]) -> list[int]:
+        """Return the numbers of the sequences that are returned, in their order. The first delta of each gets the
+        prompt's log-probabilities, which the engine gives with the first sequence of a prompt."""
+        chosen: list[int] = []
+        for begin in range(0, len(outputs), self._each):
+            numbers = range(begin, begin + self._each)
+            of_prompt = outputs[begin][0].prompt_logprobs
+            for number in numbers:
+                outputs[number][0] = replace(outputs[number][0], prompt_logprobs=of_prompt)
+            ranked = sorted(numbers, key=lambda one: -_logprob(outputs[one])) if self._request.ranks else numbers
+            chosen += ranked[: self._request.num_sequences]
+        return chosen
 
     async def chunks(self, streams: OutputStreams) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the response's chunks as they come."""
@@ -108,7 +127,7 @@ class Completion:
             text, ids = "", []
         if not self._began[number]:
             self._began[number] = True
-            prompt = number // request.num_sequences
+            prompt = number // self._each
             if request.echo:
                 text = self._texts[prompt] + text
                 if request.logprobs is not None and delta.prompt_logprobs is not None:
@@ -142,6 +161,15 @@ class Completion:
             "model": self._request.model,
             "system_fingerprint": None,
         }
+
+
+def _logprob(deltas: list[OutputDelta]) -> float:
+    """Return the sum of the log-probabilities of a sequence's tokens."""
+    return sum(
+        told[token].logprob
+        for delta in deltas
+        for token, told in zip(delta.token_ids, delta.logprobs or (), strict=True)
+    )
 
 
 def _joined(pieces: list[dict[str, Any]]) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def _short(value: Any) -> str:
 
 def _param_of(message: str) -> str | None:
     """Return the parameter with which a message begins, as in `top_p is 2: it must be ...`."""
-    found = re.match(r"([a-z]+(?:_[a-z]+)*) (?:is|has|names) ", message)
+    found = re.match(r"([a-z]+(?:_[a-z]+)*) (?:is|has|names|holds|forbids) ", message)
     return found[1] if found and ("_" in found[1] or found[1] in _PLAIN_NAMES) else None
 
 

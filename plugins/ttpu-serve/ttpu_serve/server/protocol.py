@@ -20,13 +20,21 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ttpu_core.generation.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from ttpu_core.generation.sampling_params import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+)
+from ttpu_serve.api.beam_search import MOST_PENALTY
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.given_fields import given_fields
 
 MAX_STOPS = 16
 _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
 MAX_PROMPTS = 16_384
+MOST_WORDS = MAX_BAD_WORDS // 2
+"""Of `bad_words`: each is written with a space before it and without."""
 MAX_CHOICES = 4096
 MAX_TOKEN_LIST = 262_144
 MAX_DEPTH = 128
@@ -133,6 +141,13 @@ LogitBias = Annotated[
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
 ]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True), at_most(MAX_TOKEN_LIST)]
+BadWords = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
+    Field(fail_fast=True),
+    at_most(MOST_WORDS),
+    BeforeValidator(_as_list),
+    WithJsonSchema(TEXT_OR_TEXTS),
+]
 Choices = Annotated[list[str], Field(fail_fast=True), at_most(MAX_CHOICES)]
 FreeJson = Annotated[dict[str, Any], BeforeValidator(_flat)]
 JsonOrText = Annotated[dict[str, Any] | str, BeforeValidator(_flat)]
@@ -246,17 +261,10 @@ class Generation(Body):
     """The fields that chat and text completions share."""
 
     neutral: ClassVar[Unsupported] = {
-        "best_of": ((1,), "sequences are not ranked here: ask for n of them and choose"),
         "suffix": (("",), "text is not inserted here: leave it out"),
         # vLLM's
-        "use_beam_search": ((False,), "beams are not searched here: leave it out"),
-        "length_penalty": ((1,), "beams are not searched here: leave it out"),
-        "early_stopping": ((False,), "beams are not searched here: leave it out"),
-        "bad_words": (([],), "words are not forbidden here: use logit_bias"),
         "logits_processors": (([],), "this server runs no code of clients: leave it out"),
         "spaces_between_special_tokens": ((True,), "text is always made with them: leave it out"),
-        "return_tokens_as_token_ids": ((False,), "tokens are told as text: use return_token_ids"),
-        "detokenize": ((True,), "output is always text: use return_token_ids"),
         "structural_tag": ((), _TAGS),
         "guided_whitespace_pattern": ((), _BLANKS),
         "guided_json_object": ((False,), "it is an old form: use response_format"),
@@ -266,8 +274,8 @@ class Generation(Body):
         "max_output_tokens": ((), "it is called max_tokens here: use that"),
         "stop_sequences": (([],), "it is called stop here: use that"),
         "do_sample": ((), "it is decided by temperature here: use that, 0 for no sampling"),
-        "num_beams": ((1,), "beams are not searched here: leave it out"),
-        "no_repeat_ngram_size": ((0,), "n-grams are not forbidden here: use repetition_penalty"),
+        "num_beams": ((1,), "it is called n with use_beam_search here: use those"),
+        "no_repeat_ngram_size": ((0,), "n-grams are not forbidden here: use bad_words or repetition_penalty"),
         "typical_p": ((1,), "it is not sampled so here: use min_p or top_p"),
         "regex": ((), "it is called structured_outputs.regex here: use that"),
         "ebnf": ((), "it is called structured_outputs.grammar here: use that"),
@@ -313,6 +321,11 @@ class Generation(Body):
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name a token token_id:N.")
+    bad_words: BadWords | None = Field(None, description="Texts that the output never completes.")
+    use_beam_search: bool | None = Field(None, description="The n likeliest sequences, found by beam search.")
+    length_penalty: float | None = Field(None, ge=-MOST_PENALTY, le=MOST_PENALTY)
+    early_stopping: bool | Literal["never"] | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
@@ -327,6 +340,15 @@ class Generation(Body):
         if self.stream_options is not None and not self.stream:
             message = "the field 'stream_options' was given without stream=true: leave it out, or set that."
             raise ApiError(message, param="stream_options")
+        return self
+
+    @model_validator(mode="after")
+    def _beams_are_asked_for(self) -> Generation:
+        given = {"length_penalty": self.length_penalty not in (None, 1), "early_stopping": self.early_stopping}
+        for name, means_something in given.items():
+            if means_something and not self.use_beam_search:
+                message = f"the field {name!r} was given without use_beam_search=true: leave it out, or set that."
+                raise ApiError(message, param=name)
         return self
 
     @property
@@ -357,6 +379,37 @@ class CompletionRequest(Generation):
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool | None = None
+    best_of: int | None = Field(None, ge=1, le=128, description="Sequences of which the n likeliest are returned.")
+    # vLLM's
+    detokenize: bool | None = Field(None, description="False leaves out the text: ask for return_token_ids then.")
+
+    @model_validator(mode="after")
+    def _enough_to_choose_from(self) -> CompletionRequest:
+        if self.best_of is None:
+            return self
+        if self.best_of < self.num_sequences:
+            raise ApiError(
+                f"best_of is {self.best_of}, but n is {self.num_sequences}, and the sequences that are returned are "
+                "chosen among best_of: raise it, or lower n.",
+                param="best_of",
+            )
+        if self.stream and self.ranks:
+            raise ApiError(
+                f"best_of is {self.best_of}, but a stream cannot be ranked before it ends: leave stream out, or ask "
+                "for n of them.",
+                param="best_of",
+            )
+        return self
+
+    @property
+    def ranks(self) -> bool:
+        """Whether the sequences that are returned are chosen by their log-probability; beams are already."""
+        return self.best_of is not None and self.best_of > 1 and not self.use_beam_search
+
+    @property
+    def num_candidates(self) -> int:
+        """Sequences that are generated per prompt, of which `num_sequences` are returned."""
+        return self.best_of if self.best_of is not None and self.ranks else self.num_sequences
 
 
 class EmbeddingRequest(Body):

@@ -54,15 +54,18 @@ def likeliest(token: TokenLogprobs, count: int) -> list[tuple[int, Logprob]]:
     return sorted(token.items(), key=lambda item: -finite(item[1].logprob))[:count]
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprobs] | None, count: int, tokens: Tokens) -> dict[str, Any] | None:
-    """Return `choices[].logprobs` of a chat completion: each token and `count` alternatives."""
+def chat_logprobs(
+    logprobs: Sequence[TokenLogprobs] | None, count: int, tokens: Tokens, *, as_ids: bool = False
+) -> dict[str, Any] | None:
+    """Return `choices[].logprobs` of a chat completion: each token and `count` alternatives. `as_ids`: tokens are named
+    by their ids."""
     if logprobs is None:
         return None
 
     def entry(token: int, logprob: Logprob) -> dict[str, Any]:
         written = tokens.bytes_of(token)
         return {
-            "token": written.decode(errors="replace"),
+            "token": as_id(token) if as_ids else written.decode(errors="replace"),
             "logprob": finite(logprob.logprob),
             "bytes": list(written),
         }
@@ -74,6 +77,11 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs] | None, count: int, tokens: 
     return {"content": content, "refusal": None}
 
 
+def as_id(token: int) -> str:
+    """Return a token's name in log-probabilities that name tokens by their ids, which tell apart tokens of one text."""
+    return f"token_id:{token}"
+
+
 def _utf8() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -81,11 +89,12 @@ def _utf8() -> codecs.IncrementalDecoder:
 @dataclass
 class CompletionLogprobs:
     """`choices[].logprobs` of a text completion. Text offsets continue from one chunk of a stream to the next.
-    `specials`: whether the output's text includes special tokens."""
+    `specials`: whether the output's text includes special tokens. `as_ids`: tokens are named by their ids."""
 
     tokens: Tokens
     count: int
     specials: bool = False
+    as_ids: bool = False
     offset: int = 0
     _decoder: codecs.IncrementalDecoder = field(default_factory=_utf8)
 
@@ -97,15 +106,18 @@ class CompletionLogprobs:
         told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, one in zip(ids, logprobs, strict=False):
             text = self.tokens.text_of(token)
-            told["tokens"].append(text)
+            told["tokens"].append(self._name(token))
             told["text_offset"].append(self.offset)
             told["token_logprobs"].append(None if one is None else finite(one[token].logprob))
-            top = None if one is None else {self.tokens.text_of(i): finite(lp.logprob) for i, lp in self._top(one)}
+            top = None if one is None else {self._name(i): finite(lp.logprob) for i, lp in self._top(one)}
             told["top_logprobs"].append(top)
             self.offset += self._characters(token, text, echoed)
         if echoed is not None:
             self.offset, self._decoder = len(echoed), _utf8()
         return told
+
+    def _name(self, token: int) -> str:
+        return as_id(token) if self.as_ids else self.tokens.text_of(token)
 
     def _characters(self, token: int, text: str, echoed: str | None) -> int:
         """Return the number of characters that a token adds to the text; 0 while its last character is incomplete."""

@@ -7,6 +7,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from ttpu_core.errors import RequestError
@@ -16,6 +18,7 @@ from ttpu_serve.api.output_queue import RequestTimeoutError
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.reasoning_parsers.installed import parser_for as reasoning_parser_for
 from ttpu_serve.scheduling.request import AskedPooling
+from ttpu_serve.server.beams import begin_beams
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.events import ARRIVAL, BACKGROUND
 from ttpu_serve.server.fair_executor import FairExecutor
@@ -166,8 +169,13 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def check_choices(self, prompts: int, sequences: int) -> None:
+    def check_choices(self, prompts: int, sequences: int, name: str = "n") -> None:
         """Check the number of sequences of one request.
+
+        Args:
+            prompts: number of prompts.
+            sequences: of each prompt.
+            name: the field that asks for these.
 
         Raises:
             ApiError: there are more than `max_choices`.
@@ -175,9 +183,9 @@ class Service:
         most = self.settings.max_choices
         if prompts * sequences > most:
             raise ApiError(
-                f"n is {sequences} with {prompts} prompts, which is {prompts * sequences} sequences, but one request "
-                f"may have {most}: ask for fewer.",
-                param="n" if sequences > 1 else "prompt",
+                f"{name} is {sequences} with {prompts} prompts, which is {prompts * sequences} sequences, but one "
+                f"request may have {most}: ask for fewer.",
+                param=name if sequences > 1 else "prompt",
             )
 
     def check_inputs(self, count: int) -> None:
@@ -213,6 +221,16 @@ class Service:
     ) -> OutputStreams:
         """Submit a request's prompts to the engine: either all of them or none."""
         priority = self.priority_of(request.priority)
+        if request.use_beam_search:
+            arrival, options = ARRIVAL.get(time.monotonic()), {"adapter": adapter, "priority": priority}
+            left = partial(self._left, arrival)
+            begun = await begin_beams(self.engine, self.tokens, prompts, params, request, options, left)
+            streams = OutputStreams([], params.n, self.settings.request_timeout)
+            for stream in begun:
+                streams.add(stream, self.metrics.watch(arrival, params.n))
+            return streams
+        if params.bad_words:
+            params = replace(params, bad_words=await self.tokens.bad_words(params.bad_words))
         return await self._submit(prompts, params, adapter=adapter, priority=priority, cache_salt=request.cache_salt)
 
     async def embed(self, prompts: Sequence[list[int]], pooling: AskedPooling, *, adapter: str | None) -> OutputStreams:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ttpu_core.errors import MissingDependencyError, RequestError
+from ttpu_core.generation.detokenizer import TextStream
+from ttpu_serve.execution.bad_words import sequences_of
 from ttpu_serve.guided.token_bytes import token_bytes
 from ttpu_serve.server.events import CLIENT
 from ttpu_serve.server.fair_executor import FairExecutor
@@ -119,6 +121,25 @@ class Tokens:
         """Return the text of ids."""
         text: str = await self.run(self.decode_now, ids, skip_special)
         return text
+
+    async def continued(self, prompt: Sequence[int], ids: Sequence[int], *, skip_special: bool) -> str:
+        """Return the text that ids add behind a prompt, as an engine would stream it."""
+
+        def written() -> str:
+            text = TextStream(self._needed(), prompt, (), skip_special_tokens=skip_special)
+            return "".join([text.push(token) for token in ids]) + text.finish()
+
+        text: str = await self.run(written)
+        return text
+
+    async def bad_words(self, words: Sequence[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """Return the sequences of ids that write words which an output must not hold; see `sequences_of`.
+
+        Raises:
+            RequestError: a word has no ids, or too many.
+        """
+        found: tuple[tuple[int, ...], ...] = await self.run(lambda: sequences_of(words, self._needed()))
+        return found
 
     async def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return tokens as the vocabulary spells them."""
