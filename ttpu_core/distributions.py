@@ -18,9 +18,9 @@ ZOO = (
     "apertus arcee bamba bitnet bloom cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe "
     "exaone4 falcon falcon_h1 falcon_mamba flex_olmo glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox "
     "gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe "
-    "hyperclovax internlm3 iquestcoder jais2 jamba lfm2 lfm2_moe mamba mamba2 minicpm3 minimax minimax_m2 mpt "
-    "nemotron nemotron_h olmo olmo2 olmo3 olmoe opt phi phi3 phimoe seed_oss smollm3 solar_open stablelm "
-    "starcoder2 youtu"
+    "hyperclovax internlm3 iquestcoder jais2 jamba lfm2 lfm2_moe longcat_flash mamba mamba2 minicpm3 minimax "
+    "minimax_m2 mpt nemotron nemotron_h olmo olmo2 olmo3 olmoe opt phi phi3 phimoe seed_oss smollm3 solar_open "
+    "stablelm starcoder2 youtu"
 )
 """The model types that ttpu-zoo describes: many families, of which it has some types, between spaces."""
 

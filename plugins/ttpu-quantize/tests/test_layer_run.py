@@ -54,13 +54,34 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+SHORTCUT: dict[str, Any] = {
+    **SMALL,
+    "model_type": "longcat_flash",
+    "num_layers": 1,
+    "num_key_value_heads": 4,
+    "ffn_hidden_size": 24,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+    "n_routed_experts": 4,
+    "zero_expert_num": 2,
+    "moe_topk": 2,
+    "expert_ffn_hidden_size": 12,
+    "max_position_embeddings": 64,
+}
+"""Experts on a shortcut, of which some return their input."""
+
 
 class Case:
     """A model with random weights, and its layers over some tokens."""
 
     def __init__(self, name: str) -> None:
         self.random = np.random.default_rng(0)
-        self.architecture: Architecture = default_registry().architecture(ModelConfig.from_dict(MODELS[name]))
+        self.architecture: Architecture = default_registry().architecture(
+            ModelConfig.from_dict((MODELS | {"longcat_flash": SHORTCUT})[name])
+        )
         self.spec = self.architecture.spec
         self.params = {
             path: (self.random.standard_normal(parameter.shape) * 0.3).astype(np.float32) + (parameter.init == "ones")
@@ -137,6 +158,32 @@ def test_folds_leave_a_layer_as_it_was(case: Case) -> None:
     folded.advance(0, changed)
     for one, other in zip(plain.streams, folded.streams, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("case", ["longcat_flash"], indirect=True)
+def test_experts_on_a_shortcut_are_run_and_observed_with_their_layer(case: Case) -> None:
+    test_layers_one_by_one_return_what_the_model_computes(case)
+    run, layer = case.run(), case.layer(0)
+    kernels = [path for path in layer if path.endswith(".kernel")]
+    found = run.observe(0, layer, kernels)
+    assert set(found) == set(kernels)
+    assert found["moe.experts.down.kernel"].tokens.sum() < 2 * case.tokens.size  # the others return their input
+    run.advance(0, layer)
+    later = case.layer(1)
+    assert set(run.observe(1, later, ["mlp.down.kernel"])) == {"mlp.down.kernel"}
+    whole = causal_model(case.spec, run.runtime).module({path: jnp.asarray(each) for path, each in case.params.items()})
+    positions = np.broadcast_to(np.arange(12, dtype=np.int32), case.tokens.shape)
+    states = whole.hidden_states(jnp.asarray(case.tokens), jnp.asarray(positions))
+    assert len(states) == 2  # both layers are one in transformers
+
+
+@pytest.mark.parametrize("case", ["longcat_flash"], indirect=True)
+def test_no_scale_is_folded_into_what_an_expert_returns_unchanged(case: Case) -> None:
+    first, second = (
+        {fold.producer for fold in folds(layer, case.layer(number), is_source=False)}
+        for number, layer in enumerate(case.spec.layers)
+    )
+    assert "mlp_norm" not in first and "mlp_norm" in second and "moe.experts.gate_up" in first
 
 
 @pytest.mark.parametrize(("case", "axis"), [("llama", "tensor"), ("qwen2_moe", "expert")], indirect=["case"])

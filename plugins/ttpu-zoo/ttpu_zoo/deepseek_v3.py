@@ -75,8 +75,11 @@ def ttpu_flax_mapping(config: ModelConfig, spec: ArchitectureSpec) -> FlaxMappin
     return without_further_layers(standard_mapping(spec), spec, further)
 
 
-def deepseek_attention(config: ModelConfig, *, interleaved: bool) -> MixerSpec:
-    """The latent attention of DeepSeek's configs, with rotated features in pairs or in halves."""
+def deepseek_attention(
+    config: ModelConfig, *, interleaved: bool, query_scale: float = 1.0, latent_scale: float = 1.0
+) -> MixerSpec:
+    """The latent attention of DeepSeek's configs, with rotated features in pairs or in halves, and with factors on
+    queries and on the latents of keys and values."""
     plain, rotated = config.positive_int("qk_nope_head_dim"), config.positive_int("qk_rope_head_dim")
     rope = rope_from_config(config, head_dim=rotated, layout="interleaved" if interleaved else "half")
     return latent_attention(
@@ -88,7 +91,8 @@ def deepseek_attention(config: ModelConfig, *, interleaved: bool) -> MixerSpec:
         qk_rope_head_dim=rotated,
         v_head_dim=config.positive_int("v_head_dim"),
         rope=rope,
-        scale=yarn_softmax_scale(rope, plain + rotated),
+        scale=yarn_softmax_scale(rope, plain + rotated) * query_scale,
+        latent_scale=latent_scale,
         bias=config.flag("attention_bias"),
     )
 
