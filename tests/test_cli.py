@@ -518,6 +518,7 @@ def test_info_counts_parameters_and_memory(tmp_path: Path) -> None:
         "active": 8_030_261_248,
         "embedding": 128256 * 4096,
         "head": 128256 * 4096,
+        "shared": 0,
         "per_layer": [layer] * 32,
     }
     assert facts["weight_bytes"]["bfloat16"] == 2 * 8_030_261_248

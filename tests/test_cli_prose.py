@@ -26,6 +26,7 @@ from ttpu_core.spec import (
     QueryTemperature,
     RopeSpec,
     RouterSpec,
+    SharedSpec,
 )
 
 ROPE = RopeSpec(rotary_dim=64)
@@ -70,8 +71,9 @@ OTHERS: dict[type, dict[str, Any]] = {
     BlockSpec: {
         "placement": "sandwich", "residual_multiplier": 0.5, "mlp_residual_multiplier": 0.5,
         "skip_multipliers": (2.0, 1.0), "normed_residual": True, "layer_scalar": True, "beside": LINEAR,
-        "custom": LINEAR,
+        "reads_embedding": True, "shared": SharedSpec(0), "custom": LINEAR,
     },
+    SharedSpec: {"qkv_rank": 8, "mlp_rank": 8},
     EmbeddingSpec: {"scale": 2.0, "norm": NormSpec(), "positions": None, "custom": LINEAR, "table_features": 64},
     MixerSpec: {
         "name": "mamba", "implementations": (), "options": (), "rope": ROPE,
@@ -103,6 +105,7 @@ SPOKEN = [
     (replace(MOE.router, score="sparsemixer"), lambda spec: moe_words(replace(MOE, router=spec))),
     (MOE, moe_words),
     (BlockSpec(), lambda spec: layer_words(replace(LAYER, block=spec))),
+    (SharedSpec(0), lambda spec: layer_words(replace(LAYER, block=BlockSpec(shared=spec)))),
     (MODEL.embedding, lambda spec: architecture_lines(replace(MODEL, embedding=spec))),
     (HeadSpec(), lambda spec: architecture_lines(replace(MODEL, head=spec))),
     (LAYER, layer_words),

@@ -147,15 +147,19 @@ def _cache_facts(spec: ArchitectureSpec) -> dict[str, Any]:
 
 
 def _parameter_facts(spec: ArchitectureSpec) -> dict[str, Any]:
-    from ttpu_core.spec.parameters import layer_parameters
+    from ttpu_core.spec.parameters import LAYERS, SHARED
 
-    layers = [
-        sum(parameter.size for parameter in layer_parameters(layer, spec.hidden_size).values()) for layer in spec.layers
-    ]
-    embedding = sum(parameter.size for path, parameter in spec.parameters.items() if path.startswith("embed."))
-    head = sum(parameter.size for path, parameter in spec.parameters.items() if path.startswith("head."))
-    active = spec.num_active_parameters
-    return {"total": spec.num_parameters, "active": active, "embedding": embedding, "head": head, "per_layer": layers}
+    def below(prefix: str) -> int:
+        return sum(parameter.size for path, parameter in spec.parameters.items() if path.startswith(prefix))
+
+    return {
+        "total": spec.num_parameters,
+        "active": spec.num_active_parameters,
+        "embedding": below("embed."),
+        "head": below("head."),
+        "shared": below(SHARED),
+        "per_layer": [below(f"{LAYERS}{index}.") for index in range(spec.num_layers)],
+    }
 
 
 def _weight_bytes(spec: ArchitectureSpec, dtype: str) -> int:
@@ -265,6 +269,7 @@ def _parameter_words(parameters: dict[str, Any]) -> str:
     sizes = sorted(set(parameters["per_layer"]))
     per_layer = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
     head = f", head {parameters['head']:,}" if parameters["head"] else ""
+    head = f", shared by layers {parameters['shared']:,}{head}" if parameters["shared"] else head
     active = f" ({parameters['active']:,} for each token)" if parameters["active"] != parameters["total"] else ""
     return f"{parameters['total']:,}{active}: embedding {parameters['embedding']:,}, each layer {per_layer}{head}"
 

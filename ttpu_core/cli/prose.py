@@ -22,6 +22,7 @@ from ttpu_core.spec import (
     QueryTemperature,
     RopeSpec,
     RouterSpec,
+    SharedSpec,
 )
 
 ACTIVATION_NAMES = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu": "ReLU", "relu2": "squared ReLU",
@@ -272,6 +273,18 @@ def _block(block: BlockSpec, norm: NormSpec) -> Iterator[str]:
         yield "a learned factor on the layer's output"
     if block.beside is not None:
         yield f"beside attention {_mixer(block.beside)}"
+    if block.reads_embedding:
+        yield "the mixer also reading the embedding"
+    if block.shared is not None:
+        yield from _shared(block.shared)
+
+
+def _shared(shared: SharedSpec) -> Iterator[str]:
+    yield f"norms, mixer and MLP those of shared block {shared.block}"
+    ranks = {"queries, keys and values": shared.qkv_rank, "the MLP's inputs": shared.mlp_rank}
+    for what, rank in ranks.items():
+        if rank is not None:
+            yield f"an update of rank {rank} of its own for {what}"
 
 
 def _activation(spec: ActivationSpec) -> str:

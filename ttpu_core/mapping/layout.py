@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import Concat, Expression, FlaxMapping, Stack, Tensor
 from ttpu_core.mapping.recurrent import selective_scan_rules, short_convolution_rules, state_space_rules
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MixerSpec, MLPSpec, MoESpec, NormSpec
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
-from ttpu_core.spec.parameters import fused_slots, norm_names
+from ttpu_core.spec.parameters import fused_slots, layer_paths, norm_names
 from ttpu_core.spec.selective_scan import SelectiveScanSpec
 from ttpu_core.spec.short_convolution import ShortConvolutionSpec
 from ttpu_core.spec.state_space import StateSpaceSpec
@@ -102,13 +103,23 @@ class CheckpointNames:
         return name
 
 
+NO_LAYERS: Mapping[int, CheckpointNames] = MappingProxyType({})
 IGNORED_TENSORS: tuple[str, ...] = (r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)", r".*\.masked_bias")
 """Buffers in old checkpoints that can be computed from the config."""
 
 
-def standard_mapping(spec: ArchitectureSpec, names: CheckpointNames | None = None) -> FlaxMapping:
-    """The mapping of a checkpoint in the usual layout. Parameters of custom parts have no usual names: add rules for
-    them with `replace_rules`."""
+def standard_mapping(
+    spec: ArchitectureSpec, names: CheckpointNames | None = None, of_layers: Mapping[int, CheckpointNames] = NO_LAYERS
+) -> FlaxMapping:
+    """The mapping of a checkpoint in the usual layout. A shared block is stored with the first layer that uses it.
+    Parameters of custom parts, and updates of shared kernels, have no usual names: add rules for them with
+    `replace_rules`.
+
+    Args:
+        spec: of the model.
+        names: of the checkpoint's tensors, if they are not the usual ones.
+        of_layers: the names of layers that have others, by their index.
+    """
     names = names or CheckpointNames()
     embedding, hidden, vocab = spec.embedding, spec.hidden_size, spec.vocab_size
     features = embedding.features
@@ -120,9 +131,12 @@ def standard_mapping(spec: ArchitectureSpec, names: CheckpointNames | None = Non
         rows = embedding.positions + embedding.position_offset
         rules.append(("embed.positions", Tensor(names.positions, (rows, hidden))))
     rules += norm_rules("embed.norm", embedding.norm, names.embedding_norm, hidden)
+    by_path: dict[str, Expression] = {}
     for index, layer in enumerate(spec.layers):
-        prefix = names.layer.format(layer=index)
-        rules += [(f"layers.{index}.{path}", rule) for path, rule in layer_rules(layer, hidden, names, prefix)]
+        own, paths = of_layers.get(index, names), layer_paths(layer, index, hidden)
+        for path, rule in layer_rules(layer, hidden, own, own.layer.format(layer=index)):
+            by_path.setdefault(paths[path], rule)
+    rules += by_path.items()
     rules += norm_rules("final_norm", spec.final_norm, names.final_norm, hidden)
     if not spec.head.tied:
         rules.append(("head.kernel", Tensor(f"{names.head}.weight", (vocab, features))))
@@ -134,10 +148,12 @@ def standard_mapping(spec: ArchitectureSpec, names: CheckpointNames | None = Non
 
 def layer_rules(layer: LayerSpec, hidden: int, names: CheckpointNames, prefix: str) -> Rules:
     """Rules of one layer by path within it. `prefix` is the prefix of the layer's tensor names."""
+    inputs = layer.mixer_inputs(hidden)
     for role in norm_names(layer):
-        yield from norm_rules(role, layer.norm, prefix + names.norm(layer, role), hidden)
+        size = inputs if role == "input_norm" else hidden
+        yield from norm_rules(role, layer.norm, prefix + names.norm(layer, role), size)
     if isinstance(layer.mixer, AttentionSpec):
-        yield from attention_rules(layer.mixer, hidden, names, prefix)
+        yield from attention_rules(layer.mixer, hidden, names, prefix, inputs)
     for mixer in layer.mixers:
         if not mixer.implementations:
             yield from _mixer_rules(mixer, names, prefix)
@@ -167,8 +183,19 @@ def _mixer_rules(mixer: MixerSpec, names: CheckpointNames, prefix: str) -> Rules
         yield from state_space_rules(mixer, prefix + names.state_space)
 
 
-def attention_rules(spec: AttentionSpec, hidden: int, names: CheckpointNames, prefix: str) -> Rules:
-    """Rules for separate query, key, value and output projections, fused by KV head."""
+def attention_rules(
+    spec: AttentionSpec, hidden: int, names: CheckpointNames, prefix: str, inputs: int | None = None
+) -> Rules:
+    """Rules for separate query, key, value and output projections, fused by KV head.
+
+    Args:
+        spec: the attention.
+        hidden: features of the residual stream.
+        names: of the checkpoint's tensors.
+        prefix: of the names of the layer's tensors.
+        inputs: features that attention reads, if they are not `hidden`.
+    """
+    inputs = inputs or hidden
     kv, group, dim, value_dim = spec.num_kv_heads, spec.q_per_kv, spec.head_dim, spec.value_dim
     slots = [
         (prefix + name, count)
@@ -184,7 +211,7 @@ def attention_rules(spec: AttentionSpec, hidden: int, names: CheckpointNames, pr
         halves = whole.reshape(2, kv, count, dim // 2, *rest)
         return Concat((halves[0], halves[1]), axis=2)
 
-    yield "attention.qkv.kernel", Concat(tuple(by_head(f"{n}.weight", c, hidden) for n, c in slots), axis=1)
+    yield "attention.qkv.kernel", Concat(tuple(by_head(f"{n}.weight", c, inputs) for n, c in slots), axis=1)
     if spec.qkv_bias:
         yield "attention.qkv.bias", Concat(tuple(by_head(f"{n}.bias", c) for n, c in slots), axis=1)
     if spec.differential is not None:
@@ -193,15 +220,15 @@ def attention_rules(spec: AttentionSpec, hidden: int, names: CheckpointNames, pr
             yield f"attention.lambda.{part}", Stack(vectors)
     own_keys = spec.kv_from_layer is None
     if own_keys and not spec.value_is_key and value_dim != dim:
-        kernel = Tensor(f"{prefix}{names.value}.weight", (kv * value_dim, hidden))
-        yield "attention.value.kernel", kernel.reshape(kv, value_dim, hidden)
+        kernel = Tensor(f"{prefix}{names.value}.weight", (kv * value_dim, inputs))
+        yield "attention.value.kernel", kernel.reshape(kv, value_dim, inputs)
         if spec.qkv_bias:
             bias = Tensor(f"{prefix}{names.value}.bias", (kv * value_dim,))
             yield "attention.value.bias", bias.reshape(kv, value_dim)
     if spec.output_gate is not None:
         each = (kv, group, value_dim) if spec.output_gate.per == "feature" else (kv, group)
-        gate = Tensor(f"{prefix}{names.output_gate}.weight", (prod(each), hidden))
-        yield "attention.gate.kernel", gate.reshape(*each, hidden)
+        gate = Tensor(f"{prefix}{names.output_gate}.weight", (prod(each), inputs))
+        yield "attention.gate.kernel", gate.reshape(*each, inputs)
         if spec.output_gate.bias:
             yield "attention.gate.bias", Tensor(f"{prefix}{names.output_gate}.bias", (prod(each),)).reshape(*each)
     q_shape, k_shape = ((dim,), (dim,)) if spec.qk_norm_scope == "head" else ((kv, group, dim), (kv, dim))

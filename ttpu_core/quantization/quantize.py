@@ -13,7 +13,7 @@ from ttpu_core.quantization.config import QuantizationConfig, is_named
 from ttpu_core.spec import ArchitectureSpec, Parameter, axes
 from ttpu_core.spec.kernel_format import KernelFormat
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
-from ttpu_core.spec.parameters import LAYERS
+from ttpu_core.spec.parameters import LAYERS, SHARED
 
 if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
@@ -177,11 +177,11 @@ def by_reason(found: Iterable[Choice]) -> dict[str, tuple[str, ...]]:
 
 
 def without_layer(path: str) -> str:
-    """The path with * for the number of its layer."""
-    if not path.startswith(LAYERS):
+    """The path with * for the number of its layer or shared block."""
+    if not path.startswith((LAYERS, SHARED)):
         return path
-    _, _, rest = path.split(".", 2)
-    return f"{LAYERS}*.{rest}"
+    kind, _, rest = path.split(".", 2)
+    return f"{kind}.*.{rest}"
 
 
 def is_matrix(path: str) -> bool:
@@ -195,15 +195,16 @@ def why_dense(path: str, parameter: Parameter, spec: ArchitectureSpec, config: Q
         return None if config.embeddings else "the embedding table, read by row (embeddings=True quantizes it)"
     if path == HEAD:
         return None if config.lm_head else "the output head (lm_head=True quantizes it)"
-    if not path.startswith(LAYERS):
+    layers = spec.layers_of(path)
+    if not layers:
         return "a part of this family alone"
-    _, index, rest = path.split(".", 2)
+    _, _, rest = path.split(".", 2)
     part, _, name = rest.partition(".")
     if part == "moe" and name in ("router.kernel", "shared_gate.kernel"):
         return "a router: rounding it sends tokens to other experts"
     if part in ("attention", "mlp", "moe"):
         return None
-    mixers = spec.layers[int(index)].mixers
+    mixers = layers[0].mixers
     if part != "mixer" or not mixers:
         return "a part of this family alone"
     mixer = mixers[0]

@@ -19,7 +19,7 @@ from ttpu_core.sharding.heads import HeadSplit, head_splits
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, MLPSpec, MoESpec, Parameter, axes
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
-from ttpu_core.spec.parameters import layer_parameters, stacked_paths
+from ttpu_core.spec.parameters import layer_parameters, layer_paths, stacked_paths
 from ttpu_core.spec.short_convolution import ShortConvolutionSpec
 
 __all__ = ["Padding", "Paddings", "pad_architecture", "stacked_paddings"]
@@ -72,7 +72,8 @@ def _padded(
             known[key] = _layer(*key, devices, spec.hidden_size)
         padded, of_layer = known[key]
         layers.append(padded)
-        paddings |= {f"layers.{index}.{path}": padding for path, padding in of_layer.items()}
+        paths = layer_paths(layer, index, spec.hidden_size) if of_layer else {}
+        paddings |= {paths[path]: padding for path, padding in of_layer.items()}
     if rows == spec.embedding.rows and not paddings:
         return spec, MappingProxyType({})
     embedding = spec.embedding if rows == spec.embedding.rows else replace(spec.embedding, table_rows=rows)

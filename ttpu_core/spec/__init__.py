@@ -16,6 +16,7 @@ from ttpu_core.spec.parts import (
     MixerSpec,
     Parameter,
     Placement,
+    SharedSpec,
     StateSpec,
     TorchPatch,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "QueryTemperature",
     "RopeSpec",
     "RouterSpec",
+    "SharedSpec",
     "StateSpec",
     "TorchPatch",
 ]

@@ -15,7 +15,7 @@ from ttpu_core.spec.attention import AttentionSpec
 from ttpu_core.spec.feed_forward import MoESpec
 from ttpu_core.spec.kernel_format import KernelFormat
 from ttpu_core.spec.norm import NormSpec
-from ttpu_core.spec.parameters import LAYERS, model_parameters
+from ttpu_core.spec.parameters import LAYERS, SHARED, model_parameters
 from ttpu_core.spec.parts import EmbeddingSpec, HeadSpec, KernelChoice, LayerSpec, Parameter, TorchPatch
 
 
@@ -99,13 +99,30 @@ class ArchitectureSpec:
     def num_active_parameters(self) -> int:
         """Number of parameter elements that one token uses. Only the experts that a token is routed to count. Where
         some return their input, it is the mean of tokens that choose each expert as often."""
-        idle = 0
-        for path, parameter in self.parameters.items():
-            if ".moe.experts." in path:
-                moe = self.layers[int(path.split(".")[1])].mlp
-                assert isinstance(moe, MoESpec)
-                idle += parameter.size * (moe.choices - moe.experts_per_token) // moe.choices
-        return self.num_parameters - idle
+        return sum(self._active(path) for path in self.parameters)
+
+    @cached_property
+    def num_multiplied_parameters(self) -> int:
+        """As `num_active_parameters`, with those of a shared block counted for each layer that uses it: half the FLOPs
+        of one token's products."""
+        return sum(self._active(path) * max(1, len(self.layers_of(path))) for path in self.parameters)
+
+    def layers_of(self, path: str) -> tuple[LayerSpec, ...]:
+        """The layers that use a parameter: one, or those that share it; none of embedding, final norm and head."""
+        kind, number, *_ = path.split(".")
+        if f"{kind}." == LAYERS:
+            return (self.layers[int(number)],)
+        users = ((layer.block.shared, layer) for layer in self.layers) if f"{kind}." == SHARED else ()
+        return tuple(layer for shared, layer in users if shared is not None and shared.block == int(number))
+
+    def _active(self, path: str) -> int:
+        """The elements of a parameter that one token uses."""
+        size = self.parameters[path].size
+        if ".moe.experts." not in path:
+            return size
+        moe = self.layers_of(path)[0].mlp
+        assert isinstance(moe, MoESpec)
+        return size - size * (moe.choices - moe.experts_per_token) // moe.choices
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes that one more token adds to the KV cache of one sequence. Layers with windows count like other

@@ -17,7 +17,7 @@ MLP: Final = "mlp"  # the MLP's inner dimension, or the channels of a convolutio
 GATE_UP: Final = "gate_up"  # the pair (gate, up) of a gated MLP, or the inputs of a convolution, fused
 EXPERT: Final = "expert"
 LAYERS: Final = "layers"  # the leading axis of parameters stacked over layers
-LATENT: Final = "latent"  # the compressed queries, or keys and values, of latent attention
+LATENT: Final = "latent"  # the compressed queries, or keys and values, of latent attention; an update of low rank
 NORM: Final = "norm"  # scale and bias of a normalisation over the residual stream
 POSITION: Final = "position"  # rows of a learned position table
 

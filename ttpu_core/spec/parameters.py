@@ -18,13 +18,14 @@ from ttpu_core.spec import axes
 from ttpu_core.spec.attention import AttentionSpec
 from ttpu_core.spec.feed_forward import ActivationSpec, MLPSpec, MoESpec
 from ttpu_core.spec.norm import NormSpec
-from ttpu_core.spec.parts import NO_MIXER, CustomSpec, LayerSpec, MixerSpec, Parameter
+from ttpu_core.spec.parts import NO_MIXER, CustomSpec, LayerSpec, MixerSpec, Parameter, SharedSpec
 
 if TYPE_CHECKING:
     from ttpu_core.spec.architecture_spec import ArchitectureSpec
 
 Named = Iterator[tuple[str, Parameter]]
 LAYERS = "layers."
+SHARED = "shared."
 GROUPS = "groups."
 
 
@@ -37,8 +38,16 @@ def model_parameters(spec: ArchitectureSpec) -> dict[str, Parameter]:
 
 
 def layer_parameters(layer: LayerSpec, hidden_size: int) -> dict[str, Parameter]:
-    """The parameters of one layer by their path within the layer."""
-    return dict(_layer(layer, hidden_size))
+    """The parameters that one layer uses by their path within the layer."""
+    return dict(_block(layer, hidden_size)) | dict(_own(layer, hidden_size))
+
+
+def layer_paths(layer: LayerSpec, index: int, hidden_size: int) -> dict[str, str]:
+    """Path within the layer → path in the model, of the parameters that the layer of this index uses."""
+    shared, own = layer.block.shared, f"{LAYERS}{index}."
+    block = own if shared is None else f"{SHARED}{shared.block}."
+    paths = {path: block + path for path, _ in _block(layer, hidden_size)}
+    return paths | {path: own + path for path, _ in _own(layer, hidden_size)}
 
 
 def fused_slots(attention: AttentionSpec) -> tuple[int, int, int]:
@@ -82,8 +91,12 @@ def _model(spec: ArchitectureSpec) -> Named:
         yield from _prefixed("embed.norm", _norm(embedding.norm, (hidden,), (axes.NORM,)))
     if embedding.custom is not None:
         yield from _prefixed("embed", _custom(embedding.custom))
+    for number, block in _shared_blocks(spec).items():
+        yield from _prefixed(f"{SHARED}{number}", iter(block.items()))
     for index, layer in enumerate(spec.layers):
-        yield from _prefixed(f"layers.{index}", _layer(layer, hidden))
+        if layer.block.shared is None:
+            yield from _prefixed(f"{LAYERS}{index}", _block(layer, hidden))
+        yield from _prefixed(f"{LAYERS}{index}", _own(layer, hidden))
     if spec.final_norm is not None:
         yield from _prefixed("final_norm", _norm(spec.final_norm, (hidden,), (axes.NORM,)))
     if embedding.table_features is not None:
@@ -94,23 +107,71 @@ def _model(spec: ArchitectureSpec) -> Named:
         yield "head.bias", Parameter((embedding.rows,), (axes.VOCAB,), "zeros")
 
 
-def _layer(layer: LayerSpec, hidden: int) -> Named:
+def _shared_blocks(spec: ArchitectureSpec) -> dict[int, dict[str, Parameter]]:
+    """The parameters of each shared block by its number."""
+    blocks: dict[int, dict[str, Parameter]] = {}
+    for index, layer in enumerate(spec.layers):
+        if layer.block.shared is None:
+            continue
+        found = dict(_block(layer, spec.hidden_size))
+        if blocks.setdefault(layer.block.shared.block, found) != found:
+            raise PluginError(
+                f"layer {index} of this {spec.model_type} was described to use the shared block "
+                f"{layer.block.shared.block}, but with other parameters than the layers before it: describe norms, "
+                "mixer and MLP alike, or give it another block."
+            )
+    return blocks
+
+
+def _block(layer: LayerSpec, hidden: int) -> Named:
+    """The norms, the mixer and the MLP of a layer, which it may share."""
+    if layer.block.reads_embedding and (layer.block.placement == "parallel" or layer.block.normed_residual):
+        raise PluginError(
+            "a layer was described whose mixer reads the embedding too, but whose MLP or residual begins at the norm "
+            "before the mixer: use another placement than 'parallel', and no normed_residual."
+        )
     for name in norm_names(layer):
-        yield from _prefixed(name, _norm(layer.norm, (hidden,), (axes.NORM,)))
+        size = layer.mixer_inputs(hidden) if name == "input_norm" else hidden
+        yield from _prefixed(name, _norm(layer.norm, (size,), (axes.NORM,)))
     if isinstance(layer.mixer, MixerSpec):
         yield from _prefixed("mixer", _custom(layer.mixer))
     else:
-        yield from _prefixed("attention", _attention(layer.mixer, hidden))
-    if layer.block.beside is not None:
-        yield from _prefixed("mixer", _custom(layer.block.beside))
+        yield from _prefixed("attention", _attention(layer.mixer, layer.mixer_inputs(hidden), hidden))
     if isinstance(layer.mlp, MLPSpec):
         yield from _prefixed("mlp", _mlp(layer.mlp, hidden))
     elif isinstance(layer.mlp, MoESpec):
         yield from _prefixed("moe", _moe(layer.mlp, hidden))
+
+
+def _own(layer: LayerSpec, hidden: int) -> Named:
+    """What a layer never shares."""
+    if layer.block.beside is not None:
+        yield from _prefixed("mixer", _custom(layer.block.beside))
     if layer.block.layer_scalar:
         yield "layer_scalar", Parameter((1,), (None,), "ones", trained=False)
     if layer.block.custom is not None:
         yield from _custom(layer.block.custom)
+    if layer.block.shared is not None:
+        yield from _updates(layer, layer.block.shared, hidden)
+
+
+def _updates(layer: LayerSpec, shared: SharedSpec, hidden: int) -> Named:
+    """A layer's own updates b @ a of shared kernels: a [projections, rank, in] and b [*out, rank]. Each of the
+    projections that are fused in a kernel has an a of its own."""
+    block = dict(_block(layer, hidden))
+    fused = sum(map(bool, fused_slots(layer.mixer))) if isinstance(layer.mixer, AttentionSpec) else 0
+    up = "mlp.gate_up" if "mlp.gate_up.kernel" in block else "mlp.up"
+    for path, projections, rank in (("attention.qkv", fused, shared.qkv_rank), (up, 1, shared.mlp_rank)):
+        if rank is None:
+            continue
+        kernel = block.get(f"{path}.kernel")
+        if kernel is None:
+            raise PluginError(
+                f"an update of rank {rank} of the shared {path}.kernel was described, but the layer has no such "
+                "kernel: correct the ranks of `SharedSpec`, or the layer's mixer and MLP."
+            )
+        yield f"{path}.update.a", Parameter((projections, rank, kernel.shape[-1]), (None, None, axes.EMBED))
+        yield f"{path}.update.b", Parameter((*kernel.shape[:-1], rank), (*kernel.axes[:-1], axes.LATENT))
 
 
 def _custom(spec: CustomSpec) -> Named:
@@ -129,15 +190,15 @@ def _fits(logical: tuple[str | None, ...], shape: tuple[int, ...]) -> bool:
     return known and len(logical) == len(shape)
 
 
-def _attention(spec: AttentionSpec, hidden: int) -> Named:
+def _attention(spec: AttentionSpec, inputs: int, hidden: int) -> Named:
     kv, group, dim, value_dim = spec.num_kv_heads, spec.q_per_kv, spec.head_dim, spec.value_dim
     slots = sum(fused_slots(spec))
-    yield "qkv.kernel", Parameter((kv, slots, dim, hidden), (axes.KV_HEADS, axes.QKV, axes.HEAD_DIM, axes.EMBED))
+    yield "qkv.kernel", Parameter((kv, slots, dim, inputs), (axes.KV_HEADS, axes.QKV, axes.HEAD_DIM, axes.EMBED))
     if spec.qkv_bias:
         yield "qkv.bias", Parameter((kv, slots, dim), (axes.KV_HEADS, axes.QKV, axes.HEAD_DIM), "zeros")
     own_keys = spec.kv_from_layer is None
     if own_keys and not spec.value_is_key and value_dim != dim:
-        yield "value.kernel", Parameter((kv, value_dim, hidden), (axes.KV_HEADS, axes.HEAD_DIM, axes.EMBED))
+        yield "value.kernel", Parameter((kv, value_dim, inputs), (axes.KV_HEADS, axes.HEAD_DIM, axes.EMBED))
         if spec.qkv_bias:
             yield "value.bias", Parameter((kv, value_dim), (axes.KV_HEADS, axes.HEAD_DIM), "zeros")
     if spec.output_gate is not None:
@@ -145,7 +206,7 @@ def _attention(spec: AttentionSpec, hidden: int) -> Named:
         each_axes: tuple[str, ...] = (axes.KV_HEADS, axes.Q_PER_KV)
         if spec.output_gate.per == "feature":
             each, each_axes = (*each, value_dim), (*each_axes, axes.HEAD_DIM)
-        yield "gate.kernel", Parameter((*each, hidden), (*each_axes, axes.EMBED))
+        yield "gate.kernel", Parameter((*each, inputs), (*each_axes, axes.EMBED))
         if spec.output_gate.bias:
             yield "gate.bias", Parameter(each, each_axes, "zeros")
     head = (axes.HEAD_DIM,)

@@ -75,6 +75,23 @@ NO_MIXER = MixerSpec("none")
 
 
 @dataclass(frozen=True)
+class SharedSpec:
+    """A block of parameters that several layers use: norms, mixer and MLP, which these layers describe alike. Mixers
+    beside attention and parameters of custom blocks are each layer's own.
+
+    Args:
+        block: the number of the block.
+        qkv_rank: rank of the layer's own update of the shared projections of queries, keys and values, as of a LoRA
+            adapter that is a part of the model (arXiv 2411.15242); None for none.
+        mlp_rank: the same of the projections into the MLP.
+    """
+
+    block: int
+    qkv_rank: int | None = None
+    mlp_rank: int | None = None
+
+
+@dataclass(frozen=True)
 class BlockSpec:
     """How mixer and MLP connect to the residual stream.
 
@@ -85,9 +102,10 @@ class BlockSpec:
     has a factor of its own (no parallel placement has that). `skip_multipliers` scale the residual stream itself where
     the mixer's and the MLP's outputs are added to it. `normed_residual` adds them to the output of the norm before the
     sub-layer instead of its input. `layer_scalar` is one learned factor on the layer's output. `beside` is a mixer with
-    a state that reads what attention reads, and whose output is added to attention's. A block with another topology
-    names its own implementation as `custom`; it has the parameters of the layer's mixer, MLP and norms (placement
-    "none" for no norms), and its own parameters."""
+    a state that reads what attention reads, and whose output is added to attention's. With `reads_embedding` the norm
+    before the mixer and the mixer read twice the features: the stream, then the embedding of the tokens. `shared` names
+    parameters that other layers use too. A block with another topology names its own implementation as `custom`; it has
+    the parameters of the layer's mixer, MLP and norms (placement "none" for no norms), and its own parameters."""
 
     placement: Placement = "pre"
     residual_multiplier: float = 1.0
@@ -96,6 +114,8 @@ class BlockSpec:
     normed_residual: bool = False
     layer_scalar: bool = False
     beside: MixerSpec | None = None
+    reads_embedding: bool = False
+    shared: SharedSpec | None = None
     custom: CustomSpec | None = None
 
 
@@ -155,6 +175,10 @@ class LayerSpec:
         """The mixers of the layer that are not attention: its own, or one beside its attention."""
         found = (self.mixer, self.block.beside)
         return tuple(mixer for mixer in found if isinstance(mixer, MixerSpec))
+
+    def mixer_inputs(self, hidden_size: int) -> int:
+        """The features that the mixer reads, of a residual stream of `hidden_size` features."""
+        return hidden_size * (2 if self.block.reads_embedding else 1)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from test_plan_memory import LLAMA, published
+from test_plan_memory import LLAMA, published, sharing
 
 from ttpu_core.sharding.hardware import CHIPS, Topology, parse_topology
 from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds, slice_axes
@@ -36,6 +36,17 @@ def test_projections_between_stream_and_tables_are_multiplied_and_read() -> None
     assert more == pytest.approx(2 * both * 2048 / chip.chip.bf16_flops / MXU_SHARE)
     more = times[spec.hidden_size].hbm - times[None].hbm
     assert more == pytest.approx(2 * both / chip.chip.hbm_bytes_per_second / HBM_SHARE)
+
+
+def test_what_layers_share_is_read_and_multiplied_by_each() -> None:
+    spec, topology = published(LLAMA), parse_topology("v6e:2x4")
+    for workload in (DECODE, PREFILL):
+        assert estimate_time(sharing(spec), {"tensor": 8}, topology, workload) == estimate_time(
+            spec, {"tensor": 8}, topology, workload
+        )
+    trained, apart = (estimate_time(each, {"fsdp": 8}, topology, TRAIN) for each in (sharing(spec), spec))
+    assert trained.compute == apart.compute
+    assert trained.hbm < apart.hbm  # one block is updated
 
 
 def test_a_prefill_takes_as_long_as_its_products() -> None:

@@ -15,7 +15,7 @@ from ttpu_core.registry import default_registry
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.serving import ServingLimits, StepSize
 from ttpu_core.sharding.training_state import UpdateSettings
-from ttpu_core.spec import ArchitectureSpec
+from ttpu_core.spec import ArchitectureSpec, SharedSpec
 from ttpu_plan.estimate import MemoryEstimate
 from ttpu_plan.memory import estimate_memory
 from ttpu_plan.served import planning_backend, served_workloads, shapes_for
@@ -228,6 +228,25 @@ def test_an_update_in_parts_and_one_with_its_state_on_the_host_take_what_the_com
     assert estimate_memory(spec, {"data": 2, "fsdp": 16}, parts).total / 2**30 == pytest.approx(13.18, rel=0.02)
     on_host = replace(step, batch=16, update=UpdateSettings(offload_optimizer=True))
     assert estimate_memory(spec, {"fsdp": 16}, on_host).total / 2**30 == pytest.approx(8.00, rel=0.02)
+
+
+def sharing(spec: ArchitectureSpec) -> ArchitectureSpec:
+    """The model with one block of norms, attention and MLP for all of its layers."""
+    layers = tuple(replace(layer, block=replace(layer.block, shared=SharedSpec(0))) for layer in spec.layers)
+    return replace(spec, layers=layers)
+
+
+@pytest.mark.parametrize("task", ["decode", "train"])
+def test_what_layers_share_is_held_once_and_what_they_keep_is_not(task: str) -> None:
+    spec, workload = published(LLAMA), Workload(task, 32, 2048, layers="scan")
+    found, whole, one = (
+        estimate_memory(each, {"fsdp": 8}, workload)
+        for each in (sharing(spec), spec, replace(spec, layers=spec.layers[:1]))
+    )
+    held = [(each.weights, each.optimizer, each.gradients) for each in (found, one)]
+    assert held[0] == held[1]
+    if task == "decode":
+        assert (found.cache, found.activations) == (whole.cache, whole.activations)
 
 
 def test_a_mesh_that_cannot_cut_the_model_is_refused() -> None:

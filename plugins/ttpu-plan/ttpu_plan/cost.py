@@ -121,7 +121,7 @@ class _Program:
         rows, tokens = local_tokens(self.model, self.workload)
         item, bits = self.workload.bytes_per_element, BITS[self.workload.dtype]
         flops = traffic = 0.0
-        for one in kind.parameters:
+        for one in kind.used:
             read = float(weight_bytes([one], self.workload, gathered=True))
             if one.is_matrix:
                 used, active = expert_shares(kind.layer.mlp, rows * tokens) if one.of_experts else (1.0, 1.0)
@@ -133,7 +133,7 @@ class _Program:
             traffic += read
             self._gather(part, one, bits)
         self._sum_experts(part, kind, rows * tokens)
-        for one in kind.parameters:
+        for one in kind.used:
             if one.is_matrix and not one.of_experts and one.gathered[-1] < one.parameter.shape[-1]:
                 by = tuple(a for a in one.mesh_axes[-1] if a not in self._token_axes())
                 self._sum(part, rows * tokens * prod(one.gathered[:-1]) * item, by)
@@ -172,7 +172,7 @@ class _Program:
     def update(self) -> _Part:
         """Master weights and the optimizer's state are read and written, gradients read, rounded as the layers leave
         them. How long state takes from the host and back is not known."""
-        settings, held = self.workload.settings, [(1, self.model.ends)]
+        settings, held = self.workload.settings, [(1, self.model.ends), (1, self.model.shared)]
         held += [(kind.count, kind.parameters) for kind in self.model.layers]
         elements = sum(count * prod(one.local) for count, ends in held for one in ends)
         state = sum(state_bytes(one, count, settings) for count, ends in held for one in ends)
@@ -200,7 +200,7 @@ class _Program:
 
     def _sum_experts(self, part: _Part, kind: LayerShards, tokens: int) -> None:
         """Each device adds what its experts, and its part of each, give to all of its tokens, in float32."""
-        for one in kind.parameters:
+        for one in kind.used:
             if one.of_experts and one.path.endswith("down.kernel"):
                 by = tuple(a for a in (*one.mesh_axes[0], *one.mesh_axes[-1]) if a not in self._token_axes())
                 self._sum(part, tokens * self.model.spec.hidden_size * 4, by)

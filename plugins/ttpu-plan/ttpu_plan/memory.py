@@ -146,8 +146,13 @@ def _stored(model: ModelShards, workload: Workload) -> int:
 
 
 def _parts(model: ModelShards) -> list[tuple[int, tuple[ParameterShard, ...]]]:
-    """The model's ends, and each kind of layer with how many there are."""
-    return [(1, model.ends), *((kind.count, kind.parameters) for kind in model.layers)]
+    """The model's ends, and what is in its layers with how many there are."""
+    return [(1, model.ends), *_inner(model)]
+
+
+def _inner(model: ModelShards) -> list[tuple[int, tuple[ParameterShard, ...]]]:
+    """Shared blocks, and each kind of layer with how many there are."""
+    return [(1, model.shared), *((kind.count, kind.parameters) for kind in model.layers)]
 
 
 def _gathered_for_inference(model: ModelShards, workload: Workload) -> int:
@@ -156,7 +161,7 @@ def _gathered_for_inference(model: ModelShards, workload: Workload) -> int:
     those of all layers at once."""
     layers = []
     for kind in model.layers:
-        whole = [one for one in kind.parameters if one.local != one.gathered]
+        whole = [one for one in kind.used if one.local != one.gathered]
         layers.append((kind.count, weight_bytes(whole, workload, gathered=True)))
     head = weight_bytes([model.head], workload, gathered=True) if model.head.local != model.head.gathered else 0
     if workload.layers == "unrolled":
@@ -195,17 +200,17 @@ def _training(model: ModelShards, state: ModelShards, given: ModelShards, worklo
     rows, tokens = local_tokens(model, workload)
     stream = STREAMS * rows * tokens * model.spec.hidden_size * item
     weights = sum(count * weight_bytes(shards, workload, BITS[STATE.master_dtype]) for count, shards in _parts(state))
-    held_by_layers = [(one, kind.count) for kind in state.layers for one in kind.parameters]
+    held_by_layers = [(one, count) for count, parameters in _inner(state) for one in parameters]
     of_ends = sum(state_bytes(one, 1, settings) for one in state.ends)
     held = of_ends + sum(state_bytes(one, count, settings) for one, count in held_by_layers)
     brought = of_ends + max((state_bytes(one, 1, settings) for one, _ in held_by_layers), default=0)
     summed, of_sum = 0, BITS[STATE.gradient_dtype]
     if settings.gradient_accumulation_steps > 1:
         summed = sum(count * weight_bytes(shards, workload, of_sum) for count, shards in _parts(given))
-    rounded = sum(kind.count * weight_bytes(kind.parameters, workload, bits) for kind in model.layers)
+    rounded = sum(count * weight_bytes(parameters, workload, bits) for count, parameters in _inner(model))
     head, table = model.head, model.end("embed.embedding")
     assert table is not None
-    gradients = sum(kind.count * weight_bytes(kind.parameters, workload, bits) for kind in given.layers)
+    gradients = sum(count * weight_bytes(parameters, workload, bits) for count, parameters in _inner(given))
     stored_head, head_gradient = (weight_bytes([one.head], workload, bits) for one in (model, given))
     whole_head = weight_bytes([head], workload, bits, gathered=True)
     whole_table = weight_bytes([table], workload, bits, gathered=True)
@@ -270,8 +275,8 @@ def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
         gathered = gradient = product = saved = 0
         of_experts: list[int] = []
         for place, kind in enumerate(layers):
-            of_experts = [tiled_bytes(one.gathered, bits) for one in kind.parameters if one.of_experts]
-            others = [one for one in kind.parameters if not one.of_experts]
+            of_experts = [tiled_bytes(one.gathered, bits) for one in kind.used if one.of_experts]
+            others = [one for one in kind.used if not one.of_experts]
             if place >= len(layers) - GATHERED_LAYERS:
                 gathered += weight_bytes(others, workload, bits, gathered=True) + sum(of_experts)
             gradient = max(gradient, *of_experts, *(tiled_bytes(one.gathered, 32) for one in others), 0)
@@ -337,7 +342,7 @@ def _working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> i
     results and their sum, each of a token's experts having a row."""
     rows, tokens = local_tokens(model, workload)
     widest = experts = 0
-    for one in kind.parameters:
+    for one in kind.used:
         if one.of_experts and one.is_matrix:
             assert isinstance(kind.layer.mlp, MoESpec)
             given = rows * tokens * kind.layer.mlp.experts_per_token
@@ -355,7 +360,7 @@ def _saved(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
     rows, tokens = local_tokens(model, workload)
     item = workload.bytes_per_element
     experts = products = widest = 0
-    for one in kind.parameters:
+    for one in kind.used:
         if one.of_experts:
             experts = _working_set(model, kind, workload)
         elif one.is_matrix:
@@ -368,5 +373,5 @@ def _saved(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
 def _results(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
     """The results of a layer's products of weights. Those of a mixture's experts are another operation's."""
     rows, tokens = local_tokens(model, workload)
-    widths = sum(prod(one.gathered[:-1]) for one in kind.parameters if one.is_matrix and not one.of_experts)
+    widths = sum(prod(one.gathered[:-1]) for one in kind.used if one.is_matrix and not one.of_experts)
     return rows * tokens * widths * workload.bytes_per_element

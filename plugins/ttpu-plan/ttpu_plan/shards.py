@@ -14,6 +14,7 @@ from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import ArchitectureSpec, LayerSpec, Parameter, axes
 from ttpu_core.spec.kernel_format import parts_of
+from ttpu_core.spec.parameters import LAYERS, SHARED, layer_paths
 
 Shape = tuple[int, ...]
 MeshItems = tuple[tuple[str, int], ...]
@@ -49,6 +50,12 @@ class LayerShards:
     layer: LayerSpec
     count: int
     parameters: tuple[ParameterShard, ...]
+    shared: tuple[ParameterShard, ...] = ()  # that other layers use too
+
+    @property
+    def used(self) -> tuple[ParameterShard, ...]:
+        """All parameters that a layer computes with."""
+        return (*self.shared, *self.parameters)
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class ModelShards:
     strategy: Strategy
     ends: tuple[ParameterShard, ...]  # embedding, final norm and head
     layers: tuple[LayerShards, ...]
+    shared: tuple[ParameterShard, ...] = ()  # blocks that several layers use
 
     def devices(self, axis: str, size: int) -> int:
         """Return how many devices share a dimension of an activation: the product of its mesh axes, or 1 where they do
@@ -164,31 +172,30 @@ def _shard_model(spec: ArchitectureSpec, mesh: MeshItems, strategy: Strategy) ->
             local, gathered = (_local_shape(by, parameter.shape, sizes) for by in (mesh_axes, kept))
             yield ParameterShard(path, parameter, local, gathered, mesh_axes, parts)
 
-    ends, kinds = _kinds(padded)
-    return ModelShards(
-        padded,
-        sizes,
-        strategy,
-        tuple(shards(ends)),
-        tuple(LayerShards(layer, count, tuple(shards(named))) for layer, count, named in kinds),
-    )
+    ends, shared, kinds = _kinds(padded)
+    layers = (LayerShards(one.layer, one.count, tuple(shards(one.own)), tuple(shards(one.shared))) for one in kinds)
+    return ModelShards(padded, sizes, strategy, tuple(shards(ends)), tuple(layers), tuple(shards(shared)))
+
+
+@dataclass
+class _Kind:
+    """Layers that are alike: one of them, how many there are, and their parameters by path within the layer."""
+
+    layer: LayerSpec
+    count: int
+    own: Mapping[str, Parameter]
+    shared: Mapping[str, Parameter]
 
 
 @lru_cache(maxsize=256)
-def _kinds(
-    spec: ArchitectureSpec,
-) -> tuple[Mapping[str, Parameter], tuple[tuple[LayerSpec, int, Mapping[str, Parameter]], ...]]:
-    """The parameters of the model's ends, and different layers with their number and parameters."""
-    ends: dict[str, Parameter] = {}
-    layers: list[dict[str, Parameter]] = [{} for _ in spec.layers]
-    for path, parameter in spec.parameters.items():
-        if path.startswith("layers."):
-            _, index, rest = path.split(".", 2)
-            layers[int(index)][rest] = parameter
-        else:
-            ends[path] = parameter
-    counts: dict[tuple[LayerSpec, tuple[tuple[str, Parameter], ...]], int] = {}
-    for layer, named in zip(spec.layers, layers, strict=True):
-        key = layer, tuple(named.items())
-        counts[key] = counts.get(key, 0) + 1
-    return ends, tuple((layer, count, dict(named)) for (layer, named), count in counts.items())
+def _kinds(spec: ArchitectureSpec) -> tuple[Mapping[str, Parameter], Mapping[str, Parameter], tuple[_Kind, ...]]:
+    """The parameters of the model's ends, those of shared blocks, and different layers."""
+    others = {path: one for path, one in spec.parameters.items() if not path.startswith(LAYERS)}
+    shared = {path: one for path, one in others.items() if path.startswith(SHARED)}
+    found: dict[tuple[LayerSpec, tuple[tuple[str, Parameter], ...]], _Kind] = {}
+    for index, layer in enumerate(spec.layers):
+        paths = layer_paths(layer, index, spec.hidden_size)
+        of_block = {name: shared[path] for name, path in paths.items() if path in shared}
+        own = {name: spec.parameters[path] for name, path in paths.items() if path not in shared}
+        found.setdefault((layer, tuple(own.items())), _Kind(layer, 0, own, of_block)).count += 1
+    return {path: one for path, one in others.items() if path not in shared}, shared, tuple(found.values())

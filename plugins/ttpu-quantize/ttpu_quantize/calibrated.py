@@ -19,7 +19,7 @@ from ttpu_core.loading import LoadOptions
 from ttpu_core.mapping import FlaxMapping, Tensor, gather, scatter
 from ttpu_core.quantization.rounding import dequantize, round_kernel
 from ttpu_core.spec.kernel_format import KernelFormat, PartName
-from ttpu_core.spec.parameters import LAYERS
+from ttpu_core.spec.parameters import LAYERS, SHARED, layer_paths
 from ttpu_quantize import compressed_tensors as layout
 from ttpu_quantize.clipping import round_clipped
 from ttpu_quantize.folding import apply, folds, scaled
@@ -91,6 +91,9 @@ class Calibration:
             selection,
         )
         self._stored = mapping.canonical(checkpoint.tensors)
+        self._shared = {
+            linear.name: self._rounded(linear) for linear in selection.linears.get(None, ()) if _is_shared(linear)
+        }
         outside = [path for path, _ in mapping.rules if path.startswith("embed.")]
         params = self._arrays({path: path for path in outside}, {})
         self._run: LayerRun = self.backend.layer_run(
@@ -100,7 +103,7 @@ class Calibration:
     def skip(self, layer: int, tensors: Mapping[str, Array]) -> None:
         """Run a layer that was quantized before, from the tensors in its file."""
         linears = {linear.name: linear for linear in self._selection.linears.get(layer, ())}
-        values: dict[str, Array] = {}
+        values = dict(self._shared)
         for name, stored in self._stored.items():
             if name in linears and f"{linears[name].module}.weight_scale" in tensors:
                 linear = linears[name]
@@ -158,7 +161,7 @@ class Calibration:
             errors.rounding[name] = _relative(nearest - first, first, first_moments)
             errors.method[name] = _relative(rounded - changed[name], changed[name], moments)
             changed[name] = rounded
-        self._run.advance(layer, self._arrays(paths, changed))
+        self._run.advance(layer, self._arrays(paths, changed | self._shared))
         return tensors, errors
 
     def _round(self, weights: Array, moments: Array | None, form: KernelFormat) -> dict[PartName, Array]:
@@ -187,8 +190,13 @@ class Calibration:
 
     def _paths(self, layer: int) -> dict[str, str]:
         """Path within the layer → path in the model."""
-        prefix = f"{LAYERS}{layer}."
-        return {path.removeprefix(prefix): path for path, _ in self._mapping.rules if path.startswith(prefix)}
+        spec = self._architecture.spec
+        return layer_paths(spec.layers[layer], layer, spec.hidden_size)
+
+    def _rounded(self, linear: Linear) -> Array:
+        """A matrix that several layers share, float32, as it is written: rounded to nearest."""
+        weights = read_weights(self._checkpoint.tensors[linear.stored])
+        return dequantize(round_kernel(weights, linear.form), linear.form)
 
     def _arrays(self, paths: Mapping[str, str], values: dict[str, Array]) -> dict[str, Array]:
         """Parameters float32 by the given names, made of tensors in `values`, which is filled with those that are
@@ -233,6 +241,10 @@ def calibration_tokens(ids: tuple[int, ...], samples: int, length: int) -> Array
     starts = np.linspace(0, len(ids) - length, count).astype(int)
     text = np.asarray(ids, np.int32)
     return np.stack([text[start : start + length] for start in starts])
+
+
+def _is_shared(linear: Linear) -> bool:
+    return linear.uses[0].path.startswith(SHARED)
 
 
 def _moments(linear: Linear, statistics: Mapping[str, InputStatistics], prefix: str) -> Array | None:

@@ -48,7 +48,7 @@ def folds(layer: LayerSpec, arrays: Mapping[str, Array], *, is_source: bool) -> 
         arrays: path → array, its parameters.
         is_source: other layers read this layer's keys and values, whose rows must then stay as they are.
     """
-    if layer.block.custom is not None:
+    if layer.block.custom is not None or layer.block.shared is not None:
         return
     placement = layer.block.placement
     before_mixer = _present(arrays, *_mixer_inputs(layer))

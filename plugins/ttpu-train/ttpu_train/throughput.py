@@ -19,7 +19,7 @@ def training_flops(spec: ArchitectureSpec, length: int, *, head: bool = True) ->
     half of the row on average, or to their window. What is computed again in the backward pass is not counted, nor is
     the lookup of an embedding that is not the head too; `head` says whether logits are computed."""
     looked_up = 0 if spec.head.tied and head else spec.parameters["embed.embedding"].size
-    forward = product_flops(spec.num_active_parameters - looked_up, 1)
+    forward = product_flops(spec.num_multiplied_parameters - looked_up, 1)
     for layer in spec.layers:
         if isinstance(layer.mixer, AttentionSpec):
             seen = attended_tokens(layer.mixer, length)

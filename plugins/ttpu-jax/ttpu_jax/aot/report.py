@@ -21,6 +21,7 @@ from ttpu_core.quantization.report import stored_formats
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_core.spec.arithmetic import expert_shares, product_flops
+from ttpu_core.spec.parameters import GROUPS, LAYERS, SHARED
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.schedule import Breakdown
 from ttpu_jax.aot.steps import AbstractProgram, Task, inference_step, train_step
@@ -271,9 +272,10 @@ def _roofline_seconds(
     read, multiplied = 0.0, 0.0
     for path, array in params.items():
         used, active = _expert_shares(spec, path, rows)
-        if path.startswith(("layers.", "groups.")):
+        if path.startswith((LAYERS, GROUPS, SHARED)):
+            uses = max(1, len(spec.layers_of(path)))
             read += used * device_bytes(array)
-            multiplied += product_flops(active * prod(array.shape), rows) * path.endswith("kernel")
+            multiplied += uses * product_flops(active * prod(array.shape), rows) * path.endswith("kernel")
     read += device_bytes(params["embed.embedding" if spec.head.tied else "head.kernel"])
     read += device_bytes(step.held) if task == "decode" else 0
     return max(
@@ -286,9 +288,10 @@ def _expert_shares(spec: ArchitectureSpec, path: str, rows: int) -> tuple[float,
     """`expert_shares` of the parameter at a path, stacked or not."""
     if ".moe.experts." not in path:
         return 1.0, 1.0
-    kind, first, second, *_ = path.split(".")
-    layer = spec.layers[int(first)] if kind == "layers" else spec.groups()[int(first)].unit[int(second)]
-    return expert_shares(layer.mlp, rows)
+    if path.startswith(GROUPS):
+        _, group, place, *_ = path.split(".")
+        return expert_shares(spec.groups()[int(group)].unit[int(place)].mlp, rows)
+    return expert_shares(spec.layers_of(path)[0].mlp, rows)
 
 
 def _collective_totals(program: CompiledProgram) -> tuple[CollectiveTotal, ...]:

@@ -20,7 +20,7 @@ class Attention(nnx.Module):
 
     def __init__(self, spec: AttentionSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
-        self.qkv = Linear(values.at("qkv"), runtime)
+        self.qkv = Linear(values.at("qkv"), runtime, fused_slots(spec))
         own_keys = spec.kv_from_layer is None
         separate = own_keys and not spec.value_is_key and spec.value_dim != spec.head_dim
         self.value = Linear(values.at("value"), runtime) if separate else None

@@ -27,6 +27,7 @@ from ttpu_jax.model.modules import (
     Norm,
     Parameters,
     Runtime,
+    SharedParam,
     Step,
     Stream,
     WithShortcut,
@@ -76,7 +77,7 @@ class Decoder(nnx.Module):
         embedding = custom_embedding if spec.embedding.custom else Embedding
         self.embed = embedding(spec.embedding, values.at("embed"), runtime)
         self.layers = nnx.List(
-            (custom_block if layer.block.custom else DecoderLayer)(layer, values.at(path), runtime)
+            (custom_block if layer.block.custom else DecoderLayer)(layer, values.of_layer(path, layer), runtime)
             for path, layer in _layer_paths(spec, stacked=stacked)
         )
         self.final_norm = Norm(spec.final_norm, values.at("final_norm")) if spec.final_norm else None
@@ -227,7 +228,7 @@ class Decoder(nnx.Module):
         """Run x [batch, seq, hidden] through the stacked layers of the only group, of which the arrays may hold any
         number. Returns the stream behind them and the loads of experts, each [layers, 2, experts], if asked for."""
         (group,) = self.spec.groups()
-        split = [nnx.split(layer) for layer in self.layers]
+        split = [_split(layer) for layer in self.layers]
         nothing = NoCache(step.query_positions, segments=step.segments)
         apply: Any = _run_layer
         if self.remat != "none":
@@ -235,12 +236,13 @@ class Decoder(nnx.Module):
 
         def unit(x: jax.Array, states: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             loads = []
-            for (definition, _), state, layer in zip(split, states, group.unit, strict=True):
-                x, _, _, load = apply(definition, state, x, step, nothing, _inputs(layer, {}, None))
+            for (definition, common, _), state, layer in zip(split, states, group.unit, strict=True):
+                whole = nnx.merge_state(common, state)
+                x, _, _, load = apply(definition, whole, x, step, nothing, _inputs(layer, {}, None))
                 loads.append(load)
             return x, tuple(load for load in loads if load is not None)
 
-        found: tuple[jax.Array, tuple[jax.Array, ...]] = jax.lax.scan(unit, x, tuple(state for _, state in split))
+        found: tuple[jax.Array, tuple[jax.Array, ...]] = jax.lax.scan(unit, x, tuple(state for _, _, state in split))
         return found
 
     def finished(self, x: jax.Array) -> jax.Array:
@@ -340,13 +342,14 @@ class Decoder(nnx.Module):
         updated: list[Any] = []
         loads: list[jax.Array] = []
         shared: dict[int, Keys] = {}
+        embedding = x
         for index, layer in enumerate(self.layers):
             definition, state = nnx.split(layer)
             if seen is not None and not isinstance(x, WithShortcut):
                 seen.append(x)
             if last_only and index == len(self.layers) - 1:  # of what it computes, only the last token's is read
                 step = replace(step, last_only=True)
-            inputs = _inputs(layer.spec, shared, None if beside is None else beside[index])
+            inputs = _inputs(layer.spec, shared, None if beside is None else beside[index], embedding)
             is_source = index in self.spec.kv_sources
             apply = _apply_layer if self.remat == "none" else _recomputed(_apply_layer, self.remat, (0, 1))
             x, held, keys, load = apply(definition, is_source, state, x, step, bind(caches[index], None), inputs)
@@ -366,12 +369,12 @@ class Decoder(nnx.Module):
         shared: dict[int, Keys] = {}
         whole = not any(self.runtime.placement.axes_of(axis) for axis in (axes.QKV, axes.HEAD_DIM))
         merges = self.runtime.cuts_stream and whole
-        place = 0
+        place, embedding = 0, x
         for group in self.spec.groups():
             places = range(place, place + len(group.unit))
             place += len(group.unit)
-            split = [nnx.split(self.layers[i]) for i in places]
-            stacks = tuple(state for _, state in split)
+            split = [_split(self.layers[i]) for i in places]
+            stacks = tuple(state for _, _, state in split)
             start = group.start
             last: list[Keys | None] = []
             once = group.repeats == 1
@@ -392,10 +395,11 @@ class Decoder(nnx.Module):
                 layer_index, states = inputs
                 states = _apart(states, stacks)
                 after, of_unit = [], []
-                for number, ((definition, _), state, kept) in enumerate(zip(split, states, held, strict=True)):
+                for number, ((definition, common, _), state, kept) in enumerate(zip(split, states, held, strict=True)):
                     index = group.start + layer_index * len(group.unit) + number
-                    given = _inputs(group.unit[number], shared, None if beside is None else beside[index])
-                    x, kept, keys, load = apply(definition, state, x, step, bind(kept, layer_index), given)
+                    given = _inputs(group.unit[number], shared, None if beside is None else beside[index], embedding)
+                    whole_state = nnx.merge_state(common, state)
+                    x, kept, keys, load = apply(definition, whole_state, x, step, bind(kept, layer_index), given)
                     after.append(kept)
                     last.append(keys)
                     of_unit.append(load)
@@ -475,10 +479,20 @@ def _recomputed(apply: Any, remat: str, static: tuple[int, ...], *, prevent_cse:
     return jax.checkpoint(apply, policy=policy, static_argnums=static, prevent_cse=prevent_cse)
 
 
-def _inputs(layer: LayerSpec, shared: Mapping[int, Keys], beside: jax.Array | None) -> LayerInputs:
+def _split(layer: nnx.Module) -> tuple[Any, Any, Any]:
+    """A layer's definition, the parameters that it shares with other layers, and its own."""
+    parts: Any = nnx.split(layer, SharedParam, ...)
+    definition, common, own = parts
+    return definition, common, own
+
+
+def _inputs(
+    layer: LayerSpec, shared: Mapping[int, Keys], beside: jax.Array | None, embedding: jax.Array | None = None
+) -> LayerInputs:
     """What a layer is given beside the stream; `shared` are the keys and values of the layers that others read."""
     source = layer.mixer.kv_from_layer if isinstance(layer.mixer, AttentionSpec) else None
-    return LayerInputs(None if source is None else shared[source], beside)
+    keys = None if source is None else shared[source]
+    return LayerInputs(keys, beside, embedding if layer.block.reads_embedding else None)
 
 
 def _layer_paths(spec: ArchitectureSpec, *, stacked: bool) -> Iterator[tuple[str, Any]]:

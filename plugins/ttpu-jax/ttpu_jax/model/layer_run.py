@@ -14,7 +14,7 @@ import numpy as np
 from ttpu_core.calibration import InputStatistics
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import ArchitectureSpec, LayerSpec, MoESpec, Parameter, axes
-from ttpu_core.spec.parameters import LAYERS
+from ttpu_core.spec.parameters import layer_paths
 from ttpu_jax.model.custom import custom_block, custom_embedding
 from ttpu_jax.model.embedding import Embedding
 from ttpu_jax.model.layers import DecoderLayer, run_layer
@@ -69,10 +69,13 @@ class LayerRun:
 
         self.streams: list[Stream] = []
         self._beside: list[jax.Array | None] = []
+        self._embedded: list[jax.Array] = []
         for each in texts:
             stream, beside = embed(arrays, jnp.asarray(each, jnp.int32))
             self.streams.append(stream)
             self._beside.append(beside)
+            if any(layer.block.reads_embedding for layer in spec.layers):
+                self._embedded.append(stream)
         self._shared: list[dict[int, Any]] = [{} for _ in texts]
 
     def observe(
@@ -113,12 +116,8 @@ class LayerRun:
                 self._shared[number][layer] = keys
 
     def _table(self, layer: int) -> dict[str, Parameter]:
-        prefix = f"{LAYERS}{layer}."
-        return {
-            path.removeprefix(prefix): parameter
-            for path, parameter in self.spec.parameters.items()
-            if path.startswith(prefix)
-        }
+        paths = layer_paths(self.spec.layers[layer], layer, self.spec.hidden_size)
+        return {name: self.spec.parameters[path] for name, path in paths.items()}
 
     def _placed(self, params: Mapping[str, np.ndarray], table: Mapping[str, Parameter]) -> dict[str, jax.Array]:
         placement = self.runtime.placement
@@ -135,7 +134,8 @@ class LayerRun:
         source = getattr(mixer, "kv_from_layer", None)
         beside = self._beside[number]
         keys = None if source is None else self._shared[number][source]
-        return LayerInputs(keys, None if beside is None else beside[layer])
+        embedding = self._embedded[number] if self.spec.layers[layer].block.reads_embedding else None
+        return LayerInputs(keys, None if beside is None else beside[layer], embedding)
 
     def _program(self, layer: int, *, observes: bool) -> Any:
         """The compiled program of a layer; layers that are equal share one."""

@@ -33,7 +33,7 @@ class DecoderLayer(nnx.Module):
     """Mixer and MLP on the residual stream, with norms where the placement puts them.
 
     A custom block is a class of the same constructor and call, and may inherit from this one: it replaces the call, or
-    only one of its steps (`mix`, `feed_forward`, `leave`)."""
+    only one of its steps (`enter`, `mix`, `feed_forward`, `leave`)."""
 
     def __init__(self, spec: LayerSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
@@ -71,7 +71,7 @@ class DecoderLayer(nnx.Module):
         the keys and values that the mixer attended to, if it is attention."""
         if self.spec.mixer == NO_MIXER:
             return self.leave(self._after_mlp(x[:, -1:] if step.last_only else x), inputs), cache, None
-        entered = maybe(self.input_norm, x)
+        entered = self.enter(x, inputs)
         mixed, cache, keys = self.mix(entered, step, cache, inputs)
         after = self.spec.block.placement == "post_residual"
         mixed = mixed if after else maybe(self.post_attention_norm, mixed)
@@ -88,6 +88,14 @@ class DecoderLayer(nnx.Module):
             x = self._after_mlp(maybe(self.post_attention_norm, x) if after else x)
         return self.leave(x, inputs), cache, keys
 
+    def enter(self, x: jax.Array, inputs: LayerInputs | None) -> jax.Array:
+        """What the mixer reads of the residual stream x [batch, seq, hidden], and of the embedding of the tokens if it
+        reads that too: [batch, seq, `LayerSpec.mixer_inputs`]."""
+        if self.spec.block.reads_embedding:
+            assert inputs is not None and inputs.embedding is not None
+            x = jnp.concatenate([x, inputs.embedding], axis=-1)
+        return maybe(self.input_norm, x)
+
     def mix(
         self,
         x: jax.Array,
@@ -97,10 +105,10 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, StepCache, Keys | None]:
         """The mixer of x [batch, seq, hidden], the updated cache, and attention's keys and values."""
         if self.beside is not None:
-            keys_of, states_of = _parts(cache)
+            keys_of, states_of = keys_and_states(cache)
             mixed, keys_of, keys = self.attention(x, step, keys_of, inputs.keys if inputs else None)
             other, states_of = states_of.recur(self.beside, x, step)
-            return mixed + (other[:, -1:] if step.last_only else other), _both(keys_of, states_of), keys
+            return mixed + (other[:, -1:] if step.last_only else other), both_caches(keys_of, states_of), keys
         if not isinstance(self.spec.mixer, MixerSpec):
             return self.attention(x, step, cache, inputs.keys if inputs else None)
         if isinstance(self.mixer, CachingMixer):
@@ -169,15 +177,15 @@ def _times(x: jax.Array, multiplier: float) -> jax.Array:
     return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
 
 
-def _parts(cache: StepCache) -> tuple[StepCache, StepCache]:
+def keys_and_states(cache: StepCache) -> tuple[StepCache, StepCache]:
     """The cache of a layer's attention, and that of the mixer beside it."""
     if isinstance(cache, NoCache):
         return cache, cache
     return replace(cache, held=cache.held.keys), replace(cache, held=cache.held.states)
 
 
-def _both(keys: StepCache, states: StepCache) -> StepCache:
-    """The reverse of `_parts`."""
+def both_caches(keys: StepCache, states: StepCache) -> StepCache:
+    """The reverse of `keys_and_states`."""
     if isinstance(keys, NoCache) or isinstance(states, NoCache):
         return keys
     return replace(keys, held=BothCaches(keys.held, states.held))

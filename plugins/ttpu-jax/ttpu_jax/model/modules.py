@@ -7,7 +7,7 @@ Custom mixers, blocks and embeddings use these too (see `ttpu_jax.model.custom`)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, axes
+from ttpu_core.spec.parameters import SHARED
 from ttpu_jax.ops.activation import activate, gated_activation, sparsify, xielu
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.matmul.devices import Devices, UsePallas
@@ -52,24 +53,38 @@ class Runtime:
     cuts_stream: bool = False
 
 
+class SharedParam(nnx.Param):
+    """A parameter that several layers use."""
+
+
 @dataclass(frozen=True)
 class Parameters:
-    """A view on a flat dict of arrays and on the parameter table, below a path."""
+    """A view on a flat dict of arrays and on the parameter table, below a path. What is not there is looked up below
+    `shared`, the path of parameters that the layer shares with others."""
 
     arrays: Mapping[str, jax.Array]
     table: Mapping[str, Parameter]
     prefix: str = ""
+    shared: str | None = None
 
     def at(self, path: str) -> Parameters:
         """The view below `path`."""
-        return Parameters(self.arrays, self.table, f"{self.prefix}{path}.")
+        shared = None if self.shared is None else f"{self.shared}{path}."
+        return replace(self, prefix=f"{self.prefix}{path}.", shared=shared)
+
+    def of_layer(self, path: str, layer: LayerSpec) -> Parameters:
+        """The view on a layer's parameters below `path`, and on those that it shares."""
+        shared = layer.block.shared
+        return replace(self.at(path), shared=None if shared is None else f"{SHARED}{shared.block}.")
 
     def get(self, name: str) -> nnx.Param | None:
         """The parameter as an NNX variable that carries its logical axes; None where the spec has none of this name."""
-        path = self.prefix + name
+        path, kind = self.prefix + name, nnx.Param
+        if path not in self.table and self.shared is not None:
+            path, kind = self.shared + name, SharedParam
         if path not in self.table:
             return None
-        return nnx.Param(self.arrays[path], axis_names=self.table[path].axes)
+        return kind(self.arrays[path], axis_names=self.table[path].axes)
 
     def __getitem__(self, name: str) -> nnx.Param:
         variable = self.get(name)
@@ -117,10 +132,12 @@ class Step:
 @dataclass(frozen=True)
 class LayerInputs:
     """The inputs of a layer beside the residual stream: `keys`, another layer's keys and values, for a layer without
-    its own; `beside` [batch, seq, features] from a custom embedding."""
+    its own; `beside` [batch, seq, features] from a custom embedding; `embedding` [batch, seq, hidden], what went into
+    the first layer, for a layer that reads it."""
 
     keys: Keys | None = None
     beside: jax.Array | None = None
+    embedding: jax.Array | None = None
 
 
 class WithShortcut(NamedTuple):
@@ -149,20 +166,38 @@ class Norm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x @ kernel.T + bias, whatever the kernel is: dense, quantized, or with LoRA adapters (`ttpu_jax.ops.kernels`)."""
+    """x @ kernel.T + bias, whatever the kernel is: dense, quantized, or with LoRA adapters (`ttpu_jax.ops.kernels`).
 
-    def __init__(self, values: Parameters, runtime: Runtime) -> None:
-        self.runtime = runtime
+    A shared kernel may have an update b @ a of the layer's own. Where several projections are fused in the kernel [kv,
+    slots, dim, in], each has an a of its own, and `slots` counts their slots."""
+
+    def __init__(self, values: Parameters, runtime: Runtime, slots: tuple[int, ...] = ()) -> None:
+        self.runtime, self.slots = runtime, tuple(filter(None, slots))
         self.kernel, self.bias = values["kernel"], values.get("bias")
+        self.update_a, self.update_b = values.get("update.a"), values.get("update.b")
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in]: [..., *out]."""
         kernel, bias = value_of(self.kernel), value_of(self.bias)
         on_one_device, widen_rows = self.runtime.placement.mesh is None, self.runtime.widen_rows
         devices = product_devices(x, self.kernel, self.runtime)
-        return linear(
+        product = linear(
             x, kernel, bias, out_dtype=out_dtype, flatten=on_one_device, widen_rows=widen_rows, devices=devices
         )
+        return product if self.update_a is None else (product + self._update(x)).astype(product.dtype)
+
+    def _update(self, x: jax.Array) -> jax.Array:
+        """float32 [..., *out]: x [..., in] times b @ a."""
+        a, b = value_of(self.update_a), value_of(self.update_b)
+        wide, on_one_device = jnp.dtype(jnp.float32), self.runtime.placement.mesh is None
+        narrow = linear(x, a, flatten=on_one_device)
+        if len(a) == 1:
+            return linear(narrow[..., 0, :], b, out_dtype=wide, flatten=on_one_device)
+        parts = jnp.split(b, np.cumsum(self.slots)[:-1], axis=1)
+        each = (
+            linear(narrow[..., i, :], part, out_dtype=wide, flatten=on_one_device) for i, part in enumerate(parts)
+        )
+        return jnp.concatenate(list(each), axis=-2)
 
 
 class XIELU(nnx.Module):

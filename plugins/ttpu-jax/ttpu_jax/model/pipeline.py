@@ -37,8 +37,8 @@ def check_stages(spec: ArchitectureSpec, stages: int) -> None:
             than the stream.
     """
     groups = spec.groups()
-    beside = "layers that read keys of others" if spec.kv_sources else "an embedding of its own for every layer"
-    if spec.kv_sources or spec.embedding.custom:
+    beside = "layers that read keys of others" if spec.kv_sources else "an embedding that later layers read too"
+    if spec.kv_sources or spec.embedding.custom or any(layer.block.reads_embedding for layer in spec.layers):
         raise UnsupportedError(
             f"{STAGE}={stages} was asked for, but a {spec.model_type} model has {beside}, which would have to cross "
             "stages: use a mesh of fsdp, tensor or expert."

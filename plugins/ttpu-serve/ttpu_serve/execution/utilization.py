@@ -14,7 +14,8 @@ from ttpu_serve.scheduling.scheduler_output import ScheduledStep
 class StepCosts:
     """Totals over all steps.
 
-    Operations: two per active parameter and token, and 4 * heads * head_dim per token and cached token it attends to.
+    Operations: two per active parameter and token for each layer that uses the parameter, and 4 * heads * head_dim per
+    token and cached token it attends to.
     Bytes: the weights once per step, and each sequence's cached keys and values once, limited by windows and chunks.
 
     Args:
@@ -30,7 +31,7 @@ class StepCosts:
     ) -> None:
         self.flops = self.bytes = 0.0
         self._weight_bytes = weight_bytes
-        self._flops_per_token = product_flops(spec.num_active_parameters, 1)
+        self._flops_per_token = product_flops(spec.num_multiplied_parameters, 1)
         spans: dict[int | None, list[float]] = {}
         for layer in spec.layers:
             mixer = layer.mixer
