@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import AttentionSpec, axes
-from ttpu_jax.model.cache import LayerCache, StateCache
+from ttpu_jax.model.cache import LayerCache, StateCache, write_slots
 from ttpu_jax.model.modules import Runtime, Step
 from ttpu_jax.model.ragged import on_rows
 from ttpu_jax.ops import attention as attention_ops
@@ -251,7 +251,7 @@ class ContiguousCache:
         v_head_dim], and the updated cache."""
         before: StateCache = self.held
         state = before.layer(self.layer_index)
-        written = Latents(*(self._written(state[name], new) for name, new in latents._asdict().items()))
+        written = Latents(*(write_slots(state[name], new, self.slot) for name, new in latents._asdict().items()))
         if self.fresh:
             mixed = reader.expanded(queries, latents, self.positions)
         else:
@@ -263,11 +263,6 @@ class ContiguousCache:
         before: StateCache = self.held
         mixed, state = mixer(x, step, before.layer(self.layer_index))
         return mixed, replace(self, held=before.write(state, self.layer_index))
-
-    def _written(self, cache: jax.Array, new: jax.Array) -> jax.Array:
-        """cache [batch, slots, features] with new [batch, seq, features] from `slot` on."""
-        zero = jnp.zeros((), self.slot.dtype)
-        return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (zero, self.slot, zero))
 
 
 @jax.tree_util.register_dataclass
