@@ -176,10 +176,10 @@ def positive(option: str, value: float, allowed: str) -> None:
 
 class Bar:
     """A context manager that shows a progress bar on stderr if it is a terminal; it gives `advance(failed)`, which
-    counts one more."""
+    counts one more. done: of the total, those that were there before. shown: whether it is shown at all."""
 
-    def __init__(self, noun: str, total: int) -> None:
-        self._noun, self._total, self._failed = noun, total, 0
+    def __init__(self, noun: str, total: int, *, done: int = 0, shown: bool = True) -> None:
+        self._noun, self._total, self._done, self._shown, self._failed = noun, total, done, shown, 0
 
     def __enter__(self) -> Any:
         from rich.progress import (
@@ -200,9 +200,10 @@ class Bar:
             TimeRemainingColumn(),
         )
         console = stderr_console()
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        hidden = not (self._shown and console.is_terminal)
+        self._progress = Progress(*columns, console=console, transient=True, disable=hidden)
         self._progress.start()
-        self._task = self._progress.add_task(self._noun, total=self._total, failed="")
+        self._task = self._progress.add_task(self._noun, total=self._total, completed=self._done, failed="")
         return self._advance
 
     def __exit__(self, *_: object) -> None:

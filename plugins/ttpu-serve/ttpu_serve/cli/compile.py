@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.main import get_command
 
 from ttpu_core.backend import CompilesAhead
 from ttpu_core.cli import options
@@ -18,7 +17,7 @@ from ttpu_core.cli.console import LoadProgress, counted, in_bytes, print_json, s
 from ttpu_core.cli.option_groups import with_option_groups
 from ttpu_core.errors import UnsupportedError
 from ttpu_serve.cli.engine_options import EngineOptions, words
-from ttpu_serve.cli.vllm_command import VllmCommand
+from ttpu_serve.cli.shared_file import SharedFileCommand
 
 if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
@@ -289,15 +288,5 @@ def _print_here(name: str, rows: Sequence[Mapping[str, Any]], counts: Any, folde
     )
 
 
-class CompileCommand(VllmCommand):
-    """The command, which leaves out the options of a file that are the server's alone."""
-
-    def others(self) -> Sequence[Any]:
-        """Return the parameters of `ttpu serve`."""
-        from ttpu_serve.cli.serve import app as serve
-
-        return tuple(get_command(serve).params)
-
-
 app = typer.Typer(add_completion=False, context_settings=CONTEXT_SETTINGS, pretty_exceptions_enable=False)
-app.command("compile", cls=CompileCommand)(compile_programs)
+app.command("compile", cls=SharedFileCommand)(compile_programs)

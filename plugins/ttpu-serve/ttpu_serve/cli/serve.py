@@ -3,7 +3,6 @@ until it is stopped."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from enum import StrEnum
@@ -14,31 +13,17 @@ import typer
 
 from ttpu_core.cli import options
 from ttpu_core.cli.commands import CONTEXT_SETTINGS
-from ttpu_core.cli.console import LoadProgress, note
+from ttpu_core.cli.console import note
 from ttpu_core.cli.option_groups import with_option_groups
 from ttpu_core.errors import RequestError
+from ttpu_serve.cli.answer_options import AnswerOptions, Guides, GuidesChoice, check_processes, opened
+from ttpu_serve.cli.batch_options import BatchOptions
 from ttpu_serve.cli.engine_options import ENGINE, EngineOptions
 from ttpu_serve.cli.vllm_command import VllmCommand
 
 SERVER, LIMITS = "Server", "Limits"
 KEY_VARIABLE = "TTPU_API_KEY"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-class GenerationConfigChoice(StrEnum):
-    """The source of the default sampling parameters."""
-
-    auto = "auto"
-    none = "none"
-
-
-class GuidesChoice(StrEnum):
-    """Where guided decoding is computed; see `ttpu_serve.guided.guides.PLACES`."""
-
-    isolated = "isolated"
-    inline = "inline"
-    off = "off"
 
 
 class MetricsPrefixChoice(StrEnum):
@@ -89,55 +74,6 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="What clients call the model; repeat for more. Else as CHECKPOINT.",
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="A Jinja template, instead of the checkpoint's.", rich_help_panel=SERVER),
-    ] = None,
-    default_chat_template_kwargs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help="The template's variables where a request does not say: {\"enable_thinking\": false}.",
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
-    tool_call_parser: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="How the model writes tool calls: hermes, llama3_json, qwen3_coder, …, or auto: by the template.",
-            rich_help_panel=SERVER,
-        ),
-    ] = "auto",
-    reasoning_parser: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="How the model writes reasoning, told apart as reasoning_content: think, gpt_oss, …; auto: by the "
-            "template; none: it is content.",
-            rich_help_panel=SERVER,
-        ),
-    ] = "auto",
-    generation_config: Annotated[
-        GenerationConfigChoice,
-        typer.Option(help="Sampling's defaults: auto takes the checkpoint's.", rich_help_panel=SERVER),
-    ] = GenerationConfigChoice.auto,
-    strict_fields: Annotated[
-        bool,
-        typer.Option(
-            "--strict-fields",
-            help="400 for every unknown field; else those without effect on an answer are named in X-TTPU-Warning.",
-            rich_help_panel=SERVER,
-        ),
-    ] = False,
     enable_admin: Annotated[
         bool,
         typer.Option(
@@ -181,6 +117,8 @@ def serve(
         bool, typer.Option("--access-log", help="A line for each request.", rich_help_panel=SERVER)
     ] = False,
     *,
+    answers: AnswerOptions,
+    guides: Guides = GuidesChoice.isolated,
     engine: EngineOptions,
     strict_compile: Annotated[
         bool,
@@ -190,13 +128,6 @@ def serve(
             rich_help_panel=ENGINE,
         ),
     ] = False,
-    guides: Annotated[
-        GuidesChoice,
-        typer.Option(
-            help="Guided decoding: isolated in processes that survive any grammar, inline in this one, or off.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = GuidesChoice.isolated,
     max_concurrent: Annotated[
         int, typer.Option(min=1, metavar="N", help="HTTP requests at once; more get 429.", rich_help_panel=LIMITS)
     ] = 1024,
@@ -240,6 +171,7 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(metavar="S", help="Seconds that stopping waits for responses.", rich_help_panel=LIMITS)
     ] = 30.0,
+    batches: BatchOptions,
     weights_dir: options.WeightsDir = None,
     tokenizer: Annotated[
         str | None,
@@ -279,21 +211,16 @@ def serve(
     from ttpu_core.cli.session import checkpoint_name
     from ttpu_serve.server.run import Place, run
     from ttpu_serve.server.settings import MIB, ServerSettings
-    from ttpu_serve.server.template import read_template
     from ttpu_serve.server.traces import tracer_for
 
     assert config is None, "its options stand on the command line"
     _check_keys(api_key, "localhost" if uds else host, enable_admin)
     name = checkpoint_name(checkpoint, weights_dir)
-    _check_processes()
+    check_processes("ttpu serve")
     settings = ServerSettings(
-        model_names=tuple(served_model_name or ()),
+        **answers.settings(name, revision),
+        **batches.settings(),
         api_keys=tuple(api_key or ()),
-        chat_template=None if chat_template is None else read_template(chat_template),
-        chat_template_kwargs=_variables(default_chat_template_kwargs),
-        tool_call_parser=tool_call_parser,
-        reasoning_parser=reasoning_parser,
-        default_sampling=_sampling_of(name, revision) if generation_config is GenerationConfigChoice.auto else {},
         max_body_bytes=None if max_body_mib is None else int(max_body_mib * MIB),
         max_connections=max_connections or None,
         max_incomplete=max_incomplete,
@@ -303,7 +230,6 @@ def serve(
         allow_priority=allow_priority,
         request_timeout=request_timeout or None,
         drain_timeout=drain_timeout or 0.001,
-        strict_fields=strict_fields,
         metrics_prefix=metrics_prefix.value,
         enable_admin=enable_admin,
         allowed_origins=tuple(allowed_origin or ()),
@@ -329,18 +255,6 @@ def serve(
     run(app, settings, place, bound, ready=ready, log_level=log_level.value, access_log=access_log)
 
 
-def _check_processes() -> None:
-    """Refuse several processes unless the backend's runner spans them."""
-    from ttpu_core.processes import is_one_of_several
-    from ttpu_serve.api.build_engine import serving_backend
-
-    if is_one_of_several() and not (backend := serving_backend(None)).spans_processes:
-        raise RequestError(
-            f"`ttpu serve` was launched as several processes, but the runner of the {backend.name} backend spans one "
-            "only: start it without launch."
-        )
-
-
 def _check_keys(keys: list[str] | None, host: str, enable_admin: bool) -> None:
     """Check that a configured API key is not empty, and warn if the server is reachable by others without a key."""
     if keys:
@@ -355,66 +269,19 @@ def _check_keys(keys: list[str] | None, host: str, enable_admin: bool) -> None:
         note(f"warning: everybody who may ask may administer, for there is no API key: set {KEY_VARIABLE}.")
 
 
-def _variables(text: str | None) -> dict[str, Any]:
-    """Return the chat template's variables of JSON.
-
-    Raises:
-        RequestError: it is no JSON object, or has a variable that requests have a field for.
-    """
-    from ttpu_serve.server.template import OURS
-
-    if text is None:
-        return {}
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or OURS & set(found):
-        raise RequestError(
-            f"--default-chat-template-kwargs {text} was given, but a JSON object of the template's own variables is "
-            'needed, as in {"enable_thinking": false}: correct it.'
-        )
-    return found
-
-
 def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool, tokenizer: str | None, tracer: Any) -> Any:
     """Load the model, compile its programs, and return the application."""
     from ttpu_serve.api.async_engine import AsyncEngine
-    from ttpu_serve.api.open_engine import open_engine, read_options
-    from ttpu_serve.reasoning_parsers import installed as reasoning
     from ttpu_serve.server.app import create_app
-    from ttpu_serve.tool_parsers import installed as tools
 
-    tools.check_parser(settings.tool_call_parser)  # a wrong name is refused before a model is loaded
-    reasoning.check_parser(settings.reasoning_parser)
-    served = "" if Path(name).expanduser().exists() else name
-    load, config = read_options(name, options_)
-    with LoadProgress(quiet=quiet) as progress:
-        core = open_engine(name, load, config, progress=progress, served_name=served, tokenizer=tokenizer)
+    core = opened(name, settings, options_, quiet=quiet, tokenizer=tokenizer)
     app = create_app(AsyncEngine(core), settings, tracer)
     if not quiet:
-        stats = core.stats()
-        cached = f" ({stats.programs_cached} of them from cache)" if stats.programs_cached else ""
-        rest = f", {stats.programs_pending} more while it serves" if stats.programs_pending else ""
-        note(
-            f"{stats.programs} programs compiled in {stats.compile_seconds:.1f} s{cached}{rest}; "
-            f"sequences of up to {core.max_model_len:,} tokens"
-        )
         if not core.runner.limits.generates:
             note("this model is a text encoder, so that only /v1/embeddings is served.")
         elif app.state.service.chat.text is None:
             note("warning: the checkpoint has no chat template, so that only /v1/completions is served.")
     return app
-
-
-def _sampling_of(name: str, revision: str | None) -> dict[str, Any]:
-    """Return the sampling defaults of the checkpoint's generation config, if it samples at all."""
-    from ttpu_core.checkpoint import open_checkpoint
-
-    config = open_checkpoint(name, revision=revision).generation_config
-    if config.get("do_sample") is False:
-        return {}
-    return {key: config[key] for key in SAMPLED if config.get(key) is not None}
 
 
 app = typer.Typer(add_completion=False, context_settings=CONTEXT_SETTINGS, pretty_exceptions_enable=False)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from ttpu_core.errors import RequestError
+from ttpu_core.files import write_whole
 from ttpu_serve.server.errors import ApiError
 
 EXPIRY = (3600, 2_592_000)
@@ -309,10 +310,7 @@ def open_folder(folder: str) -> Path:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value whole or not at all, readable by this user alone."""
-    made = path.with_suffix(".new")
-    with os.fdopen(os.open(made, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(value, file)
-    made.replace(path)
+    write_whole(path, json.dumps(value), mode=0o600)
 
 
 def _full(reason: str) -> ApiError:

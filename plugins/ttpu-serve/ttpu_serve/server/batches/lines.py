@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -126,15 +126,25 @@ class LineCheck:
     are `MOST_PROBLEMS`.
     """
 
-    def __init__(self, reader: LineReader, urls: Collection[str], *, most_values: int, most_lines: int | None) -> None:
+    def __init__(
+        self,
+        reader: LineReader,
+        urls: Collection[str],
+        *,
+        most_values: int,
+        most_lines: int | None,
+        on_line: Callable[[Line], None] = lambda line: None,
+    ) -> None:
         """
         Args:
             reader: of the file.
             urls: the endpoints that lines may name.
             most_values: the most values of a line.
             most_lines: of the file; None is any number.
+            on_line: called with each line that is right.
         """
         self._reader, self._urls, self._most_values, self._most_lines = reader, urls, most_values, most_lines
+        self._on_line = on_line
         self._seen: set[bytes] = set()
         self.count = 0
         self.problems: list[dict[str, Any]] = []
@@ -169,6 +179,7 @@ class LineCheck:
                 )
             self._seen.add(digest)
             self.count += 1
+            self._on_line(line)
         except ApiError as error:
             self._note(error)
 
