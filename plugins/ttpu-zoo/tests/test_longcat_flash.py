@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ttpu_core import Architecture, ModelConfig, default_registry
+from ttpu_core.config.key_audit import keys_ignored
 from ttpu_core.errors import ConfigError, MappingError
 from ttpu_core.spec import MoESpec
 
@@ -27,6 +28,12 @@ CONFIG: dict[str, Any] = {
 
 def described(**changes: Any) -> Architecture:
     return default_registry().architecture(ModelConfig.from_dict(CONFIG | changes), [])
+
+
+def test_every_key_of_published_configs_is_known() -> None:
+    config = ModelConfig.from_dict(CONFIG | {"router_bias": False})
+    default_registry().architecture(config, [])
+    assert keys_ignored(config) == ()
 
 
 def test_a_checkpoint_holds_no_kernels_of_experts_that_return_their_input() -> None:
@@ -51,7 +58,12 @@ def test_layers_are_counted_by_either_key_and_experts_lie_in_every_other() -> No
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("mla_scale_kv_lora", False), ("zero_expert_type", "drop"), ("attention_method", "GQA")],
+    [
+        ("mla_scale_q_lora", False),
+        ("mla_scale_kv_lora", False),
+        ("zero_expert_type", "drop"),
+        ("attention_method", "GQA"),
+    ],
 )
 def test_what_other_code_computes_otherwise_is_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"has {value!r} as '{key}', but only .* is known"):

@@ -8,24 +8,16 @@ from dataclasses import replace
 from ttpu_core import ModelConfig, defaults, hookimpl
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import FlaxMapping
-from ttpu_core.mapping.layout import CheckpointNames, layer_rules, replace_rules, standard_mapping
+from ttpu_core.mapping.layout import CheckpointNames, standard_mapping
 from ttpu_core.spec import ArchitectureSpec, MixerSpec, MLPSpec, MoESpec, RouterSpec, TorchPatch
-from ttpu_zoo.deepseek_v3 import FOLLOWING, deepseek_attention
+from ttpu_zoo.deepseek_v3 import COMMON_DEFAULTS, FOLLOWING, deepseek_attention
 
-CONFIG_DEFAULTS = {
+CONFIG_DEFAULTS = COMMON_DEFAULTS | {
     "vocab_size": 131_072,
     "intermediate_size": 12_288,
     "max_position_embeddings": 131_072,
     "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
     "rope_theta": 10_000_000.0,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
     "num_experts_per_tok": 12,
     "n_routed_experts": 512,
     "moe_intermediate_size": 2048,
@@ -91,12 +83,7 @@ def ttpu_mlp(config: ModelConfig, layer: int) -> MLPSpec | MoESpec:
 def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
     """The usual names, with the number of a layer's half behind each module's. Layers that predict further tokens are
     left out, and what transformers writes for experts that return their input."""
-    rules = {}
-    for index, layer in enumerate(spec.layers):
-        names = _names(index % 2)
-        for path, rule in layer_rules(layer, spec.hidden_size, names, names.layer.format(layer=index // 2)):
-            rules[f"layers.{index}.{path}"] = rule
-    mapping = replace_rules(standard_mapping(spec), rules)
+    mapping = standard_mapping(spec, of_layers={index: _names(*divmod(index, 2)) for index in range(spec.num_layers)})
     moe = spec.layers[0].mlp
     assert isinstance(moe, MoESpec)
     unused = "|".join(map(str, range(moe.num_experts, moe.choices)))
@@ -114,8 +101,9 @@ def ttpu_torch_patches() -> Iterable[TorchPatch]:
     )
 
 
-def _names(half: int) -> CheckpointNames:
+def _names(layer: int, half: int) -> CheckpointNames:
     return CheckpointNames(
+        layer=f"model.layers.{layer}.",
         query_down=f"self_attn.{half}.q_a_proj",
         query_down_norm=f"self_attn.{half}.q_a_layernorm",
         query_up=f"self_attn.{half}.q_b_proj",
