@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,8 +17,12 @@ import tiny
 from ttpu import LLM, AutoModelForTPU, SamplingParams
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import GuidedDecoding
+from ttpu_jax.runner.runner import InFlight
 from ttpu_serve.api.async_engine import AsyncEngine
-from ttpu_serve.api.output_queue import RequestFailedError
+from ttpu_serve.api.output_queue import EngineDeadError, RequestFailedError
+from ttpu_serve.execution.sequence_output import SequenceOutput
+from ttpu_serve.execution.speculation import MOST_FAILURES, Speculation
+from ttpu_serve.speculative.ngram import NgramProposer
 
 PROMPT, OTHER = [5, 6, 7], [50, 60, 70, 80]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -233,33 +239,145 @@ def test_an_error_of_one_requests_guide_ends_that_request_alone(llm: LLM, monkey
     assert nothing_left(llm)
 
 
-def test_steps_that_fail_end_their_own_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One failure is tried again; the requests of a step that fails twice end, and later ones are served."""
-    expected, dispatch, failures = tokens_of(llm), llm.engine.runner.dispatch, [1, 3, 4]
+@contextmanager
+def served(llm: LLM) -> Iterator[AsyncEngine]:
+    """The engine in a thread, as a server has it, which leaves the core open."""
+    core, close = llm.engine, llm.engine.close
+    core.close = lambda: None  # type: ignore[method-assign]
+    engine = AsyncEngine(core).start()
+    try:
+        yield engine
+    finally:
+        engine._calls.put(None)
+        engine._thread.join(20)
+        core.close = close  # type: ignore[method-assign]
+        assert not engine._thread.is_alive()
 
-    def failing(step: Any) -> Any:
-        calls.append(step)
-        if len(calls) in failures:
-            raise RuntimeError("the device stumbled")
-        return dispatch(step)
 
-    async def ask(engine: AsyncEngine, prompt: list[int]) -> list[int]:
-        return [token async for delta in engine.generate(prompt, GREEDY) for token in delta.token_ids]
+async def told(engine: AsyncEngine, prompt: list[int], params: SamplingParams = GREEDY) -> Any:
+    """A request's tokens, or the error that ended it; one that waits for ever is a failure."""
+    tokens: list[int] = []
+    try:
+        async with asyncio.timeout(30):
+            async for delta in engine.generate(prompt, params):
+                tokens += delta.token_ids
+    except RequestFailedError as error:
+        return str(error)
+    return tokens
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, calls: Any) -> list[int]:
+    """Let some calls of a method raise, by their numbers from 1; returns the numbers of all calls."""
+    original, seen = getattr(owner, name), list[int]()
+
+    def method(*arguments: Any, **options: Any) -> Any:
+        seen.append(len(seen) + 1)
+        if seen[-1] in calls:
+            raise ValueError("an injected mistake")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, method)
+    return seen
+
+
+LONG = [*range(60, 76)]  # more than a step's tokens, and several pages
+BESIDE = "the engine failed at this request or at one beside it"
+OWN = "this request met an error of the engine (ValueError: an injected mistake)"
+PLACES: dict[str, Any] = {
+    "dispatch": lambda core: (core.runner, "dispatch"),
+    "read": lambda core: (InFlight, "read"),
+    "schedule": lambda core: (core.scheduler, "schedule"),
+    "update": lambda core: (core.scheduler, "update"),
+    "finish": lambda core: (core.scheduler, "finish"),
+    "close": lambda core: (core, "_close"),
+    "delta": lambda core: (SequenceOutput, "delta"),
+    "propose": lambda core: (core.speculation, "propose"),
+}
+
+
+@pytest.mark.parametrize("place", ["dispatch", "read", "schedule", "propose", "finish", "close"])
+@pytest.mark.parametrize("call", [1, 2, 4])
+def test_a_step_that_fails_once_changes_no_answer(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str, call: int
+) -> None:
+    """What it should have written is written when it is tried again, and nothing else is found as a cached prefix."""
+    expected = [tokens_of(llm, prompt) for prompt in (LONG, OTHER)]
+    llm.engine.reset_prefix_cache()
+    calls = failing(monkeypatch, *PLACES[place](llm.engine), {call})
 
     async def scenario() -> None:
-        engine = AsyncEngine(llm.engine).start()
-        try:
-            with pytest.raises(RequestFailedError, match="the engine failed at this request or at one beside it"):
-                await ask(engine, PROMPT)
-            assert await ask(engine, PROMPT) == expected
+        with served(llm) as engine:
+            assert await asyncio.gather(told(engine, LONG), told(engine, OTHER)) == expected
+            assert await asyncio.gather(told(engine, LONG), told(engine, OTHER)) == expected, "nor a later one"
             assert engine.alive
-        finally:
-            engine._calls.put(None)  # without closing the core
-            llm.engine.close, close = (lambda: None), llm.engine.close
-            engine._thread.join()
-            llm.engine.close = close
 
-    calls: list[Any] = []
-    monkeypatch.setattr(llm.engine.runner, "dispatch", failing)
     asyncio.run(scenario())
-    assert len(calls) > 4 and nothing_left(llm)
+    monkeypatch.undo()
+    assert call in calls and nothing_left(llm)
+    assert llm.engine.scheduler._running.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "calls", "why"),
+    [
+        ("dispatch", {3, 4}, BESIDE),
+        ("schedule", {3, 4}, BESIDE),
+        ("propose", {3, 4}, BESIDE),
+        ("update", {2}, BESIDE),
+        ("delta", range(1, 9), OWN),
+    ],
+)
+def test_requests_of_an_error_that_lasts_end_and_the_engine_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str, calls: Any, why: str
+) -> None:
+    expected = tokens_of(llm)
+
+    async def scenario() -> None:
+        with served(llm) as engine:
+            with monkeypatch.context() as patched:
+                failing(patched, *PLACES[place](llm.engine), calls)
+                assert why in await told(engine, OTHER)
+            assert await told(engine, PROMPT) == expected and engine.alive
+
+    asyncio.run(scenario())
+    assert nothing_left(llm)
+
+
+def test_an_engine_whose_steps_always_fail_is_dead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, llm.engine.scheduler, "schedule", range(1, 99))
+
+    async def scenario() -> None:
+        with served(llm) as engine, pytest.raises(EngineDeadError, match="an injected mistake"):
+            await told(engine, PROMPT)
+
+    asyncio.run(scenario())
+    monkeypatch.undo()
+    assert llm.engine.step()[-1].finish_reason == "error" and nothing_left(llm)
+
+
+@pytest.mark.parametrize("place", ["read_hidden", "prompt_logprobs"])
+def test_what_fails_for_a_prompts_states_ends_its_request_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    expected = tokens_of(llm)
+    owner: Any = InFlight if place == "read_hidden" else llm.engine.runner
+    calls = failing(monkeypatch, owner, place, range(1, 99))
+    llm.engine.add("good", PROMPT, GREEDY)
+    if place == "read_hidden":
+        llm.engine.add("bad", OTHER, SamplingParams(max_tokens=1), pooling="mean")
+    else:
+        llm.engine.add("bad", OTHER, replace(GREEDY, prompt_logprobs=1))
+    found = run_to_end(llm, ["good", "bad"])
+    assert calls and OWN in str(found["bad"][-1].error)
+    assert [token for delta in found["good"] for token in delta.token_ids] == expected
+    monkeypatch.undo()
+    assert nothing_left(llm)
+
+
+def test_a_proposer_that_fails_costs_drafts_and_no_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens_of(llm)
+    speculation = Speculation(NgramProposer(), 2)
+    monkeypatch.setattr(llm.engine, "speculation", speculation)
+    calls = failing(monkeypatch, speculation.proposer, "propose", range(1, 99))
+    failing(monkeypatch, speculation.proposer, "on_finish", range(1, 99))
+    assert tokens_of(llm) == expected and len(calls) == MOST_FAILURES + 1, "and is asked no more"

@@ -97,6 +97,7 @@ class EngineCore:
         self._children: dict[str, list[str]] = {}
         self._held: list[OutputDelta] = []
         self._failed: Sequence[Request] = ()  # of the last step that raised
+        self._taking: list[SequenceOutput] = []  # whose tokens the scheduler is not told of yet
         self._steps = self._requests = self._prompt_tokens = self._output_tokens = 0
         self._device_seconds, self._busy_since = 0.0, 0.0
 
@@ -194,13 +195,15 @@ class EngineCore:
     def step(self) -> list[OutputDelta]:
         """Dispatch the next step if one can be scheduled, collect the oldest finished step, and return its deltas.
 
-        If it raises, pages and requests stay consistent, and a later call continues.
+        If it raises, a later call continues: requests are computed again from their tokens, and those whose tokens were
+        being taken end.
         """
         deltas, self._held = self._held, []
         try:
             if not self.asleep:
                 self._advance(deltas)
-        except BaseException:
+        except BaseException as error:
+            self._start_over(error)
             self._held = deltas + self._held
             raise
         if not self.inboxes:
@@ -223,17 +226,33 @@ class EngineCore:
 
     def end_failed(self, error: Exception) -> None:
         """End the requests of the step that raised last; the next `step` returns their deltas."""
-        reason = f"the engine failed at this request or at one beside it ({type(error).__name__}): try again."
         for request in self._failed:
-            output = self._live(request)
-            if output is None:
-                continue
-            output.fail(reason)
-            self.scheduler.finish(request, "error")
-            if (delta := output.delta()) is not None:
-                self._held.append(delta)
-            self._close(output)
+            if (output := self._live(request)) is not None:
+                output.fail(_failure(error))
+                self._tell(output, self._held)
+                self.scheduler.finish(request, "error")
+                self._close(output)
         self._failed = ()
+
+    def _start_over(self, error: BaseException) -> None:
+        """Put the engine in order after an error, which may have come between any two lines of a step. Steps in flight
+        are dropped, and what they, or the failed one, should have written is computed again."""
+        outputs = list(self._outputs.values())
+        running = [output.request for output in outputs if output.request.status is Status.RUNNING]
+        self._failed = self._failed or running or [output.request for output in outputs]
+        self._in_flight.clear()
+        for output in self._taking:
+            if not output.finished:
+                output.fail(_failure(error))
+        self._taking = []
+        for output in outputs:
+            if output.finished:
+                self._tell(output, self._held)
+                self._close(output)
+        live = [output.request for output in self._outputs.values()]
+        self.scheduler.restart(live)
+        self._steps_for.reset()
+        self.speculation.forget(live)
 
     def _waits_for_tokens(self) -> bool:
         """Whether the next step depends on the previous step's tokens, as guides, bad words and drafts do."""
@@ -241,39 +260,32 @@ class EngineCore:
         return self.speculation.proposer is not None or any(following)
 
     def _dispatch(self, scheduled: ScheduledStep) -> None:
+        self._failed = scheduled.requests
         hidden = self.speculation.wants_hidden
         rules: dict[tuple[int, int], RowRules] = {}
-        try:
-            for index, request in enumerate(scheduled.requests if self._special else ()):
-                output = self._outputs[request.id]
-                hidden |= output.wants_prompt and int(scheduled.starts[index]) < len(request.prompt)
-                if scheduled.samples[index] and (output.rules is not None or output.guide is not None):
-                    try:
-                        _add_rules(rules, output, scheduled, index)
-                    except Exception as error:  # of a guide, for example: it ends no other request
-                        output.break_by(error)
-            dispatched = self._steps_for.dispatch(scheduled, self.scheduler.tables, rules, hidden=hidden)
-        except BaseException:
-            self._failed = scheduled.requests
-            self.scheduler.update(scheduled, [[] for _ in scheduled.requests])
-            raise
+        for index, request in enumerate(scheduled.requests if self._special else ()):
+            output = self._outputs[request.id]
+            hidden |= output.wants_prompt and int(scheduled.starts[index]) < len(request.prompt)
+            if scheduled.samples[index] and (output.rules is not None or output.guide is not None):
+                try:
+                    _add_rules(rules, output, scheduled, index)
+                except Exception as error:  # of a guide, for example: it ends no other request
+                    output.break_by(error)
+        dispatched = self._steps_for.dispatch(scheduled, self.scheduler.tables, rules, hidden=hidden)
         if not self._in_flight:
             self._busy_since = time.perf_counter()
         self._in_flight.append(_Dispatched(scheduled, *dispatched))
         if self.costs is not None:
             self.costs.count(scheduled)
         self._steps += 1
+        self._failed = ()
 
     def _collect(self, deltas: list[OutputDelta]) -> None:
         """Wait for the oldest dispatched step and give each request its tokens."""
         done = self._in_flight.popleft()
         scheduled = done.scheduled
-        try:
-            values = done.in_flight.read()
-        except BaseException:
-            self._failed = scheduled.requests
-            self.scheduler.update(scheduled, [[] for _ in scheduled.requests])
-            raise
+        self._failed = scheduled.requests
+        values = done.in_flight.read()
         now = time.perf_counter()
         self._device_seconds += now - self._busy_since
         self._busy_since = now
@@ -284,7 +296,7 @@ class EngineCore:
         samples = scheduled.samples.tolist()
         rows = np.searchsorted(done.step.owners, np.arange(len(outputs))).tolist()
         kept: list[list[int]] = []
-        changed: list[SequenceOutput] = []
+        self._taking = changed = []
         for index, output in enumerate(outputs):
             if output is None or not samples[index]:
                 kept.append([])
@@ -293,20 +305,20 @@ class EngineCore:
             sampled = accepted(tokens[row : row + len(draft) + 1], draft)
             if draft:
                 self.speculation.count(len(draft), len(sampled) - 1)
+            changed.append(output)
             counted = take_row(output, sampled, row, values)
             self._output_tokens += 0 if output.request.pooling else len(counted)
             kept.append(counted)
-            changed.append(output)
         self.scheduler.update(scheduled, kept)
+        self._taking = []
         if self.speculation.wants_hidden and done.step.hidden:
             self.speculation.observe(scheduled, done.in_flight, kept)
         for output in changed:
+            self._tell(output, deltas)
             if output.finished:
                 self.scheduler.finish(output.request, output.finish_reason or "stop")
-            if (delta := output.delta()) is not None:
-                deltas.append(delta)
-            if output.finished:
                 self._close(output)
+        self._failed = ()
 
     def _live(self, request: Request) -> SequenceOutput | None:
         """Return the output of an unfinished request, or None. A later request may have taken its id."""
@@ -441,8 +453,12 @@ class EngineCore:
 
     def _pause(self) -> None:
         """Collect all dispatched steps and preempt every request."""
-        while self._in_flight:
-            self._collect(self._held)
+        try:
+            while self._in_flight:
+                self._collect(self._held)
+        except BaseException as error:
+            self._start_over(error)
+            raise
         self.scheduler.preempt_all()
         self.scheduler.reset_prefix_cache()
 
@@ -461,6 +477,17 @@ class EngineCore:
 
     # -- bookkeeping --
 
+    def _tell(self, output: SequenceOutput, deltas: list[OutputDelta]) -> None:
+        """Add an output's delta. One that cannot be told ends its request."""
+        try:
+            delta = output.delta()
+        except Exception as error:
+            output.break_by(error)
+            output.fail(output.broken)
+            delta = OutputDelta(output.request_id, output.index, "", [], None, "error", error=output.broken)
+        if delta is not None:
+            deltas.append(delta)
+
     def _close(self, output: SequenceOutput) -> None:
         children = self._children.get(output.request_id)
         if children is not None:
@@ -473,8 +500,12 @@ class EngineCore:
         self._outputs.pop(child, None)
         self._following.pop(child, None)
         self._special.discard(child)
-        if self.speculation.proposer is not None and request is not None:
-            self.speculation.proposer.on_finish(request)
+        if request is not None:
+            self.speculation.forget([request])
+
+
+def _failure(error: BaseException) -> str:
+    return f"the engine failed at this request or at one beside it ({type(error).__name__}): try again."
 
 
 def _add_rules(

@@ -20,7 +20,8 @@ def read_prompts(
     step: ScheduledStep, done: InFlight, outputs: Sequence[SequenceOutput | None], runner: ModelRunner
 ) -> None:
     """Store prompt log-probabilities and pooled states of a step. `outputs` belong to the step's requests, with None
-    for requests that are gone. The stream is fetched once and the head runs once for all of them."""
+    for requests that are gone. The stream is fetched once and the head runs once for all of them. An error here fails
+    the requests that it concerns."""
     begins = np.cumsum(step.counts) - step.counts
     scored: list[tuple[SequenceOutput, int, int, list[int]]] = []
     stream: np.ndarray | None = None
@@ -35,9 +36,8 @@ def read_prompts(
             if targets := request.prompt[start + 1 : start + 1 + count]:
                 scored.append((output, start, begin, targets))
             continue
-        if stream is None:
-            stream = done.read_hidden()
         try:
+            stream = done.read_hidden() if stream is None else stream
             _pool(output, stream[begin : begin + count].astype(np.float32), start)
         except Exception as error:
             output.break_by(error)
@@ -46,7 +46,12 @@ def read_prompts(
     wanted = np.zeros(step.num_tokens, np.int32)
     for _, _, begin, targets in scored:
         wanted[begin : begin + len(targets)] = targets
-    values = runner.prompt_logprobs(done, wanted)
+    try:
+        values = runner.prompt_logprobs(done, wanted)
+    except Exception as error:
+        for output, *_ in scored:
+            output.break_by(error)
+        return
     for output, start, begin, targets in scored:
         own = slice(begin, begin + len(targets))
         try:

@@ -89,7 +89,8 @@ class SequenceOutput:
 
     def break_by(self, error: Exception) -> None:
         """Note that the engine met an error that concerns this sequence alone, which then ends."""
-        log.exception("request %s failed", self.request_id)
+        log.error("request %s failed", self.request_id, exc_info=error)
+        self.text = None  # which may be what failed
         self.broken = f"this request met an error of the engine ({type(error).__name__}: {error}): report it."
 
     def fail(self, sentence: str, kind: ErrorKind = "engine") -> None:

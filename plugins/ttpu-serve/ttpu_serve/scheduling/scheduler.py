@@ -8,7 +8,7 @@ the device works in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from ttpu_serve.scheduling.prefix_cache import PrefixCache
 from ttpu_serve.scheduling.request import Request, SchedulingState, Status
 from ttpu_serve.scheduling.running_queue import RunningRequests
 from ttpu_serve.scheduling.scheduler_output import ScheduledStep, SchedulerConfig, SchedulerStats
-from ttpu_serve.scheduling.waiting_queue import WaitingQueue, key_of, place
+from ttpu_serve.scheduling.waiting_queue import WaitingQueue, key_of, place, scheduling_of
 
 __all__ = ["PageGroup", "ScheduledStep", "Scheduler", "SchedulerConfig", "SchedulerStats"]
 
@@ -34,11 +34,16 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, groups: Sequence[PageGroup]) -> None:
-        self.config = config
-        self.pages = BlockTables(groups, config.max_num_seqs, config.max_model_len, config.page_size)
+        self.config, self._groups = config, tuple(groups)
         self.preemptions_total = 0
         self._requests: dict[str, Request] = {}
         self._added = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make the state of nothing waiting, running or cached."""
+        config = self.config
+        self.pages = BlockTables(self._groups, config.max_num_seqs, config.max_model_len, config.page_size)
         self._waiting = WaitingQueue()
         self._running = RunningRequests(config.max_num_seqs)
         self._prefixes = PrefixCache(self.pages, self._running, config.caches_prefixes)
@@ -168,6 +173,27 @@ class Scheduler:
         their tokens."""
         for request in list(self._running):
             self._preempt(request)
+
+    def restart(self, requests: Iterable[Request]) -> None:
+        """Let these of the requests that were added wait again, to be recomputed from their tokens, and forget the
+        others, all cached prefixes and all steps in flight. Use it after an error, which may have left keys and values
+        unwritten that count as computed, or half of a change to the scheduler's own state."""
+        counted = self._prefixes.query_tokens, self._prefixes.hit_tokens
+        kept = {request.id: request for request in requests}
+        for request in self._requests.values():
+            if kept.get(request.id) is not request:
+                request.status, request.finish_reason = Status.FINISHED, "error"
+        self._requests = kept
+        self._begin()
+        self._prefixes.query_tokens, self._prefixes.hit_tokens = counted
+        for request in kept.values():
+            if request.status is Status.RUNNING:
+                request.preemptions += 1
+                self.preemptions_total += 1
+            request.status, request.slot, request.draft = Status.WAITING, -1, []
+            request.pending = request.computed = 0
+            scheduling_of(request).short_of = None
+            self._waiting.add(request)
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes; running requests keep their pages."""
