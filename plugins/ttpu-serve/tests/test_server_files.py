@@ -192,6 +192,15 @@ def test_so_many_files_and_bytes_of_a_client_are_kept(server: Running) -> None:
         client.files.delete(file.id)
 
 
+def test_a_disk_that_is_full_is_told(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileStore, "path", lambda self, name: Path("/dev/full"))
+    monkeypatch.setattr(FileStore, "_remove", lambda self, name: None)
+    refused = server.http(headers=KEY).post("/v1/files", files={"file": FILE}, data={"purpose": "batch"})
+    assert refused.status_code == 507 and "No space left" in refused.json()["error"]["message"]
+    monkeypatch.undo()
+    assert not arriving_in(server) and server.client("full").files.list().data == []
+
+
 def connected(server: Running, head: bytes) -> socket.socket:
     client = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=10)
     client.sendall(head)

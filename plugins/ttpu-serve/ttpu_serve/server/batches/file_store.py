@@ -4,6 +4,7 @@ and files at most."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import stat
@@ -21,6 +22,7 @@ from ttpu_core.errors import RequestError
 from ttpu_core.files import write_whole
 from ttpu_serve.server.errors import ApiError
 
+LOG = logging.getLogger(__name__)
 EXPIRY = (3600, 2_592_000)
 """Seconds after which a file may expire, at least and at most: OpenAI's."""
 Purpose = Literal["batch", "batch_output"]
@@ -249,14 +251,25 @@ class IncomingFile:
         """Write more.
 
         Raises:
-            ApiError: the client's files have as many bytes as they may.
+            ApiError: the client's files have as many bytes as they may, or the disk takes no more.
         """
         self._store._grow(self._owner, self.id, len(data))
-        if self._file is None:
-            flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
-            self._file = os.fdopen(os.open(self._store.path(self.id), flags, 0o600), "wb")
-        self._file.write(data)
-        self._file.flush()  # what is written is there if the server is killed
+        try:
+            if self._file is None:
+                flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+                self._file = os.fdopen(os.open(self._store.path(self.id), flags, 0o600), "wb", buffering=0)
+            view = memoryview(data)  # unbuffered, so that what is written is there if the server is killed
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            LOG.error("the file %s cannot be written: %s", self.id, error)
+            raise ApiError(
+                f"the server cannot write the file ({error.strerror or error}): tell who runs it.",
+                status=507,
+                kind="server_error",
+                code="storage_failed",
+                headers={"x-should-retry": "false"},
+            ) from error
         self.size += len(data)
 
     def finish(self, filename: str, purpose: Purpose, seconds: int | None = None) -> StoredFile:
