@@ -253,6 +253,30 @@ def test_draining_lets_answers_end_and_takes_no_new_ones(bytes_tokenizer: Any) -
     asyncio.run(scenario())
 
 
+def test_draining_waits_for_work_that_submits_one_request_after_another(bytes_tokenizer: Any) -> None:
+    async def scenario() -> None:
+        async with started(FakeCore(bytes_tokenizer)) as engine:
+            engine.ongoing.add("a search")
+            draining = asyncio.create_task(engine.drain(10))
+            await asyncio.sleep(0.05)
+            for prompt in ("say: one", "say: two"):
+                (stream,) = await engine.submit_all([prompt], SamplingParams(), goes_on=True)
+                assert "".join([delta.text async for delta in stream]) == prompt[5:]
+                await asyncio.sleep(0.05)
+            with pytest.raises(EngineClosingError):
+                await engine.submit_all(["say: no"], SamplingParams())
+            assert not draining.done()
+            engine.ongoing.discard("a search")
+            assert await draining
+        async with started(FakeCore(bytes_tokenizer)) as engine:
+            engine.ongoing.add("a search")
+            assert not await engine.drain(0.05)
+            with pytest.raises(EngineClosingError):
+                await engine.submit_all(["say: too late"], SamplingParams(), goes_on=True)
+
+    asyncio.run(scenario())
+
+
 def test_draining_gives_up_in_time_and_says_so(bytes_tokenizer: Any) -> None:
     async def scenario() -> None:
         core = FakeCore(bytes_tokenizer, seconds=0.01)
@@ -297,9 +321,7 @@ def test_an_engine_is_made_of_a_checkpoint_and_lives_as_long_as_it_is_entered(
     core = FakeCore(bytes_tokenizer)
     options = default_registry().backend().options
     made: list[Any] = []
-    monkeypatch.setattr(
-        "ttpu_serve.api.open_engine.open_engine", lambda *given, **options: made.append(given) or core
-    )
+    monkeypatch.setattr("ttpu_serve.api.open_engine.open_engine", lambda *given, **options: made.append(given) or core)
 
     async def scenario() -> None:
         async with AsyncEngine.from_pretrained("./llama", max_num_seqs=4) as engine:

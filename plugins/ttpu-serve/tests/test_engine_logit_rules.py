@@ -1,11 +1,14 @@
-"""Biases, forbidden stop tokens and allowed tokens of one request, as the sampler's arrays."""
+"""Biases, forbidden stop tokens, allowed tokens and bad words of one request, as the sampler's arrays."""
+
+import itertools
 
 import numpy as np
 import pytest
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
-from ttpu_serve.execution.logit_rules import Rules, mask_of, mask_words
+from ttpu_serve.execution.bad_words import BadWords, sequences_of
+from ttpu_serve.execution.logit_rules import Rules, mask_of, mask_of_first, mask_words
 from ttpu_serve.scheduling.request import Request
 
 VOCAB, ROWS = 100, 130  # the model's logits are padded
@@ -13,7 +16,12 @@ VOCAB, ROWS = 100, 130  # the model's logits are padded
 
 def rules_of(*, stop_ids=(7,), **params):
     request = Request("r", [1], SamplingParams(**{"max_tokens": None, **params}), stop_ids=frozenset(stop_ids))
-    return Rules.for_request(request, VOCAB, ROWS)
+    return Rules.for_request(request, VOCAB, ROWS, BadWords(request.params.bad_words))
+
+
+def left_out(mask):
+    """The tokens that a mask forbids; none without a mask."""
+    return set() if mask is None else set(range(ROWS)) - set(tokens_in(mask)) - set(range(VOCAB, ROWS))
 
 
 def tokens_in(mask):
@@ -77,6 +85,82 @@ def test_allowed_tokens_are_a_mask_over_all_rows():
 def test_rules_that_cannot_hold_are_refused(params, said):
     with pytest.raises(RequestError, match=said):
         rules_of(**params)
+
+
+def test_a_bad_word_of_one_token_is_never_allowed():
+    rules = rules_of(bad_words=[[9], [99], [9]])
+    assert not rules.follows_output and rules.any and tokens_in(rules.mask) == sorted({*range(VOCAB)} - {9, 99})
+    assert [left_out(mask) for mask in rules.masks([1, 2], [3, 4])] == [{9, 99}] * 3
+    assert tokens_in(rules_of(bad_words=[[9]], allowed_token_ids=[3, 9]).mask) == [3]
+
+
+def test_the_last_token_of_a_bad_word_is_forbidden_behind_the_others():
+    rules = rules_of(bad_words=[[1, 2], [1, 2, 3], [2, 4], [5, 5, 5, 6], [50]])
+    assert rules.follows_output
+    for output, forbidden in [
+        ([], {50}),
+        ([1], {2, 50}),
+        ([2], {4, 50}),
+        ([1, 2], {3, 4, 50}),
+        ([1, 2, 4], {50}),
+        ([5, 5], {50}),
+        ([9, 5, 5, 5], {6, 50}),
+        ([5] * 9, {6, 50}),
+    ]:
+        assert [left_out(mask) for mask in rules.masks(output)] == [forbidden], output
+        # drafts are part of what came before
+        for known in range(len(output) + 1):
+            assert left_out(rules.masks(output[:known], output[known:])[-1]) == forbidden
+    every = rules_of(bad_words=[[1, 2]])
+    assert [mask is None for mask in every.masks([1], [2, 1])] == [False, True, False]
+    few = rules_of(bad_words=[[1, 2], [1, 4]], allowed_token_ids=[1, 2, 3])
+    assert [tokens_in(mask) for mask in few.masks([3], [1])] == [[1, 2, 3], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    "params,said",
+    [
+        ({"bad_words": [[100]]}, "bad_words names token 100, but the model's tokens run from 0 to 99"),
+        ({"bad_words": [[5, 129, 3]]}, "bad_words names token 129"),
+        ({"bad_words": [[3], [5]], "allowed_token_ids": [3, 5]}, "forbids every token, or every one of"),
+        ({"bad_words": [[token] for token in range(100)]}, "forbids every token"),
+        ({"bad_words": [""]}, "a word that is empty"),
+        ({"bad_words": [[]]}, "a word that is empty"),
+        ({"bad_words": [[-1]]}, "token ids are whole numbers, 0 or more"),
+        ({"bad_words": [[True]]}, "token ids are whole numbers, 0 or more"),
+        ({"bad_words": [[1] * 65]}, "has 65 tokens, but at most 64"),
+        ({"bad_words": ["x" * 257]}, "has 257 characters, but at most 256"),
+        ({"bad_words": [3]}, "a word of bad_words is 3: a list is needed"),
+        ({"bad_words": [[1]] * 2049}, "2,049 words, but at most 2,048"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_bad_words_that_cannot_hold_are_refused(params, said):
+    with pytest.raises(RequestError, match=said):
+        rules_of(**params)
+
+
+class Letters:
+    """A tokenizer of two tokens for a word behind a space, one for each letter elsewhere."""
+
+    def __call__(self, texts, *, add_special_tokens, verbose):
+        assert not add_special_tokens
+        return {"input_ids": [[1, len(text)] if text.startswith(" ") else [*map(ord, text)] for text in texts]}
+
+
+def test_words_are_written_with_a_space_before_them_and_without():
+    assert sequences_of(["ab", "  ab", [7, 8]], Letters()) == ((97, 98), (1, 3), (7, 8))
+    assert sequences_of(["\n", "a"], Letters()) == ((97,), (1, 2), (10,)), "a blank is a word as it is"
+    assert sequences_of([(3,), [3]], None) == ((3,),)
+    with pytest.raises(RequestError, match="no tokenizer: pass each word as a list"):
+        sequences_of(["a"], None)
+    with pytest.raises(RequestError, match="has 70 tokens, but it may have 1 to 64"):
+        sequences_of(["a" * 70], Letters())
+
+
+def test_the_first_tokens_are_a_mask():
+    for count, rows in itertools.product((0, 1, 31, 32, 33, 64, 100), (100, 130)):
+        assert mask_of_first(count, rows).tolist() == mask_of(range(count), rows).tolist()
 
 
 def test_biases_and_stop_tokens_together_have_a_limit():

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from serving import Running, running, until
 from ttpu import LLM, BeamSearchParams, SamplingParams
 from ttpu_serve.execution.bad_words import sequences_of
 from ttpu_serve.server import ServerSettings
+from ttpu_serve.server.beams import BeamStream
 
 openai = pytest.importorskip("openai")
 
@@ -273,6 +275,8 @@ def test_beams_over_http_are_those_of_the_engine(client: Any, llm: LLM, answers:
         assert choice.logprobs.token_logprobs == pytest.approx(values, abs=1e-3)
         assert all(2 <= len(top) <= 3 for top in choice.logprobs.top_logprobs)
     assert [choice.index for choice in answer.choices] == list(range(len(expected)))
+    cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert 0 < cached < answer.usage.prompt_tokens and cached % 8 == 0, "pages of 8 tokens of the prompts alone"
     assert answer.usage.prompt_tokens == sum(map(len, answers.ids)) and answer.usage.completion_tokens == said
 
 
@@ -303,6 +307,10 @@ def test_what_says_how_to_draw_is_told_to_have_no_effect(server: Running) -> Non
     [
         ({"n": 11, "use_beam_search": True}, "needs 22 log-probabilities of each token, but this engine reports"),
         ({"n": 3, "prompt": ["x"] * 7, "use_beam_search": True}, "21 sequences, but one request may have 20"),
+        (
+            {"n": 9, "prompt": ["x"] * 2, "max_tokens": 125, "use_beam_search": True},
+            "may have 2,048, 16 times the context",
+        ),
         ({"bad_words": ["x"], "use_beam_search": True}, "bad_words was given with use_beam_search"),
         ({"stop": ["x"], "use_beam_search": True}, "stop was given with use_beam_search"),
         ({"logit_bias": {"1": 1}, "use_beam_search": True}, "logit_bias was given with use_beam_search"),
@@ -335,6 +343,28 @@ def test_a_search_whose_client_leaves_is_aborted(server: Running) -> None:
     assert 0 < began < 4 * 120 - 8, "it did not run to its end"
     time.sleep(0.1)
     assert server.core.stats().requests == before + began
+
+
+def test_a_search_that_is_closed_closes_its_streams() -> None:
+    closed: list[int] = []
+
+    class Step:
+        request_id = "one"
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def close(self) -> None:
+            closed.append(self.number)
+
+    engine: Any = SimpleNamespace(ongoing=set())
+    first: Any = Step(1)
+    submit: Any = None
+    stream = BeamStream(engine, [1], BeamSearchParams(2, 2), first, submit, submit, False)
+    assert engine.ongoing == {stream}
+    stream._running.append(Step(2))  # type: ignore[arg-type]
+    stream.close()
+    assert closed == [1, 2] and not engine.ongoing
 
 
 def test_a_drain_waits_for_a_search(server: Running, client: Any) -> None:

@@ -17,6 +17,9 @@ from ttpu_serve.server.given_fields import given_fields
 from ttpu_serve.server.protocol import Generation
 from ttpu_serve.server.tokens import Tokens
 
+MOST_CONTEXTS = 16
+"""Times the context that all beams of a request may hold together: the host looks up all of their pages at each step,
+which takes about 1 ms for 1,000 pages of 16 tokens, and other requests wait for that."""
 _REFUSED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("stop", ([],)),
     ("stop_token_ids", ([],)),
@@ -69,9 +72,9 @@ def beam_params(request: Generation, params: SamplingParams, max_tokens: int) ->
                 param=name,
             )
     best_of = getattr(request, "best_of", None)
-    if best_of not in (None, request.num_sequences):
+    if best_of not in (None, request.num_choices):
         raise ApiError(
-            f"best_of is {best_of} and n {request.num_sequences} with use_beam_search, which returns the n beams that "
+            f"best_of is {best_of} and n {request.num_choices} with use_beam_search, which returns the n beams that "
             "it searches: leave best_of out.",
             param="best_of",
         )
@@ -129,7 +132,8 @@ async def begin_beams(
         time_left: returns the seconds that the request has left, None if any number.
 
     Raises:
-        ApiError: the request has fields that do not go with beams, or the engine keeps no prefixes.
+        ApiError: the request has fields that do not go with beams, its beams are too long together, or the engine keeps
+            no prefixes.
         RequestError: there are too many beams, or a prompt cannot be served.
     """
     core = engine.core
@@ -141,6 +145,15 @@ async def begin_beams(
         )
     rooms = [core.max_model_len - len(prompt) for prompt in prompts]
     searches = [beam_params(request, params, min(params.max_tokens or room, room)) for room in rooms]
+    lengths = [len(prompt) + own.max_tokens for prompt, own in zip(prompts, searches, strict=True)]
+    total = params.n * sum(lengths)
+    if total > MOST_CONTEXTS * core.max_model_len:
+        raise ApiError(
+            f"these beams may have {total:,} tokens, prompts included, but those of one request may have "
+            f"{MOST_CONTEXTS * core.max_model_len:,}, {MOST_CONTEXTS} times the context: lower n or max_tokens, or "
+            "send fewer prompts.",
+            param="n",
+        )
     asked = step_params(searches[0], core.runner.limits.max_logprobs, logprobs=params.logprobs or 0)
     given = {**options, "cache_salt": request.cache_salt}
 

@@ -45,7 +45,7 @@ class Completion:
         self._created = int(time.time())
         self._prompts: list[list[int]] = []
         self._texts: list[str] = []
-        self._each = request.num_candidates
+        self._each = request.num_sequences
         number = len(request.prompt) * self._each
         specials, as_ids = request.skip_special_tokens is False, bool(request.return_tokens_as_token_ids)
         self._logprobs = [
@@ -99,7 +99,7 @@ class Completion:
             for number in numbers:
                 outputs[number][0] = replace(outputs[number][0], prompt_logprobs=of_prompt)
             ranked = sorted(numbers, key=lambda one: -_logprob(outputs[one])) if self._request.ranks else numbers
-            chosen += ranked[: self._request.num_sequences]
+            chosen += ranked[: self._request.num_choices]
         return chosen
 
     async def chunks(self, streams: OutputStreams) -> AsyncGenerator[dict[str, Any], None]:

@@ -352,9 +352,14 @@ class Generation(Body):
         return self
 
     @property
+    def num_choices(self) -> int:
+        """Sequences that are returned per prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that are generated per prompt."""
-        return 1 if self.n is None else self.n
+        return self.num_choices
 
     @property
     def includes_usage(self) -> bool:
@@ -387,9 +392,9 @@ class CompletionRequest(Generation):
     def _enough_to_choose_from(self) -> CompletionRequest:
         if self.best_of is None:
             return self
-        if self.best_of < self.num_sequences:
+        if self.best_of < self.num_choices:
             raise ApiError(
-                f"best_of is {self.best_of}, but n is {self.num_sequences}, and the sequences that are returned are "
+                f"best_of is {self.best_of}, but n is {self.num_choices}, and the sequences that are returned are "
                 "chosen among best_of: raise it, or lower n.",
                 param="best_of",
             )
@@ -407,9 +412,9 @@ class CompletionRequest(Generation):
         return self.best_of is not None and self.best_of > 1 and not self.use_beam_search
 
     @property
-    def num_candidates(self) -> int:
-        """Sequences that are generated per prompt, of which `num_sequences` are returned."""
-        return self.best_of if self.best_of is not None and self.ranks else self.num_sequences
+    def num_sequences(self) -> int:
+        """Sequences that are generated per prompt."""
+        return self.best_of if self.best_of is not None and self.ranks else self.num_choices
 
 
 class EmbeddingRequest(Body):

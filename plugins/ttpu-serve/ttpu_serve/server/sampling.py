@@ -29,7 +29,6 @@ def of_completion(request: CompletionRequest, defaults: Mapping[str, Any]) -> Sa
     return _params(
         request,
         defaults,
-        n=request.num_candidates,
         max_tokens=tokens,
         logprobs=0 if request.ranks and request.logprobs is None else request.logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -53,7 +52,6 @@ def of_chat(request: ChatRequest, defaults: Mapping[str, Any], tools: GuidedDeco
     return _params(
         request,
         defaults,
-        n=request.num_sequences,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
@@ -131,6 +129,7 @@ def _params(request: Generation, defaults: Mapping[str, Any], **values: Any) -> 
     if request.seed is not None:
         asked["seed"] = request.seed % 2**32
     return SamplingParams(
+        n=request.num_sequences,
         stop=tuple(request.stop or ()),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logit_bias=request.logit_bias or {},

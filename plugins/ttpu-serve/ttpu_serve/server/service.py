@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -225,10 +225,7 @@ class Service:
             arrival, options = ARRIVAL.get(time.monotonic()), {"adapter": adapter, "priority": priority}
             left = partial(self._left, arrival)
             begun = await begin_beams(self.engine, self.tokens, prompts, params, request, options, left)
-            streams = OutputStreams([], params.n, self.settings.request_timeout)
-            for stream in begun:
-                streams.add(stream, self.metrics.watch(arrival, params.n))
-            return streams
+            return self._watched(begun, params.n, arrival)
         if params.bad_words:
             params = replace(params, bad_words=await self.tokens.bad_words(params.bad_words))
         return await self._submit(prompts, params, adapter=adapter, priority=priority, cache_salt=request.cache_salt)
@@ -249,7 +246,6 @@ class Service:
         pooling: AskedPooling | None = None,
     ) -> OutputStreams:
         arrival, background = ARRIVAL.get(time.monotonic()), BACKGROUND.get()
-        streams = OutputStreams([], params.n, None if background else self.settings.request_timeout)
         if background and params.guided is not None and not self.engine.core.guides.is_compiled(params.guided):
             self.engine.check_accepting()
             async with self._compiling:  # one, so that requests whose client waits find a compiler free
@@ -263,8 +259,14 @@ class Service:
             cache_salt=cache_salt,
             timeout=self._left(arrival),
         )
+        return self._watched(submitted, params.n, arrival)
+
+    def _watched(self, submitted: Iterable[Any], each: int, arrival: float) -> OutputStreams:
+        """Return submitted streams, with metrics, as those of a request; each has `each` sequences."""
+        background = BACKGROUND.get()
+        streams = OutputStreams([], each, None if background else self.settings.request_timeout)
         for stream in submitted:
-            streams.add(stream, self.metrics.watch(arrival, params.n, timed=not background))
+            streams.add(stream, self.metrics.watch(arrival, each, timed=not background))
         return streams
 
     def _left(self, arrival: float) -> float | None:
