@@ -13,7 +13,7 @@ ENDED = ("completed", "failed", "cancelled", "expired")
 
 
 def line(custom_id: str, url: str = CHAT, /, **body: Any) -> dict[str, Any]:
-    """A request; `say` is what a chat is to be answered with."""
+    """A request; `say` is what a chat without messages is to be answered with."""
     if url == CHAT:
         said = {"role": "user", "content": f"say: {body.pop('say', custom_id)}"}
         body = {"model": "fake", "messages": [said], **body}

@@ -18,7 +18,8 @@ from serving import Running, running, until
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import GuidedDecoding
-from ttpu_serve.server import ServerSettings
+from ttpu_serve.scheduling.scheduler_output import SchedulerConfig
+from ttpu_serve.server import ServerSettings, middleware
 from ttpu_serve.server.batches import answers as answering
 from ttpu_serve.server.batches import lines as batch_lines
 from ttpu_serve.server.batches import manager
@@ -443,6 +444,20 @@ def test_a_dead_engine_fails_its_batches(bytes_tokenizer: Any, tmp_path: Path) -
     with running(FakeCore(bytes_tokenizer, fail_at=5), settings) as server:
         batch = begun(server.client(), jsonl([line("a", say="x" * 50)]))
         assert ended(server.client(), batch).errors.data[0].code == "engine_dead"
+
+
+def test_the_limits_are_those_of_the_documentation() -> None:
+    text = " ".join((Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8").split())
+    limits, mib = ServerSettings(), 2**20
+    sizes = f"{limits.max_files_bytes / mib:,.0f} MiB and {limits.max_files:,} files"
+    assert f"an upload of {limits.max_file_bytes / mib:g} MiB (`--max-file-mib`), {sizes}" in text
+    assert f"{limits.max_batch_requests:,} lines of a batch" in text
+    assert f"{manager.MOST_OPEN} batches that have not ended, and {manager.MOST_BATCHES:,} that" in text
+    assert f"{middleware.MOST_UPLOADS_OF_CLIENT} at once of a client and {middleware.MOST_UPLOADS} of all" in text
+    assert mib == middleware.UPLOAD_RATE and "a second for each MiB beyond the minute" in text
+    assert f"`errors` names the line ({batch_lines.MOST_PROBLEMS} at most)" in text
+    assert BACKGROUND_PRIORITY * SchedulerConfig.aging_seconds == 3600, "waited for an hour"
+    assert manager.WINDOW_SECONDS == 24 * 3600
 
 
 def test_slots_are_taken_in_turn_and_given_back_by_who_leaves() -> None:

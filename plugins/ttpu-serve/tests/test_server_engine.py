@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import tiny
+from batch_cases import CHAT, answers, done, line
 from devices import xla_flags
 from serving import until
 from torchless import torchless
@@ -228,6 +229,22 @@ def test_the_engine_sleeps_and_goes_on(server: Process) -> None:
     assert http.post("/v1/chat/completions", json=asked).json()["choices"] == before
 
 
+def test_a_batch_has_the_answers_of_its_endpoint(server: Process) -> None:
+    client = server.client()
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"enum": ["yes", "no"]}}}
+    bodies = [
+        {"model": "tiny-llama", "messages": [{"role": "user", "content": "x" * count}], "max_tokens": 9, **more}
+        for count, more in ((1, {}), (30, {}), (2, {"n": 2, "seed": 3}), (3, {"response_format": form}))
+    ]
+    lines = [line(str(place), CHAT, **body) for place, body in enumerate(bodies)]
+    batch = done(client, lines)
+    assert batch.request_counts.completed == 4, answers(client, batch.error_file_id)
+    found = answers(client, batch.output_file_id)
+    for place, body in enumerate(bodies):
+        direct = client.chat.completions.create(**body).model_dump(exclude_unset=True)
+        assert found[str(place)]["response"]["body"]["choices"] == direct["choices"]
+
+
 def test_a_wrong_place_or_option_is_refused_before_anything_is_loaded(server: Process, checkpoint: Path) -> None:
     taken = server.url.rsplit(":", 1)[1]
     for arguments, said in (
@@ -235,6 +252,7 @@ def test_a_wrong_place_or_option_is_refused_before_anything_is_loaded(server: Pr
         (("--port", "0", "--tool-call-parser", "x"), "there are auto, "),
         (("--port", "0", "--enable-lora", "poet"), "NAME=PATH"),
         (("--port", "0", "--chat-template", "/nowhere.jinja"), "cannot be read"),
+        (("--port", "0", "--files-dir", "/dev/null/files"), "files were to be kept in /dev/null/files"),
     ):
         done = CliRunner().invoke(app, ["serve", str(checkpoint), *arguments])
         assert done.exit_code == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.output

@@ -26,7 +26,7 @@ from ttpu_serve.server.errors import ApiError
 openai = pytest.importorskip("openai")
 
 SETTINGS = ServerSettings(
-    api_keys=("secret", "other", "full"), max_concurrent=1, max_file_bytes=100_000, max_files_bytes=250_000, max_files=9
+    api_keys=("secret", "other", "full"), max_concurrent=3, max_file_bytes=100_000, max_files_bytes=250_000, max_files=9
 )
 KEY = {"authorization": "Bearer full"}
 
