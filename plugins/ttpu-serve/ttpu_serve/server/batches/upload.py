@@ -37,7 +37,7 @@ class Upload:
             ApiError: the body is no form.
         """
         kind, options = parse_options_header(content_type)
-        if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        if kind.lower() != b"multipart/form-data" or not options.get(b"boundary"):
             raise ApiError(
                 f"the header Content-Type is {content_type[:80]!r}, but a file is sent as a form: send "
                 "'multipart/form-data; boundary=…' with the fields file and purpose, as OpenAI's client does.",
