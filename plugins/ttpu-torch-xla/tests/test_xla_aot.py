@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES, "tie_word_embeddings": False},
     "gemma2": {"model_type": "gemma2", **SIZES, "sliding_window": 64, "attn_logit_softcapping": 50.0},
+    "falcon_h1": {"model_type": "falcon_h1", **SIZES, "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_state": 16},
 }
 BATCH, CONTEXT, MESH = 8, 128, "fsdp=4,tensor=2"
 
@@ -137,6 +138,14 @@ def test_a_graph_that_does_not_fit_is_refused_in_words() -> None:
     large = tpu.placeholder((2**16, 2**16), torch.float32)
     with pytest.raises(UnsupportedError, match=r"the recorded graph was compiled for 'v5e:2x4', but it needs .* GiB"):
         compile_graph([large @ large], tpu)
+
+
+def test_decoding_with_states_beside_keys_is_refused() -> None:
+    with (
+        on_slice("falcon_h1", "v5e:2x4") as model,
+        pytest.raises(UnsupportedError, match="decoding of a falcon_h1 was to be compiled, but its state_space keeps"),
+    ):
+        compile_step(model, "decode", BATCH, CONTEXT)
 
 
 def test_a_mesh_of_another_size_is_refused() -> None:

@@ -69,6 +69,19 @@ def test_sixty_four_tokens_take_three_programs_and_a_second_run_none(llama: Pair
         assert not runtime.counters().fallbacks
 
 
+def test_a_mixer_beside_attention_has_its_states_in_the_static_cache() -> None:
+    with tiny("falcon_h1") as host, tiny("falcon_h1") as made:
+        expected = host.model.generate(IDS, attention_mask=MASK, do_sample=False, max_new_tokens=8).tolist()
+        made.move()
+        install(made.model)
+        for programs in ({1, 2, 3}, {0}):
+            made.runtime.reset_counters()
+            ours = made.model.generate(IDS, attention_mask=MASK, do_sample=False, max_new_tokens=8)
+            assert ours.tolist() == expected
+            assert made.runtime.counters().compiles in programs
+            assert not made.runtime.counters().fallbacks
+
+
 def test_sequences_end_at_their_end_token_and_are_padded_from_there(llama: Pair) -> None:
     end = ending(llama)
     host, ours = llama.both(

@@ -116,12 +116,12 @@ def _held(cache: FixedCache) -> list[torch.Tensor]:
 
 
 def _cache_shapes(model: Any, batch: int, context: int) -> list[tuple[int, int, int, int]]:
-    shapes = []
-    for layer in model.ttpu.architecture.spec.layers:
-        if not isinstance(layer.mixer, AttentionSpec):
+    shapes, spec = [], model.ttpu.architecture.spec
+    for layer in spec.layers:
+        if layer.mixers or not isinstance(layer.mixer, AttentionSpec):
             raise UnsupportedError(
-                f"decoding of a {model.ttpu.architecture.spec.model_type} was to be compiled, but its layers of kind "
-                f"{layer.mixer.kind} keep another cache than keys and values of each head: compile prefill or train."
+                f"decoding of a {spec.model_type} was to be compiled, but its {layer.mixers[0].kind} keeps another "
+                "cache than keys and values of each head: compile prefill or train."
             )
         shapes.append((batch, layer.mixer.num_kv_heads, context, layer.mixer.head_dim))
     return shapes

@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 )
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-OTHERS = ("linear_attention", "dummy")
+OTHERS = ("linear_attention", "hybrid", "dummy")
 
 
 class Clock:
@@ -93,6 +93,30 @@ class FixedLayer(CacheLayerMixin):
         return self.length
 
 
+class HybridLayer(LinearAttentionLayer, FixedLayer):  # type: ignore[override]  # transformers' bases differ
+    """Keys and values of one layer's attention, and the states of the mixer beside it."""
+
+    def __init__(self, clock: Clock, length: int, **options: Any) -> None:
+        FixedLayer.__init__(self, clock, length, is_sliding=False)
+        LinearAttentionLayer.__init__(self, **options)
+
+    def lazy_initialization(self, *keys_and_values: torch.Tensor, **states: Any) -> None:  # type: ignore[override]
+        """Store the prompt's keys and values, or make room for states.
+
+        Args:
+            keys_and_values: as for `FixedLayer`; none for states.
+            states: as for `LinearAttentionLayer`.
+        """
+        if keys_and_values:
+            FixedLayer.lazy_initialization(self, *keys_and_values)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **states)
+
+    def get_max_length(self) -> int:
+        """Return the number of slots."""
+        return self.length
+
+
 class FixedCache(Cache):
     """A cache of fixed length for one call of `generate`.
 
@@ -110,6 +134,8 @@ class FixedCache(Cache):
     def _layer(self, kind: str, length: int, options: dict[str, Any]) -> Any:
         if kind in ATTENTION:
             return FixedLayer(self.clock, length, kind != "full_attention")
+        if kind == "hybrid":
+            return HybridLayer(self.clock, length, **options)
         return LinearAttentionLayer(**options) if kind == "linear_attention" else DummyLayer()
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:

@@ -34,7 +34,7 @@ class Placement:
             if isinstance(layer, FixedLayer):
                 for tensor in (layer.keys, layer.values):
                     self._hold(tensor, KEYS)
-            elif isinstance(layer, LinearAttentionLayer):
+            if isinstance(layer, LinearAttentionLayer):
                 for tensor in (*layer.conv_states.values(), *layer.recurrent_states.values()):
                     self._hold(tensor, (axes.BATCH,))
 
