@@ -20,7 +20,7 @@ ZOO = (
     "gpt_oss gptj granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe "
     "hyperclovax internlm3 iquestcoder jais2 jamba lfm2 lfm2_moe longcat_flash mamba mamba2 minicpm3 minimax "
     "minimax_m2 mpt nemotron nemotron_h olmo olmo2 olmo3 olmoe opt phi phi3 phimoe seed_oss smollm3 solar_open "
-    "stablelm starcoder2 youtu"
+    "stablelm starcoder2 youtu zamba2"
 )
 """The model types that ttpu-zoo describes: many families, of which it has some types, between spaces."""
 

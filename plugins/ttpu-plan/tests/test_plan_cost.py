@@ -47,6 +47,10 @@ def test_what_layers_share_is_read_and_multiplied_by_each() -> None:
     trained, apart = (estimate_time(each, {"fsdp": 8}, topology, TRAIN) for each in (sharing(spec), spec))
     assert trained.compute == apart.compute
     assert trained.hbm < apart.hbm  # one block is updated
+    alone = replace(spec, layers=spec.layers[:1])
+    assert estimate_time(sharing(alone), {"fsdp": 8}, topology, TRAIN) == estimate_time(
+        alone, {"fsdp": 8}, topology, TRAIN
+    )
 
 
 def test_a_prefill_takes_as_long_as_its_products() -> None:
