@@ -160,6 +160,7 @@ PURPOSE = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r
         ("multipart/form-data; boundary=" + "x" * 5000, b"--x--", 400),
         ("multipart/form-data", PURPOSE, 415),
         ("application/json", b"{}", 415),
+        ("application/json", b"x" * 150_000, 415),
         ("application/x-www-form-urlencoded", b"purpose=batch", 415),
         ("", b"x", 415),
     ],
@@ -288,6 +289,26 @@ def test_other_sites_pages_store_and_cancel_nothing(bytes_tokenizer: Any, header
         assert answer.status_code == status
         cancelled = http.post("/v1/batches/batch_x/cancel").status_code
         assert cancelled == (404 if status == 200 else status)
+
+
+def test_a_server_that_leaves_takes_no_files_and_no_batches(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer, seconds=0.01)) as server:
+        client = server.client()
+        file = upload(client, jsonl([line("a")]))
+        stream = iter(client.completions.create(model="fake", prompt="x" * 100, stream=True))
+        next(stream)
+        server.stop()
+        until(lambda: not server.engine.accepting)
+        for ask in (
+            lambda: upload(client, b"x" * 100_000),
+            lambda: client.batches.create(
+                input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+            ),
+        ):
+            with pytest.raises(openai.InternalServerError) as refusal:
+                ask()
+            assert refusal.value.code == "shutting_down"
+        assert client.files.retrieve(file.id) == file, "what is there can be read"
 
 
 def test_a_server_without_batches_has_none(bytes_tokenizer: Any) -> None:

@@ -10,6 +10,7 @@ from typing import IO, Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from starlette.types import Receive, Scope, Send
 
+from ttpu_core.errors import TTPUError
 from ttpu_serve.server.batches.file_store import EXPIRY, FileStore, StoredFile
 from ttpu_serve.server.batches.listing import paged
 from ttpu_serve.server.batches.upload import Upload
@@ -84,18 +85,18 @@ def router(service: Service, store: FileStore) -> APIRouter:
     @routes.post("/v1/files", openapi_extra=_FORM)
     async def upload(request: Request) -> Response:
         """Store a file of requests for a batch, with `purpose` "batch"."""
-        service.engine.check_accepting()
-        body = request.stream()
-        most = service.settings.max_file_bytes
-        form = Upload(request.headers.get("content-type", ""), store, owner_of(request), most)
+        body, form = request.stream(), None
         try:
+            service.engine.check_accepting()
+            most = service.settings.max_file_bytes
+            form = Upload(request.headers.get("content-type", ""), store, owner_of(request), most)
             await form.read(body)
             stored = await asyncio.to_thread(_finished, form)
-        except ApiError:
+        except TTPUError:
             await _read_on(body)
             raise
         finally:
-            if form.file is not None:
+            if form is not None and form.file is not None:
                 form.file.discard()
         return JSONResponse(stored.as_json())
 
