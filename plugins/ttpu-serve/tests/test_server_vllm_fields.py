@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,9 @@ from serving import Running, running, until
 from ttpu import LLM, BeamSearchParams, SamplingParams
 from ttpu_serve.execution.bad_words import sequences_of
 from ttpu_serve.server import ServerSettings
-from ttpu_serve.server.beams import BeamStream
+from ttpu_serve.server.beams import BeamStream, beam_params
+from ttpu_serve.server.errors import ApiError
+from ttpu_serve.server.protocol import CompletionRequest
 
 openai = pytest.importorskip("openai")
 
@@ -331,6 +333,24 @@ def test_what_does_not_go_together_or_takes_too_much_is_refused(client: Any, fie
     with pytest.raises(openai.BadRequestError, match=said) as refused:
         complete(client, fields.pop("prompt", "x"), **fields)
     assert refused.value.param in {*fields, "n"}
+
+
+def test_a_server_that_keeps_no_prefixes_refuses_beams(
+    server: Running, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = server.core.scheduler
+    monkeypatch.setattr(scheduler, "config", replace(scheduler.config, enable_prefix_caching=False))
+    with pytest.raises(openai.BadRequestError, match="this server keeps no prefixes"):
+        complete(client, "x", use_beam_search=True)
+
+
+def test_strict_fields_refuse_what_has_no_effect_on_beams() -> None:
+    body = {"model": "m", "prompt": "x", "use_beam_search": True, "top_k": 3}
+    request, params = CompletionRequest.model_validate(body), SamplingParams(n=2)
+    with pytest.raises(ApiError, match="top_k was given with use_beam_search, but beams are not drawn"):
+        beam_params(request, params, 3)
+    asked = beam_params(request.model_copy(update={"top_k": -1}), params, 3)
+    assert asked == BeamSearchParams(beam_width=2, max_tokens=3)
 
 
 def test_a_search_whose_client_leaves_is_aborted(server: Running) -> None:
