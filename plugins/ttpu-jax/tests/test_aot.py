@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise, starmap
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
+from ttpu_core.sharding.hardware import slice_sizes
 from ttpu_jax.aot import hlo, schedule, topology
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.topology import CHIPS, GIB, TpuTopology, make_mesh, tpu_topology
@@ -138,9 +141,9 @@ class TestParser:
     def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter(self) -> None:
         inner = f"  ROOT %a = f32[64]{{0}} all-reduce(%i), {GROUP}, to_apply=%add\n"
         fused = f"%all-reduce-scatter (i: f32[64]) -> f32[16] {{\n{inner}}}\n\n"
-        header, _, rest = entry(
-            "ROOT %f = f32[16]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter"
-        ).partition("\n\n")
+        header, _, rest = entry("ROOT %f = f32[16]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter").partition(
+            "\n\n"
+        )
         (scatter,) = hlo.collectives(f"{header}\n\n{fused}{rest}")
         assert (scatter.op, scatter.result_bytes, scatter.group_size) == ("reduce-scatter", 64, 4)
 
@@ -266,6 +269,15 @@ def program(v5e: TpuTopology, mesh: Mesh) -> CompiledProgram:
     return compile_for(v5e, layers, array(mesh, (64, 1024)), up, down, donate_argnums=0)
 
 
+def longest_steps(line: np.ndarray) -> tuple[int, int]:
+    """Links between a device and the next, at most, and between the last and the first."""
+
+    def links(one: jax.Device, other: jax.Device) -> int:
+        return sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True))
+
+    return max(starmap(links, pairwise(line)), default=0), links(line[-1], line[0])
+
+
 @pytest.mark.tpu_compile
 class TestTopology:
     @pytest.mark.parametrize(
@@ -300,6 +312,17 @@ class TestTopology:
     def test_an_axis_may_split_a_dimension_of_the_interconnect(self) -> None:
         pytest.importorskip("libtpu")
         assert dict(make_mesh(tpu_topology("v5p:4x4x4"), {"data": 2, "tensor": 32}).shape)["tensor"] == 32
+
+    def test_axes_of_every_flat_slice_are_rings_of_neighbours(self) -> None:
+        """Each device is beside the next along an axis, and the last beside the first where the axis has both
+        dimensions."""
+        pytest.importorskip("libtpu")
+        for chip in (CHIPS["v5e"], CHIPS["v6e"]):
+            for rows, columns in slice_sizes(chip):
+                found = tpu_topology(f"{chip.name}:{rows}x{columns}")
+                assert longest_steps(make_mesh(found, {"fsdp": len(found.devices)}).devices) == (1, 1) or rows == 1
+                placed = make_mesh(found, {"data": rows, "tensor": columns}).devices
+                assert {longest_steps(line)[0] for line in [*placed, *placed.T]} <= {0, 1}, (chip.name, rows, columns)
 
     @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {}, {"data": -2, "tensor": -4}])
     def test_a_mesh_of_another_size_is_refused(self, v5e: TpuTopology, axes: dict[str, int]) -> None:
@@ -340,9 +363,7 @@ class TestCompile:
         assert parts.compute + parts.collective == pytest.approx(program.estimate.seconds)
         assert program.estimate.unmodelled == ()
 
-    def test_twice_the_layers_take_twice_the_time(
-        self, v5e: TpuTopology, mesh: Mesh, program: CompiledProgram
-    ) -> None:
+    def test_twice_the_layers_take_twice_the_time(self, v5e: TpuTopology, mesh: Mesh, program: CompiledProgram) -> None:
         up, down = array(mesh, (10, 1024, 4096), None, None, "tensor"), array(mesh, (10, 4096, 1024), None, "tensor")
         longer = compile_for(v5e, layers, array(mesh, (64, 1024)), up, down, donate_argnums=0)
         assert longer.estimate.seconds == pytest.approx(2 * program.estimate.seconds, rel=0.05)

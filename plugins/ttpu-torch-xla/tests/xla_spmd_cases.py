@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from quantized_files import fine_grained_fp8, gptq
@@ -287,4 +288,10 @@ def cases() -> dict[str, Any]:
     results |= quantized_checkpoints()
     results["without a plugin"] = without_a_plugin()
     results["slices"] = runtime.mesh({"data": 2, "fsdp": 4}, {"fsdp": 2}).get_logical_mesh().tolist()
+    chips = [{"name": f"TPU:{number}", "coords": [number % 2, number // 2, 0]} for number in reversed(range(8))]
+    with (
+        mock.patch("torch_xla.runtime.global_runtime_device_attributes", lambda: chips),
+        mock.patch.object(type(runtime), "device_kind", lambda _: "TPU v5 lite"),
+    ):
+        results["ring"] = runtime.mesh({"tensor": 8}).get_logical_mesh().tolist()
     return results

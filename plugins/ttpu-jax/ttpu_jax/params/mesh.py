@@ -12,7 +12,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.sharding.hardware import chip_of_device_kind
 from ttpu_core.sharding.links import slice_axes
+from ttpu_core.sharding.rings import arranged
 
 
 def arrange(devices: Sequence[jax.Device], sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.ndarray:
@@ -65,6 +67,13 @@ def _slice_of(device: jax.Device) -> int:
 
 
 def _within_slice(devices: Sequence[jax.Device], shape: Sequence[int]) -> np.ndarray:
+    chip = chip_of_device_kind(devices[0].device_kind)
+    if chip is not None and chip.dimensions == 2:
+        # `mesh_utils` passes the dimensions of an axis one after another, so that every second step crosses several
+        # links, and its own order for v5e:2x4 scatters the rows of a mesh of 2 x 4.
+        found = arranged([tuple(device.coords) for device in devices], shape, chip)
+        if found is not None:
+            return np.asarray(devices, object)[found]
     try:
         return mesh_utils.create_device_mesh(shape, devices)
     except NotImplementedError:  # an axis is not a product of whole interconnect dimensions

@@ -9,10 +9,13 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
+from ttpu_core.sharding.hardware import chip_of_device_kind
 from ttpu_core.sharding.links import slice_axes
+from ttpu_core.sharding.rings import arranged
 from ttpu_torch_xla.patches.patch import Patch
 from ttpu_torch_xla.runtime import Counters, JaxOperation, PartitionSpec, TorchRuntime, current
 from ttpu_torch_xla.runtime.protocol import Step
@@ -114,7 +117,6 @@ class TorchXla:
             UnsupportedError: the mesh has not as many devices as there are (every device runs the program), or is of
                 another number of slices.
         """
-        import numpy as np
         import torch_xla.distributed.spmd as xs
 
         self.use_spmd()
@@ -138,6 +140,8 @@ class TorchXla:
                     "slices as there are behind 'dcn.', or leave that out."
                 )
             mesh = xs.HybridMesh(ici_mesh_shape=inside, dcn_mesh_shape=between, axis_names=names)
+        elif prod(between) == 1 and (found := self._along_dimensions(inside)) is not None:
+            mesh = xs.Mesh(found.reshape(-1), inside, names)
         else:  # devices that know no slices, such as a CPU's, are taken to be of equal ones in their order
             rank = len(names)
             pairs = [place for axis in range(rank) for place in (axis, rank + axis)]
@@ -145,6 +149,14 @@ class TorchXla:
             mesh = xs.Mesh(ids, tuple(sizes.values()), names)
         xs.set_global_mesh(mesh)
         return mesh
+
+    def _along_dimensions(self, sizes: tuple[int, ...]) -> np.ndarray | None:
+        """The devices of one slice, int64 [*sizes], along its dimensions; None where they have no coordinates."""
+        attributes: list[dict[str, Any]] = sorted(self._runtime.global_runtime_device_attributes(), key=_number)
+        chip = chip_of_device_kind(self.device_kind())
+        if chip is None or not all("coords" in device for device in attributes):
+            return None
+        return arranged([(*device["coords"], device.get("core_on_chip", 0)) for device in attributes], sizes, chip)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor of any shape, of the same shape; torch_xla sends the values when a program needs them."""
@@ -320,6 +332,11 @@ def _has_tpu() -> bool:
     from pathlib import Path
 
     return any(Path("/dev").glob("accel*")) or any(Path("/dev").glob("vfio/[0-9]*"))
+
+
+def _number(device: Mapping[str, Any]) -> int:
+    """The number of a device, which its name ends with: "TPU:3"."""
+    return int(str(device["name"]).rpartition(":")[2])
 
 
 if TYPE_CHECKING:
