@@ -14,7 +14,8 @@ from scheduler_cases import FULL, Loop, request, settings, shake
 
 from ttpu_core.errors import RequestError
 from ttpu_serve.execution.errors import QueueFullError
-from ttpu_serve.scheduling.block_table import PageGroup
+from ttpu_serve.scheduling.block_pool import BlockPool
+from ttpu_serve.scheduling.block_table import BlockTables, PageGroup
 from ttpu_serve.scheduling.request import Request, Status
 from ttpu_serve.scheduling.scheduler import Scheduler
 
@@ -96,6 +97,15 @@ def test_a_step_holds_decodes_first_then_parts_of_prompts_within_the_budget() ->
     assert second.samples.tolist() == [True, True, False] and second.num_tokens == 14
 
 
+def test_the_last_token_of_the_budget_is_used() -> None:
+    loop = Loop(settings(max_num_batched_tokens=4))
+    loop.add(*(request(name, 1) for name in "abc"))
+    loop.step()
+    loop.add(request("d", 1))
+    step = loop.step()
+    assert step is not None and names(step.requests) == ["a", "b", "c", "d"] and step.counts.tolist() == [1] * 4
+
+
 def test_prompts_that_fit_are_not_cut() -> None:
     loop = Loop(settings())
     loop.add(*(request(f"{index}", 10) for index in range(3)))
@@ -164,6 +174,13 @@ def test_a_pooled_prompt_runs_once_and_samples_where_it_is_whole() -> None:
 # drafts
 
 
+def test_a_pooled_prompt_may_fill_the_context() -> None:
+    loop = Loop(settings())
+    loop.add(request("p", 96, 1, pooling="last"))
+    loop.run()
+    assert list(loop.finished) == ["p"]
+
+
 def test_drafts_that_do_not_hold_are_computed_again() -> None:
     loop = Loop(settings(lookahead=4))
     added = request("a", 6, 20)
@@ -202,6 +219,19 @@ def test_drafts_made_before_the_newest_token_was_known_are_dropped() -> None:
     added.draft = [1, 2]
     step = loop.scheduler.schedule()
     assert step is not None and step.drafts is None and added.draft == []
+
+
+@pytest.mark.parametrize("prompt, drafted", [(0, 4), (40, 3)])
+def test_drafts_take_half_of_the_budget_while_prompts_wait(prompt: int, drafted: int) -> None:
+    loop = Loop(settings(lookahead=4, max_num_batched_tokens=8))
+    added = request("a", 6, 20)
+    loop.add(added)
+    loop.step()
+    if prompt:
+        loop.add(request("waits", prompt))
+    added.draft = [1, 2, 3, 4]
+    step = loop.step()
+    assert step is not None and step.drafts is not None and len(step.drafts[0]) == drafted
 
 
 def test_no_more_is_drafted_than_may_be_added() -> None:
@@ -324,6 +354,21 @@ def test_preempting_all_computes_all_running_requests_again() -> None:
     assert loop.scheduler.preemptions_total == 3 and all(done.cached == 0 for done in loop.finished.values())
 
 
+def test_a_restart_lets_requests_wait_again_and_forgets_the_rest() -> None:
+    loop = Loop(settings(max_num_seqs=2))
+    kept, gone, waiting = request("kept", 12, 9), request("gone", 12, 9), request("waiting", 12, 9)
+    loop.add(kept, gone, waiting)
+    loop.step()
+    loop.scheduler.schedule()
+    loop.scheduler.restart([kept, waiting])
+    assert (kept.status, kept.slot, kept.computed, kept.pending) == (Status.WAITING, -1, 0, 0)
+    assert (gone.status, gone.finish_reason) == (Status.FINISHED, "error")
+    assert (kept.preemptions, waiting.preemptions, loop.scheduler.preemptions_total) == (1, 0, 1)
+    loop.run()
+    loop.assert_answers()
+    assert sorted(loop.finished) == ["kept", "waiting"]
+
+
 def test_preemption_wastes_little_where_pages_are_short_for_long() -> None:
     loop = Loop(settings(max_num_seqs=16, max_num_batched_tokens=64), (PageGroup("full", 61),), depth=1)
     loop.add(*(request(f"{index}", 8 + index % 9, 40) for index in range(60)))
@@ -410,6 +455,21 @@ def test_a_better_priority_goes_first() -> None:
     loop.add(request("later", 4, 1, priority=1, arrival=0.0), request("sooner", 4, 1, priority=-1, arrival=0.0))
     loop.run()
     assert list(loop.finished) == ["sooner", "later"]
+
+
+def test_requests_of_one_rank_go_in_the_order_in_which_they_were_added() -> None:
+    loop = Loop(settings(max_num_seqs=1))
+    loop.add(*(request(name, 4, 1, arrival=0.0) for name in "abc"))
+    loop.run()
+    assert list(loop.finished) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("arrival, first", [(9.0, "high"), (11.0, "low")])
+def test_waiting_for_aging_seconds_counts_as_one_level_of_priority(arrival: float, first: str) -> None:
+    loop = Loop(settings(max_num_seqs=1, aging_seconds=10.0))
+    loop.add(request("low", 4, 1, priority=1, arrival=0.0), request("high", 4, 1, arrival=arrival))
+    loop.run()
+    assert next(iter(loop.finished)) == first
 
 
 def test_nobody_is_passed_for_want_of_pages() -> None:
@@ -540,6 +600,16 @@ def test_requests_with_the_same_prompt_wait_until_one_has_computed_it() -> None:
     assert loop.scheduler.prefix_hit_tokens == 64 and loop.scheduler.prefix_query_tokens == 3 * 33 + 20
 
 
+@pytest.mark.parametrize("known, waits", [(16, True), (17, False)])
+def test_a_prefix_is_waited_for_if_it_is_at_least_half_of_what_is_left(known: int, waits: bool) -> None:
+    loop = Loop(settings(max_num_batched_tokens=96))
+    stem = list(range(100, 108))
+    loop.add(request("a", stem + [1] * 12), request("b", stem + [2] * (known - 8)))
+    assert names(loop.step().requests) == (["a"] if waits else ["a", "b"])
+    loop.run()
+    loop.assert_answers()
+
+
 def test_those_who_wait_for_a_prefix_go_on_where_its_request_is_aborted() -> None:
     loop = Loop(settings(max_num_batched_tokens=16))
     prompt = list(range(100, 160))
@@ -575,6 +645,29 @@ def test_pages_behind_a_window_are_given_back_while_the_request_runs() -> None:
         most = max(most, *loop.scheduler.pages_in_use)
     assert most <= 5  # ten tokens before the step's first, and eight of the step, in pages of four
     loop.assert_answers()
+
+
+def test_pages_that_were_used_longest_ago_are_evicted_first() -> None:
+    pool = BlockPool(4)
+    for digest in (b"a", b"b", b"c"):
+        (page,) = pool.take(1)
+        pool.register(page, digest)
+        pool.release([page])
+    again = pool.cached[b"a"]
+    pool.share(again)
+    pool.release([again])
+    pool.take(1)
+    assert set(pool.cached) == {b"a", b"c"}
+    pool.take(1)
+    assert set(pool.cached) == {b"a"}
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4])
+def test_a_sequence_needs_the_pages_that_a_window_touches_at_most(page_size: int) -> None:
+    for window in range(1, 10):
+        tables = BlockTables((PageGroup("window", 40, window=window),), 1, 96, page_size)
+        touched = [last // page_size - max(last - window + 1, 0) // page_size + 1 for last in range(96)]
+        assert tables.blocks_needed(0, 96, False) == max(touched)
 
 
 def test_resetting_the_prefix_cache_forgets_prefixes_and_disturbs_nobody() -> None:

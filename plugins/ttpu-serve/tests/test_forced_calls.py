@@ -9,12 +9,18 @@ import pytest
 
 from ttpu_serve.guided.matchers import InlineMatchers, Vocabulary
 from ttpu_serve.server.chat_protocol import Tool
-from ttpu_serve.server.forced_calls import forced_calls
+from ttpu_serve.server.forced_calls import forced_arguments, forced_calls
 
 TREE = {
     "type": "object", "properties": {"a": {"type": "integer"}, "kids": {"type": "array", "items": {"$ref": "#"}}},
     "required": ["a"], "additionalProperties": False,
 }  # fmt: skip
+
+
+def test_a_tool_without_parameters_is_called_without_arguments() -> None:
+    tool = Tool.model_validate({"type": "function", "function": {"name": "clock"}})
+    schema: Any = forced_arguments(tool).json
+    assert schema == {"type": "object", "additionalProperties": False}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from ttpu_serve.server import ServerSettings, middleware
 from ttpu_serve.server.batches import answers as answering
 from ttpu_serve.server.batches import lines as batch_lines
 from ttpu_serve.server.batches import manager
+from ttpu_serve.server.batches.endpoints import ENDPOINTS
+from ttpu_serve.server.batches.record import Usage
 from ttpu_serve.server.batches.room import Room
 from ttpu_serve.server.batches.slots import FairSlots
 from ttpu_serve.server.service import BACKGROUND_PRIORITY
@@ -337,7 +339,7 @@ def test_guides_of_batches_are_compiled_one_after_another(bytes_tokenizer: Any) 
         now = most = 0
         lock = threading.Lock()
 
-        def compile(self, guided: GuidedDecoding) -> None:
+        def compile(self, guided: GuidedDecoding, seconds: float | None = None) -> None:
             with self.lock:
                 self.now += 1
                 self.most = max(self.most, self.now)
@@ -494,6 +496,54 @@ def test_slots_are_taken_in_turn_and_given_back_by_who_leaves() -> None:
     assert asyncio.run(run())[:6] == ["a", "b", "c", "a", "b", "a"]
 
 
+def test_who_leaves_in_the_moment_of_its_turn_passes_it_on() -> None:
+    async def run() -> None:
+        slots = FairSlots(1)
+        await slots.take("holder")
+        leaving, staying = (asyncio.create_task(slots.take(owner)) for owner in ("a", "b"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        slots.give_back()
+        await asyncio.wait_for(staying, 5)
+        await asyncio.wait([leaving])
+        assert leaving.cancelled() and slots.taken == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "sequences"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "n": 3}, 3),
+        ("/v1/completions", {"prompt": ["x", "y"], "n": 3}, 6),
+        ("/v1/embeddings", {"input": ["x", "y"]}, 2),
+        ("/v1/responses", {"input": "x"}, 1),
+        ("/v1/score", {"text_1": "x", "text_2": ["y", "z"]}, 3),
+        ("/rerank", {"query": "x", "documents": ["y", "z", "x"]}, 4),
+    ],
+)
+def test_a_line_takes_the_room_of_its_sequences(url: str, body: Any, sequences: int) -> None:
+    endpoint = ENDPOINTS[url]
+    assert endpoint.sequences(endpoint.body.model_validate({"model": "fake", **body})) == sequences
+
+
+def test_the_usage_of_a_batch_adds_up_that_of_all_endpoints() -> None:
+    usage = Usage()
+    usage.add({"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}})
+    usage.add(
+        {
+            "input_tokens": 100,
+            "output_tokens": 20,
+            "input_tokens_details": {"cached_tokens": 40},
+            "output_tokens_details": {"reasoning_tokens": 7},
+        }
+    )
+    usage.add({"prompt_tokens": 1})
+    usage.add(None)
+    assert usage == Usage(input=111, cached=44, output=22, reasoning=7)
+    assert usage.as_json()["total_tokens"] == 133
+
+
 def test_room_is_for_sequences() -> None:
     async def run() -> None:
         room, inside, most = Room(4), 0, 0
@@ -512,7 +562,8 @@ def test_room_is_for_sequences() -> None:
         for task in leaving:
             task.cancel()
         await asyncio.wait_for(asyncio.gather(*tasks), 5)
-        assert most == 4
+        await asyncio.wait(leaving)
+        assert most == 4 and all(task.cancelled() for task in leaving)
         async with asyncio.timeout(1), room.taken(4):
             pass
 

@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,11 @@ def test_a_silent_connection_is_closed_and_one_between_requests_is_not(bytes_tok
             assert refusal(everything(client))[0] == 408, "the second head has the limit as well"
 
 
-def test_a_request_that_runs_for_long_is_no_head_that_takes_long(bytes_tokenizer: Any) -> None:
+def test_requests_that_run_for_long_are_no_heads_that_take_long(bytes_tokenizer: Any) -> None:
     with running(FakeCore(bytes_tokenizer, seconds=0.3), ServerSettings(max_incomplete=1)) as server:
-        assert server.http().post("/v1/completions", json=HELLO).status_code == 200
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(server.http().post, "/v1/completions", json=HELLO) for _ in range(2)]
+        assert [each.result().status_code for each in asked] == [200, 200], "two that run, where one may arrive"
 
 
 def test_an_address_may_have_so_many_incomplete_requests(bytes_tokenizer: Any) -> None:
@@ -141,7 +144,8 @@ def test_a_body_that_comes_byte_by_byte_has_a_limit(bytes_tokenizer: Any, monkey
             while time.monotonic() < began + 8:
                 client.sendall(b" ")
                 time.sleep(0.02)
-        assert b"408" in client.recv(2**16)
+        answer = client.recv(2**16)
+        assert b"408" in answer and b"within 0.4 s" in answer
 
 
 def test_the_limits_are_those_of_the_documentation() -> None:
@@ -172,6 +176,16 @@ def test_an_address_may_have_so_many_connections(bytes_tokenizer: Any) -> None:
             assert status == 429 and "2 connections" in error["message"]
         until(lambda: number(server) == 0)
         assert server.http().post("/v1/completions", json=HELLO).status_code == 200
+
+
+def test_a_connection_that_ends_makes_room_for_one(bytes_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 20)
+    with running(FakeCore(bytes_tokenizer), ServerSettings(max_connections=2)) as server, connected(server, HEAD):
+        with connected(server, HEAD):
+            until(lambda: number(server) == 2)
+        until(lambda: number(server) == 1)
+        with connected(server, HEAD), connected(server, HEAD) as third:
+            assert refusal(everything(third))[0] == 429
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -25,6 +25,7 @@ openai = pytest.importorskip("openai")
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO: Any = [{"role": "user", "content": "say: hello"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,7 @@ def post(http: httpx.Client, path: str, body: Any) -> httpx.Response:
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "hi", "tool_calls": [CALL]}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -417,6 +419,18 @@ def test_a_sentence_about_a_context_is_not_about_its_length() -> None:
     assert as_api_error(RequestError("the context is odd: correct it.")).body["error"]["code"] is None
     told = as_api_error(RequestError("too long.", param="prompt", code="context_length_exceeded")).body["error"]
     assert (told["param"], told["code"]) == ("prompt", "context_length_exceeded")
+
+
+def test_a_refusal_repeats_the_value_or_its_beginning(http: httpx.Client) -> None:
+    assert "temperature is 3: " in refused(http.post(CHAT, json=chat(temperature=3)), 400)["message"]
+    assert 'n is "three": ' in refused(http.post(CHAT, json=chat(n="three")), 400)["message"]
+    for length, told in ((58, "x" * 58 + '": '), (59, "x" * 56 + "...: ")):
+        assert f'n is "{told}' in refused(http.post(CHAT, json=chat(n="x" * length)), 400)["message"], length
+
+
+def test_the_description_tells_of_no_status_that_is_not_used(http: httpx.Client) -> None:
+    described = http.get("/openapi.json").text
+    assert '"422"' not in described and "HTTPValidationError" not in described
 
 
 def test_a_full_queue_asks_to_come_again(tmp_path: Any) -> None:

@@ -151,6 +151,7 @@ PURPOSE = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r
     [
         ("multipart/form-data; boundary=x", PURPOSE + HEAD + b"{}\r\n--x--\r\n", 200),
         ('Multipart/Form-Data; boundary="x"', HEAD + b"{}\r\n" + PURPOSE + b"--x--", 200),
+        ("multipart/form-data; boundary=x", HEAD + b"{}\n" * 3000 + b"\r\n" + PURPOSE + b"--x--", 200),
         ("multipart/form-data; boundary=x", PURPOSE + HEAD + b"{}", 400),
         ("multipart/form-data; boundary=x", PURPOSE + HEAD + b"{}\r\n--x", 400),
         ("multipart/form-data; boundary=x", b"", 400),

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ttpu_serve.api.output_queue import EngineDeadError
 from ttpu_serve.cli.serve import serve
 from ttpu_serve.server import ServerSettings, create_app
 from ttpu_serve.server.events import EventStream
-from ttpu_serve.server.run import Place, run
+from ttpu_serve.server.run import OPEN_FILES, Place, _allow_many_files, run
 
 openai = pytest.importorskip("openai")
 
@@ -98,6 +98,7 @@ def test_a_client_that_leaves_before_its_answer_aborts_all_of_its_request(bytes_
             httpx.post(f"{server.url}/v1/completions", json=asked, timeout=0.3)
         until(lambda: not server.core.outputs)
         assert len(set(server.core.aborted)) == 3
+        until(lambda: 'status="499"' in server.http().get("/metrics").text)
 
 
 def test_a_client_that_leaves_before_its_stream_begins_leaves_nothing_behind() -> None:
@@ -115,6 +116,24 @@ def test_a_client_that_leaves_before_its_stream_begins_leaves_nothing_behind() -
     response = EventStream(values(), None, lambda: ended.append("answers"))
     asyncio.run(asyncio.wait_for(response({"type": "http"}, gone, stuck), 5))
     assert ended == ["answers"]
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), TimeoutError()])
+def test_a_stream_that_cannot_be_sent_says_why_except_that_its_client_did_not_read(error: Exception) -> None:
+    async def values() -> AsyncGenerator[dict[str, Any], None]:
+        yield {}
+
+    async def waits() -> Any:
+        await asyncio.sleep(60)
+
+    async def fails(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            raise error
+
+    response = EventStream(values(), None)
+    sending = asyncio.wait_for(response({"type": "http"}, waits, fails), 5)
+    with pytest.raises(OSError, match="no route") if not isinstance(error, TimeoutError) else nullcontext():
+        asyncio.run(sending)
 
 
 def test_a_request_that_takes_too_long_is_ended(bytes_tokenizer: Any) -> None:
@@ -315,6 +334,7 @@ def test_by_default_other_sites_may_not_read_and_no_page_loads_scripts_from_else
         policy = dict(part.strip().partition(" ")[::2] for part in page.headers["content-security-policy"].split(";"))
         assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
         assert policy["script-src"] == policy["connect-src"] == "'self'"
+        assert "server" not in page.headers, "which would name uvicorn"
         assert "https://" not in page.text and "<script>" not in page.text and " onclick" not in page.text
         assert page.headers["x-content-type-options"] == "nosniff"
 
@@ -480,6 +500,19 @@ def test_a_dead_engine_ends_the_server(bytes_tokenizer: Any, tmp_path: Path) -> 
     assert answer.status_code == 503
     thread.join(20)
     assert not thread.is_alive() and "on fire" in str(failures[0])
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted"), [(1024, 4096, 4096), (1024, -1, OPEN_FILES), (1024, 2**40, OPEN_FILES), (-1, -1, None)]
+)
+def test_as_many_files_may_be_open_as_the_system_allows(
+    soft: int, hard: int, wanted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr("resource.setrlimit", lambda _, limits: found.append(limits))
+    _allow_many_files()
+    assert found == ([] if wanted is None else [(wanted, hard)])
 
 
 def test_a_server_at_a_unix_domain_socket(bytes_tokenizer: Any, tmp_path: Path) -> None:

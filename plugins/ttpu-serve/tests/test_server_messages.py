@@ -64,6 +64,7 @@ def test_a_message_is_answered(client: Any) -> None:
     prompt = "s:Be kind.\nu:say: hello wörld\na:"
     assert answer.usage.input_tokens == len(prompt.encode())
     assert answer.usage.output_tokens == len("hello wörld".encode()) + 1, "the end of sequence is a token"
+    assert (answer.usage.cache_creation_input_tokens, answer.usage.cache_read_input_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from ttpu_core.errors import RequestError
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.execution.stats import EngineStats
 from ttpu_serve.server import ServerSettings
-from ttpu_serve.server.metrics import WINDOW_SECONDS, EngineCollector, Metrics
+from ttpu_serve.server.endpoints import RECENT_SECONDS
+from ttpu_serve.server.metrics import SECONDS, TOKENS, WINDOW_SECONDS, EngineCollector, Metrics
 
 NAMES = {
     "requests_waiting": "gauge",
@@ -78,6 +80,20 @@ def samples(text: str) -> dict[str, Any]:
             labels = [f"{key}={sample.labels[key]}" for key in LABELS if key in sample.labels]
             found[",".join([sample.name, *labels])] = sample.value
     return found
+
+
+def test_the_page_is_told_the_median_of_the_times_to_a_first_token(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer)) as server:
+        assert server.http().get("/stats").json()["ttft_p50"] is None
+        recent = server.server.config.app.state.service.metrics.recent
+        now = time.monotonic()
+        recent.extend([(now - RECENT_SECONDS - 1, 60.0), *((now, seconds) for seconds in (0.5, 0.1, 0.3, 0.2, 0.4))])
+        assert server.http().get("/stats").json()["ttft_p50"] == 0.3
+
+
+def test_the_bounds_of_histograms_ascend_from_the_quick_to_the_slow() -> None:
+    assert SECONDS[0] == 0.005 and SECONDS[-1] == 320 and TOKENS[0] == 1 and TOKENS[-1] == 2**17
+    assert all(1.5 <= more / less <= 2.5 for less, more in (*pairwise(SECONDS), *pairwise(TOKENS)))
 
 
 def test_all_of_them_are_there_and_right(tmp_path: Any) -> None:

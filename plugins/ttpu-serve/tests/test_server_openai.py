@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import tiny
 from fake_core import FakeCore, tokenizer
 from serving import Running, running
 
+from ttpu_serve.api.outputs import Logprob, OutputDelta
 from ttpu_serve.server import ServerSettings
+from ttpu_serve.server.responses import said
 
 openai = pytest.importorskip("openai")
 
@@ -105,6 +108,33 @@ def test_a_stream_counts_tokens_in_every_chunk_if_asked(client: Any, kind: str) 
     given = {"messages": user("say: abc")} if kind == "chat" else {"prompt": "say: abc"}
     api = client.chat.completions if kind == "chat" else client.completions
     assert all(chunk.usage is None for chunk in api.create(**given, **asked))
+
+
+def test_a_whole_text_says_why_it_ended(client: Any) -> None:
+    for tokens, reason in ((3, "length"), (20, "stop")):
+        (choice,) = client.completions.create(model="main", prompt="say: abcdef", max_tokens=tokens).choices
+        assert (choice.text, choice.finish_reason) == ("abcdef"[:tokens], reason)
+
+
+def test_chunks_of_texts_have_no_usage_unless_it_is_asked_for(server: Running) -> None:
+    for options, present in ((None, False), ({"include_usage": True}, True)):
+        asked = {"model": "main", "prompt": "say: abc", "stream": True, "stream_options": options}
+        lines = server.http().post("/v1/completions", json=asked).text.splitlines()
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert chunks and all(("usage" in chunk) == present for chunk in chunks)
+
+
+def test_the_token_that_ended_a_sequence_is_not_told() -> None:
+    class Ends:
+        def ends(self, token: int) -> bool:
+            return token == 9
+
+    told = [{token: Logprob(-1.0, 1)} for token in (7, 8, 9)]
+    delta = OutputDelta("x", 0, "ab", [7, 8, 9], told, "stop", None)
+    tokens: Any = Ends()
+    assert (said(delta, tokens).token_ids, said(delta, tokens).logprobs) == ([7, 8], told[:2])
+    for other in (replace(delta, finish_reason="length"), replace(delta, stop_reason=9), replace(delta, token_ids=[])):
+        assert said(other, tokens) is other
 
 
 def test_several_answers_come_each_with_its_index(client: Any) -> None:

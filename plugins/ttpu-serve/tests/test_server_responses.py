@@ -95,6 +95,7 @@ def test_a_stream_tells_all_events_in_order(client: Any) -> None:
         *call,
         "completed",
     ]
+    assert {event.content_index for event in events if "content_index" in type(event).model_fields} == {0}
     final = events[-1].response
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == final.output_text
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]

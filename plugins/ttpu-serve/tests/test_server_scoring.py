@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from fake_core import FakeCore, tokenizer
 from serving import Running, running
+from tokenizers.processors import TemplateProcessing
 
 from ttpu_core.errors import RequestError
 from ttpu_serve.pair_scores import paired, ranked
@@ -92,6 +94,25 @@ def test_inputs_are_cut_where_it_is_asked_for(http: httpx.Client, cut: int, read
         else:
             assert got(answer)["data"][0][name] == pytest.approx(vector(read).tolist())
     assert got(http.post("/pooling", json={"input": "xyz" * 99}), 400)["error"]["code"] == "context_length_exceeded"
+
+
+def test_an_input_that_is_cut_keeps_the_special_tokens_around_it(tmp_path: Path) -> None:
+    around = tokenizer(tmp_path)
+    specials = [(around.convert_ids_to_tokens(256), 256), (around.convert_ids_to_tokens(258), 258)]
+    around.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{specials[0][0]} $A {specials[1][0]}", special_tokens=specials
+    )
+    with running(FakeCore(around, max_model_len=64, embeds=True)) as server:
+        for options, ids in (
+            ({}, [256, 97, 98, 99, 258]),
+            ({"add_special_tokens": False}, [97, 98, 99]),
+            ({"truncate_prompt_tokens": 4}, [256, 97, 98, 258]),
+            ({"truncate_prompt_tokens": 2, "add_special_tokens": False}, [97, 98]),
+            ({"truncate_prompt_tokens": 2}, [256, 97]),
+        ):
+            found = np.array([len(ids), sum(ids), 1.0])
+            told = got(server.http().post("/pooling", json={"input": "abc", **options}))
+            assert told["data"][0]["data"] == pytest.approx((found / np.linalg.norm(found)).tolist()), options
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import pytest
 from fake_core import tokenizer
 from pydantic import ValidationError
 
+from ttpu_core.errors import RequestError
 from ttpu_serve.server.chat_protocol import ChatRequest, Message, TokenizeRequest
 from ttpu_serve.server.errors import ApiError
-from ttpu_serve.server.template import ChatTemplate, as_turn
+from ttpu_serve.server.template import ChatTemplate, as_turn, read_template
 from ttpu_serve.server.thinking import options_of, thinking_variables
 from ttpu_serve.server.tokens import Tokens
 
@@ -134,3 +135,12 @@ def test_reasoning_belongs_to_replies_alone() -> None:
         Message.model_validate({"role": "user", "content": "Hi", "reasoning": "Hm"})
     with pytest.raises(ValidationError, match="role user needs content"):
         Message.model_validate({"role": "user"})
+
+
+def test_a_template_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"sch\xf6n")
+    (tmp_path / "good").write_text("schön", encoding="utf-8")
+    assert read_template(str(tmp_path / "good")) == "schön" and read_template("{{ messages }}") == "{{ messages }}"
+    for name in ("latin", "nothing", "."):
+        with pytest.raises(RequestError, match="cannot be read"):
+            read_template(str(tmp_path / name))

@@ -10,7 +10,8 @@ from fake_core import FakeCore
 from serving import running, until
 
 from ttpu_core.errors import MissingDependencyError, RequestError
-from ttpu_serve.server.traces import PROTOCOL_VARIABLE, Tracer, tracer_for
+from ttpu_serve.api.outputs import OutputDelta
+from ttpu_serve.server.traces import PROTOCOL_VARIABLE, RequestTrace, Tracer, tracer_for
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -35,6 +36,23 @@ def test_a_request_is_a_span_of_its_clients_trace(bytes_tokenizer: Any) -> None:
     assert told["gen_ai.response.finish_reasons"] == ("stop", "stop")
     assert (served.end_time - served.start_time) / 1e9 == pytest.approx(told["gen_ai.latency.e2e"], rel=1e-3)
     assert refused.parent is None and refused.attributes["http.response.status_code"] == 400
+
+
+def test_the_first_token_is_the_first_delta_with_one() -> None:
+    trace = RequestTrace()
+    for now, ids in ((1.0, []), (2.0, [7]), (3.0, [8, 9])):
+        trace.see(OutputDelta("x", 0, "", ids, None, None, num_prompt_tokens=5), now, first=now == 1)
+    assert (trace.first_token, trace.output_tokens, trace.prompt_tokens) == (2.0, 3, 5)
+
+
+def test_a_span_is_an_error_if_the_server_failed() -> None:
+    memory: Any = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    exporter = memory.InMemorySpanExporter()
+    tracer = Tracer(exporter)
+    for status in (200, 499, 500, 503):
+        tracer.end(RequestTrace(), {}, "/v1/completions", status, "mine")
+    tracer.close()
+    assert [span.status.is_unset for span in exporter.get_finished_spans()] == [True, True, False, False]
 
 
 def test_traces_need_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,13 @@ def test_calls_follow_reasoning_which_may_speak_of_calls() -> None:
     assert len(turn.calls) == 1 and turn.text == ""
 
 
+def test_what_a_reasoning_parser_held_back_comes_at_the_end() -> None:
+    for text, reasoning, content in (("<think>hm</thi", "hm</thi", ""), ("Yes <thi", "", "Yes <thi")):
+        turn = Turn(reasoning_parser=loaded(REASONING, "think").stream("", ""))
+        read(turn, text, "length")
+        assert (turn.reasoning, turn.text) == (reasoning, content)
+
+
 class Broken:
     """A stranger's parser."""
 
