@@ -223,3 +223,23 @@ def test_experts_and_formats_that_no_layer_holds_are_refused(
     floats, _ = write(wide, tmp_path / "floats", MXFP4, microscaled)
     with pytest.raises(UnsupportedError, match=r"as float4_e2m1fn, groups of 32, but .* use backend='jax', or"):
         load(floats)
+
+
+def test_layers_that_share_a_weight_share_the_quantized_layer(tmp_path: Path) -> None:
+    pytest.importorskip("ttpu_quantize")
+    torch.manual_seed(0)
+    config = transformers.Zamba2Config(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_attention_heads=4, n_mamba_heads=4, mamba_d_state=8,
+        num_hidden_layers=2, layers_block_type=["hybrid", "hybrid"], adapter_rank=8, initializer_range=0.1,
+    )  # fmt: skip
+    transformers.Zamba2ForCausalLM(config).save_pretrained(tmp_path / "dense")
+    command = ["quantize", str(tmp_path / "dense"), "--scheme", "w8a16", "--out", str(tmp_path / "stored")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    # While loading, JAX leaves a block's own projection and its updates dense, and this backend does not.
+    for path, options, bound in (("dense", {"quantization": "w8a16"}, 0.02), ("stored", {}, 1e-5)):
+        model = load(tmp_path / path, **options)
+        first, second = (layer.shared_transformer.self_attn.q_proj for layer in model.model.layers)
+        assert isinstance(first, QuantizedLinear) and first is second
+        assert error(logits(model), on_jax(tmp_path / path, **options)) <= bound
+        model.ttpu.close()

@@ -81,6 +81,7 @@ class StoredLayers:
             )
             setattr(model.get_submodule(parent), last, layer.train(dense.training))
             self._layers[name] = weight, form.group_size
+        self._share(model)
         for name, parts in joined.items():
             experts, projection = stacks[name]
             dense = getattr(experts, projection)
@@ -108,6 +109,16 @@ class StoredLayers:
                 for one in parts:
                     stack.fill(one.expert, one.rows, read_parts(one.weight, reader, stack.format.group_size))
         model.save_pretrained = refuse_to_save
+
+    def _share(self, model: Any) -> None:
+        """Replace the layers that are tied to a replaced one by the same layer, and leave transformers nothing of them
+        to tie."""
+        for other, weight in dict(model.all_tied_weights_keys).items():
+            layer, _, last = weight.rpartition(".")
+            if last == "weight" and layer in self._layers:
+                parent, _, name = other.removesuffix(".weight").rpartition(".")
+                setattr(model.get_submodule(parent), name, model.get_submodule(layer))
+                del model.all_tied_weights_keys[other]
 
     def _by_layer(
         self, model: Any, stacks: dict[str, Any]

@@ -115,6 +115,8 @@ def quantize(
             finer[name] = reason
     before, held_stacks = nbytes(model), sum(name in stacks for name in chosen)
     untied = _tied(model) and any(linears.get(name) is head for name in chosen)
+    sharing = _sharing(linears)
+    swapped: dict[str, QuantizedLinear] = {}
     for name in chosen:
         if name in stacks:
             experts, projection = stacks.pop(name)
@@ -122,8 +124,10 @@ def quantize(
             hold(experts, projection, QuantizedStack.from_weight(weight, config, name, devices.get(name, 1)))
             continue
         parent, _, last = name.rpartition(".")
-        layer = QuantizedLinear.from_linear(linears.pop(name), config, devices.get(name, 1))
-        setattr(model.get_submodule(parent), last, layer)
+        linear, first = linears.pop(name), sharing[name]
+        if first not in swapped:
+            swapped[first] = QuantizedLinear.from_linear(linear, config, devices.get(name, 1))
+        setattr(model.get_submodule(parent), last, swapped[first])
     if untied:
         model.config.tie_word_embeddings = False
     if hasattr(model, "save_pretrained"):  # before the class's, which a patch may have replaced
@@ -166,6 +170,12 @@ def _reason(name: str, module: nn.Linear, head: nn.Module | None, config: Quanti
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}, which may do more than a linear layer"
     return None
+
+
+def _sharing(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
+    """Each layer's name → that of the first layer with the same weight and bias, itself unless they are shared."""
+    first: dict[tuple[int, int], str] = {}
+    return {name: first.setdefault((id(one.weight), id(one.bias)), name) for name, one in linears.items()}
 
 
 def _lines(reasons: Mapping[str, str]) -> Iterator[str]:
