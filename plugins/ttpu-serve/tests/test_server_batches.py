@@ -94,6 +94,7 @@ def test_every_line_is_answered_as_its_endpoint_would_answer_it(client: Any) -> 
         ("/v1/completions", {"prompt": ["say: a", "say: b"], "n": 2}, ("choices", 3, "text"), "b"),
         ("/v1/embeddings", {"input": "abc"}, ("usage", "prompt_tokens"), 3),
         ("/v1/responses", {"input": "say: hi"}, ("output", 0, "content", 0, "text"), "hi"),
+        ("/v1/responses", {"input": "say: hi"}, ("store",), False),
         ("/v1/score", {"text_1": "a", "text_2": "a"}, ("data", 0, "score"), pytest.approx(1)),
         ("/rerank", {"query": "a", "documents": ["b" * 60, "a"]}, ("results", 0, "index"), 1),
     ],
@@ -539,6 +540,7 @@ def test_the_usage_of_a_batch_adds_up_that_of_all_endpoints() -> None:
         }
     )
     usage.add({"prompt_tokens": 1})
+    usage.add({})
     usage.add(None)
     assert usage == Usage(input=111, cached=44, output=22, reasoning=7)
     assert usage.as_json()["total_tokens"] == 133

@@ -430,7 +430,7 @@ def test_a_refusal_repeats_the_value_or_its_beginning(http: httpx.Client) -> Non
 
 def test_the_description_tells_of_no_status_that_is_not_used(http: httpx.Client) -> None:
     described = http.get("/openapi.json").text
-    assert '"422"' not in described and "HTTPValidationError" not in described
+    assert '"422"' not in described and "HTTPValidationError" not in described and "/page.js" not in described
 
 
 def test_a_full_queue_asks_to_come_again(tmp_path: Any) -> None:

@@ -141,6 +141,7 @@ def test_a_request_that_takes_too_long_is_ended(bytes_tokenizer: Any) -> None:
     with running(FakeCore(bytes_tokenizer, seconds=0.01, max_model_len=5000), settings) as server:
         response = server.http().post("/v1/completions", json=ENDLESS)
         assert response.status_code == 408 and response.json()["error"]["code"] == "request_timeout"
+        assert response.headers["x-should-retry"] == "false", "it would take as long again"
         text = ""
         with pytest.raises(openai.APIError, match=r"0\.15 s"):
             for chunk in server.client().completions.create(stream=True, **body(4000)):

@@ -12,6 +12,7 @@ from serving import Running, running
 
 from ttpu_serve.server import ServerSettings
 from ttpu_serve.server.blocks import Blocks
+from ttpu_serve.server.errors import ApiError, anthropic_body
 from ttpu_serve.server.turn import New
 from ttpu_serve.tool_parsers.protocol import Arguments, CallBegins, CallBreaks, CallEnds, Content
 
@@ -169,6 +170,19 @@ def test_refusals_have_anthropics_form(client: Any, asked: Any, status: int, sai
     assert caught.value.status_code == status
     assert caught.value.body["type"] == "error" and said in caught.value.body["error"]["message"]
     assert caught.value.body["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"),
+        (404, "not_found_error"), (408, "timeout_error"), (413, "request_too_large"), (415, "invalid_request_error"),
+        (429, "rate_limit_error"), (500, "api_error"), (503, "overloaded_error"),
+    ],
+)  # fmt: skip
+def test_a_status_has_anthropics_name(status: int, kind: str) -> None:
+    told = anthropic_body(ApiError("no.", status=status))
+    assert told == {"type": "error", "error": {"type": kind, "message": "no."}}
 
 
 def test_a_wrong_key_is_refused(server: Running) -> None:

@@ -124,6 +124,12 @@ def test_chunks_of_texts_have_no_usage_unless_it_is_asked_for(server: Running) -
         assert chunks and all(("usage" in chunk) == present for chunk in chunks)
 
 
+def test_only_the_log_probabilities_that_are_asked_for_are_computed(server: Running, client: Any) -> None:
+    for asked, count in (({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 3}, 3)):
+        client.chat.completions.create(model="main", messages=user("say: a"), **asked)
+        assert server.core.seen[-1].logprobs == count, asked
+
+
 def test_the_token_that_ended_a_sequence_is_not_told() -> None:
     class Ends:
         def ends(self, token: int) -> bool:
@@ -133,8 +139,11 @@ def test_the_token_that_ended_a_sequence_is_not_told() -> None:
     delta = OutputDelta("x", 0, "ab", [7, 8, 9], told, "stop", None)
     tokens: Any = Ends()
     assert (said(delta, tokens).token_ids, said(delta, tokens).logprobs) == ([7, 8], told[:2])
-    for other in (replace(delta, finish_reason="length"), replace(delta, stop_reason=9), replace(delta, token_ids=[])):
+    plain = replace(delta, token_ids=[7, 8], logprobs=told[:2])
+    for changes in ({"finish_reason": "length"}, {"stop_reason": 9}, {"token_ids": []}):
+        other = replace(delta, **changes)
         assert said(other, tokens) is other
+    assert said(plain, tokens) is plain
 
 
 def test_several_answers_come_each_with_its_index(client: Any) -> None:
