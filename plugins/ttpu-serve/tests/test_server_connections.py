@@ -184,7 +184,7 @@ def test_a_connection_that_ends_makes_room_for_one(bytes_tokenizer: Any, monkeyp
         with connected(server, HEAD):
             until(lambda: number(server) == 2)
         until(lambda: number(server) == 1)
-        with connected(server, HEAD), connected(server, HEAD) as third:
+        with connected(server, HEAD), connected(server, b"") as third:
             assert refusal(everything(third))[0] == 429
 
 

@@ -194,6 +194,15 @@ def test_so_many_files_and_bytes_of_a_client_are_kept(server: Running) -> None:
         client.files.delete(file.id)
 
 
+def test_a_file_may_have_as_many_bytes_as_said(bytes_tokenizer: Any) -> None:
+    with running(FakeCore(bytes_tokenizer), ServerSettings(max_file_bytes=1000)) as server:
+        client = server.client()
+        assert upload(client, b"{}\n".ljust(1000)).bytes == 1000
+        with pytest.raises(openai.APIStatusError) as refusal:
+            upload(client, b"{}\n".ljust(1001))
+        assert refusal.value.status_code == 413 and refusal.value.param == "file"
+
+
 def test_a_disk_that_is_full_is_told(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FileStore, "path", lambda self, name: Path("/dev/full"))
     monkeypatch.setattr(FileStore, "_remove", lambda self, name: None)

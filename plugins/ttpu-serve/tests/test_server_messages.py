@@ -161,6 +161,7 @@ def test_tools_are_chosen(client: Any, choice: Any, calls: int) -> None:
         ({"tool_choice": {"type": "any"}}, 400, "no tools"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "thinking_token_budget"),
         ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"system": [{"type": "text"}]}, 400, "system"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "messages"),
     ],
 )

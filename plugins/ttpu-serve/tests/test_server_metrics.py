@@ -91,6 +91,14 @@ def test_the_page_is_told_the_median_of_the_times_to_a_first_token(bytes_tokeniz
         assert server.http().get("/stats").json()["ttft_p50"] == 0.3
 
 
+def test_a_rate_is_known_from_the_second_snapshot_on() -> None:
+    engine = Metrics("m").of_engine
+    engine.update(EngineStats(output_tokens=10), 100.0)
+    assert engine.rate("output_tokens") == 0
+    engine.update(EngineStats(output_tokens=60), 110.0)
+    assert engine.rate("output_tokens") == 5
+
+
 def test_the_bounds_of_histograms_ascend_from_the_quick_to_the_slow() -> None:
     assert SECONDS[0] == 0.005 and SECONDS[-1] == 320 and TOKENS[0] == 1 and TOKENS[-1] == 2**17
     assert all(1.5 <= more / less <= 2.5 for less, more in (*pairwise(SECONDS), *pairwise(TOKENS)))

@@ -122,6 +122,11 @@ def test_chunks_of_texts_have_no_usage_unless_it_is_asked_for(server: Running) -
         lines = server.http().post("/v1/completions", json=asked).text.splitlines()
         chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert chunks and all(("usage" in chunk) == present for chunk in chunks)
+        asked = {"model": "main", "messages": user("say: abc"), "stream": True, "stream_options": options}
+        lines = server.http().post("/v1/chat/completions", json=asked).text.splitlines()
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert chunks and all(("usage" in chunk) == present for chunk in chunks)
+        assert not any("prompt_logprobs" in chunk for chunk in chunks)
 
 
 def test_only_the_log_probabilities_that_are_asked_for_are_computed(server: Running, client: Any) -> None:

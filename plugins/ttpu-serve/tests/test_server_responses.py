@@ -44,9 +44,10 @@ def client(server: Running) -> Any:
 
 
 def test_an_input_is_answered(client: Any) -> None:
-    answer = client.responses.create(model="main", input="say: hello wörld", instructions="Be kind.", temperature=0)
+    asked: Any = {"instructions": "Be kind.", "temperature": 0, "metadata": {"for": "tests"}}
+    answer = client.responses.create(model="main", input="say: hello wörld", **asked)
     assert (answer.object, answer.status, answer.error) == ("response", "completed", None)
-    assert answer.output_text == "hello wörld"
+    assert answer.output_text == "hello wörld" and answer.metadata == {"for": "tests"}
     prompt = "s:Be kind.\nu:say: hello wörld\na:"
     assert answer.usage.input_tokens == len(prompt.encode())
     assert answer.usage.output_tokens == len("hello wörld".encode()) + 1
@@ -130,6 +131,19 @@ def test_a_form_is_kept(client: Any, server: Running) -> None:
         model="main", input="x", tools=[WEATHER], tool_choice={"type": "function", "name": "weather"}
     )
     assert [item.type for item in called.output] == ["function_call"] and called.tool_choice.name == "weather"
+    assert server.core.seen[-1].guided.prelude is not None, "reasoning may come before"
+
+
+def test_markers_that_are_special_tokens_are_kept_unless_the_client_says(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = server.server.config.app.state.service.tokens
+    http = server.http(headers={"x-api-key": "secret"})
+    for special, asked, skipped in ((False, None, True), (True, None, False), (True, True, True)):
+        monkeypatch.setattr(tokens, "is_special", lambda text, special=special: special)
+        body = {"model": "main", "messages": [{"role": "user", "content": "hi"}], "skip_special_tokens": asked}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        assert server.core.seen[-1].skip_special_tokens is skipped, (special, asked)
 
 
 def test_a_response_that_is_cut_off_is_incomplete(client: Any) -> None:
