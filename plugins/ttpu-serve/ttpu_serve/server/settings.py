@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,8 +100,3 @@ class ServerSettings:
             raise RequestError(f"root_path is {self.root_path!r}, but a path such as /llama is needed: correct it.")
         if any(not key.isascii() or not key.strip() for key in self.api_keys):
             raise RequestError("an API key is empty or not ASCII, as HTTP headers must be: choose another one.")
-
-    @property
-    def drain_seconds(self) -> int | None:
-        """`drain_timeout` in whole seconds, as uvicorn takes it."""
-        return None if self.drain_timeout is None else math.ceil(self.drain_timeout)
