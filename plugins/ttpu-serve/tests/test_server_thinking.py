@@ -144,3 +144,10 @@ def test_a_template_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for name in ("latin", "nothing", "."):
         with pytest.raises(RequestError, match="cannot be read"):
             read_template(str(tmp_path / name))
+
+
+def test_a_marker_is_named_in_grammars_where_it_is_a_special_token(tmp_path: Path) -> None:
+    bytewise = tokenizer(tmp_path)
+    tokens = Tokens(bytewise)
+    assert tokens.terminal(bytewise.convert_ids_to_tokens(257)) == "<[257]>"
+    assert tokens.terminal('<"think">') == '"<\\"think\\">"'
