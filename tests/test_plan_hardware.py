@@ -3,7 +3,14 @@
 import pytest
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.sharding.hardware import CHIPS, chip_named, chip_of_device_kind, parse_topology, slice_sizes
+from ttpu_core.sharding.hardware import (
+    CHIPS,
+    chip_named,
+    chip_of_device_kind,
+    chip_of_machine,
+    parse_topology,
+    slice_sizes,
+)
 
 
 def test_a_slice_is_a_chip_and_its_size() -> None:
@@ -80,6 +87,8 @@ def test_a_chip_is_found_by_what_jax_calls_its_devices() -> None:
         assert chip_of_device_kind(chip.device_kind) is chip
     assert chip_of_device_kind("TPU v6e") is chip_named("v6e")
     assert chip_of_device_kind("TPU v7x") is chip_named("tpu7x")
+    assert chip_of_machine("v5litepod-256") is chip_named("v5e") and chip_of_machine("v5p-8") is chip_named("v5p")
+    assert chip_of_machine("v6e") is chip_named("v6e") and chip_of_machine("v3-8") is None
     assert chip_of_device_kind("cpu") is None
     assert chip_of_device_kind("NVIDIA H100") is None
 

@@ -236,8 +236,7 @@ def chip_named(name: str) -> Chip:
     chip = CHIPS.get(name)
     if chip is not None:
         return chip
-    plain = name.lower().partition("-")[0]  # Google Cloud names machines like v5litepod-8
-    meant = CHIPS.get(_ALIASES.get(plain, plain))
+    meant = chip_of_machine(name)
     if meant is not None:
         advice = f"write {meant.name!r}, as in {meant.example!r}"
     else:
@@ -246,6 +245,13 @@ def chip_named(name: str) -> Chip:
         f"TPU chip {name!r} was asked for, but it is not a name that the compiler knows: "
         f"the chips are {', '.join(CHIPS)}; {advice}."
     )
+
+
+def chip_of_machine(accelerator_type: str) -> Chip | None:
+    """The chip of a machine that Google Cloud calls "v5litepod-8", or of a usual name of a chip. None if it is no known
+    TPU."""
+    plain = accelerator_type.lower().partition("-")[0]
+    return CHIPS.get(_ALIASES.get(plain, plain))
 
 
 def chip_of_device_kind(kind: str) -> Chip | None:

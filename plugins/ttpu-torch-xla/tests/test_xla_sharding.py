@@ -544,6 +544,7 @@ def test_a_model_without_a_plugin_is_spread_over_the_devices_by_size(cases: dict
 
 def test_the_chips_of_a_slice_are_a_ring_of_neighbours(cases: dict[str, Any]) -> None:
     coordinates = [divmod(number, 2) for number in cases["ring"]]
+    assert cases["chip"] == "v5e"  # of a machine that Google Cloud calls v5litepod-8
     assert sorted(cases["ring"]) == list(range(8))
     for (x, y), (next_x, next_y) in zip(coordinates, [*coordinates[1:], coordinates[0]], strict=True):
         assert abs(x - next_x) + abs(y - next_y) == 1

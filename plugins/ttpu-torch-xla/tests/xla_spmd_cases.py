@@ -291,7 +291,9 @@ def cases() -> dict[str, Any]:
     chips = [{"name": f"TPU:{number}", "coords": [number % 2, number // 2, 0]} for number in reversed(range(8))]
     with (
         mock.patch("torch_xla.runtime.global_runtime_device_attributes", lambda: chips),
-        mock.patch.object(type(runtime), "device_kind", lambda _: "TPU v5 lite"),
+        mock.patch("torch_xla._internal.tpu.get_tpu_env", lambda: {"ACCELERATOR_TYPE": "v5litepod-8"}),
+        mock.patch.object(type(runtime), "platform", lambda _: "tpu"),
     ):
+        results["chip"] = runtime.chip()
         results["ring"] = runtime.mesh({"tensor": 8}).get_logical_mesh().tolist()
     return results

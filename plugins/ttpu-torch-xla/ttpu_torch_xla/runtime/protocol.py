@@ -76,7 +76,7 @@ class TorchRuntime(Protocol):
         ...
 
     def chip(self) -> str | None:
-        """The generation of TPU, as its maker or Google Cloud names it ("v5litepod-8"); None elsewhere."""
+        """The name of the TPU's chip in `ttpu_core.sharding.hardware` ("v5e"); None elsewhere."""
         ...
 
     def num_slices(self) -> int:

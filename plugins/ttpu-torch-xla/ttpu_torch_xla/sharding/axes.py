@@ -4,7 +4,7 @@ parameters is made of checkpoint tensors, which gives the axes of the torch para
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -57,13 +57,24 @@ def parameter_axes(architecture: Architecture, model: Any) -> dict[str, Dimensio
             if name not in found and ranks.get(name) == len(dimensions):
                 found[name] = dimensions
     by_identity = {id(parameters[name]): dimensions for name, dimensions in found.items() if name in parameters}
-    result = {name: by_identity[id(one)] for name, one in parameters.items() if id(one) in by_identity}
+    result = {
+        name: _dividing(by_identity[id(one)], one.shape) for name, one in parameters.items() if id(one) in by_identity
+    }
     for path, runs in quantized.items():
         weight = found.get(path.removesuffix(HELD) if is_stack(runs) else f"{path}.weight")
         if weight is not None:
             along = {"expert": weight[0], "out": weight[-2], "in": weight[-1]}
             result |= {f"{path}.{name}": tuple(along.get(run or "", ()) for run in each) for name, each in runs.items()}
     return result
+
+
+def _dividing(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions:
+    """The axes of each dimension, with counts that divide it: transformers may hold more than checkpoints do, such as
+    kernels of experts that return their input."""
+    return tuple(
+        tuple((name, gcd(count, size)) for name, count in merged)
+        for merged, size in zip(dimensions, shape, strict=True)
+    )
 
 
 def _quantized(model: Any) -> dict[str, Mapping[str, Logical]]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
-from ttpu_core.sharding.hardware import chip_of_device_kind
+from ttpu_core.sharding.hardware import chip_named, chip_of_machine
 from ttpu_core.sharding.links import slice_axes
 from ttpu_core.sharding.rings import arranged
 from ttpu_torch_xla.patches.patch import Patch
@@ -86,12 +86,13 @@ class TorchXla:
         return int(self._runtime.global_runtime_device_count())
 
     def chip(self) -> str | None:
-        """The TPU generation, from the TPU VM's metadata."""
+        """The name of the chip ("v5e"), from the TPU VM's metadata; None where it is no known TPU."""
         if self.platform() != "tpu":
             return None
         from torch_xla._internal import tpu
 
-        return str(tpu.get_tpu_env()["ACCELERATOR_TYPE"])
+        chip = chip_of_machine(str(tpu.get_tpu_env()["ACCELERATOR_TYPE"]))
+        return None if chip is None else chip.name
 
     def num_slices(self) -> int:
         """The number of slices, from the devices' attributes; one where they have none."""
@@ -153,10 +154,11 @@ class TorchXla:
     def _along_dimensions(self, sizes: tuple[int, ...]) -> np.ndarray | None:
         """The devices of one slice, int64 [*sizes], along its dimensions; None where they have no coordinates."""
         attributes: list[dict[str, Any]] = sorted(self._runtime.global_runtime_device_attributes(), key=_number)
-        chip = chip_of_device_kind(self.device_kind())
-        if chip is None or not all("coords" in device for device in attributes):
+        name = self.chip() if all("coords" in device for device in attributes) else None
+        if name is None:
             return None
-        return arranged([(*device["coords"], device.get("core_on_chip", 0)) for device in attributes], sizes, chip)
+        places = [(*device["coords"], device.get("core_on_chip", 0)) for device in attributes]
+        return arranged(places, sizes, chip_named(name))
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor of any shape, of the same shape; torch_xla sends the values when a program needs them."""
