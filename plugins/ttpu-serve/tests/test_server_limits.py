@@ -422,6 +422,15 @@ def test_certificates_are_read_before_a_model_is(tmp_path: Path) -> None:
             Place(port=0, certificate=str(tmp_path / name)).bind()
 
 
+def test_a_host_that_is_unknown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror("unknown")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    with pytest.raises(RequestError, match="nowhere"):
+        Place(host="nowhere", port=0).bind()
+
+
 def test_a_key_that_was_meant_to_be_set_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTPU_API_KEY", "")
     result = CliRunner().invoke(command, ["nowhere"])
