@@ -96,6 +96,9 @@ def test_an_interrupted_run_leaves_no_output_and_is_gone_on_with(
     assert refused.exit_code == 2 and "--resume" in refused.stderr and partial.exists()
     with partial.open("ab") as file:
         file.write(b'{"custom_id": "torn')
+    done = run("--resume", "--concurrency", "1", core=FakeCore(bytes_tokenizer, fail_at=30))
+    assert done.exit_code == 2
+    kept = [one["custom_id"] for one in told(partial)]
     core = FakeCore(bytes_tokenizer)
     done = run("--resume", "--json", core=core)
     assert done.exit_code == 0, done.output

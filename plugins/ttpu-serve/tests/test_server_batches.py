@@ -338,7 +338,9 @@ def test_a_line_has_as_long_as_its_batch(bytes_tokenizer: Any) -> None:
 def test_guides_of_batches_are_compiled_one_after_another(bytes_tokenizer: Any) -> None:
     class SlowGuides(FakeGuides):
         now = most = 0
-        lock = threading.Lock()
+
+        def __init__(self) -> None:
+            self.lock, self.compiled = threading.Lock(), set[Any]()
 
         def compile(self, guided: GuidedDecoding, seconds: float | None = None) -> None:
             with self.lock:
@@ -347,17 +349,18 @@ def test_guides_of_batches_are_compiled_one_after_another(bytes_tokenizer: Any) 
             time.sleep(0.05)
             with self.lock:
                 self.now -= 1
+                self.compiled.add(tuple(guided.choice or ()))
 
         def is_compiled(self, guided: GuidedDecoding) -> bool:
-            return False
+            return tuple(guided.choice or ()) in self.compiled
 
     core = FakeCore(bytes_tokenizer, guides=SlowGuides())
     with running(core) as server:
-        batch = done(server.client(), [line(str(number), guided_choice=["yes"]) for number in range(4)])
+        batch = done(server.client(), [line(str(number), guided_choice=[f"yes {number}"]) for number in range(4)])
         assert batch.request_counts.completed == 4
         told = answers(server.client(), batch.output_file_id)["0"]["response"]["body"]
-    assert told["choices"][0]["message"]["content"] == "yes"
-    assert core.guides.most <= 2, "the one that is compiled for its batch, and the one that is submitted"
+    assert told["choices"][0]["message"]["content"] == "yes 0"
+    assert core.guides.most == 1 and len(core.guides.compiled) == 4
 
 
 def test_as_many_batches_as_a_client_may_have(bytes_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,17 +369,20 @@ def test_as_many_batches_as_a_client_may_have(bytes_tokenizer: Any, monkeypatch:
     core = FakeCore(bytes_tokenizer, seconds=0.01)
     with running(core, ServerSettings(api_keys=("one", "two"))) as server:
         client = server.client("one")
-        first = done(client, [line("a")])
-        opened = [begun(client, jsonl([line("a", say="x" * 200)])) for _ in range(2)]
+        long = jsonl([line("a", say="x" * 200)])
+        oldest = begun(client, long)
+        ended_first = done(client, [line("a")])
+        second = begun(client, long)
         with pytest.raises(openai.RateLimitError):
             begun(client, jsonl([line("a")]))
         assert done(server.client("two"), [line("a")]).status == "completed"
-        client.batches.cancel(opened[0].id)
-        ended(client, opened[0])
-        client.batches.retrieve(first.id)
+        client.batches.cancel(second.id)
+        ended(client, second)
+        client.batches.retrieve(ended_first.id)
         begun(client, jsonl([line("a")]))
+        assert client.batches.retrieve(oldest.id).status == "in_progress", "only what has ended is forgotten"
         with pytest.raises(openai.NotFoundError):
-            client.batches.retrieve(first.id)
+            client.batches.retrieve(ended_first.id)
 
 
 def test_an_output_that_does_not_fit_ends_its_batch(bytes_tokenizer: Any) -> None:
@@ -440,6 +446,17 @@ def test_a_batch_whose_server_was_killed_keeps_whole_lines(bytes_tokenizer: Any,
         assert left.request_counts.completed == len(kept) >= 2 and left.request_counts.failed == 1
         assert set(answers(client, left.error_file_id)) == {"bad"}
         assert not (copy / "files" / "file-arriving.jsonl").exists()
+
+
+def test_a_line_that_waits_for_a_place_does_not_hold_up_the_end(
+    bytes_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "AGAIN_SECONDS", 60)
+    with running(FakeCore(bytes_tokenizer, max_running=0), ServerSettings(files_dir=str(tmp_path))) as server:
+        batch = begun(server.client(), jsonl([line("a")]))
+        until(lambda: server.client().batches.retrieve(batch.id).status == "in_progress")
+    state = json.loads((tmp_path / "batches" / f"{batch.id}.json").read_text())
+    assert state["status"] == "failed" and state["problems"][0]["code"] == "server_stopped"
 
 
 def test_a_dead_engine_fails_its_batches(bytes_tokenizer: Any, tmp_path: Path) -> None:
@@ -568,5 +585,10 @@ def test_room_is_for_sequences() -> None:
         assert most == 4 and all(task.cancelled() for task in leaving)
         async with asyncio.timeout(1), room.taken(4):
             pass
+        async with asyncio.timeout(1), room.taken(3):
+            large, small = asyncio.create_task(one(2)), asyncio.create_task(one(1))
+            await asyncio.sleep(0)
+            large.cancel()
+            await small  # which waited behind the one that left
 
     asyncio.run(run())

@@ -18,8 +18,6 @@ MOST_PROBLEMS = 20
 """That are told of one file."""
 TURN_SECONDS = 0.1
 """For which lines are checked at once."""
-_MARK = b"\xef\xbb\xbf"
-"""Some editors begin UTF-8 with it."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ class LineReader:
                     f"the line has more than {self._most:,} bytes, which is as many as a request may have: send less.",
                     code="line_too_long",
                 )
-            content = content.removeprefix(_MARK) if self.number == 1 else content
             if not content.isspace() and content:
                 return RawLine(self.number, content)
         return None
