@@ -148,6 +148,25 @@ def test_a_body_that_comes_byte_by_byte_has_a_limit(bytes_tokenizer: Any, monkey
         assert b"408" in answer and b"body did not arrive within 0.4 s" in answer
 
 
+def test_a_body_that_is_too_large_is_read_on_for_its_client(bytes_tokenizer: Any) -> None:
+    """Who still sends reads no refusal."""
+    with (
+        running(FakeCore(bytes_tokenizer), ServerSettings(max_body_bytes=1000)) as server,
+        connected(server, HEAD + b"content-length: 3000\r\n\r\n" + b"x" * 2000) as client,
+    ):
+        client.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            client.recv(2**16)
+        client.settimeout(5)
+        client.sendall(b"x" * 1000)
+        assert b"413" in client.recv(2**16).partition(b"\r\n")[0]
+    with (
+        running(FakeCore(bytes_tokenizer), ServerSettings(max_body_bytes=1000)) as server,
+        connected(server, HEAD + b"content-length: 9000\r\n\r\n" + b"x" * 4100) as client,
+    ):
+        assert b"413" in client.recv(2**16).partition(b"\r\n")[0], "but only so much"
+
+
 def test_the_limits_are_those_of_the_documentation() -> None:
     text = " ".join((Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8").split())
     seconds = REAL["HEAD_SECONDS"], middleware.READ_SECONDS, middleware.PART_SECONDS
