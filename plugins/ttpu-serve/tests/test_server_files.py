@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from batch_cases import jsonl, line, upload
 from fake_core import FakeCore
 from serving import Running, running, until
+from typer.testing import CliRunner
 
+from ttpu_core.cli.main import app
 from ttpu_core.errors import RequestError
 from ttpu_serve.server import ServerSettings, middleware
 from ttpu_serve.server.batches import file_store
@@ -338,6 +341,24 @@ def test_a_server_without_batches_has_none(bytes_tokenizer: Any) -> None:
         for path in ("/v1/files", "/v1/batches"):
             assert http.get(path).status_code == 404
             assert path not in http.get("/openapi.json").json()["paths"]
+
+
+def test_the_options_of_the_command_are_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[ServerSettings] = []
+    monkeypatch.setattr("ttpu_serve.cli.serve._app", lambda name, settings, *_: given.append(settings))
+    monkeypatch.setattr("ttpu_serve.server.run.run", lambda *_, **__: None)
+    llama, folder = str(tiny.llama_checkpoint(tmp_path / "llama")), tmp_path / "kept"
+    options = ["--files-dir", str(folder), "--max-file-mib", "0.5", "--max-files-mib", "2", "--max-files", "3"]
+    options += ["--max-batch-requests", "4", "--batch-concurrency", "5"]
+    for words in ([], options, ["--no-batches", "--files-dir", str(tmp_path / "none")]):
+        assert CliRunner().invoke(app, ["serve", llama, "--port", "0", *words]).exit_code == 0
+    plain, full, none = given
+    defaults = ServerSettings()
+    for name in ("batches", "files_dir", "max_file_bytes", "max_files_bytes", "max_files", "max_batch_requests"):
+        assert getattr(plain, name) == getattr(defaults, name), name
+    assert (full.files_dir, full.max_file_bytes, full.max_files_bytes) == (str(folder), 2**19, 2**21)
+    assert (full.max_files, full.max_batch_requests, full.batch_concurrency) == (3, 4, 5)
+    assert folder.is_dir() and not none.batches and not (tmp_path / "none").exists()
 
 
 def test_a_temporary_folder_is_private_and_goes_with_the_server(bytes_tokenizer: Any) -> None:
