@@ -33,13 +33,14 @@ from typing import Any
 import httpx
 from serve_load import check_error, percentile, resident
 
-from ttpu_serve.guided.isolated import GRAMMAR_BYTES, MASKS, TRIAL, TRIALS
+from ttpu_serve.guided.isolated import TRIALS
+from ttpu_serve.guided.process import GRAMMAR_BYTES, MASKS, TRIAL
 
 CHECKPOINT = Path(__file__).parents[1] / "examples" / "checkpoints" / "pydoc-llama"
 CLIENTS, TOKENS = 4, 16
 MEMORY = 1.10
 """Times its value before the attacks that the memory of the server's own process may have after them."""
-GUIDES_MIB = (MASKS.memory + TRIALS * TRIAL.memory + 2 * GRAMMAR_BYTES) >> 20
+GUIDES_MIB = (2 * (MASKS.memory + GRAMMAR_BYTES) + TRIALS * TRIAL.memory) >> 20
 """Of the processes that compile and follow guides, which keep grammars up to a limit, and one beyond it."""
 Sent = tuple[str, dict[str, str], bytes]
 """A request: its path, headers, and body."""

@@ -51,7 +51,7 @@ class FakeOutput:
 class FakeGuides:
     """Takes every grammar, which the fake core does not follow."""
 
-    def compile(self, guided: GuidedDecoding) -> None:
+    def compile(self, guided: GuidedDecoding, seconds: float | None = None) -> None:
         """Compile nothing."""
 
     def is_compiled(self, guided: GuidedDecoding) -> bool:

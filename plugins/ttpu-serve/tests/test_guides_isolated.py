@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,14 @@ from transformers import AutoTokenizer
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import GuidedDecoding
+from ttpu_serve.api.guide_queue import QUICK_SECONDS
 from ttpu_serve.api.open_engine import open_engine, read_options
 from ttpu_serve.guided import isolated
-from ttpu_serve.guided.grammar import MOST_BYTES
+from ttpu_serve.guided import process as processes
+from ttpu_serve.guided.grammar_size import MOST_BYTES, MOST_CHAIN, MOST_DEFINITIONS, MOST_RULES, oversized_grammar
 from ttpu_serve.guided.guides import Guide, GuideFactory
+from ttpu_serve.guided.matchers import CompilationEndedError, SlowGrammarError
+from ttpu_serve.guided.process import MASKS, MIB, TRIAL, GuideProcess
 from ttpu_serve.server import ServerSettings
 
 OBJECT = GuidedDecoding(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
@@ -35,8 +42,11 @@ OBJECT = GuidedDecoding(json={"type": "object", "properties": {"a": {"type": "in
 def chain(length: int, kind: str) -> dict[str, Any]:
     """A schema of definitions that refer to the next one."""
     following = [{"$ref": f"#/$defs/d{place + 1}"} for place in range(length - 1)] + [{"type": "string"}]
-    wrap = {"properties": lambda one: {"type": "object", "properties": {"a": one}}, "anyOf": lambda one: {kind: [one]}}
-    return {"$ref": "#/$defs/d0", "$defs": {f"d{place}": wrap[kind](one) for place, one in enumerate(following)}}
+
+    def wrapped(one: Any) -> dict[str, Any]:
+        return {"type": "object", "properties": {"a": one}} if kind == "properties" else {kind: [one]}
+
+    return {"$ref": "#/$defs/d0", "$defs": {f"d{place}": wrapped(one) for place, one in enumerate(following)}}
 
 
 def rules(length: int, letter: str) -> str:
@@ -47,9 +57,13 @@ def rules(length: int, letter: str) -> str:
 HOSTILE = {
     "properties": GuidedDecoding(json=chain(1200, "properties")),
     "anyOf": GuidedDecoding(json=chain(1200, "anyOf")),
+    "allOf": GuidedDecoding(json=chain(1200, "allOf")),
     "rules": GuidedDecoding(grammar=rules(4000, "r")),
     "terminals": GuidedDecoding(grammar=rules(4000, "T")),
+    "chain of rules": GuidedDecoding(grammar=rules(2000, "r")),
     "optional letters": GuidedDecoding(regex="a?" * 14_000),
+    # which the limits do not see, so that its process ends
+    "schema in a grammar": GuidedDecoding(grammar=f"start: %json {json.dumps(chain(1200, 'anyOf'))}"),
 }
 
 
@@ -67,15 +81,14 @@ def factory(tokenizer: Any) -> Iterator[GuideFactory]:
     made.close()
 
 
-def masks_process(factory: GuideFactory) -> isolated.GuideProcess:
+def masks_process(factory: GuideFactory) -> GuideProcess:
     matchers: Any = factory._matchers
     assert isinstance(matchers, isolated.IsolatedMatchers)
-    process = matchers._masks
-    assert process is not None
+    process: GuideProcess = matchers._masks.process
     return process
 
 
-def stop(process: isolated.GuideProcess) -> None:
+def stop(process: GuideProcess) -> None:
     """Let a process answer nothing more, until it is killed."""
     os.kill(process._process.pid, signal.SIGSTOP)
     stat = Path(f"/proc/{process._process.pid}/stat")
@@ -116,17 +129,64 @@ def test_a_grammar_that_ends_its_process_is_refused(factory: GuideFactory, name:
 
 def test_large_automata_are_given_back(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of some regular expressions may be followed, and together they take more than there may be."""
-    monkeypatch.setattr(isolated, "MASKS", replace(isolated.MASKS, memory=150 * isolated.MIB))
-    monkeypatch.setattr(isolated, "TRIED_SECONDS", 3.0)
-    monkeypatch.setattr(isolated, "MASK_SECONDS", 5.0)
+    monkeypatch.setattr(isolated, "MASKS", replace(MASKS, memory=150 * MIB))
+    monkeypatch.setattr(processes, "TRIED_SECONDS", 3.0)
+    monkeypatch.setattr(processes, "MASK_SECONDS", 5.0)
     factory = GuideFactory(tokenizer, 256, 288, [2], "isolated")
-    first = factory.compile(GuidedDecoding(regex="a?" * 2000))
+    first = factory.compile(GuidedDecoding(regex="(ab)*c"))
+    assert first.accept(ord("a"))
     process = masks_process(factory)
     for extra in range(1, 8):
         assert factory.compile(GuidedDecoding(regex="a?" * (3000 + extra))).accept(ord("a"))
-    assert first.accept(ord("a")) and not first.accept(ord("b"))
-    assert process._process.poll() is not None and masks_process(factory).held < 300 * isolated.MIB
+    until(lambda: masks_process(factory) is not process)
+    assert first.accept(ord("b")), first.error
+    assert not process.alive and masks_process(factory).held < 300 * MIB
     factory.close()
+
+
+@pytest.mark.parametrize(
+    ("guided", "why"),
+    [
+        (GuidedDecoding(json=chain(MOST_CHAIN + 2, "anyOf")), f"a chain of more than {MOST_CHAIN} definitions"),
+        (GuidedDecoding(json={"$defs": {f"d{n}": {} for n in range(MOST_DEFINITIONS + 1)}}), "5,001 definitions, and"),
+        (GuidedDecoding(grammar=rules(MOST_RULES, "r")), "3,001 rules and terminals, and 3,000 are allowed"),
+        (GuidedDecoding(grammar=rules(MOST_CHAIN + 2, "T")), f"a chain of more than {MOST_CHAIN} rules and terminals"),
+        (
+            GuidedDecoding(grammar="root ::= r0\n" + "\n".join(f"r{n} ::= r{n + 1}" for n in range(300))),
+            "a chain of more",
+        ),
+        (GuidedDecoding(grammar=json.dumps({"grammars": [{"json_schema": chain(1200, "allOf")}]})), "a chain of more"),
+        (GuidedDecoding(regex="ab\\"), "ends in a backslash"),
+    ],
+    ids=["chain", "definitions", "rules", "chain of terminals", "gbnf", "list", "backslash"],
+)
+def test_what_is_too_large_is_named(factory: GuideFactory, guided: GuidedDecoding, why: str) -> None:
+    with pytest.raises(RequestError, match=f"^guided decoding cannot follow this .*{why}"):
+        factory.compile(guided)
+
+
+@pytest.mark.parametrize(
+    "guided",
+    [
+        GuidedDecoding(json=chain(200, "properties")),
+        GuidedDecoding(json={"$defs": {f"d{n}": {"$ref": "#"} for n in range(900)}, "enum": ["ab"]}),
+        GuidedDecoding(json={"properties": {"a": {"const": {"$ref": "#/nowhere"}}, "b": {"$ref": "#/properties/b"}}}),
+        GuidedDecoding(grammar=rules(200, "r") + "\n// x: y\n"),
+        GuidedDecoding(grammar='start: "x: y" | "a"'),
+        GuidedDecoding(regex="ab\\\\"),
+    ],
+    ids=["chain", "definitions", "circle", "rules", "text", "backslashes"],
+)
+def test_what_is_large_is_followed(factory: GuideFactory, guided: GuidedDecoding) -> None:
+    factory.compile(guided)
+
+
+@pytest.mark.parametrize("unit", ['"\\', "/\\", "/*", '"/', "a [", "a: ", "a\n", '{"$ref": "#'])
+def test_the_size_of_a_grammar_is_found_in_linear_time(unit: str) -> None:
+    """A search that begins again at each quote would take minutes."""
+    began = time.thread_time()
+    oversized_grammar(unit * (200_000 // len(unit)))
+    assert time.thread_time() - began < 5
 
 
 def test_what_is_too_long_is_refused_before_it_is_compiled(factory: GuideFactory) -> None:
@@ -139,40 +199,83 @@ def test_outputs_go_on_when_the_process_of_their_masks_ends(factory: GuideFactor
     assert guide.accept(ord("{")) and other.accept(ord("1"))
     expected = mask(guide)
     process = masks_process(factory)
-    os.kill(process._process.pid, signal.SIGKILL)
-    process._process.wait()
-    np.testing.assert_array_equal(mask(guide), expected)
-    assert other.accept(ord("2")) and not other.accept(ord("a")) and not other.finished
-    assert masks_process(factory) is not process
+    for _ in range(2):  # as often as it may be
+        os.kill(process._process.pid, signal.SIGKILL)
+        process._process.wait()
+        np.testing.assert_array_equal(mask(guide), expected)
+        assert not other.accept(ord("a")) and not other.finished
+        process = masks_process(factory)
+    assert other.accept(ord("2"))
 
 
-def test_a_mask_that_takes_too_long_ends_its_own_output(
+def test_the_process_that_takes_over_knows_the_grammars_of_all_outputs(
     factory: GuideFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """So that outputs do not wait for them to be compiled; and one that it does not know holds nobody up for long."""
+    matchers: Any = factory._matchers
+    guide, other = factory.compile(OBJECT), factory.compile(GuidedDecoding(regex="[0-9]{4}"))
+    assert guide.accept(ord("{")) and other.accept(ord("1"))
+    standby = matchers._standby
+    until(lambda: standby.started and all(map(standby.knows, matchers._in_use)), 60)
+    masks_process(factory).kill()
+    assert guide.accept(ord('"')) and masks_process(factory) is standby.process
+
+    until(lambda: matchers._standby.started and all(map(matchers._standby.knows, matchers._in_use)), 60)
+    monkeypatch.setattr(matchers._standby, "_left", 0.2)
+    monkeypatch.setattr(matchers._standby, "_known", set())
+    monkeypatch.setattr(matchers._standby, "_given", {})
+    monkeypatch.setattr(matchers._standby, "compile", lambda *_: time.sleep(1.5))
+    masks_process(factory).kill()
+    began = time.monotonic()
+    assert not other.accept(ord("2")) and "reading it again takes long" in str(other.error)
+    assert time.monotonic() - began < 2
+
+
+def test_a_mask_that_takes_too_long_ends_its_own_output(factory: GuideFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     guide, other = factory.compile(OBJECT), factory.compile(GuidedDecoding(regex="[0-9]{4}"))
     assert guide.accept(ord("{")) and other.accept(ord("1"))
     stop(masks_process(factory))
     with monkeypatch.context() as patched:
-        patched.setattr(isolated, "MASK_SECONDS", 0.2)
+        patched.setattr(processes, "MASK_SECONDS", 0.1)
         found = mask(guide)
-    assert guide.error is not None and "longer than 0.2 seconds" in guide.error
+    assert guide.error is not None and "longer than 0.1 seconds" in guide.error
     np.testing.assert_array_equal(found, factory.stop_mask)
     assert other.accept(ord("2")) and other.error is None
 
 
+def test_a_process_that_gets_no_processor_is_given_time(factory: GuideFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = factory.compile(OBJECT)
+    assert guide.accept(ord("{"))
+    process = masks_process(factory)
+    stop(process)
+    monkeypatch.setattr(processes, "MASK_SECONDS", 0.2)
+    threading.Timer(0.5, lambda: os.kill(process._process.pid, signal.SIGCONT)).start()
+    assert guide.accept(ord('"')) and guide.error is None and masks_process(factory) is process
+
+
 def test_a_grammar_whose_masks_take_long_is_refused(factory: GuideFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated, "TRIED_SECONDS", 1e-9)
+    monkeypatch.setattr(processes, "TRIED_SECONDS", 1e-9)
     with pytest.raises(RequestError, match="finding the next tokens takes longer than 1e-09 seconds"):
         factory.compile(GuidedDecoding(regex="[0-9]{7}"))
 
 
+def test_a_grammar_may_be_given_less_time_first(factory: GuideFactory) -> None:
+    slow = GuidedDecoding(regex="a?" * 4000)
+    with pytest.raises(SlowGrammarError):
+        factory.compile(slow, 0.02)
+    assert not factory.is_compiled(slow), "which says nothing of it"
+
+
 def test_the_bounds_are_those_of_the_documentation() -> None:
     text = " ".join((Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8").split())
-    trial, masks = isolated.TRIAL, isolated.MASKS
-    assert f"{trial.seconds:g} seconds and {isolated.GRAMMAR_BYTES // isolated.MIB} MiB for each grammar" in text
-    assert f"masks take at most {isolated.TRIED_SECONDS:g} s each" in text
-    assert f"longer than {isolated.MASK_SECONDS:g} s ends its request" in text
-    assert f"holds more than {masks.memory // isolated.MIB} MiB" in text
+    assert (
+        f"{TRIAL.seconds:g} seconds of the processor and {processes.GRAMMAR_BYTES // MIB} MiB for each grammar" in text
+    )
+    assert f"masks take at most {processes.TRIED_SECONDS:g} s each" in text
+    assert f"longer than {processes.MASK_SECONDS:g} s ends its request" in text
+    assert f"holds more than {MASKS.memory // MIB} MiB" in text
+    assert f"{MOST_DEFINITIONS:,} definitions, {MOST_RULES:,} rules and terminals, chains of {MOST_CHAIN}" in text
+    assert f"{MOST_BYTES >> 10} KiB" in text and f"within {QUICK_SECONDS:g} s" in text
 
 
 def test_memory_is_given_back_when_no_output_has_a_guide(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,44 +293,36 @@ def test_memory_is_given_back_when_no_output_has_a_guide(tokenizer: Any, monkeyp
     factory.close()
 
 
-def test_another_process_waits_to_take_over(factory: GuideFactory) -> None:
-    guide = factory.compile(OBJECT)
-    mask(guide)
-    matchers: Any = factory._matchers
-    spare = matchers._spare.result(30)
-    masks_process(factory).kill()
-    assert guide.accept(ord("{")) and masks_process(factory) is spare
-    assert matchers._spare.result(30) is not spare
-
-
 def test_a_compilation_that_nobody_waits_for_is_ended(factory: GuideFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And who asks for it then is not told that it takes too much."""
     matchers: Any = factory._matchers
     slow = GuidedDecoding(json={"type": "object", "properties": {"slow": {"type": "null"}}})
     started = threading.Event()
-    original = isolated.GuideProcess.try_out
+    original = GuideProcess.try_out
 
-    def stopped(self: isolated.GuideProcess, *arguments: Any) -> str:
+    def stopped(self: GuideProcess, *arguments: Any) -> str:
         stop(self)
         started.set()
         return original(self, *arguments)
 
-    failures: list[str] = []
+    failures: list[BaseException] = []
 
     def compile_slowly() -> None:
         try:
             factory.compile(slow)
-        except RequestError as error:
-            failures.append(str(error))
+        except BaseException as error:
+            failures.append(error)
 
-    monkeypatch.setattr(isolated.GuideProcess, "try_out", stopped)
+    monkeypatch.setattr(GuideProcess, "try_out", stopped)
     thread = threading.Thread(target=compile_slowly)
     thread.start()
     assert started.wait(10)
     monkeypatch.undo()
     assert factory.compile(OBJECT).accept(ord("{")), "another grammar does not wait"
     matchers.interrupt(slow)
-    thread.join(2)
-    assert not thread.is_alive() and failures
+    thread.join(5)
+    assert not thread.is_alive() and isinstance(failures[0], CompilationEndedError)
+    assert factory.compile(slow).accept(ord("{"))
 
 
 def test_guides_may_be_off(tokenizer: Any) -> None:
@@ -243,6 +338,28 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     load, config = read_options(str(folder), given, "jax")
     with running(open_engine(str(folder), load, config, backend="jax", progress=None), ServerSettings()) as server:
         yield server
+
+
+def test_slow_grammars_of_some_hold_up_no_other_requests(served: Running) -> None:
+    """Neither those with quick grammars nor those without."""
+    with served.http() as http, ExitStack() as stack:
+        ask = {"model": http.get("/v1/models").json()["data"][0]["id"], "prompt": [3, 4], "max_tokens": 2}
+        assert http.post("/v1/completions", json=ask | {"guided_regex": "[0-9]{3}"}).status_code == 200
+        slow = []
+        for number in range(3):
+            body = json.dumps(ask | {"guided_regex": "a?" * (15_000 + number)}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+            address = ("127.0.0.1", int(served.url.rpartition(":")[2]))
+            slow.append(stack.enter_context(socket.create_connection(address)))
+            slow[-1].sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+        queue: Any = served.engine._guides
+        until(lambda: len(queue._running) == 3)
+        for extra in ({"guided_regex": "[a-f]{5}"}, {}):
+            assert http.post("/v1/completions", json=ask | extra).status_code == 200
+        for client in slow:
+            with pytest.raises(BlockingIOError):
+                client.recv(1, socket.MSG_DONTWAIT)
+    until(lambda: not queue._running)  # nobody waits for them any more
 
 
 def test_a_server_survives_hostile_grammars(served: Running) -> None:

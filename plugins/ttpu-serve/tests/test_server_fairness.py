@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -13,10 +14,10 @@ import pytest
 from fake_core import FakeCore
 from serving import running, until
 
+from ttpu_serve.api.fair_executor import FairExecutor
 from ttpu_serve.server.body import MOST_CONTAINERS, MOST_DEPTH, check_shape, parsed
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.events import CLIENT
-from ttpu_serve.server.fair_executor import FairExecutor
 from ttpu_serve.server.tokens import LONG_BODY, Tokens
 
 WORDS: Any = {"model": "fake", "prompt": "say: hello", "max_tokens": 5}
@@ -36,6 +37,19 @@ def test_clients_take_turns() -> None:
     executor.close()
     with pytest.raises(RuntimeError, match="closed"):
         executor.submit("a", gate.wait)
+
+
+def test_small_calls_of_a_client_come_before_its_large_ones() -> None:
+    executor, gate, order = FairExecutor("test"), threading.Event(), list[str]()
+    first = executor.submit("a", gate.wait)
+    until(first.running)
+    calls = [("a", "5", 5), ("a", "3", 3), ("a", "5 again", 5), ("b", "9 of another", 9), ("a", "1", 1)]
+    futures = [executor.submit(client, partial(order.append, name), size) for client, name, size in calls]
+    gate.set()
+    for future in futures:
+        future.result(5)
+    assert order == ["1", "9 of another", "3", "5", "5 again"]
+    executor.close()
 
 
 def test_an_executor_passes_errors_on_and_goes_on() -> None:

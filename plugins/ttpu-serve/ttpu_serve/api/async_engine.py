@@ -19,9 +19,15 @@ import numpy as np
 
 from ttpu_core.generation.prompt import Prompt as ReadPrompt
 from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
-from ttpu_serve.api.output_queue import EngineClosingError, EngineDeadError, RequestFailedError, Stream
+from ttpu_serve.api.guide_queue import GuideQueue
+from ttpu_serve.api.output_queue import (
+    EngineClosingError,
+    EngineDeadError,
+    RequestFailedError,
+    RequestTimeoutError,
+    Stream,
+)
 from ttpu_serve.api.outputs import EmbeddingOutput, OutputDelta
-from ttpu_serve.guided.isolated import TRIALS
 from ttpu_serve.scheduling.request import AskedPooling
 
 if TYPE_CHECKING:
@@ -31,6 +37,9 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 MOST_FAILURES = 3
 """Steps that may fail one after another. The first is tried again; then the requests of each end."""
+GUIDES_SECONDS = 2.0
+"""For which requests that have no guide yet are waited for when the engine drains."""
+LEAVING = "the server shuts down and could not wait any longer: ask again."
 T = TypeVar("T")
 Prompt = str | list[int]
 
@@ -64,7 +73,7 @@ class AsyncEngine:
         self._drained = False  # what goes on is refused, too
         self._stopped = False
         self._stats: EngineStats | None = None
-        self._compiler = concurrent.futures.ThreadPoolExecutor(TRIALS, thread_name_prefix="ttpu-guides")
+        self._guides = GuideQueue(core.guides)
         self._thread = threading.Thread(target=self._run, name="ttpu-engine", daemon=True)
 
     @classmethod
@@ -109,13 +118,18 @@ class AsyncEngine:
         """Refuse new requests and wait until none is running. After `timeout` seconds, abort the remaining requests and
         return False."""
         self._closing = True
-        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        loop, refusal = asyncio.get_running_loop(), EngineClosingError(LEAVING)
+        began = loop.time()
         while self._streams or self.ongoing:
-            if deadline is not None and asyncio.get_running_loop().time() >= deadline:
+            passed = loop.time() - began
+            if passed >= GUIDES_SECONDS:
+                self._guides.refuse(refusal)
+            if timeout is not None and passed >= timeout:
                 self._drained = True
+                self._guides.refuse(refusal)
                 for stream in list(self._streams.values()):
                     self._abort(stream)
-                    stream.fail(EngineClosingError("the server shuts down and could not wait any longer: ask again."))
+                    stream.fail(refusal)
                 return False
             await asyncio.sleep(0.02)
         return True
@@ -187,6 +201,7 @@ class AsyncEngine:
         cache_salt: str | None = None,
         timeout: float | None = None,
         goes_on: bool = False,
+        client: str = "",
     ) -> list[Stream]:
         """Add several requests between the same two steps and return their streams. Either all of them are accepted or
         none.
@@ -201,9 +216,11 @@ class AsyncEngine:
             cache_salt: only requests with the same salt share cached prefixes.
             timeout: seconds after which unfinished requests are aborted; None never aborts them.
             goes_on: the requests belong to `ongoing` work, which goes on while the engine drains.
+            client: who asks; clients take turns at compiling guides.
 
         Raises:
             RequestError: the core refuses a request; QueueFullError if it may succeed later.
+            RequestTimeoutError: its guide was not compiled in time.
             EngineDeadError: the engine failed or does not run.
             EngineClosingError: the engine takes no new requests.
         """
@@ -211,7 +228,7 @@ class AsyncEngine:
         names = request_ids or [uuid.uuid4().hex for _ in prompts]
         streams = [Stream(name, 1 if pooling else params.n, self._abort, self._forget) for name in names]
         if params.guided is not None:
-            await self.compile_guide(params.guided)
+            timeout = await self._compiled(params.guided, client, timeout)
 
         def add() -> None:
             taken: list[str] = []
@@ -245,23 +262,36 @@ class AsyncEngine:
                 stream.expire_after(timeout)
         return streams
 
-    async def compile_guide(self, guided: GuidedDecoding) -> None:
-        """Compile a guide, unless it is compiled. That may take seconds, for which neither steps nor other requests
+    async def compile_guide(self, guided: GuidedDecoding, client: str = "") -> None:
+        """Compile a guide, unless it is compiled. That may take seconds, for which neither steps nor other clients
         wait. Where the caller leaves, the compilation is ended.
+
+        Args:
+            guided: the grammar.
+            client: who asks for it; clients take turns.
 
         Raises:
             RequestError: the grammar is wrong, or takes too much.
+            EngineClosingError: the engine has shut down.
         """
-        guides = self.core.guides
-        if guides.is_compiled(guided):
-            return
-        compilation = self._compiler.submit(guides.compile, guided)
+        self.ongoing.add(waits := object())
         try:
-            await asyncio.wrap_future(compilation)
-        except asyncio.CancelledError:
-            if compilation.running():
-                await asyncio.to_thread(guides.interrupt, guided)
-            raise
+            await self._guides.compile(guided, client)
+        finally:
+            self.ongoing.discard(waits)
+
+    async def _compiled(self, guided: GuidedDecoding, client: str, timeout: float | None) -> float | None:
+        """Compile a guide within a request's time; return the seconds that are left of it."""
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(timeout):
+                await self.compile_guide(guided, client)
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                f"the request waited for {timeout:g} s for its guide, which is as long as one may take: try again when "
+                "there is less to do."
+            ) from error
+        return None if timeout is None else max(timeout - (asyncio.get_running_loop().time() - began), 0.001)
 
     async def generate(
         self,
@@ -439,7 +469,7 @@ class AsyncEngine:
             self._end_streams()
             if self.error is not None and self.on_death is not None:
                 self.on_death()
-            self._compiler.shutdown(wait=False, cancel_futures=True)
+            self._guides.close()
             with suppress(Exception):
                 self.core.close()
 

@@ -19,7 +19,7 @@ from ttpu_serve.execution.declared_pooling import LAST, DeclaredPooling
 from ttpu_serve.execution.logit_rules import NO_WORDS, Rules
 from ttpu_serve.execution.sampling_level import level_of
 from ttpu_serve.execution.sequence_output import SequenceOutput
-from ttpu_serve.guided.guides import GuideFactory, GuidePlace, GuideState
+from ttpu_serve.guided.guides import Guide, GuideFactory, GuidePlace, GuideState
 from ttpu_serve.runner import SAMPLING_LEVELS, ModelRunner
 from ttpu_serve.scheduling.request import AskedPooling, Pooling, Request
 
@@ -135,6 +135,7 @@ class InputProcessor:
         count = params.n if pooled is None else 1
         made: list[SequenceOutput] = []
         rules: Rules | None = None
+        guide = None if params.guided is None else self.guides.compile(params.guided)
         for index in range(count):
             own = params.of_sequence(index) if count > 1 else params
             if index and own.prompt_logprobs is not None:
@@ -144,7 +145,7 @@ class InputProcessor:
             request = self._request(name, read, own, priority, adapter, pooled, salt)
             if rules is None:  # all sequences have the same
                 rules = Rules.for_request(request, self.vocab_size, self.limits.logit_columns, bad_words)
-            made.append(self._output(request, request_id, index, rules))
+            made.append(self._output(request, request_id, index, rules, guide))
         return made
 
     def _request(
@@ -173,15 +174,16 @@ class InputProcessor:
             request.findable = False  # every token of it has to pass
         return request
 
-    def _output(self, request: Request, request_id: str, index: int, rules: Rules) -> SequenceOutput:
+    def _output(
+        self, request: Request, request_id: str, index: int, rules: Rules, guide: Guide | None
+    ) -> SequenceOutput:
         params = request.params
         output = SequenceOutput(request, request_id, index, self.tokenizer, self._text_of)
         if rules.any:
             output.rules = rules
-        if params.guided is not None:
+        if guide is not None:
             stops = request.stop_ids | {*params.stop_token_ids}
-            guide = self.guides.compile(params.guided)
-            output.guide = GuideState(guide, min_tokens=params.min_tokens, stop_ids=stops)
+            output.guide = GuideState(guide.begin(), min_tokens=params.min_tokens, stop_ids=stops)
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
         return output

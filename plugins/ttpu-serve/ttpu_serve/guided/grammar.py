@@ -10,6 +10,7 @@ from typing import Any
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import GuidedDecoding
+from ttpu_serve.guided.grammar_size import MOST_BYTES, oversized_grammar, oversized_schema
 
 # llguidance would otherwise allow, where the text is forced, only the tokens that the tokenizer itself would choose.
 # Every token that keeps to the grammar is allowed here, so that a mask depends on the text so far and nothing else.
@@ -17,8 +18,6 @@ _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # A model that likes none of the words that may follow spends its tokens on blanks where there may be many; a schema's
 # own x-guidance wins.
 _BLANKS = {"whitespace_pattern": " "}
-MOST_BYTES = 256 * 1024
-"""Of a schema or another grammar."""
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # as llama.cpp and xgrammar write grammars
 _ATTRIBUTE = re.compile(r"^\s*[\w-]+\s*\[[^\]\n]*\b(temperature|stop)\s*=", re.MULTILINE)
 
@@ -38,6 +37,8 @@ def content_of(guided: GuidedDecoding) -> str:
     try:
         written = json.dumps(_schema(guided) if kind == "json" else getattr(guided, kind))
         return f"{kind} {written}" if guided.prelude is None else f"{kind} {written} {guided.prelude}"
+    except RequestError:
+        raise
     except (TypeError, ValueError) as error:
         raise refusal(guided, f"it is not JSON: {error}") from error
     except RecursionError as error:
@@ -60,18 +61,18 @@ def grammar_of(guided: GuidedDecoding) -> str:
     """Return a grammar for llguidance whose start rule matches the whole output. llguidance has not checked it yet.
 
     Raises:
-        RequestError: a schema or grammar is not valid JSON where JSON is needed, or uses attributes that would be
-            ignored.
+        RequestError: a schema or grammar is not valid JSON where JSON is needed, is too large, or uses attributes that
+            would be ignored.
     """
     kind = kind_of(guided)
     if kind == "grammar":
         return _grammar(guided.grammar or "")
     if kind == "json":
-        text = _lark_of_schema(_schema(guided))
+        text = _lark_of_schema(guided, _schema(guided))
     elif kind == "regex":
-        text = _lark_of_regex(guided.regex or "")
+        text = _lark_of_regex(guided, guided.regex or "")
     else:
-        text = _lark_of_regex("|".join(map(_literal, guided.choice or ())))
+        text = _lark_of_regex(guided, "|".join(map(_literal, guided.choice or ())))
     return text if guided.prelude is None else f"{guided.prelude}\nanswer:{text.removeprefix('start:')}"
 
 
@@ -112,7 +113,13 @@ def _schema(guided: GuidedDecoding) -> Any:
     return schema
 
 
-def _lark_of_schema(schema: Any) -> str:
+def _check(guided: GuidedDecoding, oversized: str | None) -> None:
+    if oversized is not None:
+        raise refusal(guided, oversized)
+
+
+def _lark_of_schema(guided: GuidedDecoding, schema: Any) -> str:
+    _check(guided, oversized_schema(schema))
     if isinstance(schema, dict):
         own = schema.get("x-guidance", {})
         if isinstance(own, dict) and "whitespace_flexible" not in own:
@@ -120,9 +127,11 @@ def _lark_of_schema(schema: Any) -> str:
     return f"start: %json {json.dumps(schema)}{_OPTIONS}"
 
 
-def _lark_of_regex(regex: str) -> str:
+def _lark_of_regex(guided: GuidedDecoding, regex: str) -> str:
     from llguidance import regex_to_lark
 
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:  # which llguidance would drop
+        raise refusal(guided, "it ends in a backslash that escapes nothing")
     # `//` would begin a comment
     return f"start: /{regex_to_lark(regex) or '()'}/{_OPTIONS}"
 
@@ -134,6 +143,7 @@ def _literal(text: str) -> str:
 def _grammar(text: str) -> str:
     if text.lstrip().startswith("{"):
         return _grammar_list(text)
+    _check(GuidedDecoding(grammar=text), oversized_grammar(text))
     if _GBNF.search(text):
         from llguidance.gbnf_to_lark import any_to_lark
 
@@ -162,5 +172,5 @@ def _grammar_list(text: str) -> str:
     if first.get("lark_grammar"):
         first["lark_grammar"] = _grammar(first["lark_grammar"])
     elif "json_schema" in first:
-        first["lark_grammar"] = _lark_of_schema(first.pop("json_schema"))
+        first["lark_grammar"] = _lark_of_schema(guided, first.pop("json_schema"))
     return json.dumps(grammars)

@@ -62,13 +62,19 @@ class GuideFactory:
         self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
         self._compiled_lock = threading.Lock()
 
-    def compile(self, guided: GuidedDecoding) -> Guide:
+    def compile(self, guided: GuidedDecoding, seconds: float | None = None) -> Guide:
         """Return a guide at the start of an output. A recently used grammar takes microseconds, a large new one a
         second.
+
+        Args:
+            guided: the grammar.
+            seconds: of the processor, that this may take where it can be ended; None takes what any grammar may.
 
         Raises:
             RequestError: a schema, regular expression or grammar is malformed, unsupported, too large or unmatchable,
                 the bytes of the tokenizer's tokens are unknown, or guides are off.
+            SlowGrammarError: it takes longer than `seconds`.
+            CompilationEndedError: it was interrupted.
             MissingDependencyError: llguidance is not installed.
         """
         if self._place == "off":
@@ -82,7 +88,7 @@ class GuideFactory:
         with compiled.lock:  # whoever asks for the same grammar meanwhile waits here, others do not
             if compiled.matcher is None and compiled.error is None:
                 try:
-                    compiled.matcher = self._matcher(guided)
+                    compiled.matcher = self._matcher(guided, seconds)
                 except RequestError as error:
                     compiled.error = str(error)
             if compiled.error is not None:
@@ -110,12 +116,12 @@ class GuideFactory:
         if self._matchers is not None:
             self._matchers.close()
 
-    def _matcher(self, guided: GuidedDecoding) -> Matcher:
+    def _matcher(self, guided: GuidedDecoding, seconds: float | None) -> Matcher:
         with self._matchers_lock:
             if self._matchers is None:
                 isolated = self._place == "isolated"
                 self._matchers = IsolatedMatchers(self._vocabulary) if isolated else InlineMatchers(self._vocabulary())
-        return self._matchers.start(guided)
+        return self._matchers.start(guided, seconds)
 
     def _vocabulary(self) -> Vocabulary:
         written = token_bytes(self._tokenizer, self.vocab_size)
@@ -157,6 +163,10 @@ class Guide:
     def finished(self) -> bool:
         """Whether the end of sequence is reached or is the only allowed token."""
         return self._ends > 0 or self._matcher.is_stopped()
+
+    def begin(self) -> Guide:
+        """Return another guide at the start of an output of the same grammar."""
+        return Guide(self.factory, self._start)
 
     def fill(self, mask: np.ndarray) -> None:
         """Fill `mask`, uint32 [words], with the allowed next tokens: bit i % 32 of word i // 32 stands for token i."""

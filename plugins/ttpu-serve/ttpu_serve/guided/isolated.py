@@ -1,179 +1,42 @@
 """Matchers in processes of their own, for grammars of strangers. A grammar is first compiled by a process that does
 nothing else, with little stack and memory and a deadline; one that survives there is given to the process that computes
-masks. Where that one ends all the same, it is started again, and every output but the one that ended it goes on."""
+masks, and to another one, which takes over where that one ends. Then every output but the one that ended it goes on."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-import os
 import queue
-import subprocess
-import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttpu_core.errors import MissingDependencyError, RequestError
+from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import GuidedDecoding
 from ttpu_serve.guided.grammar import key_of, refusal
-from ttpu_serve.guided.matchers import Vocabulary
+from ttpu_serve.guided.mask_server import MaskServer
+from ttpu_serve.guided.matchers import CompilationEndedError, SlowGrammarError, Vocabulary
+from ttpu_serve.guided.process import GRAMMAR_BYTES, MASKS, MIB, TRIAL, Bounds, GuideProcess, GuideProcessError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 
-MIB = 2**20
 TRIALS = 2
 """Processes that compile strangers' grammars; further ones wait."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What a process may take.
-
-    Attributes:
-        stack: bytes of each thread's stack. llguidance recurses along the references of a grammar.
-        address_space: bytes.
-        memory: bytes after which it is replaced.
-        seconds: that one compilation may take.
-        niceness: added to that of this process, which others come before.
-    """
-
-    stack: int
-    address_space: int
-    memory: int
-    seconds: float
-    niceness: int = 0
-
-
-TRIAL = Bounds(stack=4 * MIB, address_space=4096 * MIB, memory=128 * MIB, seconds=4.0, niceness=10)
-MASKS = Bounds(stack=64 * MIB, address_space=16384 * MIB, memory=384 * MIB, seconds=10.0)
-GRAMMAR_BYTES = 256 * MIB
-"""That one grammar may take."""
-MASK_SECONDS = 0.5
-"""That one mask may take, for which all outputs wait. Most take less than a millisecond."""
-TRIED_SECONDS = 0.05
-"""That each of the first masks of a grammar may take when it is tried out."""
+PROMISED_SECONDS = 10.0
+"""Within which an output begins whose grammar was compiled."""
+MOST_UNFIT = 4096
+"""Grammars of which it is kept that they end processes."""
 IDLE_MEMORY, IDLE_SECONDS = 64 * MIB, 10.0
 """Of the process of masks, beside what it has without grammars: where it holds more, and no output has a guide, another
 one takes over. And how often that is looked at."""
-START_SECONDS = 60.0
-"""That a process may take to start and to read the vocabulary."""
-
-
-class GuideProcessError(Exception):
-    """The process ended, or overran its time and was ended."""
-
-
-class GuideProcess:
-    """A `ttpu_serve.guided.worker`."""
-
-    def __init__(self, vocabulary: Vocabulary, bounds: Bounds) -> None:
-        """
-        Args:
-            vocabulary: of the model.
-            bounds: what it may take.
-
-        Raises:
-            GuideProcessError: it does not start.
-            MissingDependencyError: llguidance is not installed.
-        """
-        self.bounds = bounds
-        self._locks = (threading.Lock(), threading.Lock())
-        pipes = [Pipe(), Pipe()]
-        self._channels = tuple(own for own, _ in pipes)
-        theirs = [other.fileno() for _, other in pipes]
-        command = [*theirs, bounds.stack, bounds.address_space]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ttpu_serve.guided.worker", *map(str, command)],
-            pass_fds=theirs,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for _, other in pipes:
-            other.close()
-        with suppress(OSError):  # it ended at once
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + bounds.niceness)
-        self.held = self._call(0, START_SECONDS, "vocabulary", vocabulary)
-
-    def compile(self, key: bytes, guided: GuidedDecoding) -> str:
-        """Compile a grammar; return why it is refused, or nothing.
-
-        Raises:
-            GuideProcessError: the process ended, or was ended, also because the grammar takes too much.
-        """
-        return self._compile("compile", key, guided)
-
-    def try_out(self, key: bytes, guided: GuidedDecoding) -> str:
-        """Compile a grammar, follow it for a few tokens, and forget it; return why it is refused, or nothing.
-
-        Raises:
-            GuideProcessError: the process ended, or was ended, also because the grammar takes too much.
-        """
-        return self._compile("try_out", key, guided, TRIED_SECONDS)
-
-    def _compile(self, *request: Any) -> str:
-        before = self.held
-        reason, self.held = self._call(0, self.bounds.seconds, *request)
-        if self.held - before > GRAMMAR_BYTES:
-            self.kill()
-            raise GuideProcessError("it takes too much memory")
-        return str(reason)
-
-    def on_matcher(self, name: str, *arguments: Any) -> Any:
-        """Call a method of `ttpu_serve.guided.worker.Work` that concerns a matcher.
-
-        Raises:
-            GuideProcessError: the process ended, or was ended.
-        """
-        return self._call(1, MASK_SECONDS, name, *arguments)
-
-    @property
-    def full(self) -> bool:
-        """Whether it holds more than it should."""
-        return self.held > self.bounds.memory
-
-    def kill(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
-
-    def _call(self, channel: int, seconds: float, *request: Any) -> Any:
-        connection: Connection = self._channels[channel]
-        with self._locks[channel]:
-            try:
-                connection.send(request)
-                if not connection.poll(seconds):
-                    self.kill()
-                    raise GuideProcessError(f"it takes longer than {seconds:g} seconds")
-                done, result = connection.recv()
-            except (EOFError, OSError) as error:
-                self.kill()
-                raise GuideProcessError("it takes too much stack or memory") from error
-        if not done and request[0] == "vocabulary":
-            raise MissingDependencyError(str(result))
-        if not done:
-            raise GuideProcessError(str(result))
-        return result
-
-
-@dataclass
-class _Running:
-    """Compilations in progress by their key, so that one can be interrupted."""
-
-    processes: dict[bytes, GuideProcess] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class IsolatedMatchers:
@@ -186,51 +49,69 @@ class IsolatedMatchers:
         """
         self._read_vocabulary = vocabulary
         self._vocabulary: Vocabulary | None = None
+        self._vocabulary_lock = threading.Lock()
         self._trials: queue.LifoQueue[GuideProcess | None] = queue.LifoQueue()
         for _ in range(TRIALS):
             self._trials.put(None)
-        self._running = _Running()
-        self._masks: GuideProcess | None = None
-        self._spare: Future[GuideProcess] | None = None  # takes over when that one ends
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="ttpu-guide-spare")
-        self._known: set[bytes] = set()
+        self._running: dict[bytes, GuideProcess] = {}  # compilations, by their grammar
+        self._interrupted: set[bytes] = set()
+        self._running_lock = threading.Lock()
+        self._masks: MaskServer | None = None
+        self._standby: MaskServer | None = None  # takes over when that one ends
+        self._retired: list[MaskServer] = []
+        self._in_use: dict[bytes, tuple[int, GuidedDecoding]] = {}  # grammars, and how many outputs follow each
+        self._promised: dict[bytes, tuple[float, GuidedDecoding]] = {}  # whose outputs begin by then
+        self._unfit: set[bytes] = set()  # grammars that ended a process that stood by
         self._masks_lock = threading.RLock()
         self._closed = False
         self._closing = threading.Event()
-        self._watching, self._empty = False, 0
-        self.opened: set[int] = set()  # numbers of the matchers of outputs
+        self._watching = False
         self.numbers = itertools.count()
-        self.dropped: deque[int] = deque()  # of matchers that are gone; a collector may append in any thread
+        # Of matchers that are gone, their numbers and their grammars. A collector may append in any thread.
+        self.dropped: deque[int] = deque()
+        self.left: deque[bytes] = deque()
 
     # -- compilations --
 
-    def start(self, guided: GuidedDecoding) -> RemoteMatcher:
+    def start(self, guided: GuidedDecoding, seconds: float | None = None) -> RemoteMatcher:
         """See `ttpu_serve.guided.matchers.Matchers`.
 
         Raises:
             RequestError: the grammar is malformed, unsupported, too large or unmatchable.
+            SlowGrammarError: it takes longer than `seconds`.
+            CompilationEndedError: it was interrupted.
             MissingDependencyError: llguidance is not installed.
         """
         key = key_of(guided)
         with self._trial(key) as process:
             try:
-                reason = process.try_out(key, guided)
+                reason = process.try_out(key, guided, seconds)
             except GuideProcessError as error:
+                if key in self._interrupted:
+                    raise CompilationEndedError from error
+                if error.overran and seconds is not None:
+                    raise SlowGrammarError from error
                 raise refusal(guided, str(error)) from error
             except RecursionError as error:
                 raise refusal(guided, "it is nested too deeply") from error
         if reason:
             raise RequestError(reason)
         try:
-            self.masks_for(key, guided)
-        except GuideProcessError as error:
-            raise refusal(guided, str(error)) from error
+            self._into_masks(key, guided)
+        except GuideProcessError:  # perhaps another grammar ended the process
+            try:
+                self._into_masks(key, guided)
+            except GuideProcessError as error:
+                raise refusal(guided, str(error)) from error
         return RemoteMatcher(self, key, guided)
 
     def interrupt(self, guided: GuidedDecoding) -> None:
         """End the compilation of a grammar, if there is one."""
-        with self._running.lock:
-            process = self._running.processes.get(key_of(guided))
+        key = key_of(guided)
+        with self._running_lock:
+            process = self._running.get(key)
+            if process is not None:
+                self._interrupted.add(key)
         if process is not None:
             process.kill()
 
@@ -239,105 +120,156 @@ class IsolatedMatchers:
         """A process that may end, for one grammar; waits for one."""
         process = self._trials.get()
         try:
-            if process is None:
+            if process is None or not process.alive:
                 process = self._started(TRIAL)
-            with self._running.lock:
-                self._running.processes[key] = process
+            with self._running_lock:
+                self._running[key] = process
             yield process
             if process.full:
                 process.kill()
-                process = None
-        except RequestError:
-            process = None if process is None or process._process.poll() is not None else process
-            raise
-        except BaseException:
-            if process is not None:
-                process.kill()
-            process = None
-            raise
         finally:
-            with self._running.lock:
-                self._running.processes.pop(key, None)
-            self._trials.put(process)
+            with self._running_lock:
+                self._running.pop(key, None)
+                self._interrupted.discard(key)
+            self._trials.put(process if process is not None and process.alive else None)
 
     # -- masks --
 
-    def masks_for(self, key: bytes, guided: GuidedDecoding) -> GuideProcess:
-        """The process that computes masks, which knows the grammar then.
+    def server(self, key: bytes, guided: GuidedDecoding) -> MaskServer:
+        """The process that computes masks for a grammar, and how to give it grammars. One that is full is left when
+        the process that stands by knows all grammars that outputs follow, and this one."""
+        with self._masks_lock:
+            self._count_left()
+            masks, standby = self._masks, self._standby
+            if masks is not None and not masks.alive:
+                log.warning("the process that computes guides' masks ended; another one takes over")
+                masks = self._masks = None
+            if masks is not None and masks.full and standby is not None:
+                self._give(key, guided)
+                ready = standby.started and all(map(standby.knows, {key, *self._needed()} - self._unfit))
+                if ready or masks.process.held > masks.process.bounds.memory + GRAMMAR_BYTES:
+                    self._retired.append(masks)  # which may be computing a mask
+                    masks = self._masks = None
+            if masks is None:
+                masks = self._masks = standby if standby is not None and standby.alive else self._new_server()
+                self._standby = None
+            if self._standby is None or not self._standby.alive:
+                self._stand_by()
+            if not self._watching:
+                self._watching = True
+                threading.Thread(target=self._watch, name="ttpu-guide-watch", daemon=True).start()
+            return masks
 
-        Raises:
-            GuideProcessError: it cannot compile a grammar that another process could.
-        """
-        with self._masks_lock:
-            if self._masks is not None and (self._masks.full or self._masks._process.poll() is not None):
-                self.replace(self._masks)
-            if self._masks is None:
-                spare, self._spare = self._spare, None
-                self._masks, self._known = self._started(MASKS) if spare is None else spare.result(), set()
-                self._empty = self._masks.held
-                if not self._watching:
-                    self._watching = True
-                    threading.Thread(target=self._watch, name="ttpu-guide-watch", daemon=True).start()
-            if self._spare is None:
-                self._spare = self._starter.submit(self._started, MASKS)
-            process = self._masks
-            if key in self._known:
-                return process
-        # Not in the lock: masks of other outputs go on meanwhile.
-        try:
-            reason = process.compile(key, guided)
-        except GuideProcessError:
-            self.replace(process)
-            raise
-        if reason:
-            raise GuideProcessError(reason)
-        with self._masks_lock:
-            if self._masks is process:
-                self._known.add(key)
-        return process
+    def end(self, server: MaskServer) -> None:
+        """End a process that overran; another one takes over with the next mask."""
+        server.kill()
 
-    def replace(self, process: GuideProcess) -> None:
-        """End a process that computes masks; the next mask starts another."""
+    def opened(self, key: bytes, guided: GuidedDecoding) -> None:
+        """Note that an output follows a grammar, which the process that stands by is given."""
         with self._masks_lock:
-            process.kill()
-            if self._masks is process:
-                self._masks = None
-                log.warning("the process that computes guides' masks was replaced; outputs go on")
+            count, _ = self._in_use.get(key, (0, guided))
+            self._in_use[key] = count + 1, guided
+            self._promised.pop(key, None)
+            if not count:
+                self._give(key, guided)
+
+    def bury(self) -> list[int]:
+        """End processes that others took over from; return the numbers of matchers that are gone since the last
+        call."""
+        with self._masks_lock:
+            retired, self._retired = self._retired, []
+        for server in retired:
+            server.retire()
+        return [self.dropped.popleft() for _ in range(len(self.dropped))]
+
+    def _count_left(self) -> None:
+        for _ in range(len(self.left)):
+            key = self.left.popleft()
+            count, guided = self._in_use.pop(key)
+            if count > 1:
+                self._in_use[key] = count - 1, guided
+
+    def _into_masks(self, key: bytes, guided: GuidedDecoding) -> None:
+        """Give a grammar to the process that computes masks, before an output follows it."""
+        with self._masks_lock:
+            self._promised[key] = time.monotonic() + PROMISED_SECONDS, guided
+        self.server(key, guided).compile(key, guided)
+
+    def _needed(self) -> dict[bytes, GuidedDecoding]:
+        """The grammars that outputs follow, or will soon."""
+        now = time.monotonic()
+        for key in [key for key, (until, _) in self._promised.items() if until < now]:
+            del self._promised[key]
+        used = {key: guided for key, (_, guided) in self._in_use.items()}
+        return used | {key: guided for key, (_, guided) in self._promised.items()}
+
+    def _stand_by(self) -> None:
+        """Start another process that may take over."""
+        self._standby = self._new_server()
+        for key, guided in self._needed().items():
+            self._give(key, guided)
+
+    def _give(self, key: bytes, guided: GuidedDecoding) -> None:
+        """Give a grammar to the process that stands by."""
+        standby = self._standby
+        if standby is None or key in self._unfit:
+            return
+
+        def note(done: Any) -> None:
+            if not done.cancelled() and isinstance(done.exception(), GuideProcessError):
+                if len(self._unfit) >= MOST_UNFIT:
+                    self._unfit.clear()
+                self._unfit.add(key)
+
+        standby.give(key, guided).add_done_callback(note)
+
+    def _new_server(self) -> MaskServer:
+        return MaskServer(lambda: self._started(MASKS))
 
     def _watch(self) -> None:
-        """Give memory back when no output has a guide."""
+        """Give memory back when no output has a guide, and when the process that stands by holds too much."""
         while not self._closing.wait(IDLE_SECONDS):
+            self.bury()
             with self._masks_lock:
-                process = self._masks
-                if process is not None and not self.opened and process.held > self._empty + IDLE_MEMORY:
-                    process.kill()
+                self._count_left()
+                masks, standby, idle = self._masks, self._standby, not self._needed()
+                if idle and masks is not None and masks.swollen(IDLE_MEMORY):
+                    self._retired.append(masks)
                     self._masks = None
+                elif standby is not None and (standby.full or (idle and standby.swollen(IDLE_MEMORY))):
+                    self._retired.append(standby)
+                    self._stand_by()
 
     def _started(self, bounds: Bounds) -> GuideProcess:
         if self._closed:
             raise RequestError("a guide was asked for, but the engine is closed: open another one.")
-        if self._vocabulary is None:
-            self._vocabulary = self._read_vocabulary()
-        return GuideProcess(self._vocabulary, bounds)
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary()
+        process = GuideProcess(self._vocabulary, bounds)
+        if self._closed:
+            process.kill()
+        return process
 
     def close(self) -> None:
         """End all processes."""
         self._closed = True
         self._closing.set()
-        self._starter.shutdown(wait=True, cancel_futures=True)
-        with self._running.lock:
-            busy = list(self._running.processes.values())
-        with self._masks_lock:
-            busy += [] if self._masks is None else [self._masks]
-            if self._spare is not None and not self._spare.cancelled() and self._spare.exception() is None:
-                busy.append(self._spare.result())
-            self._masks = self._spare = None
+        with self._running_lock:
+            busy = list(self._running.values())
         with suppress(queue.Empty):
             while True:
                 idle = self._trials.get_nowait()
                 busy += [] if idle is None else [idle]
         for process in busy:
             process.kill()
+        with self._masks_lock:
+            servers = [self._masks, self._standby, *self._retired]
+            self._masks = self._standby = None
+            self._retired = []
+        for server in servers:
+            if server is not None:
+                server.kill()
         for _ in range(TRIALS):
             self._trials.put(None)
 
@@ -348,8 +280,9 @@ class RemoteMatcher:
     def __init__(self, owner: IsolatedMatchers, key: bytes, guided: GuidedDecoding) -> None:
         self._owner, self._key, self._guided = owner, key, guided
         self._tokens: list[int] = []
-        self._process: GuideProcess | None = None
+        self._server: MaskServer | None = None
         self._number = -1
+        self._lost = False  # a process in the middle of a call
         self._error = ""
         self._stopped = self._accepting = False
 
@@ -391,47 +324,44 @@ class RemoteMatcher:
 
     def is_accepting(self) -> bool:
         """Whether the output is a match."""
-        self._ensure()
+        if self._server is None:
+            self._call("consume", [])
         return self._accepting
 
-    def _ensure(self) -> GuideProcess | None:
-        """The process, in which this matcher is open."""
-        if self._error:
-            return None
-        try:
-            process = self._owner.masks_for(self._key, self._guided)
-            if process is not self._process:
-                self._owner.opened.discard(self._number)
-                self._number = next(self._owner.numbers)
-                dropped = [self._owner.dropped.popleft() for _ in range(len(self._owner.dropped))]
-                state = process.on_matcher("open", self._number, self._key, self._tokens, dropped)
-                self._process = process
-                self._owner.opened.add(self._number)
-                self._take(state)
-            return process
-        except GuideProcessError as error:
-            self._fail(error)
-            return None
-
     def _call(self, name: str, *arguments: Any) -> Any:
-        process = self._ensure()
-        if process is None:
-            return None
-        try:
-            return self._take(process.on_matcher(name, self._number, *arguments))
-        except GuideProcessError as error:
-            self._owner.replace(process)
-            self._fail(error)
-            return None
+        """Call a method of `ttpu_serve.guided.worker.Work` with this matcher's number."""
+        while not self._error:
+            server = self._owner.server(self._key, self._guided)
+            try:
+                if server is not self._server:
+                    self._open(server)
+                value = self._take(server.process.on_matcher(name, self._number, *arguments))
+                self._lost = False
+                return value
+            except GuideProcessError as error:
+                self._server = None
+                if error.overran:
+                    self._owner.end(server)
+                if error.overran or self._lost or server.alive:
+                    self._error, self._stopped = f"its guide cannot be followed ({error})", True
+                self._lost = True  # once, for it may have been another grammar that ended the process
+        return None
+
+    def _open(self, server: MaskServer) -> None:
+        """Open this matcher in another process."""
+        server.wait_for(self._key, self._guided)
+        dropped = self._owner.bury()
+        if self._number < 0:
+            self._owner.opened(self._key, self._guided)
+        self._number = next(self._owner.numbers)
+        self._take(server.process.on_matcher("open", self._number, self._key, self._tokens, dropped))
+        self._server = server
 
     def _take(self, state: tuple[Any, ...]) -> Any:
         value, self._error, self._stopped, self._accepting = state
         return value
 
-    def _fail(self, error: GuideProcessError) -> None:
-        self._error, self._stopped = f"its guide cannot be followed ({error})", True
-
     def __del__(self) -> None:
-        if self._process is not None:
-            self._owner.opened.discard(self._number)
+        if self._number >= 0:
             self._owner.dropped.append(self._number)
+            self._owner.left.append(self._key)

@@ -17,6 +17,14 @@ MOST_LEXER_STATES = 100_000
 """States of one grammar's automaton, of 1 to 2 kB each."""
 
 
+class SlowGrammarError(Exception):
+    """The grammar was not compiled in the time that it was given."""
+
+
+class CompilationEndedError(Exception):
+    """The compilation was interrupted, because nobody waited for it any more."""
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """What llguidance knows of a tokenizer.
@@ -86,11 +94,17 @@ class Matcher(Protocol):
 class Matchers(Protocol):
     """Makes matchers for one vocabulary. All its methods are thread-safe."""
 
-    def start(self, guided: GuidedDecoding) -> Matcher:
+    def start(self, guided: GuidedDecoding, seconds: float | None = None) -> Matcher:
         """Return the matcher at the start of a grammar.
+
+        Args:
+            guided: the grammar.
+            seconds: of the processor, that this may take where it can be ended; None takes what any grammar may.
 
         Raises:
             RequestError: the grammar is malformed, unsupported, too large or unmatchable.
+            SlowGrammarError: it takes longer than `seconds`.
+            CompilationEndedError: it was interrupted.
             MissingDependencyError: llguidance is not installed.
         """
         ...
@@ -110,8 +124,8 @@ class InlineMatchers:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokenizer = vocabulary.compiled()
 
-    def start(self, guided: GuidedDecoding) -> Matcher:
-        """See `Matchers`.
+    def start(self, guided: GuidedDecoding, seconds: float | None = None) -> Matcher:
+        """See `Matchers`. A thread cannot be ended, whatever `seconds` are.
 
         Raises:
             RequestError: the grammar cannot be followed.

@@ -1,9 +1,9 @@
 """A process that compiles grammars and computes their masks for `ttpu_serve.guided.isolated`:
 
-    python -m ttpu_serve.guided.worker COMPILE_FD MASK_FD STACK_BYTES MEMORY_BYTES
+    python -m ttpu_serve.guided.worker STACK_BYTES MEMORY_BYTES COMPILE_FD… MASK_FD
 
-It answers on two sockets, each in a thread of its own, so that masks do not wait for a compilation. It ends when its
-parent does."""
+It answers on each socket in a thread of its own, so that neither masks nor quick grammars wait for a slow compilation.
+It ends when its parent does."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ class Work:
         self._tokenizer: Any = None
         self._starts: dict[bytes, Any] = {}
         self._open: dict[int, Any] = {}
+
+    def thread(self) -> int:
+        """The number of the thread that answers on this socket."""
+        return threading.get_native_id()
 
     # -- compilations --
 
@@ -135,14 +139,14 @@ def answer(channel: Connection, work: Work) -> None:
 
 def main() -> None:
     """Answer on the sockets whose descriptors are the arguments."""
-    compile_fd, mask_fd, stack, memory = map(int, sys.argv[1:])
+    stack, memory, *descriptors = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (memory if hard < 0 else min(memory, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     threading.stack_size(stack)
     work = Work()
-    threads = [threading.Thread(target=answer, args=(Connection(fd), work)) for fd in (compile_fd, mask_fd)]
+    threads = [threading.Thread(target=answer, args=(Connection(fd), work)) for fd in descriptors]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -14,14 +14,14 @@ from typing import Any, Literal
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.api.async_engine import AsyncEngine
+from ttpu_serve.api.fair_executor import FairExecutor
 from ttpu_serve.api.output_queue import RequestTimeoutError
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.reasoning_parsers.installed import parser_for as reasoning_parser_for
 from ttpu_serve.scheduling.request import AskedPooling
 from ttpu_serve.server.beams import begin_beams
 from ttpu_serve.server.errors import ApiError
-from ttpu_serve.server.events import ARRIVAL, BACKGROUND
-from ttpu_serve.server.fair_executor import FairExecutor
+from ttpu_serve.server.events import ARRIVAL, BACKGROUND, CLIENT
 from ttpu_serve.server.metrics import Metrics, RequestWatch
 from ttpu_serve.server.protocol import Generation, Prompt
 from ttpu_serve.server.responses import Usage
@@ -258,6 +258,7 @@ class Service:
             pooling=pooling,
             cache_salt=cache_salt,
             timeout=self._left(arrival),
+            client=CLIENT.get()[0],
         )
         return self._watched(submitted, params.n, arrival)
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_core.generation.detokenizer import TextStream
+from ttpu_serve.api.fair_executor import FairExecutor
 from ttpu_serve.execution.bad_words import sequences_of
 from ttpu_serve.guided.token_bytes import token_bytes
 from ttpu_serve.server.events import CLIENT
-from ttpu_serve.server.fair_executor import FairExecutor
 
 LONG_BODY = 2**16
 """Bytes of a request's body from which its texts are tokenized beside those of shorter requests."""

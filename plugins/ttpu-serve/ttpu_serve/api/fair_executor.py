@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 
 class FairExecutor:
     """Runs calls in one thread. Each client has a queue of its own, and the thread takes one call from each queue in
-    turn, so that a client with many calls delays the others by one call at most."""
+    turn, so that a client with many calls delays the others by one call at most. Of a client's calls the smallest comes
+    first."""
 
     def __init__(self, name: str) -> None:
         """
@@ -19,17 +22,19 @@ class FairExecutor:
             name: of the thread, which starts with the first call.
         """
         self._name = name
-        self._queues: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
+        self._queues: OrderedDict[str, list[tuple[int, int, Future[Any], Callable[[], Any]]]] = OrderedDict()
+        self._numbers = itertools.count()  # of calls, in their order
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, client: str, work: Callable[[], Any]) -> Future[Any]:
+    def submit(self, client: str, work: Callable[[], Any], size: int = 0) -> Future[Any]:
         """Queue a call; cancelling its future takes it out unless it runs.
 
         Args:
             client: whose call it is.
             work: the call.
+            size: how long it may take, in any unit. Calls of one size come in their order.
 
         Raises:
             RuntimeError: the executor is closed.
@@ -41,7 +46,7 @@ class FairExecutor:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
-            self._queues.setdefault(client, deque()).append((future, work))
+            heapq.heappush(self._queues.setdefault(client, []), (size, next(self._numbers), future, work))
             self._changed.notify()
         return future
 
@@ -50,7 +55,7 @@ class FairExecutor:
         with self._changed:
             self._closed = True
             for queued in self._queues.values():
-                for future, _ in queued:
+                for _, _, future, _ in queued:
                     future.cancel()
             self._queues.clear()
             self._changed.notify()
@@ -75,7 +80,7 @@ class FairExecutor:
                     return None
                 self._changed.wait()
             client, queued = self._queues.popitem(last=False)
-            taken = queued.popleft()
+            _, _, future, work = heapq.heappop(queued)
             if queued:
                 self._queues[client] = queued  # behind the others
-            return taken
+            return future, work
