@@ -9,6 +9,7 @@ import pytest
 
 from ttpu_serve.guided.matchers import InlineMatchers, Vocabulary
 from ttpu_serve.server.chat_protocol import Tool
+from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.forced_calls import forced_arguments, forced_calls
 
 TREE = {
@@ -48,3 +49,21 @@ def test_forced_calls_keep_what_a_tools_references_mean(parameters: Any, valid: 
         matcher = start.deep_copy()
         text = json.dumps([{"name": "f", "parameters": arguments}]).encode()
         assert (matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()) == matches
+
+
+def test_tools_whose_schemas_have_the_same_id_are_refused() -> None:
+    """For references in one could lead into the other."""
+
+    def tool(name: str, **more: Any) -> Tool:
+        return Tool.model_validate(
+            {"type": "function", "function": {"name": name, "parameters": {"type": "object", **more}}}
+        )
+
+    url = "https://example.com/schema.json"
+    for tools in (
+        [tool("f", **{"$id": url}), tool("g", **{"$id": url + "#"})],
+        [tool("f", **{"$id": "tool:1"}), tool("g")],
+    ):
+        with pytest.raises(ApiError, match=r"the tools 'f' and 'g' have the same \$id"):
+            forced_calls(tools, most=None)
+    forced_calls([tool("f", **{"$id": url}), tool("g")], most=None)

@@ -157,12 +157,16 @@ def test_large_automata_are_given_back(tokenizer: Any, monkeypatch: pytest.Monke
         ),
         (GuidedDecoding(grammar=json.dumps({"grammars": [{"json_schema": chain(1200, "allOf")}]})), "a chain of more"),
         (GuidedDecoding(regex="ab\\"), "ends in a backslash"),
+        (GuidedDecoding(json="{" + " " * 600_000 + "}"), "600,002 characters"),
+        (GuidedDecoding(json="[" * 20_000), "nested too deeply"),
+        (GuidedDecoding(json="[]"), "it is a list, not an object"),
     ],
-    ids=["chain", "definitions", "rules", "chain of terminals", "gbnf", "list", "backslash"],
+    ids=["chain", "definitions", "rules", "chain of terminals", "gbnf", "list", "backslash", "blanks", "deep", "array"],
 )
 def test_what_is_too_large_is_named(factory: GuideFactory, guided: GuidedDecoding, why: str) -> None:
-    with pytest.raises(RequestError, match=f"^guided decoding cannot follow this .*{why}"):
+    with pytest.raises(RequestError, match=f"^guided decoding cannot follow this .*{why}") as refused:
         factory.compile(guided)
+    assert str(refused.value).count("cannot follow") == 1
 
 
 @pytest.mark.parametrize(

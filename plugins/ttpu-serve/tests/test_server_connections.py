@@ -80,6 +80,40 @@ def test_a_head_that_comes_byte_by_byte_has_the_same_limit(bytes_tokenizer: Any)
         assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+        HEAD + b"content-length: -1\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nno number\r\n",
+        HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: a\r\nx: \x00\r\n\r\n",
+    ],
+    ids=["tls", "no host", "two hosts", "negative", "chunk", "encoding", "control"],
+)
+def test_what_is_no_http_is_refused_by_a_sentence_and_not_logged(
+    bytes_tokenizer: Any, sent: bytes, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(FakeCore(bytes_tokenizer)) as server, connected(server, sent) as client:
+        status, error = refusal(everything(client))
+        assert status == 400 and error["code"] == "invalid_http"
+        assert server.http().get("/health").status_code == 200
+    assert not caplog.records and not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
+def test_an_upgrade_is_answered_as_any_request_and_not_logged(
+    bytes_tokenizer: Any, protocol: bytes, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    sent = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade, close\r\nupgrade: %b\r\n" % protocol
+    sent += b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13\r\n\r\n"
+    with running(FakeCore(bytes_tokenizer)) as server, connected(server, sent) as client:
+        assert b"200 OK" in everything(client)
+    assert not caplog.records and not capfd.readouterr().err
+
+
 def test_a_silent_connection_is_closed_and_one_between_requests_is_not(bytes_tokenizer: Any) -> None:
     with running(FakeCore(bytes_tokenizer)) as server:
         with connected(server, b"") as client:

@@ -295,6 +295,18 @@ def test_json_by_any_of_its_names(http: httpx.Client) -> None:
         assert http.post(CHAT, content=body, headers={"content-type": kind}).status_code == 200, kind
 
 
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("bogus", 415), ("identity", 200)])
+def test_an_encoded_body_is_not_unpacked_and_not_taken_for_json(
+    http: httpx.Client, encoding: str, status: int
+) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    response = http.post(CHAT, content=json.dumps(chat()), headers=headers)
+    assert response.status_code == status
+    assert status == 200 or (refused(response, 415)["code"], repr(encoding) in response.text) == (
+        "unsupported_media_type", True
+    )
+
+
 def test_paths_and_methods_that_do_not_exist(http: httpx.Client) -> None:
     assert refused(http.get("/v1/nothing"), 404)["code"] == "not_found"
     assert refused(http.post("/v1/chat/completions/", json=chat()), 404)["code"] == "not_found"
@@ -304,7 +316,8 @@ def test_paths_and_methods_that_do_not_exist(http: httpx.Client) -> None:
 
 
 def test_an_unknown_model(server: Running, http: httpx.Client) -> None:
-    error = refused(http.post(CHAT, json=chat(model="gpt-4")), 404)
+    error = refused(http.post(CHAT, json=chat(model="gpt-4" * 100)), 404)
+    assert len(error["message"]) < 250
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     refused(http.get("/v1/models/gpt-4"), 404)
     with pytest.raises(openai.NotFoundError):
@@ -375,6 +388,24 @@ def test_a_schema_that_is_nested_too_deep(http: httpx.Client) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": nested(100)}}]
     assert refused(http.post(CHAT, json=chat(tools=tools)), 400)["param"] == "tools[0].function.parameters"
     assert refused(http.post(CHAT, json=chat(guided_json=nested(100))), 400)["param"].startswith("guided_json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [("[" * 4000, 400), ("[" * 200 + "]" * 200, 400), ("[" + "{}," * 60_000 + "{}]", 400), ("not JSON [{", 200),
+     ('{"a": "' + "[{" * 60 + '"}', 200)],
+    ids=["open", "deep", "many", "no JSON", "texts"],
+)  # fmt: skip
+def test_arguments_of_earlier_calls_are_limited_as_bodies_are(tmp_path: Any, arguments: str, status: int) -> None:
+    """Templates get them as values, which takes a parser and copies."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, *HELLO]
+    with running(FakeCore(tokenizer(tmp_path), max_model_len=500_000)) as server:
+        response = server.http().post(CHAT, json=chat(messages=messages, max_tokens=3))
+    if status == 200:
+        assert response.status_code == 200, response.text
+    else:
+        assert refused(response, 400)["param"] == "messages[0].tool_calls[0].function.arguments"
 
 
 def test_what_a_request_brings_on_itself_is_no_fault_of_the_server(tmp_path: Any) -> None:

@@ -292,6 +292,28 @@ def test_a_server_that_leaves_says_so_until_its_answers_have_ended(bytes_tokeniz
                 pass
 
 
+def test_what_a_server_that_leaves_cannot_wait_for_is_told_so(
+    bytes_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before it is a request of the engine."""
+    monkeypatch.setattr("ttpu_serve.server.run.LAST_WORDS_SECONDS", 1)
+    gate, reading = threading.Event(), threading.Event()
+    answers: list[httpx.Response] = []
+    try:
+        with running(FakeCore(bytes_tokenizer)) as server:
+            tokens = server.server.config.app.state.service.tokens
+            tokens.encode_now = lambda *_: reading.set() or (gate.wait(20) and [1])
+            asked = {"model": "fake", "prompt": "x"}
+            client = threading.Thread(target=lambda: answers.append(server.http().post("/v1/completions", json=asked)))
+            client.start()
+            assert reading.wait(10)
+            server.stop()
+            client.join(10)
+    finally:
+        gate.set()
+    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutting_down"
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -381,9 +403,9 @@ def test_clients_are_addresses_or_where_there_are_keys_keys(bytes_tokenizer: Any
         tokens._short.submit = lambda client, work: seen.append(client) or submit(client, work)
         for key in ("one", "one", "two"):
             asked = {"model": "fake", "prompt": "say: hello"}
-            headers = {"authorization": f"Bearer {key}"} if keys else {}
+            headers = {"authorization": f"Bearer {key}"}  # which makes nobody another client where there are no keys
             assert server.http(headers=headers).post("/v1/completions", json=asked).status_code == 200
-        assert seen == (["Bearer one", "Bearer one", "Bearer two"] if keys else ["127.0.0.1"] * 3)
+        assert seen == (["one", "one", "two"] if keys else ["127.0.0.1"] * 3)
 
 
 def test_what_is_open_to_everybody_holds_no_bodies(bytes_tokenizer: Any) -> None:
@@ -456,7 +478,8 @@ def test_one_of_several_processes_serves_only_if_the_backends_runner_spans_them(
     ("host", "status"),
     [
         ("evil.example", 421), ("evil.example:8000", 421), ("", 200), ("127.0.0.1.evil.example", 421),
-        ("127.0.0.1", 200), ("[::1]:80", 200), ("localhost:1", 200), ("app.localhost", 200), ("model.internal", 200),
+        ("LOCALHOST.", 200), ("127.0.0.1", 200), ("[::1]:80", 200), ("localhost:1", 200),
+        ("app.localhost", 200), ("model.internal", 200),
     ],
 )  # fmt: skip
 def test_a_server_without_a_key_answers_under_its_own_names_alone(

@@ -105,6 +105,8 @@ def _schema(guided: GuidedDecoding) -> Any:
     if schema is True:
         return {"type": "object"}
     if isinstance(schema, str):
+        if len(schema) > 2 * MOST_BYTES:  # blanks may be left out of it
+            raise refusal(guided, f"it has {len(schema):,} characters, and {MOST_BYTES:,} bytes are allowed")
         schema = json.loads(schema)
     if not isinstance(schema, dict | bool):
         schema = dict(schema) if hasattr(schema, "keys") else schema

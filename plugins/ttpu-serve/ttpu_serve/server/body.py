@@ -72,34 +72,44 @@ def check_shape(body: bytes, most_values: int) -> None:
     Raises:
         ApiError: there are too many, or they are too deep.
     """
+    if (found := excess(body, most_values)) is not None:
+        raise ApiError(f"the body {found}: send less.", code="request_too_large")
+
+
+def excess(body: bytes, most_values: int, most_depth: int = MOST_DEPTH) -> str | None:
+    """Return what JSON has too much of, as a clause, without parsing it; None if it may be parsed.
+
+    Args:
+        body: JSON, or any other bytes.
+        most_values: the most values that it may have.
+        most_depth: the most objects and arrays in one another.
+    """
     containers = body.count(b"[") + body.count(b"{")
-    if containers <= MOST_DEPTH and containers + body.count(b",") <= most_values:
-        return
+    if containers <= most_depth and containers + body.count(b",") <= most_values:
+        return None
     length = LONG  # of the beginning that is looked at: one that holds too much is refused for it alone
     while True:
-        _check_counts(_STRING.sub(b"", body[:length]), most_values)  # texts hold commas and brackets as well
-        if length >= len(body):
-            return
+        found = _excess(_STRING.sub(b"", body[:length]), most_values, most_depth)  # texts hold commas and brackets too
+        if found is not None or length >= len(body):
+            return found
         length *= 2
 
 
-def _check_counts(rest: bytes, most_values: int) -> None:
-    """Check the counts of JSON without its texts."""
+def _excess(rest: bytes, most_values: int, most_depth: int) -> str | None:
+    """Return what JSON without its texts has too much of."""
     brackets = np.frombuffer(rest.translate(None, _NO_BRACKETS), np.uint8)
     opens = (brackets == ord("[")) | (brackets == ord("{"))
     containers = int(opens.sum())
     values = containers + rest.count(b",")
     depth = int(np.where(opens, 1, -1).cumsum().max(initial=0))
     for found, most, what in (
-        (depth, MOST_DEPTH, "levels of objects and arrays in one another"),
+        (depth, most_depth, "levels of objects and arrays in one another"),
         (containers, MOST_CONTAINERS, "objects and arrays"),
         (values, most_values, "values"),
     ):
         if found > most:
-            raise ApiError(
-                f"the body has {found:,} {what} or more, but this server reads at most {most:,}: send less.",
-                code="request_too_large",
-            )
+            return f"has {found:,} {what} or more, but this server reads at most {most:,}"
+    return None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
 from ttpu_core.generation.sampling_params import MAX_LOGPROBS
+from ttpu_serve.server.body import excess
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.given_fields import given_fields
-from ttpu_serve.server.protocol import Body, FreeJson, Generation, Unsupported, at_most
+from ttpu_serve.server.protocol import MAX_DEPTH, Body, FreeJson, Generation, Unsupported, at_most
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192
 MAX_CALLS = 512
 MAX_TOOLS = 512
+MAX_VALUES = 100_000
+"""Of the arguments of a call in the history."""
 
 CONTENT_SCHEMA: dict[str, Any] = {
     "anyOf": [
@@ -63,13 +66,21 @@ Content = Annotated[str | None, PlainValidator(read_content), WithJsonSchema(CON
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
+def _parsable(text: str) -> str:
+    """Check that arguments of a call, which templates get as values, are not too many or too deep."""
+    found = excess(text.encode(errors="replace"), MAX_VALUES, MAX_DEPTH)
+    if found is not None:
+        raise ValueError(f"it {found}")
+    return text
+
+
 class CalledFunction(Body):
     """The called function; `arguments` is JSON text as the model wrote it."""
 
     place: ClassVar[str] = "messages.tool_calls.function"
 
     name: str
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_parsable)]
 
 
 class CalledTool(Body):

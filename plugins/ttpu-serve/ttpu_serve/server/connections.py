@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import struct
 import time
@@ -29,6 +30,19 @@ GRACE_SECONDS = 1.0
 """From which on a request that has not arrived counts as incomplete."""
 LINGER_SECONDS = 5.0
 """For which a connection that was closed may still send what its client has not read."""
+_FAULTS_OF_CLIENTS = ("Invalid HTTP request received.", "ASGI callable returned without completing response.")
+"""What uvicorn logs where a client sends no HTTP, and where one does not read its answer."""
+
+
+def _no_fault_of_a_client(record: logging.LogRecord) -> bool:
+    return record.getMessage() not in _FAULTS_OF_CLIENTS
+
+
+def log_no_faults_of_clients() -> None:
+    """Keep out of the server's log what any client can write there as often as it likes."""
+    log = logging.getLogger("uvicorn.error")
+    if _no_fault_of_a_client not in log.filters:
+        log.addFilter(_no_fault_of_a_client)
 
 
 class ConnectionGuard:
@@ -160,6 +174,20 @@ class GuardedConnection(HTTPProtocol):
                     code="request_timeout",
                 )
             )
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        cycle: Any = self.cycle
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.transport.close()  # in the middle of an answer there is no place for another
+            return
+        self.refuse(
+            ApiError("what was sent is no HTTP/1.1 request: see RFC 9112 for how one is written.", code="invalid_http")
+        )
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing of requests to speak another protocol, which are answered as any: clients of all kinds make
+        them."""
 
     def refuse(self, error: ApiError) -> None:
         """Send an error, and close the connection."""

@@ -135,7 +135,7 @@ def _written(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     try:
         arguments = json.loads(block.text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"type": "text", "text": block.text}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 

@@ -3,6 +3,7 @@ requests."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import re
@@ -14,6 +15,8 @@ from collections import Counter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ttpu_serve.api.async_engine import LEAVING
+from ttpu_serve.api.output_queue import EngineClosingError
 from ttpu_serve.server.arriving import ArrivingBody
 from ttpu_serve.server.client_key import given_key
 from ttpu_serve.server.errors import ApiError, respond
@@ -121,7 +124,9 @@ class RequestMiddleware:
                 return
             self._check_key(scope, headers)
             self._check_site(scope, headers)
-            client = _key_of(headers) or str((scope.get("client") or ("",))[0])
+            _check_encoding(headers)
+            # Without keys, a header must not make one client many.
+            client = given_key(headers) if self._keys else str((scope.get("client") or ("",))[0])
             if self._settings.batches and scope["method"] == "POST" and _own_path(scope) == UPLOAD_PATH:
                 await self._upload(client, scope, headers, receive, noting)
                 return
@@ -137,6 +142,9 @@ class RequestMiddleware:
                 self._running -= 1
         except ClientGoneError:
             raise
+        except asyncio.CancelledError:  # by a server that leaves and waits no longer
+            if not began:
+                await respond(EngineClosingError(LEAVING), str(scope["path"]))(scope, receive, send)
         except Exception as error:  # bugs as well: the response has a name, is counted, and ends its connection well
             if began:
                 raise
@@ -163,7 +171,8 @@ class RequestMiddleware:
         if self._keys or "*" in self._hosts:
             return
         given = headers.get("host", "")
-        name = (given.partition("]")[0].lstrip("[") if given.startswith("[") else given.partition(":")[0]).lower()
+        name = given.partition("]")[0].lstrip("[") if given.startswith("[") else given.partition(":")[0]
+        name = name.lower().removesuffix(".")
         # Browsers always name the host; what names none is a prober.
         if not name or name in self._hosts or name.endswith(".localhost") or _is_address(name):
             return
@@ -250,9 +259,14 @@ def _too_much(message: str) -> ApiError:
     )
 
 
-def _key_of(headers: Headers) -> str:
-    """Return the header that holds the API key; Anthropic's clients have one of their own."""
-    return headers.get("authorization") or headers.get("x-api-key", "")
+def _check_encoding(headers: Headers) -> None:
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise ApiError(
+            f"the body is encoded by {encoding[:40]!r}, but this server unpacks none: send it as it is.",
+            status=415,
+            code="unsupported_media_type",
+        )
 
 
 def _own_path(scope: Scope) -> str:

@@ -19,7 +19,7 @@ import uvicorn
 
 from ttpu_core.errors import RequestError
 from ttpu_serve.api.output_queue import EngineDeadError
-from ttpu_serve.server.connections import ConnectionGuard
+from ttpu_serve.server.connections import ConnectionGuard, log_no_faults_of_clients
 from ttpu_serve.server.settings import ServerSettings
 
 KEEP_ALIVE_SECONDS = 60
@@ -163,6 +163,7 @@ class Server(uvicorn.Server):
 
 def config_of(app: Any, settings: ServerSettings, place: Place, **options: Any) -> uvicorn.Config:
     """How uvicorn runs the server; `options` are more of its own."""
+    log_no_faults_of_clients()
     return uvicorn.Config(
         app,
         http=ConnectionGuard(settings.max_connections, settings.max_incomplete).protocol(),

@@ -110,7 +110,7 @@ class Service:
             return model
         served = ", ".join([*self.names, *self.adapters])
         raise ApiError(
-            f"the model {model!r} was asked for, but this server has {served}: name one of those.",
+            f"the model {model[:100]!r} was asked for, but this server has {served}: name one of those.",
             status=404,
             param="model",
             code="model_not_found",

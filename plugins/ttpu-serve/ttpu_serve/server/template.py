@@ -20,6 +20,7 @@ from ttpu_serve.server.tokens import Tokens
 OURS = frozenset(
     {"messages", "conversation", "tools", "tokenize", "chat_template", "return_dict", "return_tensors", "documents"}
     | {"add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length", "tokenizer_kwargs"}
+    | {"self", "conversations", "return_assistant_tokens_mask"}
 )
 """Arguments of templates that are no variables of their own: requests have fields for them."""
 
