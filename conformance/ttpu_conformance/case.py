@@ -26,7 +26,7 @@ from ttpu_conformance.declaration import (
 )
 from ttpu_conformance.environment import Device
 from ttpu_conformance.errors import NotProven
-from ttpu_conformance.model_under_test import BackendUnderTest, ModelUnderTest, backend_under_test
+from ttpu_conformance.model_under_test import BackendUnderTest, ModelUnderTest, backend_name, backend_under_test
 from ttpu_conformance.tiny import SEQUENCE, random_model, tiny_config, written_config
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint, open_checkpoint
@@ -156,7 +156,7 @@ class Case:
 
     def expected_failure(self, check: str) -> ExpectedFailure | None:
         """The declared failure of a check of this case on its backend; None without one."""
-        return self.declaration.expected_failure(check, self.names, self.backend.name)
+        return self.declaration.expected_failure(check, self.names, backend_name(self.options.backend))
 
     @property
     def is_base(self) -> bool:

@@ -326,6 +326,11 @@ def able(thing: Any, protocol: Callable[..., T], what: str) -> T:
     return found
 
 
+def backend_name(name: str | None = None) -> str:
+    """Return the name of the backend that is meant, without importing it; None takes the default backend."""
+    return name or default_registry().default_backend()
+
+
 @cache
 def backend_under_test(name: str | None = None) -> BackendUnderTest:
     """Return the backend of a name, by its entry point; None takes the default backend.
@@ -333,7 +338,7 @@ def backend_under_test(name: str | None = None) -> BackendUnderTest:
     Raises:
         MissingDependencyError: no backend of this name can be checked here.
     """
-    name = name or default_registry().default_backend()
+    name = backend_name(name)
     found = {point.name: point for point in entry_points(group=GROUP)}
     if name not in found:
         raise MissingDependencyError(

@@ -102,7 +102,7 @@ def test_a_stream_counts_tokens_in_every_chunk_if_asked(client: Any, kind: str) 
     else:
         chunks = list(client.completions.create(prompt="say: abc", **asked))
     told = [chunk.usage.completion_tokens for chunk in chunks]
-    assert told == sorted(told) and told[0] < told[-1] == 4
+    assert told == sorted(told) and told[0] <= told[-1] == 4  # a server joins deltas of a slow reader
     assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
     asked["stream_options"] = {"continuous_usage_stats": True}  # means nothing by itself, as for vLLM
     given = {"messages": user("say: abc")} if kind == "chat" else {"prompt": "say: abc"}

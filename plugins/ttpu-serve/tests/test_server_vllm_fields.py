@@ -101,8 +101,7 @@ def model() -> Any:
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    torch.set_grad_enabled(False)
-    return AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
