@@ -31,7 +31,7 @@ PATHS: Mapping[str, str] = {
     "/detokenize": "",
     "/tokenizer_info": "",
     "/pooling": "",
-    "/classify": "",
+    "/classify": "no classifier's head is computed, and a checkpoint of one is refused",
     "/score": "",
     "/v1/score": "",
     "/rerank": "",
@@ -150,7 +150,7 @@ def endpoints() -> str:
     served = set(app.openapi()["paths"])
     rows = []
     for path, reason in PATHS.items():
-        if path in served:
+        if path in served and not reason:
             rows.append((f"`{path}`", "served" if path in open_to_all else "with `--enable-admin`"))
         else:
             rows.append((f"`{path}`", f"not served{': ' + reason if reason else ''}"))

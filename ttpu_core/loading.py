@@ -221,15 +221,17 @@ def open_model(
         PluginError: no usable plugin describes its model type, or a patch pack is not installed.
         MissingDependencyError: the backend, or what it needs, is not installed.
         RequestError: an option has a value that the backend refuses.
-        UnsupportedError: the backend cannot run this architecture, or the weights are quantized.
+        UnsupportedError: the backend cannot run this architecture, it is a classifier, or the weights are quantized.
     """
     from ttpu_core.checkpoint import Checkpoint, open_checkpoint
+    from ttpu_core.checkpoint.classifier import refuse_classifier
     from ttpu_core.checkpoint.unread import unread_sentences
     from ttpu_core.config.key_audit import refuse_ignored
     from ttpu_core.quantization.schemes import quantization_of
     from ttpu_core.registry import default_registry, refuse_encoder
 
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, revision=options.revision)
+    refuse_classifier(checkpoint)
     if not default_registry().is_described(checkpoint.config.model_type):
         refuse_encoder(checkpoint.config)
         runs = default_registry().backend(backend)

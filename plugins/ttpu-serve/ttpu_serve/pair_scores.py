@@ -10,8 +10,9 @@ import numpy as np
 from ttpu_core.errors import RequestError
 
 NO_CLASSES = (
-    "classes were asked for, but this engine computes hidden states and logits of tokens, not of a classifier's head: "
-    "use embeddings with a classifier of your own, or generate with guided decoding (choice)."
+    "classes were asked for, but this engine computes hidden states and logits of tokens, and no classifier's head, so "
+    "that checkpoints of classifiers are not served either: use embeddings with a classifier of your own, or generate "
+    "with guided decoding (choice)."
 )
 
 

@@ -260,6 +260,14 @@ def _too_much(message: str) -> ApiError:
 
 
 def _check_encoding(headers: Headers) -> None:
+    """Refuse bodies that are compressed, or whose end a proxy may see elsewhere than this server."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise ApiError(
+            "the request has both Content-Length and Transfer-Encoding, which say where its body ends in two ways: "
+            "send one of them.",
+            code="invalid_http",
+            headers={"Connection": "close"},
+        )
     encoding = headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
         raise ApiError(
