@@ -90,6 +90,13 @@ def test_prompts_may_be_ids_by_name(llm: LLM) -> None:
             llm.generate(**given)  # type: ignore[arg-type]
 
 
+def test_code_of_checkpoints_is_refused_with_the_reason(checkpoint: Path) -> None:
+    with pytest.raises(RequestError, match="trust_remote_code was given, but code from checkpoints is never run here"):
+        LLM(str(checkpoint), trust_remote_code=True)
+    with pytest.raises(RequestError, match="max_sequences"):  # the next mistake
+        LLM(str(checkpoint), trust_remote_code=False, max_sequences=2)
+
+
 def test_scores_are_cosines(llm: LLM) -> None:
     one, several = "abc", ["abc", "xyz", "abd"]
     scores = [output.score for output in llm.score(one, several, pooling="mean")]

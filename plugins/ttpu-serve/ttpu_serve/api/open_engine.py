@@ -24,6 +24,10 @@ ALIASES = {
     "enforce_eager": None,
 }
 """Names that vLLM's callers know: what they are here, None for what has no meaning on these devices."""
+REFUSED = {
+    "trust_remote_code": "code from checkpoints is never run here: install a plugin of the model type, or see ttpu-any",
+}
+"""Options of vLLM that are refused with a reason, unless they are false."""
 
 
 def open_engine(
@@ -107,6 +111,10 @@ def read_options(model: Any, given: Mapping[str, Any], backend: str | None = Non
         MissingDependencyError, PluginError: the backend is not installed or cannot be used.
         UnsupportedError: the backend's models cannot be served.
     """
+    for name, reason in REFUSED.items():
+        if given.get(name):
+            raise RequestError(f"{name} was given, but {reason}.")
+    given = {name: value for name, value in given.items() if name not in REFUSED}
     kind = serving_backend(backend).options if isinstance(model, str | Path) else LoadOptions
     loading = set(kind.names_for_engines())
     refuse_unknown(given, (*NAMES, *loading, *ALIASES), "an engine", "it")
