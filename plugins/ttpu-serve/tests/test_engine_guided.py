@@ -21,7 +21,7 @@ from ttpu_serve.guided.token_bytes import token_bytes
 from ttpu_serve.reasoning_parsers.formats import Delimited
 from ttpu_serve.server.tokens import Tokens
 
-TEXT = ["abab abc é éa ab ab cab 12 123 {\"a\": 12, \"b\": [1, 2]} true null \"abc\" \"é\"\n"] * 3
+TEXT = ['abab abc é éa ab ab cab 12 123 {"a": 12, "b": [1, 2]} true null "abc" "é"\n'] * 3
 PADDING = 70  # rows of the model's logits beyond the tokenizer's tokens
 
 
@@ -39,7 +39,7 @@ def byte_level():
 
 def byte_fallback(prepend: bool):
     """Like llama 2's and mistral's (`prepend`), or gemma's; bytes and letters are often two tokens of the same text."""
-    pieces = [*"ab12{}[]:,\" \n", "é", "ab", "▁a", "▁ab", "▁", "▁▁", "12", "\":"]
+    pieces = [*'ab12{}[]:," \n', "é", "ab", "▁a", "▁ab", "▁", "▁▁", "12", '":']
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     vocab = {name: place for place, name in enumerate(dict.fromkeys(name.replace(" ", "▁") for name in names))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")], unk_token="<unk>", byte_fallback=True))
@@ -142,15 +142,13 @@ CASES = [
     ("regex", r"^(/|\\)\x61$", "/\\a", 3),
     ("regex", r"", "ab", 2),
     ("regex", r"(?:12?)*", "12", 6),
-    ("choice", ("a", "ab", "ab ab", "é/\"\\\n"), None, None),
+    ("choice", ("a", "ab", "ab ab", 'é/"\\\n'), None, None),
 ]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind,what,alphabet,longest", CASES, ids=[str(case[1]) for case in CASES])
-def test_a_mask_is_exactly_the_tokens_that_can_be_completed(
-    tokenizers, factories, name, kind, what, alphabet, longest
-):
+def test_a_mask_is_exactly_the_tokens_that_can_be_completed(tokenizers, factories, name, kind, what, alphabet, longest):
     """Brute force: every prefix of every match that tokens can write, and at each of them every token."""
     factory = factories[name]
     matches = {text.encode() for text in what} if kind == "choice" else language(what, alphabet, longest)
@@ -411,9 +409,7 @@ def test_grammars_are_compiled_once_and_the_oldest_forgotten(factories, tokenize
     factory = factory_of(tokenizers, "bytes")
     compiled = []
     original = GuideFactory._matcher
-    monkeypatch.setattr(
-        GuideFactory, "_matcher", lambda self, guided: compiled.append(guided) or original(self, guided)
-    )
+    monkeypatch.setattr(GuideFactory, "_matcher", lambda *given: compiled.append(given[1]) or original(*given))
     monkeypatch.setattr(guided_module, "CACHED_GRAMMARS", 2)
     first, again = (factory.compile(GuidedDecoding(json={"type": "object"})) for _ in range(2))
     assert factory.compile(GuidedDecoding(json='{"type":  "object"}')) is not None
@@ -430,9 +426,7 @@ def test_many_threads_may_compile_at_once(factories, tokenizers, monkeypatch):
     factory = factory_of(tokenizers, "byte-level")
     compiled = []
     original = GuideFactory._matcher
-    monkeypatch.setattr(
-        GuideFactory, "_matcher", lambda self, guided: compiled.append(guided) or original(self, guided)
-    )
+    monkeypatch.setattr(GuideFactory, "_matcher", lambda *given: compiled.append(given[1]) or original(*given))
     barrier = threading.Barrier(8)
     wrong = []
 
