@@ -35,7 +35,7 @@ def connected(server: Running, sent: bytes, *, receives: int | None = None) -> I
     with socket.socket() as client:
         if receives is not None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receives)
-        client.settimeout(10)
+        client.settimeout(30)
         client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
         client.sendall(sent)
         yield client
