@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -19,7 +20,7 @@ from ttpu_serve.api.async_engine import AsyncEngine
 from ttpu_serve.api.guide_queue import GuideQueue
 from ttpu_serve.api.output_queue import EngineClosingError, RequestTimeoutError
 from ttpu_serve.guided.matchers import CompilationEndedError, SlowGrammarError
-from ttpu_serve.server import ServerSettings
+from ttpu_serve.server import ServerSettings, run
 
 
 class Guides:
@@ -36,6 +37,8 @@ class Guides:
         """Compile."""
         name = str(guided.regex)
         self.began.append((name, seconds))
+        if name == "block":
+            self.gate.wait(10)
         if name == "wrong":
             raise RequestError("it is wrong.")
         if name.startswith("slow"):
@@ -90,6 +93,20 @@ def test_slow_grammars_hold_up_no_quick_one() -> None:
         guides.gate.set()
         await asyncio.gather(*slow)
         assert guides.done[2:] == ["slow0", "slow1", "slow2"]
+
+    scenario(test)
+
+
+def test_short_grammars_of_a_client_come_before_its_long_ones() -> None:
+    async def test(guides: Guides, queue: GuideQueue) -> None:
+        tasks = [asyncio.ensure_future(queue.compile(regex("block"), "a"))]
+        await came(lambda: guides.began)
+        tasks += [asyncio.ensure_future(queue.compile(regex("x" * size), "a")) for size in (900, 20, 3)]
+        await came(lambda: len(queue._running) == 4)
+        await asyncio.sleep(0.02)
+        guides.gate.set()
+        await asyncio.gather(*tasks)
+        assert [len(name) for name in guides.done] == [len("block"), 3, 20, 900]
 
     scenario(test)
 
@@ -164,7 +181,7 @@ def test_a_guide_is_compiled_within_the_requests_time(bytes_tokenizer: Any) -> N
     core = FakeCore(bytes_tokenizer, guides=Guides())  # type: ignore[arg-type]
 
     async def test() -> None:
-        async with AsyncEngine(core) as engine:
+        async with asyncio.timeout(10), AsyncEngine(core) as engine:
             with pytest.raises(RequestTimeoutError, match=r"waited for 0\.05 s for its guide"):
                 await engine.submit("say: x", SamplingParams(guided=regex("slow")), timeout=0.05)
 
@@ -177,6 +194,7 @@ def test_a_server_that_leaves_waits_for_quick_guides_and_says_to_others_that_it_
     bytes_tokenizer: Any, done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_engine, "GUIDES_SECONDS", 10.0 if done else 0.1)
+    monkeypatch.setattr(run, "LAST_WORDS_SECONDS", 0 if done else 5)
     guides = Guides()
     core = FakeCore(bytes_tokenizer, guides=guides)  # type: ignore[arg-type]
     asked = {"model": "fake", "prompt": "say: x", "guided_regex": "slow", "max_tokens": 1}
@@ -187,8 +205,11 @@ def test_a_server_that_leaves_waits_for_quick_guides_and_says_to_others_that_it_
         until(lambda: ("slow", None) in guides.began)
         server.stop()
         until(lambda: not server.engine.accepting)
+        began = time.monotonic()
         if done:
+            time.sleep(0.3)
             guides.gate.set()
         client.join(20)
+    assert time.monotonic() - began < 10
     assert answers[0].status_code == (200 if done else 503), answers[0].text
     assert done or answers[0].json()["error"]["code"] == "shutting_down"

@@ -401,11 +401,14 @@ def test_clients_are_addresses_or_where_there_are_keys_keys(bytes_tokenizer: Any
         tokens = server.server.config.app.state.service.tokens
         submit, seen = tokens._short.submit, []
         tokens._short.submit = lambda client, work: seen.append(client) or submit(client, work)
+        queue, guided = server.engine._guides, list[str]()
+        compile_guide = queue.compile
+        queue.compile = lambda guide, client: guided.append(client) or compile_guide(guide, client)
         for key in ("one", "one", "two"):
-            asked = {"model": "fake", "prompt": "say: hello"}
+            asked = {"model": "fake", "prompt": "say: hello", "guided_choice": ["hello"]}
             headers = {"authorization": f"Bearer {key}"}  # which makes nobody another client where there are no keys
             assert server.http(headers=headers).post("/v1/completions", json=asked).status_code == 200
-        assert seen == (["one", "one", "two"] if keys else ["127.0.0.1"] * 3)
+        assert seen == guided == (["one", "one", "two"] if keys else ["127.0.0.1"] * 3)
 
 
 def test_what_is_open_to_everybody_holds_no_bodies(bytes_tokenizer: Any) -> None:
