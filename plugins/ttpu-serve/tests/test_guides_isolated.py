@@ -148,10 +148,10 @@ def test_large_automata_are_given_back(tokenizer: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("guided", "why"),
     [
-        (GuidedDecoding(json=chain(MOST_CHAIN + 2, "anyOf")), f"a chain of more than {MOST_CHAIN} definitions"),
+        (GuidedDecoding(json=chain(MOST_CHAIN + 1, "anyOf")), f"a chain of more than {MOST_CHAIN} definitions"),
         (GuidedDecoding(json={"$defs": {f"d{n}": {} for n in range(MOST_DEFINITIONS + 1)}}), "5,001 definitions, and"),
         (GuidedDecoding(grammar=rules(MOST_RULES, "r")), "3,001 rules and terminals, and 3,000 are allowed"),
-        (GuidedDecoding(grammar=rules(MOST_CHAIN + 2, "T")), f"a chain of more than {MOST_CHAIN} rules and terminals"),
+        (GuidedDecoding(grammar=rules(MOST_CHAIN, "T")), f"a chain of more than {MOST_CHAIN} rules and terminals"),
         (
             GuidedDecoding(grammar="root ::= r0\n" + "\n".join(f"r{n} ::= r{n + 1}" for n in range(300))),
             "a chain of more",
@@ -173,14 +173,15 @@ def test_what_is_too_large_is_named(factory: GuideFactory, guided: GuidedDecodin
 @pytest.mark.parametrize(
     "guided",
     [
-        GuidedDecoding(json=chain(200, "properties")),
+        GuidedDecoding(json=chain(MOST_CHAIN, "properties")),
+        GuidedDecoding(json=chain(400, "anyOf") | {"$ref": "#/$defs/d399", "examples": [{"$ref": "#/$defs/d0"}]}),
         GuidedDecoding(json={"$defs": {f"d{n}": {"$ref": "#"} for n in range(900)}, "enum": ["ab"]}),
         GuidedDecoding(json={"properties": {"a": {"const": {"$ref": "#/nowhere"}}, "b": {"$ref": "#/properties/b"}}}),
-        GuidedDecoding(grammar=rules(200, "r") + "\n// x: y\n"),
+        GuidedDecoding(grammar=rules(MOST_CHAIN - 1, "r") + "\n// x: y\n"),
         GuidedDecoding(grammar='start: "x: y" | "a"'),
         GuidedDecoding(regex="ab\\\\"),
     ],
-    ids=["chain", "definitions", "circle", "rules", "text", "backslashes"],
+    ids=["chain", "constant", "definitions", "circle", "rules", "text", "backslashes"],
 )
 def test_what_is_large_is_followed(factory: GuideFactory, guided: GuidedDecoding) -> None:
     factory.compile(guided)
@@ -240,12 +241,39 @@ def test_a_mask_that_takes_too_long_ends_its_own_output(factory: GuideFactory, m
     guide, other = factory.compile(OBJECT), factory.compile(GuidedDecoding(regex="[0-9]{4}"))
     assert guide.accept(ord("{")) and other.accept(ord("1"))
     stop(masks_process(factory))
+    began = time.monotonic()
     with monkeypatch.context() as patched:
         patched.setattr(processes, "MASK_SECONDS", 0.1)
         found = mask(guide)
+    assert time.monotonic() - began < 5
     assert guide.error is not None and "longer than 0.1 seconds" in guide.error
     np.testing.assert_array_equal(found, factory.stop_mask)
     assert other.accept(ord("2")) and other.error is None
+
+
+def test_an_output_whose_process_another_one_ends_goes_on_and_one_that_ends_each_does_not(
+    factory: GuideFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = factory.compile(OBJECT)
+    expected = [mask(guide)]
+    for token in b'{"a':  # each time in the middle of a call
+        process = masks_process(factory)
+        stop(process)
+        threading.Timer(0.1, process.kill).start()
+        assert guide.accept(token)
+        expected.append(mask(guide))
+        assert guide.error is None and masks_process(factory) is not process
+    call, ended = GuideProcess.on_matcher, list[int]()
+
+    def ending(self: GuideProcess, name: str, *arguments: Any) -> Any:
+        if name == "mask":
+            ended.append(self._process.pid)
+            self.kill()
+        return call(self, name, *arguments)
+
+    monkeypatch.setattr(GuideProcess, "on_matcher", ending)
+    mask(guide)
+    assert guide.error is not None and "too much stack or memory" in guide.error and len(set(ended)) == 2
 
 
 def test_a_process_that_gets_no_processor_is_given_time(factory: GuideFactory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +401,8 @@ def test_a_server_survives_hostile_grammars(served: Running) -> None:
 
     client = served.client()
     name = client.models.list().data[0].id
-    stream = client.completions.create(model=name, prompt=[3, 4], max_tokens=40, stream=True, temperature=0)
+    asked: Any = {"model": name, "prompt": [3, 4], "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+    stream = client.completions.create(stream=True, stream_options={"include_usage": True}, **asked)
     for guided in HOSTILE.values():
         extra = {"guided_json": guided.json} if guided.json else {
             "guided_regex" if guided.regex else "guided_grammar": guided.regex or guided.grammar
@@ -381,7 +410,7 @@ def test_a_server_survives_hostile_grammars(served: Running) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             client.completions.create(model=name, prompt=[3, 4], max_tokens=2, extra_body=extra)
         assert "guided decoding cannot follow this" in str(refused.value)
-    assert len(list(stream)) > 10
+    assert [*stream][-1].usage.completion_tokens == 40
     extra = {"guided_json": {"enum": ["yes"]}}
     answer = client.completions.create(model=name, prompt=[3, 4], max_tokens=20, extra_body=extra)
     assert answer.choices[0].text == '"yes"'

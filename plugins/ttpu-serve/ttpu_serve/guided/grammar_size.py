@@ -4,7 +4,7 @@ that long chains of them end its process."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -36,7 +36,7 @@ def oversized_schema(schema: Any) -> str | None:
     def follows(pointer: str) -> Iterator[str]:
         return _references(_at(schema, pointer), walked)
 
-    return _too_long(follows, "#", "definitions")
+    return _too_long(follows, "#", MOST_CHAIN + 1, "definitions")  # and the schema itself
 
 
 def oversized_grammar(text: str) -> str | None:
@@ -52,11 +52,11 @@ def oversized_grammar(text: str) -> str | None:
         return (found[0] for found in _NAME.finditer(bodies.get(name, "")) if found[0] in bodies)
 
     start = "root" if "start" not in bodies else "start"
-    return _too_long(follows, start, "rules and terminals")
+    return _too_long(follows, start, MOST_CHAIN, "rules and terminals")
 
 
-def _too_long(follows: Any, start: str, what: str) -> str | None:
-    """Whether a search in depth, as a compiler's recursion, goes too deep."""
+def _too_long(follows: Callable[[str], Iterator[str]], start: str, most: int, what: str) -> str | None:
+    """Whether a search in depth, as a compiler's recursion, goes deeper than `most`."""
     seen, path = {start}, [follows(start)]
     while path:
         following = next(path[-1], None)
@@ -65,7 +65,7 @@ def _too_long(follows: Any, start: str, what: str) -> str | None:
         elif following not in seen:
             seen.add(following)
             path.append(follows(following))
-            if len(path) > MOST_CHAIN:
+            if len(path) > most:
                 return f"it has a chain of more than {MOST_CHAIN} {what}, of which each leads to the next"
     return None
 

@@ -160,10 +160,6 @@ class IsolatedMatchers:
                 threading.Thread(target=self._watch, name="ttpu-guide-watch", daemon=True).start()
             return masks
 
-    def end(self, server: MaskServer) -> None:
-        """End a process that overran; another one takes over with the next mask."""
-        server.kill()
-
     def opened(self, key: bytes, guided: GuidedDecoding) -> None:
         """Note that an output follows a grammar, which the process that stands by is given."""
         with self._masks_lock:
@@ -340,8 +336,6 @@ class RemoteMatcher:
                 return value
             except GuideProcessError as error:
                 self._server = None
-                if error.overran:
-                    self._owner.end(server)
                 if error.overran or self._lost or server.alive:
                     self._error, self._stopped = f"its guide cannot be followed ({error})", True
                 self._lost = True  # once, for it may have been another grammar that ended the process
