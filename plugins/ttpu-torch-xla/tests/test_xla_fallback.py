@@ -141,7 +141,6 @@ def test_inspect_takes_a_type_without_a_plugin(ttpu: Command, tmp_path: Path) ->
     ("kind", "reason"),
     [
         ("falcon", "ALiBi"),
-        ("mamba2", "layers that keep no keys"),
         ("minimax", "a cache of the model's own"),
     ],
 )
@@ -150,7 +149,6 @@ def test_what_the_static_cache_cannot_hold_is_left_to_transformers(
 ) -> None:
     keys: dict[str, dict[str, Any]] = {
         "falcon": {"hidden_size": 32, "num_attention_heads": 2, "alibi": True, "parallel_attn": False},
-        "mamba2": {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
         "minimax": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2},
     }
     monkeypatch.setattr(stock, "_warned", set())

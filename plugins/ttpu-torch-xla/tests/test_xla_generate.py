@@ -69,8 +69,9 @@ def test_sixty_four_tokens_take_three_programs_and_a_second_run_none(llama: Pair
         assert not runtime.counters().fallbacks
 
 
-def test_a_mixer_beside_attention_has_its_states_in_the_static_cache() -> None:
-    with tiny("falcon_h1") as host, tiny("falcon_h1") as made:
+@pytest.mark.parametrize("model_type", ["falcon_h1", "lfm2", "mamba2"])  # beside attention, between, and no attention
+def test_states_are_in_the_static_cache(model_type: str) -> None:
+    with tiny(model_type) as host, tiny(model_type) as made:
         expected = host.model.generate(IDS, attention_mask=MASK, do_sample=False, max_new_tokens=8).tolist()
         made.move()
         install(made.model)
@@ -80,6 +81,22 @@ def test_a_mixer_beside_attention_has_its_states_in_the_static_cache() -> None:
             assert ours.tolist() == expected
             assert made.runtime.counters().compiles in programs
             assert not made.runtime.counters().fallbacks
+
+
+def test_padding_is_kept_out_of_convolutions_whose_inputs_have_a_bias() -> None:
+    with tiny("falcon_h1") as host, tiny("falcon_h1") as made:
+        for model in (host.model, made.model):
+            for layer in model.model.layers:
+                features = layer.mamba.in_proj.out_features
+                layer.mamba.in_proj.bias = torch.nn.Parameter(torch.linspace(-3.0, 3.0, features))
+        made.move()
+        install(made.model)
+        ours = made.model.generate(IDS, attention_mask=MASK, do_sample=False, max_new_tokens=8)
+        for row, tokens in enumerate(ours.tolist()):
+            begin = int((MASK[row] == 0).sum())
+            alone = host.model.generate(IDS[row : row + 1, begin:], do_sample=False, max_new_tokens=8)
+            assert tokens[begin:] == alone[0].tolist()
+        assert not any(module._forward_hooks for module in made.model.modules())
 
 
 def test_sequences_end_at_their_end_token_and_are_padded_from_there(llama: Pair) -> None:

@@ -15,7 +15,8 @@ from transformers.cache_utils import (
 )
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-OTHERS = ("linear_attention", "hybrid", "dummy")
+STATES = ("linear_attention", "conv")
+OTHERS = (*STATES, "hybrid", "dummy")
 
 
 class Clock:
@@ -136,7 +137,7 @@ class FixedCache(Cache):
             return FixedLayer(self.clock, length, kind != "full_attention")
         if kind == "hybrid":
             return HybridLayer(self.clock, length, **options)
-        return LinearAttentionLayer(**options) if kind == "linear_attention" else DummyLayer()
+        return LinearAttentionLayer(**options) if kind in STATES else DummyLayer()
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Return the slot of the first query."""

@@ -5,6 +5,7 @@ the device computes the next ones."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ttpu_torch_xla.generation.cache import FixedCache
 from ttpu_torch_xla.generation.choice import DeviceChoice, runs_on_device
+from ttpu_torch_xla.generation.padding import padding_kept_out_of_states
 from ttpu_torch_xla.generation.placement import ONE_DEVICE, Placement
 from ttpu_torch_xla.generation.prompt import Prompt, padded
 from ttpu_torch_xla.runtime import TorchRuntime
@@ -81,6 +83,7 @@ class Decoding:
         self.model, self.runtime, self.device = model, runtime, runtime.device()
         self.ids, self.processors, self.criteria, self.config = input_ids, processors, criteria, config
         self.streamer, self.placement, self.forward = streamer, placement, forward
+        self.keeps_no_keys = "cache_params" in signature(model.forward).parameters  # as transformers calls states
         lengths = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
         self.limit = max(1, min([config.max_length, *lengths]) - input_ids.shape[1])
         ends = [one.eos_token_id.reshape(-1).cpu() for one in criteria if type(one) is EosTokenCriteria]
@@ -177,7 +180,8 @@ class Decoding:
         state = _State(*(tensor.to(self.device) for tensor in host))
         cache = FixedCache(self.model.config, prompt.length, prompt.shift.to(self.device))
         ids, mask = prompt.ids.to(self.device), prompt.mask[:, : prompt.width].contiguous().to(self.device)
-        logits = self._logits(ids, mask, prompt.positions.to(self.device), cache)
+        with padding_kept_out_of_states(self.model, mask):
+            logits = self._logits(ids, mask, prompt.positions.to(self.device), cache)
         self.placement.shard(cache)
         cache.clock.begin_decode(state.slot, shift.to(self.device))
         state = self._chosen(state, logits)
@@ -197,15 +201,11 @@ class Decoding:
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
         """float32 [batch, vocab] after the last column."""
-        out = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-            **self.forward,
-        )
+        if self.keeps_no_keys:  # no positions, and no mask but that of a prompt
+            given = {"cache_params": cache, "attention_mask": mask if ids.shape[1] > 1 else None}
+        else:
+            given = {"past_key_values": cache, "attention_mask": mask, "position_ids": positions}
+        out = self.model(input_ids=ids, use_cache=True, return_dict=True, **given, **self.forward)
         logits: torch.Tensor = out.logits[:, -1].float()
         return logits
 

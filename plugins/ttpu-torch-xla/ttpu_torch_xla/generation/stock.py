@@ -13,7 +13,6 @@ from transformers.generation import GenerationMode
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import AttentionSpec, MixerSpec
-from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_torch_xla.generation.cache import unknown_layers
 
 TEXT = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep"})
@@ -46,8 +45,6 @@ def needs_stock(model: Any, config: Any, model_inputs: Mapping[str, Any], kwargs
     mixers = _mixers(model)
     if any(isinstance(mixer, AttentionSpec) and mixer.alibi for mixer in mixers):
         return "ALiBi, whose positions transformers counts in a mask of two dimensions"
-    if mixers and not any(isinstance(mixer, AttentionSpec | LatentAttentionSpec) for mixer in mixers):
-        return "layers that keep no keys"
     layers = unknown_layers(model.config)
     return f"layers of type {layers[0]}" if layers else None
 

@@ -219,4 +219,5 @@ class _Forced(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         at = min(input_ids.shape[1], self.ids.shape[1] - 1)
-        return torch.full_like(scores, -torch.inf).scatter(1, self.ids[:, at : at + 1], 0.0)
+        following = self.ids[:, at : at + 1].to(scores.device)
+        return torch.full_like(scores, -torch.inf).scatter(1, following, 0.0)
