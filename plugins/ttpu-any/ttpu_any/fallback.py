@@ -27,11 +27,11 @@ from ttpu_core.errors import RequestError
 from ttpu_core.sharding.parallelism import AUTO, resolve_parallelism
 from ttpu_core.sharding.request import the_one_given
 from ttpu_jax.aot.report import ProgramReport
-from ttpu_jax.backend import load_tokenizer
 from ttpu_jax.distributed import initialize
 from ttpu_jax.load_options import JaxLoadOptions
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.placement import Placement, local_placement
+from ttpu_jax.tokenizer import load_tokenizer
 
 import jax  # isort: skip (after what sets it up)
 

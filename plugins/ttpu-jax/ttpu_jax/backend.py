@@ -4,13 +4,11 @@ model on this process's devices."""
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib import import_module, metadata, util
+from importlib import metadata, util
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -18,7 +16,7 @@ import numpy as np
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
-from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
+from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.mapping import FlaxMapping, pad_mapping
 from ttpu_core.quantization import QuantizationConfig, choices, quantize_architecture
 from ttpu_core.quantization.grouping import fit_formats
@@ -51,6 +49,7 @@ from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.load import load_parameters
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.quantized import groupings_for
+from ttpu_jax.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from ttpu_core.loading import ProgressCallback
@@ -516,40 +515,6 @@ def _attention_by_kind(
     for choice in attention_choice(architecture.spec, "auto", platform, sequence_axes=sequence_axes).kinds:
         table[choice.kind] = f"{table[choice.kind]}, or {choice}" if choice.kind in table else str(choice)
     return table
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's tokenizer, or None where it has no tokenizer files.
-
-    Raises:
-        CheckpointError: files that transformers cannot read.
-    """
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if not any((checkpoint.path / name).is_file() for name in names):
-        return None
-    transformers = _transformers()
-    try:
-        return transformers.AutoTokenizer.from_pretrained(str(checkpoint.path))
-    except Exception as error:  # transformers raises many kinds for damaged files
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(
-            f"the tokenizer of {checkpoint.source} cannot be read ({type(error).__name__}: {reason}): copy its "
-            "tokenizer files again."
-        ) from error
-
-
-def _transformers() -> ModuleType:
-    """transformers, imported without its advice to install torch, which tokenizers do not need."""
-    silent = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(silent)
-    os.environ[silent] = "1"
-    try:
-        return import_module("transformers")
-    finally:
-        if before is None:
-            del os.environ[silent]
-        else:
-            os.environ[silent] = before
 
 
 def _version(name: str) -> str | None:
