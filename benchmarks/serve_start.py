@@ -1,6 +1,6 @@
-"""How long a server takes to its first answer. In: `ttpu serve` of a checkpoint, started here in processes of their own,
-in turn cold (no program is cached) and warm (the cold one's programs are); out: seconds to the first answered request
-and until all programs are there, and how many programs there are.
+"""How long a server takes to its first answer. In: `ttpu serve` of a checkpoint, started here in processes of their
+own, in turn cold (no program is cached) and warm (the cold one's programs are); out: seconds to the first answered
+request and until all programs are there, and how many programs there are.
 
     python benchmarks/serve_start.py
     python benchmarks/serve_start.py --rounds 5 --json results.json

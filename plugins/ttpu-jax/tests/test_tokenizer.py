@@ -138,5 +138,5 @@ def test_without_tokenizer_files_there_is_none(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused_by_name(name: str, tmp_path: Path) -> None:
     checkpoint = changed(tmp_path)
     (tmp_path / name).write_text("{" if name == "tokenizer.json" else "[1")
-    with pytest.raises(CheckpointError, match="tokenizer .*cannot be read"):
+    with pytest.raises(CheckpointError, match=r"tokenizer .*cannot be read"):
         load_tokenizer(checkpoint)
