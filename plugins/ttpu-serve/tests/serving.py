@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -47,6 +47,8 @@ class Running:
 def running(core: Any, settings: ServerSettings | None = None, tracer: Any = None) -> Iterator[Running]:
     """Serve a core on a free port of this machine."""
     settings = settings or ServerSettings()
+    if settings.refusal_rate == ServerSettings().refusal_rate:  # tests are refused more in a second than clients are
+        settings = replace(settings, refusal_rate=None)
     engine = AsyncEngine(core)
     app = create_app(engine, settings, tracer)
     place = Place(port=0)

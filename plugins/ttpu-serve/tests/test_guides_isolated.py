@@ -81,6 +81,14 @@ def factory(tokenizer: Any) -> Iterator[GuideFactory]:
     made.close()
 
 
+@pytest.fixture
+def own_factory(tokenizer: Any) -> Iterator[GuideFactory]:
+    """One of which no other test's outputs follow guides."""
+    made = GuideFactory(tokenizer, 256, 288, [2], "isolated")
+    yield made
+    made.close()
+
+
 def masks_process(factory: GuideFactory) -> GuideProcess:
     matchers: Any = factory._matchers
     assert isinstance(matchers, isolated.IsolatedMatchers)
@@ -141,7 +149,8 @@ def test_large_automata_are_given_back(tokenizer: Any, monkeypatch: pytest.Monke
     # The other process may not stand by yet on a busy machine: it takes over at a later step.
     until(lambda: mask(first).any() and masks_process(factory) is not process, 60)
     assert first.accept(ord("b")), first.error
-    assert not process.alive and masks_process(factory).held < 300 * MIB
+    until(lambda: not process.alive)
+    assert masks_process(factory).held < 300 * MIB
     factory.close()
 
 
@@ -235,6 +244,55 @@ def test_the_process_that_takes_over_knows_the_grammars_of_all_outputs(
     began = time.monotonic()
     assert not other.accept(ord("2")) and "reading it again takes long" in str(other.error)
     assert time.monotonic() - began < 2
+
+
+def test_a_grammar_of_earlier_outputs_is_given_to_a_process_that_took_over_before_an_output_follows_it(
+    own_factory: GuideFactory,
+) -> None:
+    """So that no step of the engine waits for its compilation."""
+    factory, old = own_factory, GuidedDecoding(regex="[a-f]{7}")
+    assert factory.compile(old).accept(ord("a"))
+    assert factory.is_compiled(old)
+    matchers: Any = factory._matchers
+    matchers._promised.clear()
+    until(lambda: matchers._standby is not None and matchers._standby.knows(isolated.key_of(old)), 60)
+    matchers._standby._known.discard(isolated.key_of(old))
+    matchers._standby._given.clear()
+    masks_process(factory).kill()
+    matchers.server(isolated.key_of(OBJECT), OBJECT)
+    assert not factory.is_compiled(old)
+    guide = factory.compile(old)
+    assert matchers._masks.knows(isolated.key_of(old)) and factory.is_compiled(old)
+    assert isolated.key_of(old) in matchers._promised, "for the next process as well"
+    assert guide.accept(ord("b"))
+
+
+def test_a_new_grammar_waits_for_another_process_where_that_of_masks_is_full(
+    own_factory: GuideFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factory, following = own_factory, own_factory.compile(OBJECT)
+    assert following.accept(ord("{"))
+    matchers: Any = factory._matchers
+    before = matchers._masks
+    until(lambda: matchers._standby is not None and matchers._standby.started, 60)
+    monkeypatch.setattr(before.process, "held", MASKS.memory + 1)
+    assert factory.compile(GuidedDecoding(regex="[g-k]{6}")).accept(ord("g"))
+    assert matchers._masks is not before and not before.knows(isolated.key_of(GuidedDecoding(regex="[g-k]{6}")))
+    assert following.accept(ord('"'))
+    until(lambda: not before.alive)
+
+
+def test_compilations_give_way_to_steps_and_masks(factory: GuideFactory) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    factory.compile(OBJECT).accept(ord("{"))
+    process = masks_process(factory)
+    *compilers, masks = process._threads
+    assert [os.getpriority(os.PRIO_PROCESS, thread) for thread in compilers] == [min(own + 19, 19)] * MASKS.compilers
+    assert os.getpriority(os.PRIO_PROCESS, masks) == own
+    matchers: Any = factory._matchers
+    trial = matchers._trials.get()
+    matchers._trials.put(trial)
+    assert os.getpriority(os.PRIO_PROCESS, trial._process.pid) == min(own + 19, 19)
 
 
 def test_a_mask_that_takes_too_long_ends_its_own_output(factory: GuideFactory, monkeypatch: pytest.MonkeyPatch) -> None:

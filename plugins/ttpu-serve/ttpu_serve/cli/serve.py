@@ -131,6 +131,14 @@ def serve(
     max_concurrent: Annotated[
         int, typer.Option(min=1, metavar="N", help="HTTP requests at once; more get 429.", rich_help_panel=LIMITS)
     ] = 1024,
+    refusal_rate: Annotated[
+        float,
+        typer.Option(
+            metavar="N",
+            help="Refusals of one address in a second; above it, answers to them are delayed. 0 is unlimited.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 20.0,
     max_waiting: Annotated[
         int,
         typer.Option(min=1, metavar="N", help="Sequences that wait for a place; more get 429.", rich_help_panel=LIMITS),
@@ -227,6 +235,7 @@ def serve(
         max_prompt_tokens=max_prompt_tokens,
         max_choices=max_choices,
         max_concurrent=max_concurrent,
+        refusal_rate=refusal_rate or None,
         allow_priority=allow_priority,
         request_timeout=request_timeout or None,
         drain_timeout=drain_timeout or 0.001,

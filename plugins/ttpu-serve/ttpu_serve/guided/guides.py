@@ -91,6 +91,10 @@ class GuideFactory:
                     compiled.matcher = self._matcher(guided, seconds)
                 except RequestError as error:
                     compiled.error = str(error)
+            elif compiled.error is None:
+                assert self._matchers is not None
+                if not self._matchers.is_ready(guided):
+                    self._matchers.make_ready(guided)
             if compiled.error is not None:
                 raise RequestError(compiled.error)
             assert compiled.matcher is not None
@@ -104,7 +108,9 @@ class GuideFactory:
         """
         with self._compiled_lock:
             compiled = self._compiled.get(key_of(guided))
-        return compiled is not None and (compiled.matcher is not None or compiled.error is not None)
+        if compiled is None or compiled.matcher is None or self._matchers is None:
+            return compiled is not None and compiled.error is not None
+        return self._matchers.is_ready(guided)
 
     def interrupt(self, guided: GuidedDecoding) -> None:
         """End the compilation of a guide that nobody waits for any more."""

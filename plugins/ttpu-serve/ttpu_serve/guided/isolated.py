@@ -30,7 +30,10 @@ log = logging.getLogger(__name__)
 
 TRIALS = 2
 """Processes that compile strangers' grammars; further ones wait."""
-PROMISED_SECONDS = 10.0
+TAKEOVER_SECONDS, LOOK_SECONDS = 10.0, 0.02
+"""That a new grammar waits where the process of masks is full, until another one knows all grammars and takes over; and
+between two looks at that."""
+PROMISED_SECONDS = 10.0 + TAKEOVER_SECONDS
 """Within which an output begins whose grammar was compiled."""
 MOST_UNFIT = 4096
 """Grammars of which it is kept that they end processes."""
@@ -96,6 +99,26 @@ class IsolatedMatchers:
                 raise refusal(guided, "it is nested too deeply") from error
         if reason:
             raise RequestError(reason)
+        self.make_ready(guided)
+        return RemoteMatcher(self, key, guided)
+
+    def is_ready(self, guided: GuidedDecoding) -> bool:
+        """See `ttpu_serve.guided.matchers.Matchers`. Another process of masks may have taken over since."""
+        key = key_of(guided)
+        with self._masks_lock:
+            ready = self._masks is not None and self._masks.started and self._masks.knows(key)
+            if ready:
+                self._promise(key, guided)
+        return ready
+
+    def make_ready(self, guided: GuidedDecoding) -> None:
+        """See `ttpu_serve.guided.matchers.Matchers`.
+
+        Raises:
+            RequestError: the grammar takes too much after all.
+            MissingDependencyError: llguidance is not installed.
+        """
+        key = key_of(guided)
         try:
             self._into_masks(key, guided)
         except GuideProcessError:  # perhaps another grammar ended the process
@@ -103,7 +126,6 @@ class IsolatedMatchers:
                 self._into_masks(key, guided)
             except GuideProcessError as error:
                 raise refusal(guided, str(error)) from error
-        return RemoteMatcher(self, key, guided)
 
     def interrupt(self, guided: GuidedDecoding) -> None:
         """End the compilation of a grammar, if there is one."""
@@ -174,8 +196,8 @@ class IsolatedMatchers:
         call."""
         with self._masks_lock:
             retired, self._retired = self._retired, []
-        for server in retired:
-            server.retire()
+        for server in retired:  # a large one takes a while to end, for which outputs must not wait
+            threading.Thread(target=server.retire, name="ttpu-guide-retire", daemon=True).start()
         return [self.dropped.popleft() for _ in range(len(self.dropped))]
 
     def _count_left(self) -> None:
@@ -188,8 +210,17 @@ class IsolatedMatchers:
     def _into_masks(self, key: bytes, guided: GuidedDecoding) -> None:
         """Give a grammar to the process that computes masks, before an output follows it."""
         with self._masks_lock:
-            self._promised[key] = time.monotonic() + PROMISED_SECONDS, guided
-        self.server(key, guided).compile(key, guided)
+            self._promise(key, guided)
+        server, until = self.server(key, guided), time.monotonic() + TAKEOVER_SECONDS
+        while server.full and not server.knows(key) and time.monotonic() < until:
+            if self._closing.wait(LOOK_SECONDS):
+                break
+            server = self.server(key, guided)
+        server.compile(key, guided)
+
+    def _promise(self, key: bytes, guided: GuidedDecoding) -> None:
+        """Have a process that takes over know a grammar whose outputs begin soon."""
+        self._promised[key] = time.monotonic() + PROMISED_SECONDS, guided
 
     def _needed(self) -> dict[bytes, GuidedDecoding]:
         """The grammars that outputs follow, or will soon."""

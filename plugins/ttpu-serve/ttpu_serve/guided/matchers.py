@@ -109,6 +109,19 @@ class Matchers(Protocol):
         """
         ...
 
+    def is_ready(self, guided: GuidedDecoding) -> bool:
+        """Whether outputs of a grammar that `start` took can begin at once, now and for some seconds."""
+        ...
+
+    def make_ready(self, guided: GuidedDecoding) -> None:
+        """Have outputs of a grammar that `start` took begin at once, for some seconds; may wait.
+
+        Raises:
+            RequestError: the grammar takes too much after all.
+            MissingDependencyError: llguidance is not installed.
+        """
+        ...
+
     def interrupt(self, guided: GuidedDecoding) -> None:
         """End the compilation of a grammar, if there is one and it can be ended."""
         ...
@@ -131,6 +144,13 @@ class InlineMatchers:
             RequestError: the grammar cannot be followed.
         """
         return _Inline(compiled(self._tokenizer, guided))
+
+    def is_ready(self, guided: GuidedDecoding) -> bool:
+        """True: its matcher is here."""
+        return True
+
+    def make_ready(self, guided: GuidedDecoding) -> None:
+        """Nothing: its matcher is here."""
 
     def interrupt(self, guided: GuidedDecoding) -> None:
         """Nothing: a thread cannot be ended."""

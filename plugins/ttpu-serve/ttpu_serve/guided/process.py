@@ -33,6 +33,7 @@ class Bounds:
         seconds: of the processor, that one compilation may take.
         compilers: grammars that it compiles at once.
         niceness: added to that of this process, which others come before.
+        compiling_niceness: added to that in the threads that compile, which masks come before.
     """
 
     stack: int
@@ -41,10 +42,13 @@ class Bounds:
     seconds: float
     compilers: int = 1
     niceness: int = 0
+    compiling_niceness: int = 0
 
 
-TRIAL = Bounds(stack=4 * MIB, address_space=4096 * MIB, memory=128 * MIB, seconds=4.0, niceness=10)
-MASKS = Bounds(stack=64 * MIB, address_space=16384 * MIB, memory=384 * MIB, seconds=10.0, compilers=3)
+TRIAL = Bounds(stack=4 * MIB, address_space=4096 * MIB, memory=128 * MIB, seconds=4.0, niceness=19)
+MASKS = Bounds(
+    stack=64 * MIB, address_space=16384 * MIB, memory=384 * MIB, seconds=10.0, compilers=3, compiling_niceness=19
+)
 GRAMMAR_BYTES = 256 * MIB
 """That one grammar may take."""
 MASK_SECONDS = 0.5
@@ -110,10 +114,11 @@ class GuideProcess:
         )
         for _, other in pipes:
             other.close()
-        with suppress(OSError):  # it ended at once
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + bounds.niceness)
+        _make_nicer(self._process.pid, bounds.niceness)
         self._threads: tuple[int, ...] = ()
         self._threads = tuple(self._call(number, START_SECONDS, "thread") for number in range(len(pipes)))
+        for thread in self._threads[: bounds.compilers]:
+            _make_nicer(thread, bounds.niceness + bounds.compiling_niceness)
         self.held = self._call(0, START_SECONDS, "vocabulary", vocabulary)
 
     @property
@@ -219,3 +224,9 @@ class GuideProcess:
             return 0.0
         user, system = stat.rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _make_nicer(number: int, niceness: int) -> None:
+    """Let others come before a process or a thread, by more than they come before this process."""
+    with suppress(OSError):  # it ended at once
+        os.setpriority(os.PRIO_PROCESS, number, os.getpriority(os.PRIO_PROCESS, 0) + niceness)

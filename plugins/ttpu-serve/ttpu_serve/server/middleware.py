@@ -11,6 +11,7 @@ import socket
 import time
 import uuid
 from collections import Counter
+from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,6 +23,7 @@ from ttpu_serve.server.client_key import given_key
 from ttpu_serve.server.errors import ApiError, respond
 from ttpu_serve.server.events import ARRIVAL, CLIENT, ClientGoneError
 from ttpu_serve.server.given_fields import GIVEN_FIELDS, WARNING_HEADER, GivenFields
+from ttpu_serve.server.refusals import RefusalPace
 from ttpu_serve.server.service import Service
 from ttpu_serve.server.traces import TRACE, RequestTrace
 
@@ -69,6 +71,7 @@ class RequestMiddleware:
         self._keys = [key.encode() for key in settings.api_keys]
         self._running = self._arriving = 0  # requests, and bytes of bodies
         self._uploads: Counter[str] = Counter()  # of each client
+        self._refusals = RefusalPace(settings.refusal_rate)
         self._hosts = {"localhost", socket.gethostname().lower(), *(name.lower() for name in settings.allowed_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,8 +100,21 @@ class RequestMiddleware:
                     added[WARNING_HEADER] = warning
             await send(message)
 
+        refusal: list[Message] = []
+
+        async def paced(message: Message) -> None:
+            """Keep a refusal until the request has left its place among those that run."""
+            if refusal or (message["type"] == "http.response.start" and 400 <= message["status"] < 500):
+                refusal.append(message)
+            else:
+                await named(message)
+
         try:
-            await self._guarded(scope, headers, receive, named)
+            await self._guarded(scope, headers, receive, paced)
+            if refusal:
+                await self._pace(scope)
+            for message in refusal:
+                await named(message)
         except ClientGoneError:
             pass
         finally:
@@ -107,6 +123,12 @@ class RequestMiddleware:
             self._metrics.http(path, status, time.monotonic() - started)
             if self._tracer is not None and trace is not None and _own_path(scope) not in OPEN_PATHS:
                 self._tracer.end(trace, headers, path, status, name)
+
+    async def _pace(self, scope: Scope) -> None:
+        """Wait until a refusal may be sent to this address; a server that leaves waits no longer."""
+        seconds = self._refusals.wait(str((scope.get("client") or ("",))[0]))
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(seconds)
 
     async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         limited = _own_path(scope) not in OPEN_PATHS

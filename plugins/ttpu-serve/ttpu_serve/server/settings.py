@@ -32,6 +32,8 @@ class ServerSettings:
     max_prompt_tokens: maximum prompt length, below the engine's own limit.
     max_connections: maximum connections of one address; None is unlimited. max_incomplete: maximum connections of one
     address that began a request more than a second ago and have not sent all of it; the oldest end.
+    refusal_rate: refused requests (4xx) of one address in a second, above which answers to them wait up to 5 seconds,
+    after two seconds' worth at once; None is unlimited.
     max_choices: maximum sequences of one request over all its prompts. max_concurrent: maximum concurrent requests;
     more are refused with status 429. allow_priority: clients may set priorities.
     request_timeout, write_timeout, drain_timeout: time limits in seconds of a request, of a client's reading one event,
@@ -64,6 +66,7 @@ class ServerSettings:
     max_concurrent: int = 1024
     max_connections: int | None = 4096
     max_incomplete: int = 64
+    refusal_rate: float | None = 20.0
     allow_priority: bool = False
     request_timeout: float | None = 600.0
     write_timeout: float | None = 60.0
@@ -92,6 +95,10 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise RequestError(f"{name} is {value}, but more than 0 seconds are needed: raise it, or leave it out.")
+        if self.refusal_rate is not None and not self.refusal_rate > 0:
+            raise RequestError(
+                f"refusal_rate is {self.refusal_rate}, but more than 0 in a second are needed: raise it, or take None."
+            )
         if self.metrics_prefix not in PREFIXES:
             raise RequestError(
                 f"metrics_prefix is {self.metrics_prefix!r}, but {', '.join(PREFIXES)} are known: use one of them."
