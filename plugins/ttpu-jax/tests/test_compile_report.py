@@ -124,6 +124,18 @@ class TestDecode:
         assert decode.roofline_seconds < decode.predicted_seconds
         assert decode.tokens_per_second == pytest.approx(BATCH / decode.predicted_seconds)
 
+    def test_the_parts_of_the_model_add_up_to_the_prediction(self, decode: ProgramReport) -> None:
+        parts = {one.part: one for one in decode.parts}
+        expected = {"embedding", "norm", "attention_projections", "rope", "attention", "mlp", "head"}
+        assert expected <= set(parts), "each part has an operation of its own"
+        whole = sum(one.seconds for one in decode.parts)
+        assert whole == pytest.approx(decode.predicted_seconds, rel=0.01)
+        other = parts["other"].seconds if "other" in parts else 0.0
+        assert other < 0.1 * whole, "nearly all operations belong to a part"
+        assert [one.seconds for one in decode.parts] == sorted((one.seconds for one in decode.parts), reverse=True)
+        both = parts["mlp"].breakdown, parts["attention_projections"].breakdown
+        assert sum(of.collective + of.collective_wait for of in both) > 0, "sums over the devices follow products"
+
     def test_it_says_what_compiled_it(self, decode: ProgramReport) -> None:
         assert decode.jax_version[0].isdigit()
         assert decode.libtpu_version[0].isdigit()
@@ -264,6 +276,32 @@ class TestCommand:
         assert "nothing ran on a TPU" in " ".join(result.stdout.split())
         assert "data=2, tensor=4" in result.stdout
         assert "3 all-reduces" in result.stdout
+        assert "waits for copies" not in result.stdout
+
+    @pytest.mark.tpu_compile
+    def test_it_explains_a_program_by_parts_in_a_table_and_in_a_picture(self, config: Path, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        picture = tmp_path / "parts.svg"
+        asked = ("--topology", "v5e:1x1", "--context", 128, "--prefill", 64, "--task", "both")
+        result = self.run(config, *asked, "--explain", "--picture", picture)
+        assert result.exit_code == 0, result.exception
+        for words in ("decode 32 × 128 on v5e:1x1", "prefill 1 × 64 on v5e:1x1", "waits for copies"):
+            assert words in result.stdout
+        rows = [line.split()[0] for line in result.stdout.splitlines() if line.split()]
+        assert {"mlp", "head", "attention", "norm"} <= set(rows)
+        drawn = picture.read_text(encoding="utf-8")
+        assert "decode 32 × 128 on v5e:1x1" in drawn and "attention projections" in drawn
+
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [("parts.gif", "written as .png or .svg"), ("nowhere/parts.png", "its folder does not exist")],
+    )
+    def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_compiled(
+        self, config: Path, tmp_path: Path, name: str, said: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ttpu_jax.aot.report.compile_report", lambda *_, **__: pytest.fail("it was compiled"))
+        error = self.run(config, "--topology", "v5e:1x1", "--picture", tmp_path / name).exception
+        assert isinstance(error, RequestError) and said in str(error)
 
     @pytest.mark.parametrize(
         ("arguments", "said"),

@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 from ttpu_core import registry as registry_module
 from ttpu_core.cli.main import app
 from ttpu_core.errors import MissingDependencyError, RequestError
+from ttpu_core.pictures import check_picture
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.serving import ServedShapes
 from ttpu_core.sharding.verification import Verification
-from ttpu_plan.picture import COLOURS, check_picture_file, html_picture, save_picture
+from ttpu_plan.picture import COLOURS, ENDINGS, html_picture, save_picture
 from ttpu_plan.plan import Plan
 from ttpu_plan.plan_file import load_plan
 from ttpu_plan.planner import plans
@@ -358,8 +359,7 @@ def test_a_picture_is_written_as_png_where_matplotlib_is(tmp_path: Path) -> None
 
 
 def test_png_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    monkeypatch.setattr("ttpu_core.pictures.find_spec", lambda name: None)
     found = plans(published(LLAMA), parse_topology("v5e:2x4"))
     with pytest.raises(MissingDependencyError, match=r'pip install "ttpu-core\[plot\]"'):
         save_picture([("one", found[0])], tmp_path / "memory.png", "title")
@@ -383,10 +383,10 @@ def test_a_picture_of_any_size_has_lines_at_round_numbers(tmp_path: Path) -> Non
 def test_what_cannot_be_drawn_is_said_before_anything_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ttpu_plan.picture.find_spec", lambda name: None)
+    monkeypatch.setattr("ttpu_core.pictures.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r'pip install "ttpu-core\[plot\]"'):
-        check_picture_file(tmp_path / "memory.png")
-    check_picture_file(tmp_path / "memory.html")
+        check_picture(tmp_path / "memory.png", ENDINGS)
+    check_picture(tmp_path / "memory.html", ENDINGS)
 
 
 def test_planning_loads_no_framework(config: Path) -> None:

@@ -134,14 +134,15 @@ def plan(
     """
     from ttpu_core.errors import RequestError
     from ttpu_core.loading import planned_architecture
+    from ttpu_core.pictures import check_picture
     from ttpu_core.quantization import quantize_architecture
     from ttpu_core.sharding.training_state import UpdateSettings
-    from ttpu_plan.picture import check_picture_file, save_picture
+    from ttpu_plan.picture import ENDINGS, save_picture
     from ttpu_plan.plan_file import check_plan_file, save_plan
     from ttpu_plan.planner import Request
 
     if picture is not None:
-        check_picture_file(picture)
+        check_picture(picture, ENDINGS)
     if save is not None:
         check_plan_file(save)
     kept = None if kv_cache_dtype == "auto" else kv_cache_dtype

@@ -6,18 +6,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from html import escape
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from ttpu_core.errors import MissingDependencyError, RequestError
-from ttpu_core.files import check_target, write_whole
+from ttpu_core.files import write_whole
+from ttpu_core.pictures import check_picture, unwritable, write_figure
 from ttpu_core.sharding.hardware import GIB
 from ttpu_plan.estimate import MemoryEstimate
 from ttpu_plan.plan import Plan
 
 NamedPlans = Sequence[tuple[str, Plan]]
+
+ENDINGS = (".html", ".png")
 
 COLOURS = {
     "weights": "#0072b2",
@@ -41,7 +41,7 @@ def save_picture(plans: NamedPlans, path: str | Path, title: str) -> None:
         RequestError: another ending than .html or .png, or the file cannot be written.
         MissingDependencyError: PNG without matplotlib.
     """
-    check_picture_file(path)
+    check_picture(path, ENDINGS)
     target = Path(path).expanduser()
     try:
         if target.suffix == ".html":
@@ -49,40 +49,7 @@ def save_picture(plans: NamedPlans, path: str | Path, title: str) -> None:
         else:
             _save_png(plans, target, title)
     except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def check_picture_file(path: str | Path) -> None:
-    """Check that the picture can be written, before anything is computed for it.
-
-    Raises:
-        RequestError: another ending than .html or .png, or no file can be written there.
-        MissingDependencyError: PNG without matplotlib.
-    """
-    if Path(path).suffix not in (".html", ".png"):
-        raise RequestError(
-            f"the picture {str(path)!r} was asked for, but a picture is written as .html or .png: end its name so."
-        )
-    if Path(path).suffix == ".png" and find_spec("matplotlib") is None:
-        raise _without_matplotlib(path)
-    try:
-        check_target(path)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: str | Path, error: OSError) -> RequestError:
-    return RequestError(
-        f"the picture was to be saved as {str(path)!r}, but it cannot be written ({error.strerror or error}): name a "
-        "file in a folder that exists and may be written to."
-    )
-
-
-def _without_matplotlib(path: str | Path) -> MissingDependencyError:
-    return MissingDependencyError(
-        f"the picture {str(path)!r} was asked for, but PNG needs matplotlib, which is not installed: "
-        '`pip install "ttpu-core[plot]"`, or name an .html file, which needs nothing.'
-    )
+        raise unwritable(path, error) from error
 
 
 def html_picture(plans: NamedPlans, title: str) -> str:
@@ -175,11 +142,9 @@ def _bar(name: str, plan: Plan, y: int, scale: float) -> str:
 
 
 def _save_png(plans: NamedPlans, target: Path, title: str) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise _without_matplotlib(target) from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 1.6 + 0.45 * len(plans)), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.add_subplot()
@@ -199,7 +164,4 @@ def _save_png(plans: NamedPlans, target: Path, title: str) -> None:
     axis.set_title(title, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=7, frameon=False)
-    with TemporaryDirectory(prefix=f".{target.name}.", dir=target.absolute().parent) as folder:
-        unfinished = Path(folder) / target.name
-        figure.savefig(unfinished, dpi=150)
-        unfinished.replace(target)
+    write_figure(figure, target)

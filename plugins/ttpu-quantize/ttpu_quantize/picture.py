@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from ttpu_core.errors import MissingDependencyError, RequestError
-from ttpu_core.files import check_target
+from ttpu_core.pictures import write_figure
 from ttpu_quantize.evaluation import Evaluation
 
 MIB = 2**20
@@ -16,29 +13,6 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 """Okabe and Ito's palette, which colour-blind people can tell apart."""
 
 MARKERS = "osD^vP*X"
-
-
-def check_picture_file(path: str | Path) -> None:
-    """Check that the picture can be written, before anything is computed for it.
-
-    Raises:
-        RequestError: another ending than .png, or no file can be written there.
-        MissingDependencyError: matplotlib is not installed.
-    """
-    if Path(path).suffix != ".png":
-        raise RequestError(f"the picture {str(path)!r} was asked for, but it is written as .png: end its name so.")
-    if find_spec("matplotlib") is None:
-        raise MissingDependencyError(
-            f"the picture {str(path)!r} was asked for, but it needs matplotlib, which is not installed: "
-            '`pip install "ttpu-core[plot]"`.'
-        )
-    try:
-        check_target(path)
-    except OSError as error:
-        raise RequestError(
-            f"the picture was to be saved as {str(path)!r}, but it cannot be written ({error.strerror or error}): name "
-            "a file in a folder that exists and may be written to."
-        ) from error
 
 
 def save_picture(rows: Sequence[Evaluation], path: str | Path, title: str) -> None:
@@ -70,8 +44,4 @@ def save_picture(rows: Sequence[Evaluation], path: str | Path, title: str) -> No
         panels[2].set_xlim(panels[0].get_xlim())
     figure.suptitle(title, x=0.01, ha="left")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    target = Path(path).expanduser()
-    with TemporaryDirectory(prefix=f".{target.name}.", dir=target.absolute().parent) as folder:
-        unfinished = Path(folder) / target.name
-        figure.savefig(unfinished, dpi=150)
-        unfinished.replace(target)
+    write_figure(figure, path)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ttpu_core.spec.arithmetic import BITS
+from ttpu_jax.ops.parts import OTHER, part_of
 
 COLLECTIVE_OPS = (
     "all-reduce",
@@ -37,6 +38,7 @@ _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) ?\(.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([^\s=]+) = ")
 _NAME = re.compile(r"%([^\s,(){}]+)")
 _KERNEL_METADATA = re.compile(r"(kernel_metadata=\{)\n(.*)\n(\}\})")  # the only attribute that spans several lines
+_OPERATION = re.compile(r'op_name="([^"]*)"')
 _COUNT = re.compile(r"(?:num_partitions|replica_count)=(\d+)")
 
 
@@ -74,6 +76,12 @@ class Instruction:
             return None
         numbers = dict(re.findall(r'"(\w+)":"?(\d+)', stated.group(1)))
         return int(numbers.get("flops", 0)), int(numbers.get("bytes_accessed", 0))
+
+    @property
+    def part(self) -> str:
+        """The part of the model that it belongs to, see `ttpu_jax.ops.parts.part_of`."""
+        match = _OPERATION.search(self.attributes)
+        return part_of(match.group(1)) if match else OTHER
 
     @property
     def collective_op(self) -> str | None:

@@ -23,7 +23,7 @@ from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_core.spec.arithmetic import expert_shares, product_flops
 from ttpu_core.spec.parameters import GROUPS, LAYERS, SHARED
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
-from ttpu_jax.aot.schedule import Breakdown
+from ttpu_jax.aot.schedule import Breakdown, PartCost
 from ttpu_jax.aot.steps import AbstractProgram, Task, inference_step, train_step
 from ttpu_jax.aot.topology import TpuTopology, make_mesh, tpu_topology
 from ttpu_jax.compiler_flags import TRAINING_OPTIONS
@@ -118,6 +118,7 @@ class ProgramReport:
     seconds_with_kernels: float  # see `ttpu_jax.aot.schedule.ScheduleEstimate`
     roofline_seconds: float  # lower bound of any program, see `_roofline_seconds`
     breakdown: Breakdown
+    parts: tuple[PartCost, ...]  # of the model, costliest first
     unmodelled: tuple[UnmodelledTotal, ...]
     loops_without_trip_count: int
 
@@ -253,6 +254,7 @@ def reported(
         predicted_seconds=program.estimate.seconds,
         seconds_with_kernels=program.estimate.seconds_with_kernels,
         breakdown=program.estimate.breakdown,
+        parts=program.estimate.parts,
         unmodelled=_unmodelled_totals(program),
         loops_without_trip_count=len(program.estimate.loops_without_trip_count),
         compile_seconds=program.compile_seconds,

@@ -10,14 +10,15 @@ negative."""
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds
+from ttpu_jax.ops.parts import OTHER
 
 from .hlo import COLLECTIVE_OPS, Instruction, Module, collective_bytes, fused_collective, parse
 from .topology import Chip, chip_named
 
-__all__ = ["HOP_SECONDS", "Breakdown", "InstructionCost", "ScheduleEstimate", "Unmodelled", "estimate"]
+__all__ = ["HOP_SECONDS", "Breakdown", "InstructionCost", "PartCost", "ScheduleEstimate", "Unmodelled", "estimate"]
 
 _TOP = 12
 _COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
@@ -52,6 +53,22 @@ class InstructionCost:
 
 
 @dataclass(frozen=True, slots=True)
+class PartCost:
+    """Seconds of one part of the model (`ttpu_jax.ops.parts`) over all its executions. `kernels` is the least time of
+    its kernels that state their cost, which `breakdown` leaves out."""
+
+    part: str
+    breakdown: Breakdown
+    kernels: float
+
+    @property
+    def seconds(self) -> float:
+        """Time on the core, with kernels. The parts' times add up to the program's where no copy outlasts it."""
+        of = self.breakdown
+        return of.compute + of.copy_wait + of.collective + of.collective_wait + self.kernels
+
+
+@dataclass(frozen=True, slots=True)
 class Unmodelled:
     """An instruction that takes time but has no estimate of the compiler, such as a Pallas kernel. It counts as zero
     seconds. `roofline_seconds`, of one execution, is the least time in which the chip makes the FLOPs at its highest
@@ -61,6 +78,7 @@ class Unmodelled:
     op: str
     count: int
     roofline_seconds: float | None = None
+    part: str = OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +90,7 @@ class ScheduleEstimate:
     seconds: float
     seconds_with_kernels: float
     breakdown: Breakdown
+    parts: tuple[PartCost, ...]  # costliest first
     top: tuple[InstructionCost, ...]  # the costliest instructions, costliest first
     unmodelled: tuple[Unmodelled, ...]
     loops_without_trip_count: tuple[str, ...]  # counted as one iteration each
@@ -99,6 +118,7 @@ def estimate(hlo_text: str, chip: str, kernels: Mapping[str, float] | None = Non
         seconds=seconds,
         seconds_with_kernels=replace(walk, kernels=kernels or {}).run(walk.module.entry, 1, _Ledger()),
         breakdown=ledger.breakdown(),
+        parts=ledger.parts(),
         top=ledger.top(),
         unmodelled=tuple(ledger.unmodelled),
         loops_without_trip_count=tuple(ledger.loops_without_trip_count),
@@ -109,22 +129,35 @@ def estimate(hlo_text: str, chip: str, kernels: Mapping[str, float] | None = Non
 class _Ledger:
     """Collects the seconds of a walk."""
 
-    # (kind, instruction name) -> seconds
-    costs: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    # (kind, instruction name, part) -> seconds
+    costs: defaultdict[tuple[str, str, str], float] = field(default_factory=lambda: defaultdict(float))
     unmodelled: list[Unmodelled] = field(default_factory=list)
     loops_without_trip_count: list[str] = field(default_factory=list)
 
-    def add(self, kind: str, name: str, seconds: float) -> None:
-        self.costs[kind, name] += seconds
+    def add(self, kind: str, instruction: Instruction, seconds: float) -> None:
+        self.costs[kind, instruction.name, instruction.part] += seconds
 
-    def breakdown(self) -> Breakdown:
-        kinds = (kind.name for kind in fields(Breakdown))
-        return Breakdown(*(sum(cost for (of, _), cost in self.costs.items() if of == kind) for kind in kinds))
+    def breakdown(self, part: str | None = None) -> Breakdown:
+        """Of a part; None is all."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for (kind, _, of), cost in self.costs.items():
+            if part in (None, of):
+                seconds[kind] += cost
+        return Breakdown(**seconds)
+
+    def parts(self) -> tuple[PartCost, ...]:
+        """Of each part that takes any time."""
+        kernels: defaultdict[str, float] = defaultdict(float)
+        for one in self.unmodelled:
+            kernels[one.part] += one.count * (one.roofline_seconds or 0.0)
+        names = dict.fromkeys([*(of for (*_, of) in self.costs), *kernels])
+        costs = (PartCost(name, self.breakdown(name), kernels[name]) for name in names)
+        return tuple(sorted(costs, key=lambda cost: cost.seconds, reverse=True))
 
     def top(self) -> tuple[InstructionCost, ...]:
         on_core = [
             InstructionCost(name, kind, seconds)
-            for (kind, name), seconds in self.costs.items()
+            for (kind, name, _), seconds in self.costs.items()
             if kind != "collective_in_background"
         ]
         return tuple(sorted(on_core, key=lambda cost: cost.seconds, reverse=True)[:_TOP])
@@ -140,7 +173,7 @@ class _Clocks:
     links: float = 0.0
     ready: dict[str, float] = field(default_factory=dict)  # instruction → time at which the work it started finishes
     # Collectives that have no "done" and have not been used, by the names under which their results go.
-    named: dict[str, str] = field(default_factory=dict)
+    named: dict[str, Instruction] = field(default_factory=dict)
 
     def queue_copy(self, name: str, seconds: float) -> None:
         self.copies = max(self.copies, self.core) + seconds
@@ -196,7 +229,7 @@ class _Walk:
             op == "custom-call" and not _FREE_CUSTOM_CALL.search(instruction.attributes)
         ):
             roofline = self._roofline(instruction)
-            ledger.unmodelled.append(Unmodelled(instruction.name, op, count, roofline))
+            ledger.unmodelled.append(Unmodelled(instruction.name, op, count, roofline, instruction.part))
             if self.kernels is not None:
                 clocks.core += self.kernels.get(instruction.name.partition(".")[0], roofline or 0.0)
 
@@ -228,13 +261,13 @@ class _Walk:
                 slowest, slowest_ledger = seconds, own
             ledger.unmodelled += own.unmodelled
             ledger.loops_without_trip_count += own.loops_without_trip_count
-        for (kind, name), cost in slowest_ledger.costs.items():
-            ledger.add(kind, name, cost)
+        for key, cost in slowest_ledger.costs.items():
+            ledger.costs[key] += cost
         return slowest
 
     def _wait(self, kind: str, done: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         started = done.operand_names[-1] if done.operand_names else ""
-        ledger.add(kind, done.name, clocks.wait_until(clocks.ready.get(started, 0.0)) * count)
+        ledger.add(kind, done, clocks.wait_until(clocks.ready.get(started, 0.0)) * count)
 
     def _use(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         """Wait for the named collectives whose results an instruction uses."""
@@ -245,12 +278,12 @@ class _Walk:
                 clocks.named[instruction.name] = clocks.named[name]
                 continue
             started = clocks.named.pop(name)
-            ledger.add("collective_wait", started, clocks.wait_until(clocks.ready[started]) * count)
+            ledger.add("collective_wait", started, clocks.wait_until(clocks.ready[started.name]) * count)
 
     def _compute(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         seconds = (instruction.estimated_cycles or 0) / self.chip.clock_hz
         clocks.core += seconds
-        ledger.add("compute", instruction.name, seconds * count)
+        ledger.add("compute", instruction, seconds * count)
 
     def _collective(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         op = instruction.collective_op or ""
@@ -258,15 +291,15 @@ class _Walk:
         if instruction.op.endswith("-start") or instruction.is_named_async:
             self._in_background(instruction, seconds, clocks, count, ledger)
             if instruction.is_named_async:
-                clocks.named[instruction.name] = instruction.name
+                clocks.named[instruction.name] = instruction
         else:
             clocks.core += seconds
-            ledger.add("collective", instruction.name, seconds * count)
+            ledger.add("collective", instruction, seconds * count)
 
     def _offload(self, start: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         seconds = self._inner_seconds(start)
         if seconds is None:
-            ledger.unmodelled.append(Unmodelled(start.name, start.op, count))
+            ledger.unmodelled.append(Unmodelled(start.name, start.op, count, part=start.part))
         else:
             self._in_background(start, seconds, clocks, count, ledger)
 
@@ -275,7 +308,7 @@ class _Walk:
         if fusion.name.startswith("async-collective-start"):
             self._in_background(fusion, self._inner_seconds(fusion) or 0.0, clocks, count, ledger)
         elif fusion.name.startswith("async-collective-done"):
-            ledger.add("collective_wait", fusion.name, clocks.wait_until(clocks.links) * count)
+            ledger.add("collective_wait", fusion, clocks.wait_until(clocks.links) * count)
         elif (fused := fused_collective(self.module, fusion)) and (
             cycles is None or "all-reduce-scatter" in (self.module.callee(fusion) or "")
         ):
@@ -283,17 +316,17 @@ class _Walk:
             axes = max(_driven_axes(inner), _driven_axes(fusion))
             seconds = self._seconds(op, result_bytes, inner, axes)
             clocks.core += seconds
-            ledger.add("collective", fusion.name, seconds * count)
+            ledger.add("collective", fusion, seconds * count)
         elif cycles is not None:
             self._compute(fusion, clocks, count, ledger)
         else:
-            ledger.unmodelled.append(Unmodelled(fusion.name, fusion.op, count))
+            ledger.unmodelled.append(Unmodelled(fusion.name, fusion.op, count, part=fusion.part))
 
     def _in_background(
         self, start: Instruction, seconds: float, clocks: _Clocks, count: int, ledger: _Ledger
     ) -> None:
         clocks.queue_collective(start.name, seconds)
-        ledger.add("collective_in_background", start.name, seconds * count)
+        ledger.add("collective_in_background", start, seconds * count)
 
     def _inner_seconds(self, caller: Instruction) -> float | None:
         inner = [one for one in self.module.body(self.module.callee(caller)) if one.op in COLLECTIVE_OPS]

@@ -77,7 +77,13 @@ def compile_report(
         str | None,
         typer.Option(metavar="FORMAT", help="Of the weights: w8a16, w8a8, w4a16-g128, w4a16-g128-asym, fp8, mxfp4."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also say where the time goes, by part of the model.")
+    ] = False,
+    picture: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw that as .png or .svg; needs matplotlib.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with the parts.")] = False,
 ) -> None:
     """Compile a model for TPUs that are not there: memory, collectives and predicted time of a step.
 
@@ -88,10 +94,14 @@ def compile_report(
     \b
       ttpu compile-report ./llama/config.json --topology v5e:2x4
       ttpu compile-report ./llama --topology v5e:2x4 --topology v6e:2x4 --task decode --batch 64
+      ttpu compile-report ./llama --topology v5e:2x4 --task decode --explain --picture decode.png
       ttpu compile-report ./llama --topology v5e:4x4 --mesh data=2,tensor=8 --json
     """
+    from ttpu_core.pictures import check_picture
     from ttpu_core.sharding.parallelism import parse_mesh
 
+    if picture is not None:
+        check_picture(picture)
     axes = parse_mesh(mesh) if mesh else None
     options = {"layers": layers.value, "attn_implementation": attn_implementation, "quantization": quantization}
     report, described = _reporter(checkpoint, options)
@@ -113,7 +123,25 @@ def compile_report(
         programs = [_as_json(one) for one in reports]
         print_json({"checkpoint": checkpoint, "described": described, "note": NOTE, "programs": programs})
     else:
-        _print(checkpoint, reports, "" if described else f" {WITHOUT_PLUGIN}")
+        _print(checkpoint, reports, "" if described else f" {WITHOUT_PLUGIN}", explain=explain)
+    if picture is not None:
+        _draw(reports, picture)
+
+
+def _draw(reports: list[ProgramReport], picture: str) -> None:
+    """Write the picture.
+
+    Raises:
+        RequestError: the file cannot be written.
+    """
+    from ttpu_core.pictures import unwritable
+    from ttpu_jax.cli.parts import save_picture
+
+    try:
+        save_picture(reports, picture)
+    except OSError as error:
+        raise unwritable(picture, error) from error
+    stderr_console().print(f"drew {counted(len(reports), 'program')} in {picture}")
 
 
 def _reporter(checkpoint: str, options: Mapping[str, Any]) -> tuple[Callable[..., ProgramReport], bool]:
@@ -160,9 +188,11 @@ def _as_json(report: ProgramReport) -> dict[str, Any]:
     }
 
 
-def _print(checkpoint: str, reports: list[ProgramReport], remark: str = "") -> None:
+def _print(checkpoint: str, reports: list[ProgramReport], remark: str = "", *, explain: bool = False) -> None:
     from rich import box
     from rich.table import Table
+
+    from ttpu_jax.cli.parts import table_of
 
     first = reports[0]
     console = stdout_console()
@@ -174,6 +204,8 @@ def _print(checkpoint: str, reports: list[ProgramReport], remark: str = "") -> N
     for label in columns[0]:
         table.add_row(label, *(column[label] for column in columns))
     console.print(table)
+    for report in reports if explain else ():
+        console.print(table_of(report))
     held = "; ".join(f"{words} ({count} kernels)" for words, count in first.kernel_formats) or first.dtype
     console.print(
         f"{first.model_type}, {first.num_parameters:,} parameters in {held}, layers {first.layers}; jax "

@@ -11,6 +11,7 @@ from ttpu_core.spec import AttentionSpec, axes
 from ttpu_core.spec.parameters import fused_slots
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step, maybe, value_of
 from ttpu_jax.model.step_cache import Keys, StepCache
+from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rotate
 from ttpu_jax.ops.temperature import query_factor
 
@@ -38,6 +39,7 @@ class Attention(nnx.Module):
         self.output_norm = Norm(spec.output_norm, values.at("output_norm"), 3) if spec.output_norm else None
         self.output = Linear(values.at("output"), runtime)
 
+    @part(Part.PROJECTIONS)
     def __call__(
         self, x: jax.Array, step: Step, cache: StepCache, others: Keys | None = None
     ) -> tuple[jax.Array, StepCache, Keys]:
@@ -95,7 +97,8 @@ class Attention(nnx.Module):
         if rope is not None and rope.type != "none":
             cos, sin = step.angles[self.runtime.ropes.index(rope)]
             parts = x.reshape(*x.shape[:-1], self.spec.maps, self.spec.map_dim)
-            x = rotate(parts, cos, sin, rope).reshape(x.shape)
+            with part(Part.ROPE):
+                x = rotate(parts, cos, sin, rope).reshape(x.shape)
         return maybe(norm, x) if after else x
 
     def _one_map_each(self, query: jax.Array) -> jax.Array:

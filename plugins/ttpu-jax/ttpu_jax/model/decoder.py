@@ -37,6 +37,7 @@ from ttpu_jax.model.moe import ExpertLoads
 from ttpu_jax.model.step_cache import ContiguousCache, Keys, NoCache, PagedCache, StepCache
 from ttpu_jax.ops.kernels import with_adapters
 from ttpu_jax.ops.paged_attention import RaggedBatch
+from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rope_angles
 
 Caches = tuple[Any, ...]
@@ -317,6 +318,7 @@ class Decoder(nnx.Module):
     def _angles(self, positions: jax.Array, lengths: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
         """cos and sin of each rope."""
 
+        @part(Part.ROPE)
         def angles() -> tuple[tuple[jax.Array, jax.Array], ...]:
             return tuple(rope_angles(rope, positions, lengths) for rope in self.runtime.ropes)
 

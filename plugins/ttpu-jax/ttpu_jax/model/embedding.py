@@ -11,6 +11,7 @@ from ttpu_core.spec import EmbeddingSpec, HeadSpec
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, maybe, product_devices, value_of
 from ttpu_jax.ops.kernels import QuantizedKernel, rows_of
 from ttpu_jax.ops.linear import linear
+from ttpu_jax.ops.parts import Part, part
 
 
 class Embedding(nnx.Module):
@@ -35,6 +36,7 @@ class Embedding(nnx.Module):
         """
         return self.look_up(tokens, positions), None
 
+    @part(Part.EMBEDDING)
     def look_up(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Look up tokens [batch, seq] at positions [batch, seq] and return the residual stream [batch, seq, hidden]."""
         table = value_of(self.embedding)
@@ -65,6 +67,7 @@ class Head(nnx.Module):
         self.spec, self.runtime = spec, runtime
         self.kernel, self.bias = values.get("kernel"), values.get("bias")
 
+    @part(Part.HEAD)
     def __call__(self, x: jax.Array, table: nnx.Param) -> jax.Array:
         """Return logits [..., vocab] for x [..., features], which are `EmbeddingSpec.features`. With tied embeddings
         the weight is table [vocab, features]."""

@@ -18,6 +18,7 @@ from ttpu_jax.ops import attention as attention_ops
 from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.kernels import dense
 from ttpu_jax.ops.paged_attention import PagedKV, RaggedBatch, paged_attention
+from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rotate
 from ttpu_jax.ops.temperature import query_factor
 
@@ -43,6 +44,7 @@ class LatentAttention(CachingMixer):
         self.key_up, self.value_up = Linear(values.at("key_up"), runtime), Linear(values.at("value_up"), runtime)
         self.output = Linear(values.at("output"), runtime)
 
+    @part(Part.PROJECTIONS)
     def __call__(self, x: jax.Array, step: Step, cache: StepCache) -> tuple[jax.Array, StepCache]:
         """Attend among the tokens of x [batch, seq, hidden] and those in the cache.
 

@@ -27,6 +27,7 @@ from ttpu_jax.model.modules import (
     maybe,
 )
 from ttpu_jax.model.step_cache import Keys, NoCache, StepCache
+from ttpu_jax.ops.parts import Part, part
 
 
 class DecoderLayer(nnx.Module):
@@ -107,14 +108,16 @@ class DecoderLayer(nnx.Module):
         if self.beside is not None:
             keys_of, states_of = keys_and_states(cache)
             mixed, keys_of, keys = self.attention(x, step, keys_of, inputs.keys if inputs else None)
-            other, states_of = states_of.recur(self.beside, x, step)
+            with part(Part.MIXER):
+                other, states_of = states_of.recur(self.beside, x, step)
             return mixed + (other[:, -1:] if step.last_only else other), both_caches(keys_of, states_of), keys
         if not isinstance(self.spec.mixer, MixerSpec):
             return self.attention(x, step, cache, inputs.keys if inputs else None)
-        if isinstance(self.mixer, CachingMixer):
-            mixed, cache = self.mixer(x, step, cache)
-        else:
-            mixed, cache = cache.recur(self.mixer, x, step)
+        with part(Part.MIXER):
+            if isinstance(self.mixer, CachingMixer):
+                mixed, cache = self.mixer(x, step, cache)
+            else:
+                mixed, cache = cache.recur(self.mixer, x, step)
         return (mixed[:, -1:] if step.last_only else mixed), cache, None
 
     def feed_forward(self, x: jax.Array) -> jax.Array:
@@ -141,6 +144,7 @@ class DecoderLayer(nnx.Module):
         after = x if self.mlp.dense is None else self._add(x, self.mlp.dense(inner), of_mlp=True)
         return WithShortcut(self.leave(after, inputs), constrain_stream(self.mlp.routed(inner), self.runtime))
 
+    @part(Part.RESIDUAL)
     def _add(self, x: jax.Array, update: jax.Array, of_mlp: bool = False) -> jax.Array:
         block = self.spec.block
         multiplier = block.residual_multiplier

@@ -14,6 +14,7 @@ from ttpu_core.errors import RequestError
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_jax.model.causal_model import DecoderModel, Params
 from ttpu_jax.model.moe import load_balancing_loss
+from ttpu_jax.ops.parts import Part, part
 
 if TYPE_CHECKING:
     from ttpu_train.runner import LossSettings
@@ -206,6 +207,7 @@ def _over_parts(
     targets, weights = next_tokens(batch)
 
     @jax.checkpoint
+    @part(Part.LOSS)
     def part_sums(x: jax.Array, target: jax.Array, weight: jax.Array) -> LossSums:
         logits = model.logits(params, x)
         # A sum over the vocabulary instead of a gather, which a mesh that shards it would need to see whole.
@@ -227,5 +229,5 @@ def _over_parts(
         return LossSums(summed(minimized), summed(losses), weight.sum(), summed(likeliest))
 
     parts = tuple(token_parts(x, tokens_at_once) for x in (hidden, targets, weights))
-    sums = jax.lax.map(lambda part: part_sums(*part), parts)
+    sums = jax.lax.map(lambda each: part_sums(*each), parts)
     return jax.tree.map(lambda each: each.sum(), sums)

@@ -23,6 +23,7 @@ from ttpu_jax.ops.activation import activate, gated_activation, sparsify, xielu
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.matmul.devices import Devices, UsePallas
 from ttpu_jax.ops.norm import normalize
+from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.params.placement import Placement
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ class Norm(nnx.Module):
         self.spec, self.over, self.features = spec, over, features
         self.scale, self.bias = values.get("scale"), values.get("bias")
 
+    @part(Part.NORM)
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., features]: the same shape."""
         scale, bias = value_of(self.scale), value_of(self.bias)
@@ -225,6 +227,7 @@ class MLP(nnx.Module):
         self.inner_norm = Norm(spec.inner_norm, values.at("inner_norm")) if spec.inner_norm else None
         self.down = Linear(values.at("down"), runtime)
 
+    @part(Part.MLP)
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [batch, seq, hidden]: the same shape."""
         wide = jnp.dtype(jnp.float32)

@@ -17,6 +17,7 @@ from ttpu_jax.model.modules import MLP, RESIDUAL, Linear, Norm, Parameters, Runt
 from ttpu_jax.ops.kernels import QuantizedKernel, map_arrays
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.moe import ExpertKernels, choose_experts, run_experts
+from ttpu_jax.ops.parts import Part, part
 
 
 class ExpertLoads(nnx.Intermediate):
@@ -181,6 +182,7 @@ class MoE(nnx.Module):
         out = self.routed(x, routed_by)
         return out if self.dense is None else out + self.dense(x)
 
+    @part(Part.EXPERTS)
     def routed(self, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
         """Return the sum of the experts' outputs without the dense MLP's for x [batch, seq, hidden], in the same shape.
 

@@ -18,6 +18,7 @@ from ttpu_jax.model.modules import Runtime, Step
 from ttpu_jax.model.ragged import on_rows
 from ttpu_jax.ops import attention as attention_ops
 from ttpu_jax.ops.paged_attention import PagedKV, RaggedBatch, paged_attention, write
+from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.params.placement import Placement
 
 Mixer = Callable[[jax.Array, Step, Any], tuple[jax.Array, Any]]
@@ -46,6 +47,7 @@ class TokenKeys:
     own: bool = field(metadata={"static": True})
     segments: jax.Array | None = None
 
+    @part(Part.ATTENTION)
     def attend(
         self,
         query: jax.Array,
@@ -98,6 +100,7 @@ class PagedKeys:
     pages: PagedKV
     batch: RaggedBatch
 
+    @part(Part.ATTENTION)
     def attend(
         self,
         query: jax.Array,
@@ -190,6 +193,7 @@ class NoCache:
         queries to attend to."""
         return self, TokenKeys(key, value, self.positions, own=True, segments=self.segments)
 
+    @part(Part.ATTENTION)
     def attend_latents(
         self, reader: LatentReader, queries: LatentQueries, latents: Latents
     ) -> tuple[jax.Array, NoCache]:
@@ -232,6 +236,7 @@ class ContiguousCache:
     layer_index: jax.Array | None
     fresh: bool = field(metadata={"static": True})
 
+    @part(Part.CACHE)
     def write(self, key: jax.Array, value: jax.Array) -> tuple[ContiguousCache, Keys]:
         """Write the step's keys and values, and return the updated cache and the keys and values that queries attend
         to.
@@ -244,6 +249,7 @@ class ContiguousCache:
         read = (key, value) if self.fresh else held.layer(self.layer_index)
         return replace(self, held=held), TokenKeys(*read, self.positions, own=self.fresh)
 
+    @part(Part.ATTENTION)
     def attend_latents(
         self, reader: LatentReader, queries: LatentQueries, latents: Latents
     ) -> tuple[jax.Array, ContiguousCache]:
@@ -281,6 +287,7 @@ class PagedCache:
     batch: RaggedBatch
     placement: Placement = field(metadata={"static": True})
 
+    @part(Part.CACHE)
     def write(self, key: jax.Array, value: jax.Array) -> tuple[PagedCache, Keys]:
         """Write key [1, kv_heads, tokens, head_dim] and value [1, kv_heads, tokens, value_dim] to the pages, and return
         the updated cache and the pages for queries to attend to."""
@@ -288,6 +295,7 @@ class PagedCache:
         pages = write(self.held, key[0].swapaxes(0, 1), value[0].swapaxes(0, 1), self.batch, context=context)
         return replace(self, held=pages), PagedKeys(pages, self.batch)
 
+    @part(Part.ATTENTION)
     def attend_latents(
         self, reader: LatentReader, queries: LatentQueries, latents: Latents
     ) -> tuple[jax.Array, PagedCache]:

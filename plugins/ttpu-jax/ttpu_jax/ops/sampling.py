@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.generation.token_choice import MIN_TEMPERATURE, TokenChoice
+from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.threshold import keep_min_p, keep_top_k, keep_top_p
 
 _INT32_MAX = 2**31 - 1
@@ -144,6 +145,7 @@ class Sampled:
     top_logprobs: jax.Array | None = None
 
 
+@part(Part.SAMPLING)
 def sample(
     logits: jax.Array,
     inputs: SamplingInputs,

@@ -20,6 +20,7 @@ from ttpu_core.sharding.training_state import ADAMW, TrainingState
 from ttpu_core.spec import Parameter, axes
 from ttpu_jax.model.causal_model import DecoderModel, Params
 from ttpu_jax.model.loss import LossSums, TokenBatch, summed_cross_entropy
+from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.params.padding import project_gradients, squared_norm
 from ttpu_jax.params.placement import Placement
 from ttpu_jax.train.offload import HOST, Offload
@@ -179,6 +180,7 @@ class TrainStep:
             updated, after = self.offload(update, trained, state, gradients)
         return {**params, **updated}, after, Figures(sums, norm, rate, skipped)
 
+    @part(Part.OPTIMIZER)
     def _updated(
         self,
         rate: jax.Array,

@@ -72,12 +72,13 @@ def evaluate(
     """
     from ttpu_core.backend import Scores
     from ttpu_core.errors import UnsupportedError
+    from ttpu_core.pictures import check_picture
     from ttpu_core.registry import default_registry
     from ttpu_quantize.evaluation import check_comparable, evaluate_model, text_for
-    from ttpu_quantize.picture import check_picture_file, save_picture
+    from ttpu_quantize.picture import save_picture
 
     if plot is not None:
-        check_picture_file(plot)
+        check_picture(plot, (".png",))
     content = read_text(text)
     runs = default_registry().backend(backend)
     if not isinstance(runs, Scores):

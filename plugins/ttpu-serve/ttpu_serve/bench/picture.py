@@ -4,18 +4,14 @@ took, and each kind of latency by percentile."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from ttpu_core.errors import MissingDependencyError, RequestError
-from ttpu_core.files import check_target
+from ttpu_core.pictures import write_figure
 from ttpu_serve.bench.client import Timeline
 
-ENDINGS = (".png", ".svg")
 COLOURS = {
     "whole response": "#0072b2",
     "first token": "#d55e00",
@@ -25,40 +21,13 @@ COLOURS = {
 """Okabe and Ito's palette, which colour-blind people can tell apart."""
 
 
-def check_picture(path: str | Path) -> None:
-    """Check that a picture can be written to `path`, before anything is measured.
-
-    Raises:
-        RequestError: the file name does not end with .png or .svg, or the file cannot be written.
-        MissingDependencyError: matplotlib is not installed.
-    """
-    if Path(path).suffix not in ENDINGS:
-        raise RequestError(
-            f"the plot {str(path)!r} was asked for, but a plot is written as .png or .svg: end its name so."
-        )
-    if find_spec("matplotlib") is None:
-        raise MissingDependencyError(
-            f"the plot {str(path)!r} was asked for, but it needs matplotlib, which is not installed: "
-            '`pip install "ttpu-core[plot]"`, or leave --plot out.'
-        )
-    try:
-        check_target(path)
-    except OSError as error:
-        raise RequestError(
-            f"the plot was to be saved as {str(path)!r}, but it cannot be written ({error.strerror or error}): name a "
-            "file in a folder that exists and may be written to."
-        ) from error
-
-
 def save_picture(timelines: Sequence[Timeline], path: str | Path, title: str) -> None:
     """Write the picture; the file's suffix selects the format."""
-    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     whole = [line for line in timelines if line.error is None]
     failed = [line for line in timelines if line.error is not None]
-    target = Path(path).expanduser()
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     over_time, over_percentiles = figure.subplots(1, 2)
@@ -101,8 +70,4 @@ def save_picture(timelines: Sequence[Timeline], path: str | Path, title: str) ->
         shown |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(handles=list(shown.values()), labels=list(shown), loc="outside lower center", ncols=5, frameon=False)
     figure.suptitle(title, x=0.01, ha="left")
-    with TemporaryDirectory(prefix=f".{target.name}.", dir=target.absolute().parent) as folder:
-        unfinished = Path(folder) / target.name
-        with rc_context({"svg.fonttype": "none"}):  # text stays text
-            figure.savefig(unfinished, dpi=150)
-        unfinished.replace(target)
+    write_figure(figure, path)

@@ -117,9 +117,10 @@ def serve(
       ttpu bench serve --input-tokens 16-256 --output-tokens 16-128 --ignore-eos --max-concurrency 64
       ttpu bench serve --dataset sharegpt.json --endpoint chat --slo ttft:200,tpot:50 --plot latency.svg
     """
+    from ttpu_core.pictures import check_picture
     from ttpu_serve.bench.client import Client
     from ttpu_serve.bench.machine import machine
-    from ttpu_serve.bench.picture import check_picture, save_picture
+    from ttpu_serve.bench.picture import save_picture
     from ttpu_serve.bench.report import as_json, as_rows, print_serve
     from ttpu_serve.bench.summary import parse_objectives, summarize
     from ttpu_serve.bench.workload import arrivals
