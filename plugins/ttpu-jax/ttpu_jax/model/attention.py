@@ -73,7 +73,10 @@ class Attention(nnx.Module):
         spec, constrain = self.spec, self.runtime.placement.constrain
         fused = constrain(self.qkv(x), axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, None, None)
         group, own_keys, _ = fused_slots(spec)
-        query = self._position(fused[..., :group, :], self.q_norm, step)
+        both = None
+        if own_keys and self.q_norm is None and self.k_norm is None and self.runtime.rotates_by_product:
+            both = self._position(fused[..., : group + 1, :], None, step)  # in one product
+        query = self._position(fused[..., :group, :], self.q_norm, step) if both is None else both[..., :group, :]
         if spec.query_temperature is not None:
             factor = query_factor(spec.query_temperature, step.query_positions)
             query = (query * factor[:, :, None, None, None]).astype(query.dtype)
@@ -84,7 +87,8 @@ class Attention(nnx.Module):
         if spec.value_scale != 1.0:
             value = value * spec.value_scale
         value = self._clip(maybe(self.v_norm, value))
-        return query, (_heads_first(self._position(key, self.k_norm, step)), _heads_first(value))
+        turned = self._position(key, self.k_norm, step) if both is None else both[..., group, :]
+        return query, (_heads_first(turned), _heads_first(value))
 
     def _clip(self, x: jax.Array) -> jax.Array:
         bound = self.spec.clip_qkv
@@ -98,7 +102,7 @@ class Attention(nnx.Module):
             cos, sin = step.angles[self.runtime.ropes.index(rope)]
             parts = x.reshape(*x.shape[:-1], self.spec.maps, self.spec.map_dim)
             with part(Part.ROPE):
-                x = rotate(parts, cos, sin, rope).reshape(x.shape)
+                x = rotate(parts, cos, sin, rope, by_product=self.runtime.rotates_by_product).reshape(x.shape)
         return maybe(norm, x) if after else x
 
     def _one_map_each(self, query: jax.Array) -> jax.Array:

@@ -143,7 +143,7 @@ class LatentAttention(CachingMixer):
         if rope is None or rope.type == "none":
             return x
         cos, sin = step.angles[self.runtime.ropes.index(rope)]
-        return rotate(x, cos, sin, rope)
+        return rotate(x, cos, sin, rope, by_product=self.runtime.rotates_by_product)
 
     def _shard(self, x: jax.Array) -> jax.Array:
         """x [batch, seq, heads, features], sharded by heads."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ttpu_core.spec.rope import RopeSpec, dynamic_base, inverse_frequencies
 
@@ -25,9 +26,18 @@ def rope_angles(spec: RopeSpec, positions: jax.Array, lengths: jax.Array) -> tup
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, spec: RopeSpec) -> jax.Array:
+def rotate(
+    x: jax.Array, cos: jax.Array, sin: jax.Array, spec: RopeSpec, *, by_product: bool = False
+) -> jax.Array:
     """Rotate the first `rotary_dim` features of `x`: [batch, seq, ..., head_dim]. `cos` and `sin`: [batch, seq,
-    rotary_dim / 2]. The result has the same shape as x."""
+    rotary_dim / 2]. The result has the same shape as x.
+
+    `by_product` swaps the features of each pair by a product with a signed permutation, which for a TPU is one
+    operation where slices are many small ones. In bfloat16 the result is the same to the last bit; in other dtypes,
+    which products round, the features are sliced.
+    """
+    if by_product and x.dtype == jnp.bfloat16:
+        return _rotate_by_product(x, cos, sin, spec)
     between = (1,) * (x.ndim - 3)
     cos, sin = (t.reshape(*t.shape[:2], *between, t.shape[-1]) for t in (cos, sin))
     turned, kept = x[..., : spec.rotary_dim].astype(jnp.float32), x[..., spec.rotary_dim :]
@@ -40,6 +50,26 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, spec: RopeSpec) -> jax.
         turned = jnp.stack(pairs, axis=-1).reshape(turned.shape)
     turned = turned.astype(x.dtype)
     return turned if kept.shape[-1] == 0 else jnp.concatenate([turned, kept], axis=-1)
+
+
+def _rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array, spec: RopeSpec) -> jax.Array:
+    features, pairs = x.shape[-1], np.arange(spec.rotary_dim // 2)
+    first, second = (pairs, pairs + len(pairs)) if spec.layout == "half" else (2 * pairs, 2 * pairs + 1)
+    swap = np.zeros((features, features), np.float32)
+    swap[second, first], swap[first, second] = -1.0, 1.0
+
+    def wide(of_pairs: jax.Array, kept: float) -> jax.Array:
+        """[batch, seq, ..., features] of values of pairs [batch, seq, pairs], and what kept features have."""
+        if spec.layout == "half":
+            turned = jnp.concatenate([of_pairs, of_pairs], axis=-1)
+        else:
+            turned = jnp.repeat(of_pairs, 2, axis=-1)
+        padding = [(0, 0), (0, 0), (0, features - spec.rotary_dim)]
+        whole = jnp.pad(turned, padding, constant_values=kept)
+        return whole.reshape(*whole.shape[:2], *(1,) * (x.ndim - 3), features)
+
+    swapped = jnp.matmul(x, jnp.asarray(swap, x.dtype), preferred_element_type=jnp.float32)
+    return (x.astype(jnp.float32) * wide(cos, 1.0) + swapped * wide(sin, 0.0)).astype(x.dtype)
 
 
 def _frequencies(spec: RopeSpec, lengths: jax.Array) -> tuple[jax.Array, jax.Array | float]:
