@@ -2,7 +2,6 @@
 in for the compiler."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -29,12 +29,16 @@ def rope_angles(spec: RopeSpec, positions: jax.Array, lengths: jax.Array) -> tup
 def rotate(
     x: jax.Array, cos: jax.Array, sin: jax.Array, spec: RopeSpec, *, by_product: bool = False
 ) -> jax.Array:
-    """Rotate the first `rotary_dim` features of `x`: [batch, seq, ..., head_dim]. `cos` and `sin`: [batch, seq,
-    rotary_dim / 2]. The result has the same shape as x.
+    """Rotate the leading features of each head; the result has the same shape as x.
 
-    `by_product` swaps the features of each pair by a product with a signed permutation, which for a TPU is one
-    operation where slices are many small ones. In bfloat16 the result is the same to the last bit; in other dtypes,
-    which products round, the features are sliced.
+    Args:
+        x: [batch, seq, ..., head_dim].
+        cos: [batch, seq, rotary_dim / 2].
+        sin: [batch, seq, rotary_dim / 2].
+        spec: the rope.
+        by_product: swap the features of each pair by a product with a signed permutation, which for a TPU is one
+            operation where slices are many small ones. In bfloat16 the result is the same to the last bit; in other
+            dtypes, which products round, the features are sliced.
     """
     if by_product and x.dtype == jnp.bfloat16:
         return _rotate_by_product(x, cos, sin, spec)
