@@ -1,5 +1,6 @@
 """Times this backend against `transformers` on torch CPU, interleaved, on a llama of about 100 million parameters:
-loading (seconds, peak RSS), prefill of 512 tokens, decode at batch 1 and 8, in float32 and bfloat16.
+loading (seconds, peak RSS), prefill of 512 tokens, decode at batch 1 and 8 after 32, 512 and 2,048 tokens, in float32
+and bfloat16.
 
 Each engine runs in a process of its own that stays up; the driver asks them in turn, so that both see the same machine.
 Results go to stdout as a table, and to --output as JSON with the machine and the versions.
@@ -23,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 THREADS = 2
-PREFILL_TOKENS, DECODE_PROMPT, DECODE_TOKENS = 512, 32, 64
+PREFILL_TOKENS, DECODE_PROMPTS, DECODE_TOKENS = 512, (32, 512, 2048), 64
+FIGURES = ("prefill 1", *(f"decode {batch} {prompt}" for batch in (1, 8) for prompt in DECODE_PROMPTS))
 SHAPE = {
     "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
-    "num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 2048,
+    "num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 4096,
 }  # fmt: skip
 
 
@@ -65,7 +67,7 @@ def compare(arguments: argparse.Namespace) -> None:
                     f"(weights {weights / 1e6:.0f} MB, before loading {base:.0f} MB)",
                     flush=True,
                 )
-            for figure in ("prefill", "decode 1", "decode 8"):
+            for figure in FIGURES:
                 rates: dict[str, list[float]] = {engine: [] for engine in workers}
                 for worker in workers.values():
                     worker.ask(figure)  # compile, warm caches
@@ -130,9 +132,8 @@ def work(engine: str, checkpoint: str, dtype: str) -> None:
     """The worker: load, then answer."""
     run = (transformers_engine if engine == "transformers" else ttpu_engine)(checkpoint, dtype)
     for line in sys.stdin:
-        kind, _, batch = line.strip().partition(" ")
-        shape = (1, PREFILL_TOKENS) if kind == "prefill" else (int(batch), DECODE_PROMPT)
-        print(json.dumps({"tokens_per_second": run(kind, *shape)}), flush=True)
+        kind, batch, prompt = (*line.split(), str(PREFILL_TOKENS))[:3]
+        print(json.dumps({"tokens_per_second": run(kind, int(batch), int(prompt))}), flush=True)
 
 
 def transformers_engine(checkpoint: str, dtype: str) -> Any:

@@ -122,6 +122,7 @@ class TestDecode:
         read = (decode.num_parameters * BF16 - table + CACHE) / 8
         assert decode.roofline_seconds == pytest.approx(read / 819e9, rel=0.01)
         assert decode.roofline_seconds < decode.predicted_seconds
+        assert decode.roofline_seconds <= decode.hbm_seconds < decode.predicted_seconds
         assert decode.tokens_per_second == pytest.approx(BATCH / decode.predicted_seconds)
 
     def test_the_parts_of_the_model_add_up_to_the_prediction(self, decode: ProgramReport) -> None:

@@ -116,6 +116,7 @@ class ProgramReport:
     collectives: tuple[CollectiveTotal, ...]
     predicted_seconds: float  # without kernels
     seconds_with_kernels: float  # see `ttpu_jax.aot.schedule.ScheduleEstimate`
+    hbm_seconds: float  # what its traffic with HBM takes, see `ttpu_jax.aot.schedule.ScheduleEstimate`
     roofline_seconds: float  # lower bound of any program, see `_roofline_seconds`
     breakdown: Breakdown
     parts: tuple[PartCost, ...]  # of the model, costliest first
@@ -253,6 +254,7 @@ def reported(
         collectives=_collective_totals(program),
         predicted_seconds=program.estimate.seconds,
         seconds_with_kernels=program.estimate.seconds_with_kernels,
+        hbm_seconds=program.estimate.hbm_seconds,
         breakdown=program.estimate.breakdown,
         parts=program.estimate.parts,
         unmodelled=_unmodelled_totals(program),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds
 from ttpu_jax.ops.parts import OTHER
 
+from .hbm import hbm_bytes
 from .hlo import COLLECTIVE_OPS, Instruction, Module, collective_bytes, fused_collective, parse
 from .topology import Chip, chip_named
 
@@ -85,10 +86,13 @@ class Unmodelled:
 class ScheduleEstimate:
     """Estimated seconds of one execution (all devices work at the same time), and the parts without an estimate.
     `seconds` counts kernels as no time. `seconds_with_kernels` counts them with the least time that the cost they state
-    allows, during which copies and collectives in the background go on."""
+    allows, during which copies and collectives in the background go on. `hbm_seconds` is what all bytes between HBM and
+    the core take one after another (`ttpu_jax.aot.hbm`): a prediction below it lets copies in the background and the
+    core's own reads have the whole bandwidth at once."""
 
     seconds: float
     seconds_with_kernels: float
+    hbm_seconds: float
     breakdown: Breakdown
     parts: tuple[PartCost, ...]  # costliest first
     top: tuple[InstructionCost, ...]  # the costliest instructions, costliest first
@@ -117,6 +121,7 @@ def estimate(hlo_text: str, chip: str, kernels: Mapping[str, float] | None = Non
     return ScheduleEstimate(
         seconds=seconds,
         seconds_with_kernels=replace(walk, kernels=kernels or {}).run(walk.module.entry, 1, _Ledger()),
+        hbm_seconds=hbm_bytes(walk.module) / walk.chip.hbm_bytes_per_second,
         breakdown=ledger.breakdown(),
         parts=ledger.parts(),
         top=ledger.top(),

@@ -232,6 +232,7 @@ def _rows(report: ProgramReport) -> list[tuple[str, str]]:
         ("  collectives", _milliseconds(parts.collective)),
         ("  waiting", _milliseconds(waits)),
         ("  in the background", _milliseconds(parts.collective_in_background)),
+        ("  HBM, at least", _milliseconds(report.hbm_seconds)),
         ("  roofline", _milliseconds(report.roofline_seconds)),
         ("kernels, at least", _milliseconds(report.kernel_seconds)),
         ("predicted with them", _milliseconds(report.seconds_with_kernels)),

@@ -1,0 +1,142 @@
+"""Counts the bytes that a compiled program moves between HBM and the core, from its scheduled HLO text. All of them
+share one bandwidth, also those that are copied in the background while the core reads others itself: no execution takes
+less time than they take one after another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .hlo import Instruction, Module, array_bytes
+
+_ARRAY_AND_LAYOUT = re.compile(r"([a-z][a-z0-9]*\[[\d,<=]*\])(?:\{([^}]*)\})?")
+_ELSEWHERE = re.compile(r"S\([1-9]\d*\)")  # VMEM and other memories beside HBM
+_NOTHING = frozenset(
+    {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "iota", "after-all", "partition-id", "domain"}
+)
+_COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
+_READS_PARTS = ("dynamic-slice", "slice", "gather")
+_ALIASES = ("bitcast", "reshape")
+_NO_WORK = re.compile(r'target="(AllocateBuffer|ConcatBitcast|Assume|GatherScatterIndices|Sharding|AsyncCollective)')
+
+
+def hbm_bytes(module: Module) -> int:
+    """The bytes of one execution on one device. Loops without a trip count count once, and of a conditional's branches
+    the one that moves most."""
+    return _Count(module).of(module.entry)
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    module: Module
+
+    def of(self, computation: str) -> int:
+        body = self.module.body(computation)
+        made = {one.name: one for one in body}
+        return sum(self._moved(one, made) for one in body)
+
+    def _moved(self, instruction: Instruction, made: Mapping[str, Instruction]) -> int:
+        op = instruction.op
+        if op in _NOTHING or op.endswith("-done"):
+            return 0
+        if op == "while":
+            trips = self.module.trip_count(instruction) or 1
+            return trips * self.of(instruction.attribute("body") or "")
+        if op == "conditional":
+            return max((self.of(one) for one in self.module.branches(instruction)), default=0)
+        if op == "call":
+            return self.of(self.module.callee(instruction) or "")
+        if op in _COPY_STARTS:
+            return _copied(instruction)
+        if op == "fusion":
+            return self._of_fusion(instruction, made)
+        if op == "dynamic-update-slice":
+            return _update_bytes(instruction, made)
+        if op == "gather":
+            return 2 * sum(instruction.arrays)
+        if op == "custom-call":
+            return self._of_custom_call(instruction, made)
+        return self._operands(instruction, made) + in_hbm(instruction.shape)
+
+    def _of_custom_call(self, call: Instruction, made: Mapping[str, Instruction]) -> int:
+        if _NO_WORK.search(call.attributes):
+            return 0
+        if call.stated_cost is not None:
+            return call.stated_cost[1]
+        return self._operands(call, made) + in_hbm(call.shape)
+
+    def _operands(self, instruction: Instruction, made: Mapping[str, Instruction]) -> int:
+        return sum(in_hbm(made[name].shape) for name in dict.fromkeys(instruction.operand_names) if name in made)
+
+    def _of_fusion(self, fusion: Instruction, made: Mapping[str, Instruction]) -> int:
+        if fusion.name.startswith("async-collective"):
+            return 0  # its bytes are those of the collective's own instructions
+        body = self.module.body(self.module.callee(fusion))
+        inner = {one.name: one for one in body}
+        parameters = {one.operands.strip(): one for one in body if one.op == "parameter"}
+        read = 0
+        for place, name in enumerate(fusion.operand_names):
+            whole = in_hbm(made[name].shape) if name in made else 0
+            parameter = parameters.get(str(place))
+            read += whole if parameter is None else min(whole, _read_of(parameter, body, whole))
+        written = in_hbm(fusion.shape)
+        for one in _results(body, inner):
+            if one.op == "dynamic-update-slice" and in_hbm(fusion.shape) >= sum(one.arrays):
+                written -= sum(one.arrays) - _update_bytes(one, inner)
+        return read + max(written, 0)
+
+
+def in_hbm(shape: str) -> int:
+    """Bytes of those arrays of a shape whose layout names no other memory."""
+    return sum(
+        sum(array_bytes(array))
+        for array, layout in _ARRAY_AND_LAYOUT.findall(shape)
+        if not _ELSEWHERE.search(layout)
+    )
+
+
+def _copied(start: Instruction) -> int:
+    """Bytes of an asynchronous copy, as often as one of its ends is in HBM."""
+    if start.op != "copy-start":
+        return min((size for size in start.arrays if size > 4), default=0)
+    ends = _ARRAY_AND_LAYOUT.findall(start.shape)[:2]
+    return start.arrays[0] * sum(not _ELSEWHERE.search(layout) for _, layout in ends)
+
+
+def _read_of(parameter: Instruction, body: tuple[Instruction, ...], whole: int) -> int:
+    """Bytes that a fusion reads of an operand of `whole` bytes: parts where it only slices or gathers, and none where
+    it only updates a part in place."""
+    names, read = {parameter.name}, 0
+    for one in body:
+        if not names.intersection(one.operand_names):
+            continue
+        first = one.operand_names[0] in names
+        if one.op in _ALIASES:
+            names.add(one.name)
+        elif one.op in _READS_PARTS and first:
+            read += sum(one.arrays)
+        elif not (one.op == "dynamic-update-slice" and first):
+            return whole
+    return read
+
+
+def _results(body: tuple[Instruction, ...], inner: Mapping[str, Instruction]) -> list[Instruction]:
+    """The instructions whose results a computation returns."""
+    if not body:
+        return []
+    root = body[-1]
+    ends = [inner[name] for name in root.operand_names if name in inner] if root.op == "tuple" else [root]
+    return [_source(one, inner) for one in ends]
+
+
+def _source(instruction: Instruction, inner: Mapping[str, Instruction]) -> Instruction:
+    while instruction.op in _ALIASES and instruction.operand_names and instruction.operand_names[0] in inner:
+        instruction = inner[instruction.operand_names[0]]
+    return instruction
+
+
+def _update_bytes(update: Instruction, made: Mapping[str, Instruction]) -> int:
+    """Bytes that a `dynamic-update-slice` writes."""
+    names = update.operand_names
+    return sum(made[names[1]].arrays) if len(names) > 1 and names[1] in made else 0
