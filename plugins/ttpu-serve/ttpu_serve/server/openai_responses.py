@@ -120,8 +120,8 @@ class OneResponse:
         yield event(f"response.{finished['status']}", response=finished)
 
     def _count(self, turn: Turn) -> None:
-        """Count the tokens so far as reasoning while there is nothing else. A piece of several tokens counts for what it
-        ends with."""
+        """Count the tokens so far as reasoning while there is nothing else. A piece of several tokens counts for what
+        it ends with."""
         if turn.reasoning and not turn.text and not turn.calls:
             self._thought = len(turn.ids)
 
