@@ -93,3 +93,27 @@ def test_an_estimate_is_divided_among_parts() -> None:
     assert parts[OTHER].seconds == pytest.approx(750 / 1.5e9)
     assert sum(one.seconds for one in result.parts) == pytest.approx(result.seconds_with_kernels)
     assert result.parts[0].part in ("attention", "residual") and result.parts[-1].part == OTHER
+
+
+SPLASH = (
+    ', custom_call_target="tpu_custom_call", operand_layout_constraints={s8[1,BLOCKS,4]{2,1,0}, s8[1,BLOCKS,4]{2,1,0}, '
+    "bf16[4,2048,128]{2,1,0}, bf16[1,2048,128]{2,1,0}, bf16[1,2048,128]{2,1,0}}"
+)
+ALONE = "HloModule m, is_scheduled=true\n\nENTRY %main (p: f32[]) -> f32[] {{\n  %p = f32[] parameter(0)\n{}\n}}\n"
+
+
+@pytest.mark.parametrize(("name", "products"), [("splash_mha_fwd", 2), ("splash_mha_dq", 3), ("splash_mha_dkv", 4)])
+@pytest.mark.parametrize(("blocks", "share"), [(1, 1.0), (4, 5 / 8)])
+def test_splash_attention_takes_what_its_blocks_multiply(name: str, products: int, blocks: int, share: float) -> None:
+    operands = SPLASH.replace("BLOCKS", str(blocks))
+    kernel = line(f"ROOT %{name}_residuals.1", "bf16[4,2048,128] custom-call(%p)", operands)
+    text = ALONE.format(kernel)
+    (found,) = estimate(text, "v5e").unmodelled
+    assert found.roofline_seconds == pytest.approx(2 * products * share * 4 * 2048 * 2048 * 128 / 197e12)
+
+
+def test_other_kernels_have_no_estimate() -> None:
+    kernel = line("ROOT %mine.1", "bf16[4,2048,128] custom-call(%p)", SPLASH.replace("BLOCKS", "1"))
+    text = ALONE.format(kernel)
+    (found,) = estimate(text, "v5e").unmodelled
+    assert found.roofline_seconds is None

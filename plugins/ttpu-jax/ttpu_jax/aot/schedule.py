@@ -17,6 +17,7 @@ from ttpu_jax.ops.parts import OTHER
 
 from .hbm import hbm_bytes
 from .hlo import COLLECTIVE_OPS, Instruction, Module, collective_bytes, fused_collective, parse
+from .kernels import known_cost
 from .topology import Chip, chip_named
 
 __all__ = ["HOP_SECONDS", "Breakdown", "InstructionCost", "PartCost", "ScheduleEstimate", "Unmodelled", "estimate"]
@@ -73,7 +74,8 @@ class PartCost:
 class Unmodelled:
     """An instruction that takes time but has no estimate of the compiler, such as a Pallas kernel. It counts as zero
     seconds. `roofline_seconds`, of one execution, is the least time in which the chip makes the FLOPs at its highest
-    rate and moves the bytes that the kernel states; None if it states none."""
+    rate and moves the bytes that the kernel states, or that splash attention is known to take
+    (`ttpu_jax.aot.kernels`); None for others."""
 
     name: str
     op: str
@@ -239,11 +241,13 @@ class _Walk:
                 clocks.core += self.kernels.get(instruction.name.partition(".")[0], roofline or 0.0)
 
     def _roofline(self, kernel: Instruction) -> float | None:
-        stated, chip = kernel.stated_cost, self.chip
-        if stated is None:
+        chip, stated = self.chip, kernel.stated_cost
+        cost = stated or known_cost(kernel)
+        if cost is None:
             return None
-        flops, moved = stated
-        rate = max(chip.bf16_flops, chip.int8_ops or 0.0, chip.fp8_flops or 0.0)
+        flops, moved = cost
+        # Those that state their cost may multiply numbers of any kind.
+        rate = chip.bf16_flops if stated is None else max(chip.bf16_flops, chip.int8_ops or 0.0, chip.fp8_flops or 0.0)
         return max(flops / rate, moved / chip.hbm_bytes_per_second)
 
     def _control_flow(self, instruction: Instruction, count: int, ledger: _Ledger) -> float:
