@@ -344,7 +344,7 @@ def test_what_cannot_be_measured_is_refused_by_name(fake: FakeServer, arguments:
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("ttpu_serve.bench.picture.find_spec", lambda name: None)
+    monkeypatch.setattr("ttpu_core.pictures.find_spec", lambda name: None)
     result = run("serve", "--plot", str(tmp_path / "a.png"))
     assert isinstance(result.exception, MissingDependencyError) and "ttpu-core[plot]" in str(result.exception)
 
